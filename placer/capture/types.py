@@ -1,0 +1,73 @@
+"""What capturing a model gives: its graph, and where every node came from."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils._pytree import TreeSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeModule:
+    """A submodule that could not be traced into and stays one uncuttable node."""
+
+    layer: str  # its path, "" for the model itself
+    reason: str  # one sentence
+    location: str  # "file.py:123" of the line that stopped the trace, "" if unknown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallFormat:
+    """How the arguments of ``forward`` become the graph's tensor inputs, and its outputs a structure.
+
+    Arguments are bound to the signature (defaults applied) and flattened with pytree; tensor leaves
+    are the graph's placeholders, in order, all other leaves are constants of the capture.
+    """
+
+    signature: inspect.Signature
+    in_spec: TreeSpec  # of the dict {parameter name: value}
+    leaf_names: tuple[str, ...]  # a readable path per flattened leaf, such as "x" or "batch.0"
+    constants: tuple[Any, ...]  # per flattened leaf: the non-tensor value, or TENSOR
+    example_shapes: tuple[torch.Size, ...]  # per tensor leaf
+    batch_size: int | None  # size(0) of the first tensor input that has a dimension
+    batched: tuple[bool, ...]  # per tensor leaf: is its dim 0 the batch?
+    out_spec: TreeSpec  # of what forward returned; the graph's output is the flat list of leaves
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capture:
+    """A model as a graph on fake tensors; owns no weights (``model`` is the caller's own).
+
+    The graph's output node returns the flat list of leaves of ``forward``'s result. Per-node tables
+    are keyed by node name; ``order`` is the order in which the program ran the nodes.
+    """
+
+    model: nn.Module
+    graph: fx.Graph  # never changed after capture
+    order: tuple[str, ...]  # all nodes but placeholders and output, in program order
+    layer_of: Mapping[str, str]  # node -> path of the module that called it ("" = the model itself)
+    state_of: Mapping[str, tuple[str, ...]]  # node -> names of the parameters and buffers it reads
+    mutated_state_of: Mapping[str, tuple[str, ...]]  # node -> names of those it writes in forward
+    together: tuple[tuple[str, ...], ...]  # groups of nodes that must share a stage
+    constants: Mapping[str, torch.Tensor]  # get_attr node -> tensor that tracing burned in
+    call: CallFormat
+    whole_modules: tuple[WholeModule, ...]
+    fingerprint: str  # changes when the graph, or a name, shape or dtype of the state does
+
+
+class _Tensor:
+    """The mark in ``CallFormat.constants`` for a leaf that is a tensor."""
+
+    def __repr__(self) -> str:
+        return "TENSOR"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Tensor:
+        return self
+
+
+TENSOR = _Tensor()

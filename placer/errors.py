@@ -1,0 +1,78 @@
+"""The errors placer raises: each says where, what is wrong, and what to do about it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+
+class PlacerError(Exception):
+    """What every error of placer is.
+
+    ``where`` names the place (a JSON pointer, a layer, a device), ``problem`` what was found there
+    and what was expected, ``remedy`` what to do. Errors survive pickling across processes.
+    """
+
+    def __init__(self, where: str, problem: str, remedy: str = "") -> None:
+        super().__init__(where, problem, remedy)
+        self.where = where
+        self.problem = problem
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        text = f"{self.where}: {self.problem}" if self.where else self.problem
+        return f"{text}\n  -> {self.remedy}" if self.remedy else text
+
+
+class SpecError(PlacerError):
+    """A placement spec is wrong; ``problems`` holds every ``(where, problem, remedy)`` found in it."""
+
+    def __init__(self, source: str, problems: Iterable[tuple[str, str, str]]) -> None:
+        self.source = source
+        self.problems = tuple(problems)
+        lines = [str(PlacerError(*problem)) for problem in self.problems]
+        count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
+        super().__init__(source, f"{count} in the placement spec\n" + "\n".join(lines))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.source, self.problems)
+
+
+class CaptureError(PlacerError):
+    """A model could not be captured as a graph, or was called unlike it was captured."""
+
+
+class DeviceError(PlacerError):
+    """A device is unknown, missing on this machine, or of unknown memory."""
+
+
+class PlanError(PlacerError):
+    """A plan does not belong to the model, or cannot be read."""
+
+
+class BudgetError(PlacerError):
+    """No placement fits the budgets; ``device`` overflows by ``missing_bytes`` at the least."""
+
+    def __init__(self, where: str, problem: str, remedy: str = "", *, device: str = "", missing_bytes: int = 0) -> None:
+        super().__init__(where, problem, remedy)
+        self.device = device
+        self.missing_bytes = missing_bytes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        parts = (self.where, self.problem, self.remedy, self.device, self.missing_bytes)
+        return _budget_error, parts
+
+
+def _budget_error(where: str, problem: str, remedy: str, device: str, missing_bytes: int) -> BudgetError:
+    return BudgetError(where, problem, remedy, device=device, missing_bytes=missing_bytes)
+
+
+def nearest(word: str, choices: Iterable[str]) -> str | None:
+    """The choice that looks most like ``word``, or None when nothing is close.
+
+    >>> nearest("encodr.0", ["decoder.0", "encoder.0", "head"])
+    'encoder.0'
+    """
+    matches = difflib.get_close_matches(word, sorted(set(choices)), n=1, cutoff=0.5)
+    return matches[0] if matches else None

@@ -1,0 +1,96 @@
+"""A plan: the fully resolved placement, and what it is expected to cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """Predicted bytes of one stage on one device over a training step, by kind.
+
+    ``saved`` counts every micro-batch in flight at its peak; ``boundary`` what was received and is
+    not saved; ``transient`` the rest that is live at the peak's moment. ``peak`` is the largest sum
+    over time, without the reserve: at most the sum of the kinds.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    buffers: int = 0
+    saved: int = 0
+    boundary: int = 0
+    transient: int = 0
+    peak: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePlan:
+    """One stage: its nodes, its device in every replica, its memory (bytes) and time (seconds).
+
+    ``memory`` is that of replica 0; ``replica_peaks`` holds every replica's predicted peak.
+    """
+
+    index: int
+    devices: tuple[str, ...]  # one per replica
+    layers: tuple[str, ...]  # modules wholly or partly on this stage, in program order
+    nodes: tuple[str, ...]
+    memory: StageMemory
+    budget: int | None  # bytes of the first replica's device; None: no limit given
+    reserve: int  # bytes of it that are kept free
+    forward_seconds: float
+    backward_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """A value that crosses from a stage to a later one, once per micro-batch forward."""
+
+    value: str  # node name
+    source: int  # stage index; "from" in JSON
+    target: int  # stage index; "to" in JSON
+    nbytes: int  # of one micro-batch; "bytes" in JSON
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicePeak:
+    """Predicted peak of one device (it may hold several stages) against its budget, in bytes."""
+
+    device: str
+    peak: int
+    budget: int | None
+    reserve: int
+
+    @property
+    def fits(self) -> bool:
+        return self.budget is None or self.peak + self.reserve <= self.budget
+
+    @property
+    def headroom(self) -> int | None:
+        """Bytes left under the budget, negative when it overflows."""
+        return None if self.budget is None else self.budget - self.reserve - self.peak
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The lock file of a placement; holds all that emission needs besides the model."""
+
+    fits: bool
+    objective: str
+    replicas: int
+    microbatches: int
+    schedule: str
+    precision: str
+    batch_norm: str
+    optimizer: str | Mapping[str, int]
+    training: bool
+    step_seconds: float
+    fingerprint: str
+    stages: tuple[StagePlan, ...]
+    devices: tuple[DevicePeak, ...]
+    transfers: tuple[Transfer, ...]
+    checkpoint: tuple[str, ...] = ()
+    offload: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    node_layers: Mapping[str, str] = field(default_factory=dict)  # for the diff of a changed model

@@ -1,0 +1,56 @@
+"""Byte sizes and durations, between the way people write them and numbers."""
+
+from __future__ import annotations
+
+import re
+
+_BYTE_FACTORS = {
+    "": 1, "b": 1,
+    "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9, "t": 10**12, "tb": 10**12,
+    "ki": 2**10, "kib": 2**10, "mi": 2**20, "mib": 2**20, "gi": 2**30, "gib": 2**30, "ti": 2**40, "tib": 2**40,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes meant by ``text``: an integer, or a number with a decimal (MB) or binary (MiB) unit.
+
+    Raises ``ValueError`` when the text is not a size.
+
+    >>> parse_bytes("16GiB"), parse_bytes("500 MB"), parse_bytes(1024)
+    (17179869184, 500000000, 1024)
+    """
+    if isinstance(text, bool) or (isinstance(text, int) and text < 0):
+        raise ValueError(f"{text!r} is not a size in bytes")
+    if isinstance(text, int):
+        return text
+    match = _SIZE.fullmatch(text)
+    if match is None or match[2].lower() not in _BYTE_FACTORS:
+        raise ValueError(f"{text!r} is not a size; write a number and a unit, such as '16GiB' or '500 MB'")
+    return int(float(match[1]) * _BYTE_FACTORS[match[2].lower()])
+
+
+def format_bytes(nbytes: int | float) -> str:
+    """``nbytes`` in the binary unit that leaves one to three digits before the point.
+
+    >>> format_bytes(17179869184), format_bytes(1536), format_bytes(12), format_bytes(-2**20)
+    ('16.00 GiB', '1.50 KiB', '12 B', '-1.00 MiB')
+    """
+    size = abs(nbytes)
+    sign = "-" if nbytes < 0 else ""
+    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= factor:
+            return f"{sign}{size / factor:.2f} {unit}"
+    return f"{sign}{size:.0f} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """``seconds`` in the unit that leaves one to three digits before the point.
+
+    >>> format_seconds(0.0123), format_seconds(2.5), format_seconds(4.2e-5)
+    ('12.30 ms', '2.50 s', '42.00 us')
+    """
+    for unit, factor in (("s", 1.0), ("ms", 1e-3)):
+        if abs(seconds) >= factor:
+            return f"{seconds / factor:.2f} {unit}"
+    return f"{seconds / 1e-6:.2f} us"
