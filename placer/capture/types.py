@@ -58,6 +58,7 @@ class Capture:
     call: CallFormat
     whole_modules: tuple[WholeModule, ...]
     fingerprint: str  # changes when the graph, or a name, shape or dtype of the state does
+    training: bool  # the mode that the model was in; the graph is the program of that mode
 
 
 class _Tensor:

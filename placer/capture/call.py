@@ -1,0 +1,174 @@
+"""The calling convention of a model: from ``forward``'s arguments to a flat list of tensors and back."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten_with_path, tree_unflatten
+
+from placer.capture.types import TENSOR, CallFormat
+from placer.errors import CaptureError, nearest
+
+_RECAPTURE = "call it as it was captured, or compile it again with these arguments"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundCall:
+    """One call of ``forward``: its arguments bound to the signature and flattened."""
+
+    signature: inspect.Signature
+    in_spec: TreeSpec
+    leaf_names: tuple[str, ...]
+    leaves: tuple[Any, ...]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The leaves that are tensors, in order."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+    @property
+    def constants(self) -> tuple[Any, ...]:
+        """Per leaf: its value, or ``TENSOR``."""
+        return tuple(TENSOR if isinstance(leaf, Tensor) else leaf for leaf in self.leaves)
+
+
+def bind_call(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+) -> BoundCall:
+    """Bind the arguments to ``model.forward``, defaults applied, and flatten them with pytree.
+
+    Raises ``CaptureError`` when they do not fit the signature.
+    """
+    return _bind(inspect.signature(model.forward), args, kwargs or {})
+
+
+def rebuild_arguments(
+    call: BoundCall | CallFormat, leaves: Sequence[Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The ``(args, kwargs)`` whose flattened leaves are ``leaves``; the inverse of flattening."""
+    arguments = tree_unflatten(list(leaves), call.in_spec)
+    bound = inspect.BoundArguments(call.signature, arguments)
+    return bound.args, bound.kwargs
+
+
+def make_call_format(bound: BoundCall, out_spec: TreeSpec) -> CallFormat:
+    """The format of all calls like ``bound`` whose result has the structure ``out_spec``."""
+    tensors = bound.tensors
+    sizes = [tensor.size(0) for tensor in tensors if tensor.dim() > 0]
+    batch_size = sizes[0] if sizes else None
+    return CallFormat(
+        signature=bound.signature,
+        in_spec=bound.in_spec,
+        leaf_names=bound.leaf_names,
+        constants=bound.constants,
+        example_shapes=tuple(tensor.shape for tensor in tensors),
+        batch_size=batch_size,
+        batched=tuple(t.dim() > 0 and t.size(0) == batch_size for t in tensors),
+        out_spec=out_spec,
+    )
+
+
+def flatten_call(call: CallFormat, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensor leaves of a call, in the order of the graph's placeholders.
+
+    Raises ``CaptureError`` naming the argument when the call is unlike the captured one: an
+    argument that is missing, unknown, of another structure, a tensor where a constant was
+    captured (or the other way round), another constant, or another number of dimensions.
+    """
+    bound = _bind(call.signature, args, kwargs)
+    given = dict(zip(bound.leaf_names, bound.leaves, strict=True))
+    if missing := [name for name in call.leaf_names if name not in given]:
+        raise CaptureError(
+            missing[0], f"this argument is missing; the call has {sorted(given)}", _RECAPTURE
+        )
+    if extra := [name for name in given if name not in set(call.leaf_names)]:
+        raise CaptureError(
+            extra[0], f"the captured call had no such argument, only {list(call.leaf_names)}", _RECAPTURE
+        )
+    tensors: list[Tensor] = []
+    shapes = iter(call.example_shapes)
+    for name, constant in zip(call.leaf_names, call.constants, strict=True):
+        value = given[name]
+        if constant is TENSOR:
+            _check_tensor(name, value, next(shapes))
+            tensors.append(value)
+        elif isinstance(value, Tensor):
+            raise CaptureError(name, f"a tensor is given where {constant!r} was captured", _RECAPTURE)
+        elif not _same_constant(value, constant):
+            raise CaptureError(
+                name,
+                f"{value!r} is given, but {constant!r} was captured and is part of the program",
+                _RECAPTURE,
+            )
+    return tensors
+
+
+def unflatten_output(call: CallFormat, leaves: Sequence[Any]) -> Any:
+    """What ``forward`` would have returned, from the flat list of its leaves."""
+    return tree_unflatten(list(leaves), call.out_spec)
+
+
+def flat_forward(
+    bound: BoundCall, flatten_output: Callable[[Any], list[Any]]
+) -> Callable[..., list[Any]]:
+    """``forward`` as a function ``(root, *tensors) -> flat list of the result's leaves``."""
+
+    def forward(root: nn.Module, *tensors: Any) -> list[Any]:
+        remaining = iter(tensors)
+        leaves = [next(remaining) if c is TENSOR else c for c in bound.constants]
+        args, kwargs = rebuild_arguments(bound, leaves)
+        return flatten_output(root.forward(*args, **kwargs))
+
+    return forward
+
+
+def _bind(
+    signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> BoundCall:
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        unknown = [name for name in kwargs if name not in signature.parameters]
+        close = nearest(unknown[0], signature.parameters) if unknown else None
+        hint = f"did you mean {close!r}? " if close else ""
+        raise CaptureError("arguments", f"{error}", f"{hint}forward takes {signature}") from None
+    bound.apply_defaults()
+    paths, in_spec = tree_flatten_with_path(dict(bound.arguments))
+    return BoundCall(
+        signature=signature,
+        in_spec=in_spec,
+        leaf_names=tuple(_readable(path) for path, _ in paths),
+        leaves=tuple(leaf for _, leaf in paths),
+    )
+
+
+def _readable(path: Sequence[Any]) -> str:
+    """A key path such as ``['batch'][0]`` as ``batch.0``."""
+    return ".".join(re.sub(r"^[\[.]'?|'?\]$", "", str(key)) for key in path)
+
+
+def _check_tensor(name: str, value: Any, shape: torch.Size) -> None:
+    if not isinstance(value, Tensor):
+        raise CaptureError(name, f"{value!r} is given where a tensor was captured", _RECAPTURE)
+    if value.dim() != len(shape):
+        raise CaptureError(
+            name,
+            f"a tensor of {value.dim()} dimensions is given; {len(shape)} were captured "
+            f"(shape {list(shape)})",
+            _RECAPTURE,
+        )
+
+
+def _same_constant(value: Any, constant: Any) -> bool:
+    if value is constant:
+        return True
+    try:
+        return type(value) is type(constant) and bool(value == constant)
+    except Exception:  # an object whose == is not a truth value, such as an array
+        return False

@@ -1,0 +1,105 @@
+"""Stand-ins on the CPU that have shapes but no data, so that a model can run without memory.
+
+A fake copy of a module is a deep copy whose tensors are fake: what the module shares (tied
+parameters, views of one storage) its copy shares too, and nothing is allocated.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from placer.errors import CaptureError
+
+
+class FakeWorld:
+    """One ``FakeTensorMode`` and the fake twin of every tensor seen so far; owns no real tensor's data.
+
+    All twins are on the CPU, whatever device (``meta`` included) the original is on. Tensors that
+    share a storage get twins that share one.
+    """
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._twins: dict[int, Tensor] = {}
+        self._originals: list[Tensor] = []  # keeps the ids in _twins valid
+        self._bases: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._sharing: dict[int, set[int]] = {}
+
+    def tensor(self, original: Tensor) -> Tensor:
+        """The fake twin of ``original``: same shape, strides, dtype, and ``requires_grad``."""
+        twin = self._twins.get(id(original))
+        if twin is None:
+            twin = self._make(original)
+            self._twins[id(original)] = twin
+            self._originals.append(original)
+        return twin
+
+    def tree(self, value: Any) -> Any:
+        """``value`` with every tensor in it (pytree) replaced by its twin."""
+        return tree_map_only(Tensor, self.tensor, value)
+
+    def module(self, model: nn.Module) -> nn.Module:
+        """A deep copy of ``model`` whose parameters, buffers and other tensors are twins.
+
+        Raises ``CaptureError`` when the model cannot be copied.
+        """
+        tensors = list(_tensors_of(model))
+        for tensor in tensors:
+            self._note_storage(tensor)
+        memo: dict[int, Any] = {id(tensor): self.tensor(tensor) for tensor in tensors}
+        try:
+            return copy.deepcopy(model, memo)
+        except Exception as error:
+            raise CaptureError(
+                type(model).__name__,
+                f"the model cannot be copied ({type(error).__name__}: {error})",
+                "give the attribute that cannot be copied a __deepcopy__, or create it lazily",
+            ) from error
+
+    def _note_storage(self, original: Tensor) -> None:
+        self._sharing.setdefault(_storage(original), set()).add(id(original))
+
+    def _make(self, original: Tensor) -> Tensor:
+        with self.mode, torch.no_grad():
+            shared = len(self._sharing.get(_storage(original), ())) > 1
+            if original.layout != torch.strided:
+                twin = torch.empty(original.shape, dtype=original.dtype, device="cpu")
+            elif shared:
+                twin = self._base(original).as_strided(
+                    original.size(), original.stride(), original.storage_offset()
+                )
+            else:
+                twin = torch.empty_strided(
+                    original.size(), original.stride(), dtype=original.dtype, device="cpu"
+                )
+            if isinstance(original, nn.Parameter):
+                return nn.Parameter(twin, requires_grad=original.requires_grad)
+            return twin.requires_grad_(original.requires_grad)
+
+    def _base(self, original: Tensor) -> Tensor:
+        key = (_storage(original), original.dtype)
+        if key not in self._bases:
+            count = original.untyped_storage().nbytes() // original.element_size()
+            self._bases[key] = torch.empty(count, dtype=original.dtype, device="cpu")
+        return self._bases[key]
+
+
+def _storage(tensor: Tensor) -> int:
+    return id(tensor) if tensor.layout != torch.strided else int(tensor.untyped_storage()._cdata)
+
+
+def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
+    """Every tensor that a module of ``model`` holds: parameters, buffers, attributes, lists of them."""
+    for module in model.modules():
+        for name, value in module.__dict__.items():
+            if name in ("_parameters", "_buffers"):
+                yield from (tensor for tensor in value.values() if tensor is not None)
+            elif name != "_modules":
+                yield from (leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor))
