@@ -1,0 +1,15 @@
+"""Cost: a capture in, a table of bytes and FLOPs per node out; nothing is allocated."""
+
+from placer.cost.devices import DeviceKind, device_kind
+from placer.cost.estimate import estimate_costs
+from placer.cost.types import CostTable, NodeCost, PendingGradient, StoredValue
+
+__all__ = [
+    "CostTable",
+    "DeviceKind",
+    "NodeCost",
+    "PendingGradient",
+    "StoredValue",
+    "device_kind",
+    "estimate_costs",
+]

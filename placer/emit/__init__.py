@@ -1,0 +1,6 @@
+"""Emit: a capture and the plan's stages in, one function per stage out."""
+
+from placer.emit.stages import emit_stages
+from placer.emit.types import StageCode, StagedModel
+
+__all__ = ["StageCode", "StagedModel", "emit_stages"]

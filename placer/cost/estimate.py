@@ -1,0 +1,164 @@
+"""Costs of a captured model for one micro-batch, from one run on fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from placer.capture import Capture, FakeWorld
+from placer.cost.record import NodeTally, RecordedStorage, Recording, record_run
+from placer.cost.types import CostTable, NodeCost, PendingGradient, StoredValue
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def estimate_costs(
+    capture: Capture,
+    inputs: Sequence[Tensor],
+    *,
+    training: bool = True,
+    precision: str = "fp32",
+) -> CostTable:
+    """Bytes and FLOPs of every node of ``capture`` for a micro-batch shaped like ``inputs``.
+
+    ``inputs`` are the tensor inputs of one micro-batch of one replica, on any device, ``meta``
+    included. Nothing is allocated: the run is on fake CPU tensors. With ``training`` the backward is
+    run as well, from a stand-in loss (`placer.cost.record.stand_in_loss`).
+    """
+    world = FakeWorld()
+    model = world.module(capture.model)
+    constants = {name: world.tensor(t) for name, t in capture.constants.items()}
+
+    def run_context() -> AbstractContextManager[Any]:
+        if precision == "fp32":
+            return nullcontext()
+        return torch.autocast("cpu", _AUTOCAST[precision])
+
+    with world.mode:
+        recording = record_run(
+            capture.graph,
+            capture.order,
+            model,
+            [world.tensor(t) for t in inputs],
+            constants,
+            training=training,
+            run_context=run_context,
+        )
+    return _table(capture, inputs, recording, training=training)
+
+
+def _table(
+    capture: Capture, inputs: Sequence[Tensor], recording: Recording, *, training: bool
+) -> CostTable:
+    position = {name: i for i, name in enumerate(capture.order)}
+    loss = len(capture.order)
+    forward = [s for s in recording.storages if not s.backward]
+    backward = [s for s in recording.storages if s.backward and not s.parameter_gradient]
+    private = _private(forward)
+    names, nbytes, alias = _state(capture.model)
+    reads: list[set[int]] = [set() for _ in range(loss)]
+    input_reads: dict[str, set[int]] = {}
+    for node in capture.graph.nodes:
+        if node.op == "placeholder":
+            input_reads[node.name] = set()
+            continue
+        reader = loss if node.op == "output" else position[node.name]
+        for source in node.all_input_nodes:
+            if source.op == "placeholder":
+                input_reads[source.name].add(reader)
+            else:
+                reads[position[source.name]].add(reader)
+    buffers = {name for name, _ in capture.model.named_buffers(remove_duplicate=False)}
+    state_of = [capture.state_of.get(name, ()) for name in capture.order]
+    return CostTable(
+        names=capture.order,
+        nodes=tuple(
+            NodeCost(
+                forward_flops=tally.forward_flops,
+                backward_flops=tally.backward_flops,
+                forward_traffic=tally.forward_traffic,
+                backward_traffic=tally.backward_traffic,
+                forward_transient=tally.forward_transient,
+                backward_transient=_backward_transient(i, tally, backward, private.get(i, 0)),
+                output_nbytes=recording.output_nbytes[i],
+            )
+            for i, tally in enumerate(recording.tallies)
+        ),
+        values=tuple(
+            StoredValue(
+                nbytes=s.nbytes,
+                producer=s.made_by,
+                users=tuple(sorted(s.users)),
+                savers=tuple(sorted(s.savers)) if training else (),
+            )
+            for s in forward
+        ),
+        gradients=tuple(
+            PendingGradient(nbytes=s.nbytes, source=s.made_by, target=s.freed_by)
+            for s in backward
+            if s.freed_by is not None and 0 <= s.freed_by < s.made_by
+        ),
+        readers=tuple(tuple(sorted(r)) for r in reads),
+        input_readers=tuple(tuple(sorted(r)) for r in input_reads.values()),
+        input_nbytes=tuple(t.numel() * t.element_size() for t in inputs),
+        parameters_of=tuple(tuple(n for n in used if n not in buffers) for used in state_of),
+        buffers_of=tuple(tuple(n for n in used if n in buffers) for used in state_of),
+        state_nbytes=nbytes,
+        alias_of=alias,
+        trained=frozenset(n for n in names if training and names[n]),
+        microbatch_rows=next(
+            (t.size(0) for t, b in zip(inputs, capture.call.batched, strict=True) if b), None
+        ),
+    )
+
+
+def _private(forward: Sequence[RecordedStorage]) -> dict[int, int]:
+    """Node -> bytes that only its own backward needs."""
+    sums: dict[int, int] = {}
+    for stored in forward:
+        if len(stored.savers) == 1:
+            (saver,) = stored.savers
+            sums[saver] = sums.get(saver, 0) + stored.nbytes
+    return sums
+
+
+def _backward_transient(
+    node: int, tally: NodeTally, backward: Sequence[RecordedStorage], private: int
+) -> int:
+    """The most bytes live at once in the node's backward that no other node's backward needs.
+
+    Those are what it saved for itself, the gradients that came in and what it makes itself, without
+    the gradients of parameters.
+    """
+    incoming = sum(s.nbytes for s in backward if s.freed_by == node and s.made_by != node)
+    live = most = private + incoming
+    for stored, change in tally.events:
+        if stored.parameter_gradient:
+            continue
+        mine = stored.savers == {node} if not stored.backward else True
+        if mine:
+            live += change
+            most = max(most, live)
+    return most
+
+
+def _state(model: nn.Module) -> tuple[dict[str, bool], dict[str, int], dict[str, str]]:
+    """Per name of the state: is it trained; its bytes (once per tensor); the name that stands for it."""
+    trained: dict[str, bool] = {}
+    nbytes: dict[str, int] = {}
+    alias: dict[str, str] = {}
+    first: dict[int, str] = {}
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    for name, tensor in named:
+        alias[name] = first.setdefault(id(tensor), name)
+        if alias[name] == name:
+            trained[name] = isinstance(tensor, nn.Parameter) and tensor.requires_grad
+            nbytes[name] = tensor.numel() * tensor.element_size()
+    return trained, nbytes, alias

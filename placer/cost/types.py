@@ -1,0 +1,64 @@
+"""What every node of a captured model costs: bytes, FLOPs, and how long its values live."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredValue:
+    """One storage that forward made (or received), and who needs it; positions are node positions.
+
+    ``producer`` is -1 for the model's inputs. ``savers`` are the nodes whose backward needs it.
+    """
+
+    nbytes: int
+    producer: int
+    users: tuple[int, ...]
+    savers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingGradient:
+    """A gradient that the backward of node ``source`` made and that of node ``target`` consumes."""
+
+    nbytes: int
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeCost:
+    """One node for one micro-batch; bytes are live bytes, traffic is bytes read and written."""
+
+    forward_flops: int = 0
+    backward_flops: int = 0
+    forward_traffic: int = 0
+    backward_traffic: int = 0
+    forward_transient: int = 0  # most bytes that it made and that were live while it ran forward
+    backward_transient: int = 0  # most bytes live in its backward that no other node's needs
+    output_nbytes: int = 0  # what crosses if its result is needed elsewhere
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostTable:
+    """The costs of all nodes for one micro-batch of one replica; owns no placement.
+
+    Nodes are numbered by their position in ``names``, the capture's order; position ``len(names)``
+    stands for the loss, which is computed where the results are.
+    """
+
+    names: tuple[str, ...]
+    nodes: tuple[NodeCost, ...]  # one longer than names: the loss
+    values: tuple[StoredValue, ...]
+    gradients: tuple[PendingGradient, ...]
+    readers: tuple[tuple[int, ...], ...]  # per node: positions of the nodes that read its result
+    input_readers: tuple[tuple[int, ...], ...]  # per tensor input of the model
+    input_nbytes: tuple[int, ...]
+    parameters_of: tuple[tuple[str, ...], ...]  # per node
+    buffers_of: tuple[tuple[str, ...], ...]
+    state_nbytes: Mapping[str, int]  # parameter or buffer -> bytes (tied names: one of them)
+    alias_of: Mapping[str, str]  # every name of the state -> the name that stands for its tensor
+    trained: frozenset[str]  # parameters that get gradients
+    microbatch_rows: int | None

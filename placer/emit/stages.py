@@ -1,0 +1,146 @@
+"""Emit: cut the captured graph at the plan's boundaries into one function per stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from placer.capture import Capture
+from placer.emit.types import StageCode, StagedModel
+
+_DEVICE = "stage_device"
+
+
+def emit_stages(capture: Capture, stage_nodes: Iterable[Iterable[str]]) -> StagedModel:
+    """Code for each stage of ``capture`` from the nodes that the plan put on it.
+
+    A value that a later stage reads becomes an output of its stage and an input of every stage
+    that reads it. The last stage returns the model's results: what earlier stages computed of
+    them passes through it, so that all results are on one device.
+    """
+    stage_of = {name: s for s, names in enumerate(stage_nodes) for name in names}
+    num_stages = max(stage_of.values(), default=0) + 1
+    nodes = {node.name: node for node in capture.graph.nodes}
+    placeholders = [node.name for node in capture.graph.nodes if node.op == "placeholder"]
+    external = set(placeholders) | set(capture.constants)
+    result = _result(capture.graph)
+    returned = tuple(dict.fromkeys(name for kind, name in result if kind == "value"))
+
+    reads: list[dict[str, None]] = [{} for _ in range(num_stages)]
+    for name in capture.order:
+        if name in capture.constants:
+            continue
+        for source in nodes[name].all_input_nodes:
+            if source.name in external or stage_of[source.name] != stage_of[name]:
+                reads[stage_of[name]][source.name] = None
+    for name in returned:
+        if stage_of.get(name) != num_stages - 1:
+            reads[-1][name] = None
+    last_use = {name: s for s, names in enumerate(reads) for name in names}
+
+    stages = []
+    for index in range(num_stages):
+        own = [n for n in capture.order if stage_of.get(n) == index and n not in capture.constants]
+        if index == num_stages - 1:
+            outputs = returned
+        else:
+            outputs = tuple(name for name in own if name in last_use)
+        stages.append(_emit_stage(capture, index, [nodes[n] for n in own], tuple(reads[index]), outputs))
+    return StagedModel(
+        stages=tuple(stages),
+        graph_inputs=tuple(placeholders),
+        result=result,
+        last_use=last_use,
+        state_stage=_owners(capture, stage_of),
+        constants=dict(capture.constants),
+        call=capture.call,
+    )
+
+
+def _result(graph: fx.Graph) -> tuple[tuple[str, Any], ...]:
+    (leaves,) = graph.output_node().args
+    assert isinstance(leaves, list | tuple)
+    return tuple(("value", x.name) if isinstance(x, fx.Node) else ("constant", x) for x in leaves)
+
+
+def _owners(capture: Capture, stage_of: Mapping[str, int]) -> dict[str, int]:
+    """Parameter or buffer -> the first stage that reads it; those that none reads go to stage 0.
+
+    Tied names (one tensor under several names) share an owner.
+    """
+    named = [
+        *capture.model.named_parameters(remove_duplicate=False),
+        *capture.model.named_buffers(remove_duplicate=False),
+    ]
+    tensor_of = {name: id(tensor) for name, tensor in named}
+    owner: dict[int, int] = {}
+    for node, names in capture.state_of.items():
+        for name in names:
+            key = tensor_of[name]
+            owner[key] = min(owner.get(key, stage_of[node]), stage_of[node])
+    return {name: owner.get(key, 0) for name, key in tensor_of.items()}
+
+
+def _emit_stage(
+    capture: Capture, index: int, own: list[fx.Node], inputs: tuple[str, ...], outputs: tuple[str, ...]
+) -> StageCode:
+    graph = fx.Graph()
+    device = graph.placeholder(_DEVICE)
+    values: dict[str, fx.Node] = {name: graph.placeholder(name) for name in inputs}
+    modules: dict[str, None] = {}
+    attributes: dict[str, None] = {}
+    for node in own:
+        copied = graph.node_copy(node, lambda n: values[n.name])
+        values[node.name] = _follow_stage_device(node, copied, device)
+        if node.op == "call_module":
+            modules[str(node.target)] = None
+        elif node.op == "get_attr":
+            attributes[str(node.target)] = None
+    graph.output(tuple(values[name] for name in outputs))
+    code = _compile(graph, capture.model, f"Stage{index}")
+    return StageCode(
+        index=index,
+        inputs=inputs,
+        outputs=outputs,
+        modules=tuple(modules),
+        attributes=tuple(attributes),
+        state=tuple(dict.fromkeys(n for node in own for n in capture.state_of.get(node.name, ()))),
+        forward=type(code).forward,
+        source=code.code,
+    )
+
+
+def _compile(graph: fx.Graph, model: nn.Module, name: str) -> fx.GraphModule:
+    """The graph as code; of the GraphModule only the class's ``forward`` is used, not its weights."""
+    shell = {
+        node.target: _attribute(model, node.target)
+        for node in graph.nodes
+        if node.op in ("call_module", "get_attr")
+    }
+    return fx.GraphModule(shell, graph, class_name=name)
+
+
+def _attribute(model: nn.Module, path: str) -> Any:
+    value: Any = model
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _follow_stage_device(node: fx.Node, copied: fx.Node, device: fx.Node) -> fx.Node:
+    """Make what depends on a device depend on the stage's own: ``x.device``, and burned-in constants."""
+    if node.op == "call_function" and node.target is getattr and node.args[1:2] == ("device",):
+        return device
+    if node.op in ("call_function", "call_method"):
+        is_device = lambda x: isinstance(x, torch.device)  # noqa: E731
+        copied.args = fx.node.map_aggregate(copied.args, lambda x: device if is_device(x) else x)
+        copied.kwargs = fx.node.map_aggregate(copied.kwargs, lambda x: device if is_device(x) else x)
+        if "device" in copied.kwargs and copied.kwargs["device"] is not None:
+            copied.kwargs = {**copied.kwargs, "device": device}
+    return copied
+
+
+__all__ = ["emit_stages"]

@@ -1,0 +1,63 @@
+"""Contiguous stages of one topological order, by dynamic programming over cut positions.
+
+f(q, b) = least cost of the first q stages covering [0, b)
+        = min over a <= b of combine(f(q - 1, a), load(q, a, b))
+
+where ``combine`` is the maximum (a bottleneck) or the sum. O(k * C^2) for k stages and C cuts; exact
+for the given order and loads; ties go to the earliest cut. (The linear partition problem: Skiena,
+The Algorithm Design Manual, section 10.7; with memory limits as in Tarnawski et al., "Efficient
+Algorithms for Device Placement of DNN Graph Operators", NeurIPS 2020, section 4.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Table = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+
+
+def best_cuts(
+    loads: Sequence[Table],
+    feasible: Sequence[Mask],
+    *,
+    combine: Literal["max", "sum"],
+    may_be_empty: Sequence[bool],
+) -> tuple[tuple[int, ...], float] | None:
+    """Cut indices 0 = c_0 <= … <= c_k of least cost, and that cost; None when nothing is feasible.
+
+    ``loads[q][x, y]`` is the load of stage q from cut x to cut y + 1.
+
+    >>> works = np.array([1.0, 2.0, 3.0, 4.0])
+    >>> load = np.array([[works[x:y + 1].sum() for y in range(4)] for x in range(4)])
+    >>> best_cuts([load] * 2, [load > 0] * 2, combine="max", may_be_empty=[False] * 2)
+    ((0, 3, 4), 6.0)
+    """
+    count = loads[0].shape[0]
+    cost = np.full(count + 1, np.inf)
+    cost[0] = 0.0
+    columns = np.arange(count)
+    choices: list[NDArray[np.int64]] = []
+    for load, allowed, empty in zip(loads, feasible, may_be_empty, strict=True):
+        before = cost[:-1, None]
+        reached = np.maximum(before, load) if combine == "max" else before + load
+        reached = np.where(allowed & (columns[:, None] <= columns[None, :]), reached, np.inf)
+        start = np.argmin(reached, axis=0)
+        choice = np.concatenate([[0], start])
+        following = np.concatenate([[np.inf], reached[start, columns]])
+        if empty:
+            stay = cost <= following
+            choice = np.where(stay, np.arange(count + 1), choice)
+            following = np.where(stay, cost, following)
+        choices.append(choice)
+        cost = following
+    if not np.isfinite(cost[count]):
+        return None
+    cuts = [count]
+    for choice in reversed(choices):
+        cuts.append(int(choice[cuts[-1]]))
+    return tuple(cuts[::-1]), float(cost[count])

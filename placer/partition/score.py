@@ -1,0 +1,284 @@
+"""The one formula for what a stage costs: peak bytes, seconds, crossing bytes.
+
+A stage is an interval ``[a, b)`` of positions in one topological order of the nodes. With ``i`` the
+node whose backward is running, and the order of backward the reverse of the order of forward, the
+live bytes of one micro-batch are
+
+    saved(a, i)      storages that the backward of some node in [a, i] still needs
+  + pending(a, i)    gradients that have come for nodes in [a, i) and wait
+  + transient(i)     what only the backward of i needs
+  + gradients(i, b)  of the parameters whose backward has run
+
+and the peak over the step, for ``c`` micro-batches in flight at the stage's position,
+
+    parameters + buffers + optimizer
+      + max( (c - 1) * saved(a, b) + max_i live(i),    first backward: gradients grow
+             (c'- 1) * saved(a, b) + max_i live(i),    later ones: all gradients are there
+             (c - 1) * saved(a, b) + forward(a, b),
+             gradients + the optimizer's own transient )
+
+Every table is built from rectangles: "some user of v lies in [a, i]" holds exactly for a in
+(previous user, user] and i >= user, so one two-dimensional prefix sum gives it for all intervals.
+Building takes O(C * n + users) time and memory for C cuts and n nodes; each query is O(1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placer.cost import CostTable, DeviceKind
+
+Table = NDArray[np.float64]
+
+OPTIMIZER_COPIES = {"sgd": 0, "sgd_momentum": 1, "adam": 2, "adamw": 2}
+"""State tensors of the parameter's size per parameter, as torch.optim keeps them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InFlight:
+    """Micro-batches at one position of the pipeline over a step.
+
+    ``most`` whose activations are held at once; ``after_backward`` the same, counted from the moment
+    on when the first backward has run.
+    """
+
+    microbatches: int
+    most: int
+    after_backward: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IntervalTables:
+    """All intervals of one order at once; ``[x, y]`` is the stage from cut x up to cut y, in bytes."""
+
+    cuts: tuple[int, ...]  # positions where a stage may begin or end; first 0, last n
+    parameters: Table
+    buffers: Table
+    trained: Table  # parameters with a gradient here
+    owned: Table  # of those, the ones whose gradient and optimizer state stay here
+    saved: Table
+    received: Table  # values that come from other stages (or the caller)
+    sent: Table
+    forward_live: Table
+    backward_live_growing: Table
+    backward_live_all: Table  # without parameter gradients
+    largest_parameter: Table
+    flops: tuple[Table, Table]  # forward, backward; of [0, x]: a prefix sum
+    traffic: tuple[Table, Table]
+
+
+def build_tables(
+    costs: CostTable, order: Sequence[int], cuts: Sequence[int]
+) -> IntervalTables:
+    """The tables for the stages that ``cuts`` of ``order`` (positions of nodes) allow.
+
+    The loss is computed with the last node of the order.
+    """
+    n = len(order)
+    place = np.empty(n + 1, dtype=np.int64)  # node -> position; the loss stays last
+    place[np.asarray(order, dtype=np.int64)] = np.arange(n)
+    place[n] = n
+    at = lambda nodes: sorted({int(place[i]) for i in nodes})  # noqa: E731
+    build = _Builder(n + 1, cuts)
+
+    saved, waiting = build.rectangles(), build.rectangles()
+    forward, received, sent = build.rectangles(), build.rectangles(), build.rectangles()
+    for v in costs.values:
+        savers, users = at(v.savers), at(v.users)
+        producer = int(place[v.producer]) if v.producer >= 0 else -1
+        saved.some(savers, v.nbytes)
+        if len(savers) == 1:
+            waiting.add(0, savers[0], savers[0] + 1, v.nbytes)
+        else:
+            waiting.some(savers, v.nbytes)
+        if producer >= 0:
+            last = n + 1 if savers else max(users, default=producer) + 1
+            forward.add(0, producer, producer + 1, v.nbytes, until=last)
+    for gradient in costs.gradients:
+        source, target = int(place[gradient.source]), int(place[gradient.target])
+        if target < source:
+            waiting.add(0, target, target + 1, gradient.nbytes, until=source)
+    crossing = [
+        *((int(place[i]), at(r), costs.nodes[i].output_nbytes) for i, r in enumerate(costs.readers)),
+        *((-1, at(r), b) for r, b in zip(costs.input_readers, costs.input_nbytes, strict=True)),
+    ]
+    for producer, readers, nbytes in crossing:
+        received.some(readers, nbytes, after=producer)
+        if producer >= 0 and readers and readers[-1] > producer:
+            sent.add(0, producer, producer, nbytes, until=readers[-1])
+
+    parameters, buffers = build.rectangles(), build.rectangles()
+    trained, owned = build.rectangles(), build.rectangles()
+    gradient_at = np.zeros(n + 1)
+    largest_at = np.zeros(n + 1)
+    for name, uses in _uses(costs, costs.parameters_of, place).items():
+        nbytes = costs.state_nbytes[name]
+        parameters.some(uses, nbytes)
+        if name in costs.trained:
+            trained.some(uses, nbytes)
+            owned.add(0, uses[0], uses[0], nbytes)
+            gradient_at[uses[-1]] += nbytes
+            largest_at[uses[0]] = max(largest_at[uses[0]], nbytes)
+    for name, uses in _uses(costs, costs.buffers_of, place).items():
+        buffers.some(uses, costs.state_nbytes[name])
+    used = {costs.alias_of[x] for group in (*costs.parameters_of, *costs.buffers_of) for x in group}
+    for name, nbytes in costs.state_nbytes.items():
+        if name not in used:  # nobody reads it: it lives with the first stage
+            (buffers if name not in costs.trained else parameters).add(0, 0, 0, nbytes)
+
+    backward_transient = _by_position(place, [c.backward_transient for c in costs.nodes])
+    forward_transient = _by_position(place, [c.forward_transient for c in costs.nodes])
+    live = waiting.table() + backward_transient
+    done = np.concatenate([[0.0], np.cumsum(gradient_at)])  # gradients of positions < i
+    trained_table = build.at_ends(trained.table())
+    starts = np.asarray(build.starts)
+    ends = np.asarray(build.ends)
+    late = trained_table - (done[ends][None, :] - done[starts][:, None])
+    growing = build.running_max(live - done[:-1]) + done[ends][None, :] + np.maximum(late, 0)
+    prefix = lambda field: np.concatenate(  # noqa: E731
+        [[0.0], np.cumsum(_by_position(place, [getattr(c, field) for c in costs.nodes]))]
+    )[[0, *build.ends]]
+    return IntervalTables(
+        cuts=tuple(cuts),
+        parameters=build.at_ends(parameters.table()),
+        buffers=build.at_ends(buffers.table()),
+        trained=trained_table,
+        owned=build.at_ends(owned.table()),
+        saved=build.at_ends(saved.table()),
+        received=build.at_ends(received.table()),
+        sent=build.at_ends(sent.table()),
+        forward_live=build.running_max(forward.table() + forward_transient)
+        + build.at_ends(received.table()),
+        backward_live_growing=growing,
+        backward_live_all=build.running_max(live),
+        largest_parameter=build.running_max(np.broadcast_to(largest_at, live.shape)),
+        flops=(prefix("forward_flops"), prefix("backward_flops")),
+        traffic=(prefix("forward_traffic"), prefix("backward_traffic")),
+    )
+
+
+def _uses(
+    costs: CostTable, names_of: Iterable[tuple[str, ...]], place: NDArray[np.int64]
+) -> dict[str, list[int]]:
+    uses: dict[str, set[int]] = {}
+    for node, names in enumerate(names_of):
+        for name in names:
+            uses.setdefault(costs.alias_of[name], set()).add(int(place[node]))
+    return {name: sorted(positions) for name, positions in uses.items()}
+
+
+def _by_position(place: NDArray[np.int64], values: Sequence[float]) -> Table:
+    table = np.zeros(len(values))
+    table[place] = values
+    return table
+
+
+class _Builder:
+    """Tables whose rows are the starts of stages and whose columns are positions of nodes."""
+
+    def __init__(self, width: int, cuts: Sequence[int]) -> None:
+        self.width = width
+        self.starts = list(cuts[:-1])
+        self.ends = [*cuts[1:-1], width]  # the last stage computes the loss too
+        self.row_of = np.searchsorted(np.asarray(self.starts), np.arange(width), side="right")
+
+    def rectangles(self) -> _Rectangles:
+        return _Rectangles(self)
+
+    def at_ends(self, table: Table) -> Table:
+        """``[start, column]`` -> ``[start, cut where the stage ends]``; 0 where end <= start."""
+        picked = table[:, np.asarray(self.ends) - 1]
+        return np.where(self._valid(), picked, 0.0)
+
+    def running_max(self, table: Table) -> Table:
+        """The largest value of columns start … end - 1, per start and end."""
+        columns = np.arange(self.width)
+        masked = np.where(columns[None, :] >= np.asarray(self.starts)[:, None], table, -np.inf)
+        picked = np.maximum.accumulate(masked, axis=1)[:, np.asarray(self.ends) - 1]
+        return np.where(self._valid(), picked, 0.0)
+
+    def _valid(self) -> NDArray[np.bool_]:
+        return np.asarray(self.ends)[None, :] > np.asarray(self.starts)[:, None]
+
+
+class _Rectangles:
+    """A sum of constants over rectangles (starts x columns), as a difference array."""
+
+    def __init__(self, builder: _Builder) -> None:
+        self._builder = builder
+        self._steps = np.zeros((len(builder.starts) + 1, builder.width + 1))
+
+    def add(self, first: int, last: int, column: int, value: float, *, until: int | None = None) -> None:
+        """Add ``value`` for stages that start at positions first … last, in columns column … until - 1."""
+        row_of, width = self._builder.row_of, self._builder.width
+        top = int(row_of[first - 1]) if first > 0 else 0
+        bottom = int(row_of[last]) if last >= 0 else 0
+        until = width if until is None else min(until, width)
+        if top >= bottom or column >= until:
+            return
+        self._steps[top, column] += value
+        self._steps[bottom, column] -= value
+        self._steps[top, until] -= value
+        self._steps[bottom, until] += value
+
+    def some(self, positions: Sequence[int], value: float, *, after: int = -1) -> None:
+        """Add ``value`` where some of ``positions`` lies in [start, column] and ``after`` before start."""
+        previous = after
+        for position in positions:
+            if position > previous:
+                self.add(previous + 1, position, position, value)
+                previous = position
+
+    def table(self) -> Table:
+        sums = np.cumsum(np.cumsum(self._steps, axis=0), axis=1)
+        return sums[:-1, :-1]
+
+
+def optimizer_copies(optimizer: str | Mapping[str, int]) -> float:
+    """Bytes of optimizer state per byte of (float32) parameter."""
+    if isinstance(optimizer, str):
+        return float(OPTIMIZER_COPIES[optimizer])
+    return optimizer["bytes_per_parameter"] / 4
+
+
+def peak_bytes(
+    tables: IntervalTables, in_flight: InFlight, copies: float, *, training: bool
+) -> Table:
+    """Peak bytes of every interval over a step, at a position with ``in_flight`` micro-batches."""
+    static = tables.parameters + tables.buffers + copies * tables.owned
+    waiting = (in_flight.most - 1) * tables.saved
+    if not training:
+        return static + tables.forward_live
+    forward = waiting + tables.forward_live
+    peak = np.maximum(forward, waiting + tables.backward_live_growing)
+    if in_flight.microbatches > 1:
+        later = (in_flight.after_backward - 1) * tables.saved + tables.trained
+        accumulated = tables.backward_live_all + tables.largest_parameter
+        peak = np.maximum(peak, later + accumulated)
+        if in_flight.most < in_flight.microbatches:
+            peak = np.maximum(peak, later + tables.forward_live)
+    step = tables.trained + 2 * tables.largest_parameter * (copies > 0)
+    return static + np.maximum(peak, step)
+
+
+def stage_seconds(tables: IntervalTables, kind: DeviceKind, *, half: bool) -> tuple[Table, Table]:
+    """Forward and backward seconds of every interval on a device, without transfers (a roofline)."""
+    peak = kind.half_flops if half else kind.fp32_flops
+    seconds = []
+    for flops, traffic in zip(tables.flops, tables.traffic, strict=True):
+        compute, memory = (_between(flops) / peak, _between(traffic) / kind.memory_bandwidth)
+        seconds.append(np.maximum(compute, memory))
+    return seconds[0], seconds[1]
+
+
+def transfer_seconds(tables: IntervalTables, kind: DeviceKind, *, training: bool) -> Table:
+    """Seconds to receive and send what crosses the borders of every interval, gradients included."""
+    return (tables.received + tables.sent) * (2 if training else 1) / kind.link_bandwidth
+
+
+def _between(prefix: Table) -> Table:
+    return prefix[None, 1:] - prefix[:-1, None]

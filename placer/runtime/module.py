@@ -1,0 +1,176 @@
+"""PlacedModule: the emitted model as a plain ``nn.Module``, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from placer.capture import flatten_call, unflatten_output
+from placer.emit import StagedModel
+from placer.errors import PlacerError
+from placer.plan.types import Plan
+from placer.runtime.place import Place
+from placer.runtime.replica import Replica
+from placer.runtime.scatter import batch_cuts, batch_size, join_rows, split_rows
+from placer.runtime.transfer import transfer
+from placer.schedule import linearize, make_schedule
+
+
+class PlacedModule(nn.Module):
+    """A model split over devices and replicated, with the original's names and the original's results.
+
+    Parameters and buffers are those of ``model`` (already on the places of the first replica) under
+    their own names: ``state_dict()`` has the original's keys. Other replicas read them through
+    copies; their gradients are summed into the one ``.grad``, their buffers are dropped after each
+    call, as with ``nn.DataParallel``.
+
+    A batch is cut along dim 0 into replicas, then micro-batches, by the sizes of ``torch.chunk``.
+    What depends on the whole batch (BatchNorm statistics in train mode) sees one cut at a time.
+    Forward hooks fire on the module itself and on the modules that the captured graph calls.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        plan: Plan,
+        staged: StagedModel,
+        places: Sequence[Sequence[Place]],
+    ) -> None:
+        super().__init__()
+        # The tables are shared, not copied: what is loaded, moved or swapped here is what runs.
+        for table in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+            self.__dict__[table] = model.__dict__[table]
+        self.__dict__["_tree"] = model
+        self.training = model.training
+        self.plan = plan
+        self._staged = staged
+        self._replicas = tuple(
+            Replica(staged, row, places[0], plan.precision) for row in places
+        )
+
+    @property
+    def output_device(self) -> torch.device:
+        """Where results are: the first replica's last stage."""
+        return self._replicas[0].output_place.device
+
+    def train(self, mode: bool = True) -> PlacedModule:
+        super().train(mode)
+        self._tree.train(mode)
+        self.broadcast()
+        return self
+
+    def broadcast(self) -> None:
+        """Have replicas read every parameter anew at the next call.
+
+        That happens by itself after an optimizer step, a load, or a change of mode; it is needed
+        only after weights were written through ``.data`` with no backward in between.
+        """
+        for replica in self._replicas:
+            replica.mirrors.forget()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        leaves = flatten_call(self._staged.call, args, kwargs)
+        home = self._replicas[0].output_place
+        pieces = []
+        for replica, microbatches in zip(self._replicas, self._scatter(leaves), strict=False):
+            trees = replica.trees(self._tree)
+            for inputs in microbatches:
+                result = replica.forward(trees, inputs)
+                pieces.append(transfer(result, replica.output_place, home))
+        return unflatten_output(self._staged.call, join_rows(pieces))
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        loss_fn: Callable[..., torch.Tensor],
+        reduction: str = "mean",
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Forward and backward of one batch under the plan's schedule; gradients are accumulated.
+
+        ``loss_fn(output, target)``, or ``loss_fn(output)`` without a target, gives a scalar for one
+        micro-batch; ``reduction`` says whether it is a mean or a sum over its rows, so that the
+        gradient is that of the loss over the whole batch, also when the cuts are uneven. Tensors of
+        ``target`` are cut along dim 0 like the inputs. Returns the loss of the whole batch, a
+        detached scalar on ``output_device``.
+        """
+        if reduction not in ("mean", "sum"):
+            raise PlacerError("step", f"reduction is {reduction!r}", "use 'mean' or 'sum'")
+        call = self._staged.call
+        leaves = flatten_call(call, args, kwargs)
+        total = batch_size(call, leaves)
+        scattered = self._scatter(leaves)
+        targets = self._scatter_target(target, total, scattered)
+        losses = []
+        for replica, microbatches, wanted in zip(self._replicas, scattered, targets, strict=False):
+            losses += self._replica_step(replica, microbatches, wanted, loss_fn, total, reduction)
+        home = self._replicas[0].output_place
+        return torch.stack([loss.to(home.device) for loss in losses]).sum()
+
+    def _replica_step(
+        self,
+        replica: Replica,
+        microbatches: list[list[torch.Tensor]],
+        targets: list[Any],
+        loss_fn: Callable[..., torch.Tensor],
+        total: int | None,
+        reduction: str,
+    ) -> list[torch.Tensor]:
+        call = self._staged.call
+        place = replica.output_place
+
+        def loss_of(index: int, result: list[Any]) -> torch.Tensor:
+            output = unflatten_output(call, result)
+            caller = Place("caller", torch.device("cpu"))
+            wanted = transfer(targets[index], caller, place)
+            loss = loss_fn(output) if wanted is None else loss_fn(output, wanted)
+            if reduction == "sum" or total is None:
+                return loss
+            rows = batch_size(call, microbatches[index])
+            assert rows is not None
+            return loss if rows == total else loss * (rows / total)
+
+        schedule = make_schedule(
+            self.plan.schedule, len(self._staged.stages), len(microbatches)
+        )
+        return replica.step(replica.trees(self._tree), linearize(schedule), microbatches, loss_of)
+
+    def _scatter(self, leaves: list[torch.Tensor]) -> list[list[list[torch.Tensor]]]:
+        """Per replica that gets rows, per micro-batch: the input leaves."""
+        call = self._staged.call
+        total = batch_size(call, leaves)
+        if total is None:
+            return [[leaves]]
+        cuts = batch_cuts(total, len(self._replicas), self.plan.microbatches)
+        flat = iter(split_rows(call, leaves, [size for row in cuts for size in row]))
+        return [[next(flat) for _ in row] for row in cuts]
+
+    def _scatter_target(
+        self, target: Any, total: int | None, scattered: list[list[list[torch.Tensor]]]
+    ) -> list[list[Any]]:
+        """``target`` cut like the inputs; tensors whose dim 0 is not the batch go to all, whole."""
+        sizes = [
+            [batch_size(self._staged.call, leaves) for leaves in row] for row in scattered
+        ]
+        leaves, spec = tree_flatten(target)
+        flat_sizes = [size for row in sizes for size in row]
+        count = len(flat_sizes)
+
+        def cut(leaf: Any) -> Sequence[Any]:
+            if isinstance(leaf, torch.Tensor) and leaf.dim() and total and leaf.size(0) == total:
+                return leaf.split([size or 0 for size in flat_sizes])
+            return (leaf,) * count
+
+        columns = [cut(leaf) for leaf in leaves]
+        rows = iter([tree_unflatten([c[i] for c in columns], spec) for i in range(count)])
+        return [[next(rows) for _ in row] for row in sizes]
+
+    def extra_repr(self) -> str:
+        stages = ", ".join("/".join(stage.devices) for stage in self.plan.stages)
+        return f"stages=({stages}), replicas={self.plan.replicas}, microbatches={self.plan.microbatches}"

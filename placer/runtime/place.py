@@ -1,0 +1,39 @@
+"""Places: a device as the plan names it, and the torch device that stands for it here.
+
+On a machine without GPUs every place is the CPU; the plan's name keeps them apart, so that the
+same run can be watched by the ledger of `placer.simulation` as if the devices were real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A device of the plan (``name``) and the torch device that runs it (``device``)."""
+
+    name: str
+    device: torch.device
+
+
+_current: list[Place] = []
+
+
+def current_place() -> Place | None:
+    """The place whose stage is running now, or that a value is being copied to; None outside."""
+    return _current[-1] if _current else None
+
+
+@contextmanager
+def on(place: Place) -> Iterator[None]:
+    """Say that what runs in this block belongs to ``place``."""
+    _current.append(place)
+    try:
+        yield
+    finally:
+        _current.pop()

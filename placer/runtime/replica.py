@@ -1,0 +1,242 @@
+"""One replica in this process: its stages on their places, run forward or under a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from placer.emit import StageCode, StagedModel
+from placer.runtime.mirror import Mirrors
+from placer.runtime.place import Place, on
+from placer.runtime.transfer import copy_to, receive, transfer
+from placer.runtime.tree import build_tree
+from placer.schedule import Action
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Replica:
+    """The stages of ``staged`` on ``places`` (one per stage), reading the weights of ``model``.
+
+    ``model`` holds the primary weights, each at its home among ``homes`` (the places of replica 0).
+    What this replica needs elsewhere it reads through its mirrors.
+    """
+
+    def __init__(
+        self,
+        staged: StagedModel,
+        places: Sequence[Place],
+        homes: Sequence[Place],
+        precision: str = "fp32",
+    ) -> None:
+        self.staged = staged
+        self.places = tuple(places)
+        self.homes = tuple(homes)
+        self.mirrors = Mirrors()
+        self.precision = precision
+        self._constants: dict[tuple[str, Place], torch.Tensor] = {}
+
+    @property
+    def output_place(self) -> Place:
+        return self.places[-1]
+
+    def trees(self, model: nn.Module) -> list[Any]:
+        """Per stage, an object that has the stage's modules and tensors on the stage's place."""
+        return [self._tree(model, stage) for stage in self.staged.stages]
+
+    def _tree(self, model: nn.Module, stage: StageCode) -> Any:
+        place = self.places[stage.index]
+        state_stage = self.staged.state_stage
+        if all(self.homes[state_stage[name]] == place for name in stage.state):
+            return model
+
+        def read(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            return self.mirrors.read(tensor, self.homes[state_stage[name]], place)
+
+        return build_tree(model, stage.modules, stage.attributes, read)
+
+    def run_stage(self, tree: Any, stage: StageCode, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """The stage's outputs; ``inputs`` are on its place already."""
+        place = self.places[stage.index]
+        with on(place), self._autocast(place):
+            return stage.forward(tree, place.device, *inputs)
+
+    def _autocast(self, place: Place) -> AbstractContextManager[Any]:
+        if self.precision == "fp32":
+            return nullcontext()
+        return torch.autocast(place.device.type, _AUTOCAST[self.precision])
+
+    def constant(self, name: str, place: Place) -> torch.Tensor:
+        key = (name, place)
+        if key not in self._constants:
+            self._constants[key] = copy_to(place, self.staged.constants[name])
+        return self._constants[key]
+
+    def forward(self, trees: Sequence[Any], leaves: Sequence[torch.Tensor]) -> list[Any]:
+        """The result leaves for one micro-batch of input leaves, on ``output_place``.
+
+        A value is copied to a stage when the stage starts and dropped after its last reader.
+        """
+        staged = self.staged
+        values: dict[str, tuple[Any, Place | None]] = {
+            name: (leaf, None) for name, leaf in zip(staged.graph_inputs, leaves, strict=True)
+        }
+        for stage, tree in zip(staged.stages, trees, strict=True):
+            place = self.places[stage.index]
+            inputs = []
+            for name in stage.inputs:
+                if name in staged.constants:
+                    inputs.append(self.constant(name, place))
+                    continue
+                value, source = values[name]
+                inputs.append(transfer(value, source or caller_place(value, place), place))
+                del value
+                if staged.last_use[name] == stage.index:
+                    del values[name]
+            arguments, inputs = tuple(inputs), []
+            outputs = self.run_stage(tree, stage, arguments)
+            del arguments
+            values.update((n, (v, place)) for n, v in zip(stage.outputs, outputs, strict=True))
+            del outputs
+        return [values[x][0] if kind == "value" else x for kind, x in staged.result]
+
+    def step(
+        self,
+        trees: Sequence[Any],
+        actions: Sequence[Action],
+        microbatches: Sequence[Sequence[torch.Tensor]],
+        loss_of: Callable[[int, list[Any]], torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """Run ``actions``; gradients are accumulated, and the losses come back detached.
+
+        ``loss_of(m, result leaves)`` gives micro-batch ``m``'s (already weighted) loss.
+        """
+        runs = [
+            _MicrobatchRun(self, trees, leaves, m)
+            for m, leaves in enumerate(microbatches)
+        ]
+        for action in actions:
+            if action.kind == "F":
+                runs[action.microbatch_index].forward(action.stage_index, loss_of)
+            else:
+                runs[action.microbatch_index].backward(action.stage_index)
+        for run in runs:
+            run.backward_inputs()
+        return [run.loss.detach() for run in runs if run.loss is not None]
+
+
+def caller_place(value: Any, like: Place) -> Place:
+    """Where an input of the caller's is: on its own device, under no name of the plan's."""
+    device = value.device if isinstance(value, torch.Tensor) else like.device
+    return Place("caller", device)
+
+
+class _MicrobatchRun:
+    """One micro-batch on its way through the stages, its autograd graph cut at each boundary.
+
+    Of a value that crossed, the producer's side keeps the edge where its gradient enters
+    (``_edges``), the consumer's side a node that hands the gradient over as soon as it is there.
+    Neither keeps the value itself alive.
+    """
+
+    def __init__(
+        self, replica: Replica, trees: Sequence[Any], leaves: Sequence[torch.Tensor], index: int
+    ) -> None:
+        self.replica = replica
+        self.trees = trees
+        self.index = index
+        self.loss: torch.Tensor | None = None
+        named = dict(zip(replica.staged.graph_inputs, leaves, strict=True))
+        self._values: dict[str, Any] = dict(named)
+        self._homes = {name: Place("caller", leaf.device) for name, leaf in named.items()}
+        self._graph_inputs = {name: leaf for name, leaf in named.items() if leaf.requires_grad}
+        self._edges: dict[int, dict[str, list[GradientEdge]]] = {}  # stage -> value -> its tensors'
+        self._grads: dict[tuple[str, int], torch.Tensor] = {}  # (value, which tensor of it) -> sum
+
+    def forward(
+        self, stage_index: int, loss_of: Callable[[int, list[Any]], torch.Tensor]
+    ) -> None:
+        replica, staged = self.replica, self.replica.staged
+        stage, place = staged.stages[stage_index], replica.places[stage_index]
+        arguments = []
+        for name in stage.inputs:
+            if name in staged.constants:
+                arguments.append(replica.constant(name, place))
+                continue
+            arguments.append(self._receive(name, place))
+            if staged.last_use[name] == stage_index:
+                del self._values[name]
+        packed, arguments = tuple(arguments), []
+        outputs = replica.run_stage(self.trees[stage_index], stage, packed)
+        del packed
+        for name, value in zip(stage.outputs, outputs, strict=True):
+            self._values[name] = value
+            self._homes[name] = place
+        if stage_index == len(staged.stages) - 1:
+            result = [self._values[x] if k == "value" else x for k, x in staged.result]
+            self._values.clear()
+            with on(place):
+                self.loss = loss_of(self.index, result)
+        else:
+            self._edges[stage_index] = {
+                name: [get_gradient_edge(t) for t in _differentiable(value)]
+                for name, value in zip(stage.outputs, outputs, strict=True)
+            }
+
+    def _receive(self, name: str, place: Place) -> Any:
+        """The value on ``place``, its gradient sent home when it comes."""
+        leaves, spec = tree_flatten(self._values[name])
+        home = self._homes[name]
+        received = []
+        for position, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.device):
+                leaf = place.device
+            elif isinstance(leaf, torch.Tensor) and leaf.requires_grad and torch.is_grad_enabled():
+                key = (name, sum(1 for x in _differentiable(leaves[:position])))
+                leaf = receive(leaf, home, place, partial(self._collect, key, home))
+            elif isinstance(leaf, torch.Tensor):
+                leaf = transfer(leaf, home, place)
+            received.append(leaf)
+        return tree_unflatten(received, spec)
+
+    def _collect(self, key: tuple[str, int], home: Place, grad: torch.Tensor) -> None:
+        """Add a gradient that has come home to those of the value's other readers."""
+        with on(home):
+            self._grads[key] = self._grads[key] + grad if key in self._grads else grad
+
+    def backward(self, stage_index: int) -> None:
+        roots: list[torch.Tensor | GradientEdge] = []
+        grads: list[torch.Tensor | None] = []
+        if stage_index == len(self.replica.staged.stages) - 1:
+            assert self.loss is not None
+            loss, self.loss = self.loss, self.loss.detach()
+            if loss.requires_grad:
+                roots, grads = [loss], [None]
+        for name, edges in self._edges.pop(stage_index, {}).items():
+            for position, edge in enumerate(edges):
+                grad = self._grads.pop((name, position), None)
+                if grad is not None:
+                    roots.append(edge)
+                    grads.append(grad)
+        if roots:
+            with on(self.replica.places[stage_index]):
+                torch.autograd.backward(roots, grads)  # type: ignore[arg-type]
+
+    def backward_inputs(self) -> None:
+        """Hand the gradients of the caller's own inputs on to the caller's graph."""
+        for name, leaf in self._graph_inputs.items():
+            grad = self._grads.pop((name, 0), None)
+            if grad is not None:
+                torch.autograd.backward(leaf, grad)
+
+
+def _differentiable(value: Any) -> list[torch.Tensor]:
+    leaves = tree_flatten(value)[0]
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
