@@ -1,0 +1,67 @@
+"""placer: a declarative model-placement compiler for PyTorch."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from placer.api import auto_spec, compile, make_plan, simulate
+    from placer.errors import (
+        BudgetError,
+        CaptureError,
+        DeviceError,
+        PlacerError,
+        PlanError,
+        SpecError,
+    )
+    from placer.plan.store import load_plan
+    from placer.plan.types import Plan
+    from placer.runtime.module import PlacedModule
+    from placer.spec import PlacementSpec, load_spec
+    from placer.verification import verify
+
+_HOMES = {
+    "BudgetError": "errors",
+    "CaptureError": "errors",
+    "DeviceError": "errors",
+    "PlacedModule": "runtime.module",
+    "PlacementSpec": "spec",
+    "PlacerError": "errors",
+    "Plan": "plan.types",
+    "PlanError": "errors",
+    "SpecError": "errors",
+    "auto_spec": "api",
+    "compile": "api",
+    "load_plan": "plan.store",
+    "load_spec": "spec",
+    "make_plan": "api",
+    "simulate": "api",
+    "verify": "verification",
+}
+
+__all__ = [
+    "BudgetError",
+    "CaptureError",
+    "DeviceError",
+    "PlacedModule",
+    "PlacementSpec",
+    "PlacerError",
+    "Plan",
+    "PlanError",
+    "SpecError",
+    "auto_spec",
+    "compile",
+    "load_plan",
+    "load_spec",
+    "make_plan",
+    "simulate",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import public names when first used, so that reading a spec does not import torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'placer' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"placer.{_HOMES[name]}"), name)

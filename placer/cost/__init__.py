@@ -2,6 +2,7 @@
 
 from placer.cost.devices import DeviceKind, device_kind
 from placer.cost.estimate import estimate_costs
+from placer.cost.record import stand_in_loss
 from placer.cost.types import CostTable, NodeCost, PendingGradient, StoredValue
 
 __all__ = [
@@ -12,4 +13,5 @@ __all__ = [
     "StoredValue",
     "device_kind",
     "estimate_costs",
+    "stand_in_loss",
 ]

@@ -17,6 +17,7 @@ from placer.partition.score import (
     build_tables,
     optimizer_copies,
     peak_bytes,
+    replica_peak_bytes,
     stage_seconds,
     transfer_seconds,
 )
@@ -245,7 +246,7 @@ def _describe(best: _Candidate, capture: Capture, demands: Demands) -> Partition
     t = best.tables
     used = [(q, x, y - 1) for q, (x, y) in enumerate(itertools.pairwise(best.cuts)) if y > x]
     copies = optimizer_copies(demands.optimizer) if demands.training else 0.0
-    stages, held, loads = [], {}, []
+    stages, loads = [], []
     for index, (q, x, y) in enumerate(used):
         slot = best.slots[q]
         count = in_flight(demands, len(used), index)
@@ -272,22 +273,39 @@ def _describe(best: _Candidate, capture: Capture, demands: Demands) -> Partition
                 device=slot,
                 nodes=tuple(capture.order[i] for i in names),
                 memory=memory,
+                replica_peak=int(
+                    replica_peak_bytes(t, count, training=demands.training)[x, y]
+                ),
                 forward_seconds=float(forward[x, y]),
                 backward_seconds=float(backward[x, y]) if demands.training else 0.0,
                 transfer_seconds=float(moved),
             )
         )
         loads.append(stages[-1].forward_seconds + stages[-1].backward_seconds + float(moved))
-        kept = memory.parameters + memory.optimizer + memory.buffers + memory.gradients + saved
-        held.setdefault(slot.name, []).append((kept, max(0, peak - kept), peak))
-    peaks = {
-        name: parts[0][2] if len(parts) == 1 else sum(p[0] for p in parts) + max(p[1] for p in parts)
-        for name, parts in held.items()
-    }
-    budgets = {slot.name: slot for slot in best.slots}
+    peaks = _per_device([(stage, stage.memory.peak) for stage in stages])
+    budgets = {stage.device.name: stage.device for stage in stages}
     fits = all(
         budgets[n].budget is None or peak + budgets[n].reserve <= budgets[n].budget
         for n, peak in peaks.items()
     )
     seconds = max(loads) * (demands.microbatches - 1) + sum(loads)
-    return Partition(stages=tuple(stages), peaks=peaks, fits=fits, seconds=seconds)
+    return Partition(
+        stages=tuple(stages),
+        peaks=peaks,
+        replica_peaks=_per_device([(stage, stage.replica_peak) for stage in stages]),
+        fits=fits,
+        seconds=seconds,
+    )
+
+
+def _per_device(peaks: Sequence[tuple[PartitionStage, int]]) -> dict[str, int]:
+    """Peak per device; stages that share one keep what they hold, and one of them is at its peak."""
+    parts: dict[str, list[tuple[int, int]]] = {}
+    for stage, peak in peaks:
+        m = stage.memory
+        held = min(peak, m.parameters + m.optimizer + m.buffers + m.gradients + m.saved)
+        parts.setdefault(stage.device.name, []).append((held, peak - held))
+    return {
+        name: sum(held for held, _ in pairs) + max(rest for _, rest in pairs)
+        for name, pairs in parts.items()
+    }

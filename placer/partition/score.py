@@ -265,6 +265,16 @@ def peak_bytes(
     return static + np.maximum(peak, step)
 
 
+def replica_peak_bytes(tables: IntervalTables, in_flight: InFlight, *, training: bool) -> Table:
+    """The same on a further replica: gradients go home one by one, there is no optimizer state."""
+    static = tables.parameters + tables.buffers
+    if not training:
+        return static + tables.forward_live
+    waiting = (in_flight.most - 1) * tables.saved
+    backward = tables.backward_live_all + tables.largest_parameter
+    return static + waiting + np.maximum(tables.forward_live, backward)
+
+
 def stage_seconds(tables: IntervalTables, kind: DeviceKind, *, half: bool) -> tuple[Table, Table]:
     """Forward and backward seconds of every interval on a device, without transfers (a roofline)."""
     peak = kind.half_flops if half else kind.fp32_flops

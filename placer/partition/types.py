@@ -38,6 +38,7 @@ class PartitionStage:
     device: DeviceSlot
     nodes: tuple[str, ...]
     memory: StageMemory
+    replica_peak: int
     forward_seconds: float
     backward_seconds: float
     transfer_seconds: float
@@ -49,5 +50,6 @@ class Partition:
 
     stages: tuple[PartitionStage, ...]
     peaks: Mapping[str, int]  # device -> predicted peak bytes of all its stages
+    replica_peaks: Mapping[str, int]  # the same for the devices that take its place in replicas 1, 2, …
     fits: bool
     seconds: float  # of a step

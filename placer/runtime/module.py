@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -74,7 +74,10 @@ class PlacedModule(nn.Module):
             replica.mirrors.forget()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        leaves = flatten_call(self._staged.call, args, kwargs)
+        return self.run_leaves(flatten_call(self._staged.call, args, kwargs))
+
+    def run_leaves(self, leaves: list[torch.Tensor]) -> Any:
+        """`forward` for inputs that are flattened already."""
         home = self._replicas[0].output_place
         pieces = []
         for replica, microbatches in zip(self._replicas, self._scatter(leaves), strict=False):
@@ -89,7 +92,7 @@ class PlacedModule(nn.Module):
         *args: Any,
         target: Any = None,
         loss_fn: Callable[..., torch.Tensor],
-        reduction: str = "mean",
+        reduction: Literal["mean", "sum"] = "mean",
         **kwargs: Any,
     ) -> torch.Tensor:
         """Forward and backward of one batch under the plan's schedule; gradients are accumulated.
@@ -102,9 +105,19 @@ class PlacedModule(nn.Module):
         """
         if reduction not in ("mean", "sum"):
             raise PlacerError("step", f"reduction is {reduction!r}", "use 'mean' or 'sum'")
-        call = self._staged.call
-        leaves = flatten_call(call, args, kwargs)
-        total = batch_size(call, leaves)
+        leaves = flatten_call(self._staged.call, args, kwargs)
+        return self.step_leaves(leaves, target=target, loss_fn=loss_fn, reduction=reduction)
+
+    def step_leaves(
+        self,
+        leaves: list[torch.Tensor],
+        *,
+        target: Any = None,
+        loss_fn: Callable[..., torch.Tensor],
+        reduction: Literal["mean", "sum"] = "mean",
+    ) -> torch.Tensor:
+        """`step` for inputs that are flattened already."""
+        total = batch_size(self._staged.call, leaves)
         scattered = self._scatter(leaves)
         targets = self._scatter_target(target, total, scattered)
         losses = []

@@ -1,0 +1,145 @@
+"""The passes in order: spec -> capture -> cost -> partition -> plan -> emit -> runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from placer.capture import Capture, capture_model, flatten_call
+from placer.emit import emit_stages, materialize
+from placer.errors import BudgetError
+from placer.plan.auto import choose_spec
+from placer.plan.build import build_plan
+from placer.plan.check import check_fingerprint
+from placer.plan.types import Plan
+from placer.runtime.module import PlacedModule
+from placer.runtime.places import resolve_places
+from placer.simulation import SimulationReport, simulate_plan
+from placer.spec import PlacementSpec, load_spec
+from placer.units import format_bytes
+
+SpecSource = PlacementSpec | Mapping[str, Any] | str | Path
+
+
+def make_plan(
+    model: nn.Module,
+    spec: SpecSource,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Plan:
+    """The plan for ``model`` under ``spec`` for inputs like ``args`` and ``kwargs``.
+
+    Nothing is allocated: model and inputs may live on ``meta``. A plan that overflows a budget has
+    ``fits`` False. Raises ``SpecError``, ``CaptureError``.
+    """
+    capture, leaves = _capture(model, args, kwargs)
+    return build_plan(capture, as_spec(spec), leaves)
+
+
+def compile(
+    model: nn.Module,
+    spec_or_plan: SpecSource | Plan,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    weights: str | Path | None = None,
+    initialize: Callable[[nn.Module], None] | None = None,
+    run_on: str | None = None,
+) -> PlacedModule:
+    """``model`` placed as the spec or plan says: a plain ``nn.Module`` to train or run.
+
+    The caller's model is left as it is: parameters are copied to their devices, one at a time.
+    Parameters on ``meta`` are read from ``weights`` (a safetensors or torch file) or made by their
+    modules' initialisers. ``run_on`` runs every stage on that one device (``"cpu"`` to try a spec
+    without its GPUs). Raises ``SpecError``, ``CaptureError``, ``DeviceError``, ``PlanError`` when a
+    plan belongs to another model, and ``BudgetError`` when the placement does not fit.
+    """
+    capture, leaves = _capture(model, args, kwargs)
+    if isinstance(spec_or_plan, Plan):
+        plan = spec_or_plan
+        check_fingerprint(plan, capture)
+    else:
+        plan = build_plan(capture, as_spec(spec_or_plan), leaves)
+    require_fit(plan)
+    staged = emit_stages(capture, [stage.nodes for stage in plan.stages])
+    places = resolve_places(plan, run_on)
+    homes = {name: places[0][stage].device for name, stage in staged.state_stage.items()}
+    placed = materialize(
+        model,
+        homes,
+        weights=Path(weights) if weights is not None else None,
+        initialize=initialize,
+    )
+    return PlacedModule(placed, plan=plan, staged=staged, places=places)
+
+
+def auto_spec(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    devices: Iterable[Any],
+    objective: str = "memory",
+    **options: Any,
+) -> PlacementSpec:
+    """A spec under which ``model`` fits ``devices``, using as few of them as it needs.
+
+    ``devices`` are device names, ``{"name", "memory", "kind"}`` objects or ``DeviceSpec`` values;
+    ``options`` are other fields of the spec. Raises ``BudgetError`` when none fits.
+    """
+    spec = PlacementSpec(devices=list(devices), objective=objective, **options)
+    capture, leaves = _capture(model, args, kwargs)
+    return choose_spec(capture, spec, leaves)
+
+
+def simulate(
+    model: nn.Module,
+    plan: Plan | SpecSource,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss_fn: Callable[[Any], Tensor] | None = None,
+) -> SimulationReport:
+    """Per-device peak bytes of one training step of the emitted module, on simulated devices."""
+    capture, leaves = _capture(model, args, kwargs)
+    if not isinstance(plan, Plan):
+        plan = build_plan(capture, as_spec(plan), leaves)
+    check_fingerprint(plan, capture)
+    return simulate_plan(capture, plan, args, kwargs, loss_fn=loss_fn)
+
+
+def as_spec(source: SpecSource) -> PlacementSpec:
+    """``source`` itself if it is a spec, else what `load_spec` reads from it."""
+    return source if isinstance(source, PlacementSpec) else load_spec(source)
+
+
+def require_fit(plan: Plan) -> None:
+    """Raise ``BudgetError`` naming the device that overflows the most, if any does."""
+    over = [d for d in plan.devices if not d.fits]
+    if not over:
+        return
+    worst = min(over, key=lambda d: d.headroom or 0)
+    missing = -(worst.headroom or 0)
+    raise BudgetError(
+        f"device {worst.device}",
+        f"the placement needs {format_bytes(worst.peak)} and a reserve of "
+        f"{format_bytes(worst.reserve)}, {format_bytes(missing)} more than its "
+        f"{format_bytes(worst.budget or 0)}",
+        "add a device, use more micro-batches, or move layers to another device",
+        device=worst.device,
+        missing_bytes=missing,
+    )
+
+
+def _capture(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> tuple[Capture, list[Tensor]]:
+    if isinstance(args, Tensor):
+        args = (args,)
+    capture = capture_model(model, tuple(args), dict(kwargs or {}))
+    return capture, flatten_call(capture.call, tuple(args), dict(kwargs or {}))
+
+

@@ -1,0 +1,66 @@
+"""Automatic specs: the fewest of the given devices that hold the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from placer.capture import Capture
+from placer.errors import BudgetError
+from placer.plan.build import build_plan
+from placer.plan.types import Plan
+from placer.spec import PlacementSpec
+from placer.units import format_bytes
+
+
+def choose_spec(
+    capture: Capture, wanted: PlacementSpec, inputs: Sequence[Tensor], *, fewest: bool = True
+) -> PlacementSpec:
+    """``wanted`` with its layers resolved, on the first devices of its list that suffice.
+
+    Where no device has a budget all devices are used. Raises ``BudgetError`` naming the device that
+    overflows the least, by how much, and what was tried.
+    """
+    counts = range(1, len(wanted.devices) + 1)
+    plans: list[Plan] = []
+    for count in counts:
+        spec = wanted.with_devices(wanted.devices[:count])
+        plan = build_plan(capture, spec, inputs)
+        limited = all(device.budget is not None for device in plan.devices)
+        if plan.fits and (limited or count == len(wanted.devices)):
+            return spec.with_layers(whole_layers(capture, plan))
+        plans.append(plan)
+    closest = min(plans, key=_missing)
+    worst = min(closest.devices, key=lambda d: d.headroom or 0)
+    largest = max(closest.stages, key=lambda stage: stage.memory.peak)
+    raise BudgetError(
+        f"device {worst.device}",
+        f"no placement on {len(wanted.devices)} device(s) fits: the closest needs "
+        f"{format_bytes(_missing(closest))} more than {worst.device} has; its largest stage peaks "
+        f"at {format_bytes(largest.memory.peak)}",
+        "give more devices or more memory, a smaller input, or (for batches) more micro-batches",
+        device=worst.device,
+        missing_bytes=_missing(closest),
+    )
+
+
+def _missing(plan: Plan) -> int:
+    return max(-(device.headroom or 0) for device in plan.devices)
+
+
+def whole_layers(capture: Capture, plan: Plan) -> dict[str, str]:
+    """Layer -> device for the largest modules whose nodes are all on one device, in program order."""
+    device_of = {node: stage.devices[0] for stage in plan.stages for node in stage.nodes}
+    devices: dict[str, set[str]] = {}
+    for node in capture.order:
+        layer = capture.layer_of[node]
+        while layer:
+            devices.setdefault(layer, set()).add(device_of[node])
+            layer = layer.rpartition(".")[0]
+    uniform = {layer for layer, found in devices.items() if len(found) == 1}
+    return {
+        layer: next(iter(devices[layer]))
+        for layer in devices
+        if layer in uniform and layer.rpartition(".")[0] not in uniform
+    }

@@ -1,0 +1,253 @@
+"""Build a plan: what the spec asks for, resolved against a captured model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from placer.capture import Capture
+from placer.cost import CostTable, device_kind, estimate_costs
+from placer.errors import PlacerError, SpecError
+from placer.partition import Demands, DeviceSlot, Partition, choose_partition
+from placer.plan.types import DevicePeak, Plan, StagePlan, Transfer
+from placer.spec import PlacementSpec, resolve_layers
+
+_MOST_MICROBATCHES = 32  # "auto" tries powers of two up to this
+
+
+def build_plan(capture: Capture, spec: PlacementSpec, inputs: Sequence[Tensor]) -> Plan:
+    """The plan for ``capture`` under ``spec``, for a batch shaped like ``inputs`` (any device).
+
+    A plan that overflows a budget is returned with ``fits`` False. Raises ``SpecError`` when the
+    spec's layers or devices do not go with the model, ``PlacerError`` for what is not supported.
+    """
+    _check_supported(spec)
+    pins = _pins(capture, spec)
+    slots = [device_slot(device, spec) for device in spec.devices]
+    replicas = _replicas(spec)
+    rows = spec.device_rows(replicas)
+    plans = []
+    for microbatches in _microbatch_choices(spec, capture, replicas):
+        costs = estimate_costs(
+            capture,
+            microbatch_inputs(capture, inputs, replicas, microbatches),
+            training=spec.training,
+            precision=spec.precision,
+        )
+        demands = Demands(
+            objective=spec.objective,
+            schedule=spec.schedule,
+            microbatches=microbatches,
+            optimizer=_optimizer(spec),
+            training=spec.training,
+            half=spec.precision != "fp32",
+        )
+        partition = choose_partition(capture, costs, slots, pins, demands)
+        plans.append(_plan(capture, spec, costs, partition, demands, rows))
+    return min(plans, key=lambda plan: (not plan.fits, _overflow(plan), plan.step_seconds))
+
+
+def device_slot(device: Any, spec: PlacementSpec) -> DeviceSlot:
+    """The device with its budget: as given, from its named kind, from this machine, or none."""
+    kind = device_kind(device.name, device.kind)
+    budget = device.memory
+    if budget is None and device.kind is not None:
+        budget = kind.memory
+    if budget is None and device.name.startswith("cuda") and torch.cuda.is_available():
+        index = torch.device(device.name).index or 0
+        if index < torch.cuda.device_count():
+            budget = torch.cuda.get_device_properties(index).total_memory
+    reserve = kind.reserve if spec.reserve is None else spec.reserve
+    return DeviceSlot(
+        name=device.name, kind=kind, budget=budget, reserve=reserve if budget is not None else 0
+    )
+
+
+def microbatch_inputs(
+    capture: Capture, inputs: Sequence[Tensor], replicas: int, microbatches: int
+) -> list[Tensor]:
+    """The inputs of the largest micro-batch, as tensors without data."""
+    shaped = []
+    for tensor, batched in zip(inputs, capture.call.batched, strict=True):
+        shape = list(tensor.shape)
+        if batched:
+            shape[0] = -(-(-(-shape[0] // replicas)) // microbatches)
+        meta = torch.empty(shape, dtype=tensor.dtype, device="meta")
+        shaped.append(meta.requires_grad_(tensor.requires_grad))
+    return shaped
+
+
+def _check_supported(spec: PlacementSpec) -> None:
+    wanted = [
+        ("/batch_norm", spec.batch_norm, "per_microbatch"),
+        ("/schedule", spec.schedule, "GPipe" if spec.schedule != "1F1B" else "1F1B"),
+    ]
+    for where, found, supported in wanted:
+        if found != supported:
+            raise PlacerError(where, f"{found!r} is not available yet", f"use {supported!r}")
+    for where, patterns in (("/checkpoint", spec.checkpoint), ("/offload", spec.offload)):
+        if patterns:
+            raise PlacerError(
+                where, "is not available yet", "leave it out, or use more devices or micro-batches"
+            )
+
+
+def _pins(capture: Capture, spec: PlacementSpec) -> dict[str, str]:
+    """Node -> device for every node whose layer the spec places."""
+    paths = [name for name, _ in capture.model.named_modules(remove_duplicate=False)]
+    placed, problems = resolve_layers(spec.layers, paths)
+    if problems:
+        raise SpecError("placement spec", problems)
+    return {node: placed[layer] for node, layer in capture.layer_of.items() if layer in placed}
+
+
+def _replicas(spec: PlacementSpec) -> int:
+    if spec.replicas != "auto":
+        return int(spec.replicas)
+    if spec.replica_devices:
+        return 1 + len(spec.replica_devices)
+    if spec.devices[0].name.startswith("cuda") and torch.cuda.is_available():
+        return max(1, torch.cuda.device_count() // len(spec.devices))
+    return 1
+
+
+def _microbatch_choices(spec: PlacementSpec, capture: Capture, replicas: int) -> list[int]:
+    if spec.microbatches != "auto":
+        return [int(spec.microbatches)]
+    rows = -(-(capture.call.batch_size or 1) // replicas)
+    return [m for m in (2**i for i in range(6)) if m <= min(rows, _MOST_MICROBATCHES)]
+
+
+def _optimizer(spec: PlacementSpec) -> str | Mapping[str, int]:
+    if isinstance(spec.optimizer, str):
+        return spec.optimizer
+    return {"bytes_per_parameter": spec.optimizer.bytes_per_parameter}
+
+
+def _overflow(plan: Plan) -> int:
+    return max((-(device.headroom or 0) for device in plan.devices), default=0) * (not plan.fits)
+
+
+def _plan(
+    capture: Capture,
+    spec: PlacementSpec,
+    costs: CostTable,
+    partition: Partition,
+    demands: Demands,
+    rows: Sequence[Sequence[str]],
+) -> Plan:
+    index_of = {device.name: i for i, device in enumerate(spec.devices)}
+    stages = []
+    for index, stage in enumerate(partition.stages):
+        column = index_of[stage.device.name]
+        layers = dict.fromkeys(capture.layer_of[node] for node in stage.nodes)
+        stages.append(
+            StagePlan(
+                index=index,
+                devices=tuple(row[column] for row in rows),
+                layers=tuple(layer for layer in layers if layer),
+                nodes=stage.nodes,
+                memory=stage.memory,
+                budget=stage.device.budget,
+                reserve=stage.device.reserve,
+                forward_seconds=stage.forward_seconds,
+                backward_seconds=stage.backward_seconds,
+            )
+        )
+    peaks = _device_peaks(partition, rows, index_of)
+    return Plan(
+        fits=all(peak.fits for peak in peaks),
+        objective=spec.objective,
+        replicas=len(rows),
+        microbatches=demands.microbatches,
+        schedule=spec.schedule,
+        precision=spec.precision,
+        batch_norm=spec.batch_norm,
+        optimizer=demands.optimizer,
+        training=spec.training,
+        step_seconds=partition.seconds,
+        fingerprint=capture.fingerprint,
+        stages=tuple(stages),
+        devices=peaks,
+        transfers=_transfers(capture, costs, partition),
+        notes=_notes(capture, spec, demands, len(rows)),
+        node_layers=dict(capture.layer_of),
+    )
+
+
+def _device_peaks(
+    partition: Partition, rows: Sequence[Sequence[str]], index_of: Mapping[str, int]
+) -> tuple[DevicePeak, ...]:
+    slots = {stage.device.name: stage.device for stage in partition.stages}
+    peaks = []
+    for number, row in enumerate(rows):
+        table = partition.peaks if number == 0 else partition.replica_peaks
+        for name, peak in table.items():
+            slot = slots[name]
+            peaks.append(
+                DevicePeak(
+                    device=row[index_of[name]],
+                    peak=peak,
+                    budget=slot.budget,
+                    reserve=slot.reserve,
+                )
+            )
+    return tuple(peaks)
+
+
+def _transfers(
+    capture: Capture, costs: CostTable, partition: Partition
+) -> tuple[Transfer, ...]:
+    stage_of = {name: s for s, stage in enumerate(partition.stages) for name in stage.nodes}
+    last = len(partition.stages) - 1
+    found = []
+    for node, readers in enumerate(costs.readers):
+        name = capture.order[node]
+        source = stage_of[name]
+        targets = {
+            stage_of[capture.order[r]] if r < len(capture.order) else last for r in readers
+        }
+        found += [
+            Transfer(
+                value=name, source=source, target=target, nbytes=costs.nodes[node].output_nbytes
+            )
+            for target in sorted(targets - {source})
+        ]
+    return tuple(found)
+
+
+def _notes(
+    capture: Capture, spec: PlacementSpec, demands: Demands, replicas: int
+) -> tuple[str, ...]:
+    notes = []
+    cut = demands.microbatches > 1 or replicas > 1
+    has_batch_norm = any(
+        isinstance(m, nn.modules.batchnorm._BatchNorm) for m in capture.model.modules()
+    )
+    if cut and has_batch_norm and spec.training:
+        notes.append(
+            "BatchNorm in train mode takes its statistics per micro-batch and replica, as with "
+            "nn.DataParallel: results equal those of the same cuts run one after the other."
+        )
+    if demands.microbatches > 1 and spec.schedule != "GPipe":
+        notes.append(
+            f"placed.step() follows {spec.schedule}; calling the module and loss.backward() holds "
+            "all micro-batches at once, as GPipe does, and needs GPipe's memory."
+        )
+    if any(stage.budget is None for stage in _budgets(spec)):
+        notes.append("A device without a memory size has no limit here: give one to have it checked.")
+    notes += [
+        f"{whole.layer or 'the model'} stays whole on one device: {whole.reason}"
+        for whole in capture.whole_modules
+    ]
+    return tuple(notes)
+
+
+def _budgets(spec: PlacementSpec) -> list[DeviceSlot]:
+    return [device_slot(device, spec) for device in spec.devices]
+
+
+__all__ = ["build_plan", "device_slot", "microbatch_inputs"]

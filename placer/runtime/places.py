@@ -1,0 +1,66 @@
+"""Which torch device stands for each device of a plan on this machine."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from placer.errors import DeviceError
+from placer.plan.types import Plan
+from placer.runtime.place import Place
+
+
+class SimulatedDeviceWarning(UserWarning):
+    """The plan's devices are not on this machine: its stages run on the CPU instead."""
+
+
+def resolve_places(plan: Plan, run_on: str | None = None) -> list[list[Place]]:
+    """Places per replica and stage.
+
+    ``cpu:N`` is always the CPU. Where the machine has no device of a type at all, the CPU stands
+    for it, with a ``SimulatedDeviceWarning``; ``run_on`` says so on purpose and warns of nothing.
+    Raises ``DeviceError`` when the machine has that type of device but not that one.
+    """
+    names = dict.fromkeys(name for stage in plan.stages for name in stage.devices)
+    if run_on is not None:
+        found = dict.fromkeys(names, torch.device(run_on))
+    else:
+        found = {name: _resolve(name) for name in names}
+        missing = [name for name, device in found.items() if device is None]
+        if missing:
+            warnings.warn(
+                f"this machine has no {missing[0].split(':')[0]} device: the CPU stands for "
+                f"{', '.join(missing)}. Pass run_on='cpu' to say so on purpose.",
+                SimulatedDeviceWarning,
+                stacklevel=4,
+            )
+    cpu = torch.device("cpu")
+    return [
+        [Place(stage.devices[r], found[stage.devices[r]] or cpu) for stage in plan.stages]
+        for r in range(plan.replicas)
+    ]
+
+
+def _resolve(name: str) -> torch.device | None:
+    """The torch device called ``name``; None where the machine has none of its type."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise DeviceError(f"device {name}", "not a torch device", "use cuda:0, cpu:0, …") from error
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type == "meta":
+        raise DeviceError(f"device {name}", "nothing can run on meta", "name a real device")
+    module = getattr(torch, device.type, None)
+    count = module.device_count() if module is not None and hasattr(module, "device_count") else 0
+    if count == 0:
+        return None
+    if (device.index or 0) >= count:
+        have = ", ".join(f"{device.type}:{i}" for i in range(count))
+        raise DeviceError(
+            f"device {name}",
+            f"this machine has only {have}",
+            "name one of them, or pass run_on='cpu' to try the placement without its devices",
+        )
+    return torch.device(device.type, device.index or 0)
