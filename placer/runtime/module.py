@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from placer.capture import flatten_call, unflatten_output
+from placer.capture import CallFormat, flatten_call, unflatten_output
 from placer.emit import StagedModel
 from placer.errors import PlacerError
 from placer.plan.types import Plan
@@ -52,6 +52,11 @@ class PlacedModule(nn.Module):
         self._replicas = tuple(
             Replica(staged, row, places[0], plan.precision) for row in places
         )
+
+    @property
+    def call_format(self) -> CallFormat:
+        """How this module is called, and what it returns."""
+        return self._staged.call
 
     @property
     def output_device(self) -> torch.device:

@@ -1,0 +1,220 @@
+"""Proof on the user's own model: one step placed against the same step plain."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from placer.api import SpecSource, compile
+from placer.capture import TENSOR, CallFormat, flatten_call, unflatten_output
+from placer.capture.call import rebuild_arguments
+from placer.cost import stand_in_loss
+from placer.plan.types import Plan
+from placer.runtime.module import PlacedModule
+from placer.runtime.scatter import batch_cuts, batch_size, join_rows, split_rows
+
+_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """One tensor of the placed step beside that of the plain one.
+
+    ``relative_error`` is the largest absolute difference over the largest absolute expected value.
+    """
+
+    name: str
+    kind: str  # "output", "loss", "gradient", "buffer" or "parameter after a step"
+    relative_error: float
+    tolerance: float
+
+    @property
+    def ok(self) -> bool:
+        return self.relative_error <= self.tolerance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """The verdict: every comparison, and how the reference was run."""
+
+    comparisons: tuple[Comparison, ...]
+    reference: str
+
+    @property
+    def ok(self) -> bool:
+        return all(c.ok for c in self.comparisons)
+
+    @property
+    def worst(self) -> Comparison:
+        """The tensor that is furthest off, relative to its tolerance."""
+        return max(self.comparisons, key=lambda c: (c.relative_error / c.tolerance, c.name))
+
+    @property
+    def summary(self) -> str:
+        count = len(self.comparisons)
+        worst = self.worst
+        verdict = "EQUAL" if self.ok else "DIFFERENT"
+        return (
+            f"{verdict}: {count} tensors compared with {self.reference}; worst: {worst.kind} of "
+            f"{worst.name}, relative error {worst.relative_error:.2e} "
+            f"(tolerance {worst.tolerance:.0e})"
+        )
+
+
+def verify(
+    model: nn.Module,
+    spec_or_plan: SpecSource | Plan,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss_fn: Callable[[Any], Tensor] | None = None,
+    run_on: str | None = None,
+    seed: int = 0,
+    tolerance: float | None = None,
+) -> Verification:
+    """Run one training step of ``model`` placed and plain, and compare everything it computes.
+
+    Compared are outputs, the loss, the gradient of every parameter and of inputs that require one,
+    buffers, and parameters after one SGD step. The plain model runs the same cuts of the batch one
+    after the other (one cut: the whole batch), with the same seed. ``model`` itself is not changed.
+    ``tolerance`` (relative) is by default that of the parameters' dtype.
+    """
+    placed = compile(model, spec_or_plan, args, kwargs, run_on=run_on)
+    plain = copy.deepcopy(model)
+    wanted = loss_fn or (lambda output: stand_in_loss(tree_leaves(output)))
+    theirs = _run_plain(plain, placed, tuple(args), dict(kwargs or {}), wanted, seed)
+    ours = _run_placed(placed, tuple(args), dict(kwargs or {}), wanted, seed)
+    allowed = tolerance or max(
+        (_TOLERANCE.get(p.dtype, 1e-4) for p in plain.parameters()), default=1e-4
+    )
+    if placed.plan.precision != "fp32":
+        allowed = max(allowed, _TOLERANCE[torch.bfloat16])
+    cuts = placed.plan.replicas * placed.plan.microbatches
+    return Verification(
+        comparisons=tuple(_compare(ours, theirs, allowed)),
+        reference="the plain model" + (f" on the same {cuts} cuts of the batch" * (cuts > 1)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    tensors: dict[tuple[str, str], Tensor | None]  # (kind, name) -> value
+
+
+def _run_placed(
+    placed: PlacedModule, args: Any, kwargs: Any, loss_fn: Callable[[Any], Tensor], seed: int
+) -> _Step:
+    args, kwargs = _fresh((args, kwargs))
+    torch.manual_seed(seed)
+    output = placed(*args, **kwargs)
+    loss = loss_fn(output)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return _collect(placed, output, loss, (args, kwargs))
+
+
+def _run_plain(
+    plain: nn.Module,
+    placed: PlacedModule,
+    args: Any,
+    kwargs: Any,
+    loss_fn: Callable[[Any], Tensor],
+    seed: int,
+) -> _Step:
+    """The reference: the plain model on each cut in turn, results joined, one loss, one backward.
+
+    Buffers of later replicas are not kept, as with ``nn.DataParallel``.
+    """
+    args, kwargs = _fresh((args, kwargs))
+    torch.manual_seed(seed)
+    call = placed.call_format
+    leaves = flatten_call(call, args, kwargs)
+    total = batch_size(call, leaves)
+    plan = placed.plan
+    if total is None or plan.replicas * plan.microbatches == 1:
+        output = plain(*args, **kwargs)
+    else:
+        cuts = batch_cuts(total, plan.replicas, plan.microbatches)
+        pieces = iter(split_rows(call, leaves, [size for row in cuts for size in row]))
+        outputs = []
+        start = {name: b.detach().clone() for name, b in plain.named_buffers()}
+        kept: dict[str, Tensor] = {}
+        for number, row in enumerate(cuts):
+            for name, buffer in plain.named_buffers():
+                buffer.data = start[name].clone()
+            outputs += [_call(plain, call, next(pieces)) for _ in row]
+            if number == 0:
+                kept = {name: b.detach().clone() for name, b in plain.named_buffers()}
+        for name, buffer in plain.named_buffers():
+            buffer.data = kept[name]
+        output = unflatten_output(call, join_rows([tree_leaves(o) for o in outputs]))
+    loss = loss_fn(output)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return _collect(plain, output, loss, (args, kwargs))
+
+
+def _call(plain: nn.Module, call: CallFormat, tensors: list[Tensor]) -> Any:
+    remaining = iter(tensors)
+    leaves = [next(remaining) if constant is TENSOR else constant for constant in call.constants]
+    args, kwargs = rebuild_arguments(call, leaves)
+    return plain(*args, **kwargs)
+
+
+def _fresh(value: Any) -> Any:
+    """Copies of the caller's inputs, as leaves of their own."""
+
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+
+    return tree_map(copied, value)
+
+
+def _collect(module: nn.Module, output: Any, loss: Tensor, inputs: Any) -> _Step:
+    tensors: dict[tuple[str, str], Tensor | None] = {("loss", "loss"): loss.detach()}
+    for i, leaf in enumerate(tree_leaves(output)):
+        if isinstance(leaf, Tensor):
+            tensors["output", str(i)] = leaf.detach()
+    for i, leaf in enumerate(tree_leaves(inputs)):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            tensors["gradient", f"input {i}"] = leaf.grad
+    for name, parameter in module.named_parameters():
+        grad = parameter.grad
+        tensors["gradient", name] = None if grad is None else grad.detach().clone()
+    for name, buffer in module.named_buffers():
+        tensors["buffer", name] = buffer.detach()
+    trained = [p for p in module.parameters() if p.grad is not None]
+    if trained:
+        torch.optim.SGD(trained, lr=0.1).step()
+    for name, parameter in module.named_parameters():
+        tensors["parameter after a step", name] = parameter.detach()
+    return _Step(tensors)
+
+
+def _compare(ours: _Step, theirs: _Step, tolerance: float) -> Iterator[Comparison]:
+    for kind, name in dict.fromkeys((*theirs.tensors, *ours.tensors)):
+        error = _relative_error(ours.tensors.get((kind, name)), theirs.tensors.get((kind, name)))
+        yield Comparison(name=name, kind=kind, relative_error=error, tolerance=tolerance)
+
+
+def _relative_error(found: Tensor | None, expected: Tensor | None) -> float:
+    if found is None or expected is None:
+        return 0.0 if found is None and expected is None else float("inf")
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return float("inf")
+    if expected.numel() == 0:
+        return 0.0
+    wide = torch.promote_types(expected.dtype, torch.float64)
+    found, expected = found.to("cpu", wide), expected.to("cpu", wide)
+    difference = (found - expected).abs().max().item()
+    if difference != difference:
+        same = torch.equal(found.isnan(), expected.isnan())
+        return 0.0 if same and torch.equal(found.nan_to_num(), expected.nan_to_num()) else float("inf")
+    scale = expected.abs().max().item()
+    return difference / scale if scale else (0.0 if difference == 0 else float("inf"))
