@@ -1,0 +1,204 @@
+"""The law, as a test: the placed module computes what the plain model computes.
+
+The reference is written here from scratch (``torch.chunk`` twice, plain calls, one backward), so
+that a mistake in placer's own scatter or verification cannot hide itself.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+import placer
+
+RTOL, ATOL = 1e-10, 1e-12
+
+
+def assert_close(found: Tensor | None, expected: Tensor | None, what: str) -> None:
+    """Equal in shape, dtype and value: rtol 1e-10, atol 1e-12 of the largest expected value."""
+    assert (found is None) == (expected is None), f"{what}: one of them is None"
+    if found is None or expected is None:
+        return
+    scale = expected.abs().max().item() if expected.numel() else 0.0
+    torch.testing.assert_close(
+        found, expected, rtol=RTOL, atol=ATOL * max(scale, 1e-300), msg=lambda m: f"{what}: {m}"
+    )
+
+
+def mean_square(output: Any) -> Tensor:
+    """A loss that is a mean over rows and depends on every floating-point result differently."""
+    leaves = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
+    return torch.stack([(t.square().mean() + t.mean()) * (i + 1) for i, t in enumerate(leaves)]).sum()
+
+
+def run_cuts(model: nn.Module, args: Any, kwargs: Any, replicas: int, microbatches: int) -> Any:
+    """The plain model on the batch cut as placer says it cuts, results joined along dim 0.
+
+    Buffers are kept as ``nn.DataParallel`` keeps them: those of the first replica's cuts.
+    """
+    leaves, spec = tree_flatten((args, kwargs))
+    rows = next(t.size(0) for t in leaves if isinstance(t, Tensor) and t.dim())
+    cuts = [c.chunk(microbatches) for c in torch.arange(rows).chunk(replicas)]
+    if sum(map(len, cuts)) == 1:
+        return model(*args, **kwargs)
+    before = {n: b.clone() for n, b in model.named_buffers()}
+    after: dict[str, Tensor] = {}
+    outputs = []
+    for number, row in enumerate(cuts):
+        for name, buffer in model.named_buffers():
+            buffer.data = before[name].clone()
+        for cut in row:
+            part = [
+                t[cut[0] : cut[-1] + 1] if isinstance(t, Tensor) and t.dim() and len(t) == rows else t
+                for t in leaves
+            ]
+            part_args, part_kwargs = tree_unflatten(part, spec)
+            outputs.append(model(*part_args, **part_kwargs))
+        if number == 0:
+            after = {n: b.clone() for n, b in model.named_buffers()}
+    for name, buffer in model.named_buffers():
+        buffer.data = after[name]
+    structure = tree_flatten(outputs[0])[1]
+    columns = zip(*(tree_leaves(o) for o in outputs), strict=True)
+    return tree_unflatten(
+        [
+            c[0] if not isinstance(c[0], Tensor) else torch.cat(c) if c[0].dim() else torch.stack(c)
+            for c in columns
+        ],
+        structure,
+    )
+
+
+def assert_same(
+    model: nn.Module,
+    spec: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    steps: int = 2,
+    scheduled: bool = True,
+) -> placer.PlacedModule:
+    """Train ``model`` plain and placed for some steps and compare all they compute; also `step()`.
+
+    Outputs, the gradient of every parameter and input, buffers, parameters after each SGD step, and
+    ``state_dict`` keys. The caller's model must come out unchanged. Returns the placed module.
+    """
+    kwargs = kwargs or {}
+    untouched = {n: t.clone() for n, t in model.state_dict().items()}
+    placed = placer.compile(model, spec, args, kwargs)
+    replicas, microbatches = placed.plan.replicas, placed.plan.microbatches
+    plain = copy.deepcopy(model)
+    assert list(placed.state_dict()) == list(model.state_dict())
+    assert [n for n, _ in placed.named_parameters()] == [n for n, _ in model.named_parameters()]
+    _train_both(placed, plain, args, kwargs, replicas, microbatches, steps)
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(tensor, untouched[name], rtol=0, atol=0)
+    if scheduled:
+        _step_both(model, spec, args, kwargs)
+    return placed
+
+
+def _train_both(
+    placed: nn.Module,
+    plain: nn.Module,
+    args: Any,
+    kwargs: Any,
+    replicas: int,
+    microbatches: int,
+    steps: int,
+) -> None:
+    ours = torch.optim.SGD(placed.parameters(), lr=0.05, momentum=0.9)
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
+    for step in range(steps):
+        our_args, their_args = _leaves_of((args, kwargs)), _leaves_of((args, kwargs))
+        torch.manual_seed(step)
+        output = placed(*our_args[0], **our_args[1])
+        torch.manual_seed(step)
+        expected = run_cuts(plain, *their_args, replicas, microbatches)
+        found_leaves, found_spec = tree_flatten(output)
+        expected_leaves, expected_spec = tree_flatten(expected)
+        assert found_spec == expected_spec
+        for i, (a, b) in enumerate(zip(found_leaves, expected_leaves, strict=True)):
+            if isinstance(b, Tensor):
+                assert_close(a, b, f"step {step}, output {i}")
+            else:
+                assert a == b
+        ours.zero_grad()
+        theirs.zero_grad()
+        mean_square(output).backward()
+        mean_square(expected).backward()
+        _compare_state(placed, plain, f"step {step}")
+        for a, b in zip(tree_leaves(our_args), tree_leaves(their_args), strict=True):
+            if isinstance(a, Tensor) and a.requires_grad:
+                assert_close(a.grad, b.grad, f"step {step}, gradient of an input")
+        ours.step()
+        theirs.step()
+        _compare_state(placed, plain, f"after step {step}")
+
+
+def _step_both(model: nn.Module, spec: Any, args: Any, kwargs: Any) -> None:
+    """`PlacedModule.step` against forward and backward of the same placed module."""
+    placed = placer.compile(model, spec, args, kwargs)
+    other = copy.deepcopy(placed)
+    torch.manual_seed(0)
+    loss = mean_square(placed(*args, **kwargs))
+    loss.backward()
+    torch.manual_seed(0)
+    found = other.step(*args, loss_fn=mean_square, **kwargs)
+    cuts = placed.plan.replicas * placed.plan.microbatches
+    if cuts == 1:
+        assert_close(found, loss.detach(), "loss of step()")
+        _compare_state(other, placed, "step()")
+        return
+    plain = copy.deepcopy(model)
+    torch.manual_seed(0)
+    total = _loss_over_cuts(plain, args, kwargs, placed.plan.replicas, placed.plan.microbatches)
+    assert_close(found, total.detach(), "loss of step()")
+    for (name, a), b in zip(other.named_parameters(), plain.parameters(), strict=True):
+        assert_close(a.grad, b.grad, f"step(), gradient of {name}")
+
+
+def _loss_over_cuts(
+    plain: nn.Module, args: Any, kwargs: Any, replicas: int, microbatches: int
+) -> Tensor:
+    """Sum over the cuts of the cut's mean loss times its share of the rows; gradients accumulate."""
+    leaves, spec = tree_flatten((args, kwargs))
+    rows = next(t.size(0) for t in leaves if isinstance(t, Tensor) and t.dim())
+    total = torch.zeros((), dtype=torch.float64)
+    before = {n: b.clone() for n, b in plain.named_buffers()}
+    for row in torch.arange(rows).chunk(replicas):
+        for name, buffer in plain.named_buffers():
+            buffer.data = before[name].clone()
+        for cut in row.chunk(microbatches):
+            part = [
+                t[cut[0] : cut[-1] + 1] if isinstance(t, Tensor) and t.dim() and len(t) == rows else t
+                for t in leaves
+            ]
+            part_args, part_kwargs = tree_unflatten(part, spec)
+            loss = mean_square(plain(*part_args, **part_kwargs)) * (len(cut) / rows)
+            loss.backward()
+            total = total + loss.detach()
+    return total
+
+
+def _leaves_of(value: Any) -> Any:
+    def fresh(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        return leaf
+
+    return tree_map(fresh, value)
+
+
+def _compare_state(placed: nn.Module, plain: nn.Module, when: str) -> None:
+    expected = dict(plain.named_parameters())
+    for name, parameter in placed.named_parameters():
+        assert_close(parameter.grad, expected[name].grad, f"{when}, gradient of {name}")
+        assert_close(parameter.detach(), expected[name].detach(), f"{when}, parameter {name}")
+    buffers = dict(plain.named_buffers())
+    for name, buffer in placed.named_buffers():
+        assert_close(buffer, buffers[name], f"{when}, buffer {name}")
