@@ -12,8 +12,7 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from placer.capture.fake import FakeWorld
-from placer.capture.trace import INPLACE_OPERATORS
+from placer.capture.fake import FakeWorld, GuessData
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +21,6 @@ class Aliasing:
 
     mutated_state_of: dict[str, tuple[str, ...]]
     together: tuple[tuple[str, ...], ...]
-    scalar_inplace: tuple[str, ...]  # nodes such as ``size += 1`` that are not in place at all
 
 
 class NodeFailure(Exception):
@@ -55,12 +53,11 @@ def analyze_aliasing(
     world = FakeWorld()
     twin = world.module(model)
     state = {
-        _storage(tensor): name
-        for name, tensor in (*twin.named_parameters(), *twin.named_buffers())
+        _storage(tensor): name for name, tensor in (*twin.named_parameters(), *twin.named_buffers())
     }
     interpreter = _Watcher(twin, graph, {name: world.tensor(t) for name, t in constants.items()})
     fakes = [world.tensor(tensor) for tensor in inputs]
-    with world.mode, interpreter.writes:
+    with torch.enable_grad(), world.mode, GuessData(), interpreter.writes:
         interpreter.run(*fakes)
     mutated = {
         name: tuple(sorted({state[key] for key in keys if key in state}))
@@ -69,7 +66,6 @@ def analyze_aliasing(
     return Aliasing(
         mutated_state_of={name: names for name, names in mutated.items() if names},
         together=_groups(graph, interpreter, set(state)),
-        scalar_inplace=tuple(interpreter.scalar_inplace),
     )
 
 
@@ -102,9 +98,7 @@ _BATCH_NORMS = (
 class _Watcher(fx.Interpreter):
     """Runs the graph, noting per node the storages it touches and those it writes."""
 
-    def __init__(
-        self, model: nn.Module, graph: fx.Graph, constants: Mapping[str, Tensor]
-    ) -> None:
+    def __init__(self, model: nn.Module, graph: fx.Graph, constants: Mapping[str, Tensor]) -> None:
         # All values stay alive: a freed storage's address would be given to another one.
         super().__init__(model, garbage_collect_values=False, graph=graph)
         self.constants = constants
@@ -113,7 +107,6 @@ class _Watcher(fx.Interpreter):
         self.written: dict[str, set[int]] = {}
         self.known: set[int] = set()
         self.given: set[int] = set()
-        self.scalar_inplace: list[str] = []
         for tensor in (*model.parameters(), *model.buffers()):
             self.known.add(_storage(tensor))
 
@@ -129,9 +122,8 @@ class _Watcher(fx.Interpreter):
         if n.op == "call_module":
             module = self.fetch_attr(str(n.target))
             reads.update(_storages([*module.parameters(), *module.buffers()]))
-        if n.op == "call_function" and n.target in INPLACE_OPERATORS:
-            if not isinstance(args[0], Tensor):
-                self.scalar_inplace.append(n.name)
+        for module in (x for x in tree_iter(args) if isinstance(x, nn.Module)):
+            reads.update(_storages([*module.parameters(), *module.buffers()]))
         self.writes.written.clear()
         try:
             value = super().run_node(n)

@@ -89,7 +89,9 @@ def flatten_call(call: CallFormat, args: Sequence[Any], kwargs: Mapping[str, Any
         )
     if extra := [name for name in given if name not in set(call.leaf_names)]:
         raise CaptureError(
-            extra[0], f"the captured call had no such argument, only {list(call.leaf_names)}", _RECAPTURE
+            extra[0],
+            f"the captured call had no such argument, only {list(call.leaf_names)}",
+            _RECAPTURE,
         )
     tensors: list[Tensor] = []
     shapes = iter(call.example_shapes)
@@ -99,7 +101,9 @@ def flatten_call(call: CallFormat, args: Sequence[Any], kwargs: Mapping[str, Any
             _check_tensor(name, value, next(shapes))
             tensors.append(value)
         elif isinstance(value, Tensor):
-            raise CaptureError(name, f"a tensor is given where {constant!r} was captured", _RECAPTURE)
+            raise CaptureError(
+                name, f"a tensor is given where {constant!r} was captured", _RECAPTURE
+            )
         elif not _same_constant(value, constant):
             raise CaptureError(
                 name,

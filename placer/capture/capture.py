@@ -1,26 +1,20 @@
-"""Capture a model: trace, keep whole what cannot be traced, check by a run on fake tensors."""
+"""Capture a model: record it, keep whole what cannot be recorded, check the graph by running it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from placer.capture.alias import Aliasing, NodeFailure, analyze_aliasing
 from placer.capture.call import BoundCall, bind_call, make_call_format
-from placer.capture.fingerprint import fingerprint_graph
-from placer.capture.restore import unchanged
-from placer.capture.trace import (
-    INPLACE_OPERATORS,
-    Trace,
-    TraceFailure,
-    describe,
-    find_opaque_modules,
-    is_torch_leaf,
-    locate,
-    trace_model,
-)
+from placer.capture.failure import ForwardFailure, TraceFailure, describe, locate
+from placer.capture.fake import FakeWorld
+from placer.capture.fingerprint import fingerprint_graph, spell_graph
+from placer.capture.leaves import find_whole_modules, is_torch_leaf
+from placer.capture.record import Recording, record_model
 from placer.capture.types import Capture, WholeModule
 from placer.errors import CaptureError
 
@@ -28,56 +22,135 @@ from placer.errors import CaptureError
 def capture_model(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
 ) -> Capture:
-    """The graph of ``model`` called with ``args`` and ``kwargs``, in the mode (train or eval) it is in.
+    """The graph of ``model`` called with ``args`` and ``kwargs``, in its present mode (train or eval).
 
-    Allocates nothing; the model and the inputs may be on any device, ``meta`` included. A submodule
-    that cannot be traced becomes one node (``whole_modules`` says why) and the trace starts again,
-    so there are at most as many traces as modules. Raises ``CaptureError``.
+    Allocates nothing and leaves the model alone: a fake copy of it is run. The model and the inputs
+    may be on any device, ``meta`` included. A submodule that cannot be recorded becomes one node
+    (``whole_modules`` says why) and the recording starts again, so there are at most as many
+    recordings as modules. A second recording with twice the batch finds out what depends on the
+    batch size. Raises ``CaptureError``.
     """
     _check_model(model)
     bound = bind_call(model, args, kwargs)
-    opaque = find_opaque_modules(model)
-    whole = {path: WholeModule(layer=path, reason=why, location="") for path, why in opaque.items()}
-    while True:
+    world = FakeWorld()
+    session = _Session(model, bound, world, world.module(model))
+    recording = session.record()
+    aliasing = session.check(recording)
+    return _assemble(model, recording, aliasing, bound, session)
+
+
+class _Session:
+    """One capture: which modules are whole so far, and why."""
+
+    def __init__(
+        self, model: nn.Module, bound: BoundCall, world: FakeWorld, twin: nn.Module
+    ) -> None:
+        self.model = model
+        self.bound = bound
+        self.world = world
+        self.twin = twin
+        self.inputs = [world.tensor(tensor) for tensor in bound.tensors]
+        self.whole = {
+            path: WholeModule(layer=path, reason=reason, location="")
+            for path, reason in find_whole_modules(model).items()
+        }
+        self.fixed_batch = ""
+
+    def record(self) -> Recording:
+        """The finest recording there is, the same program for other batch sizes where possible."""
+        while True:
+            try:
+                recording = self._run(self.inputs)
+                self._compare_batches(recording)
+            except TraceFailure as failure:
+                self._keep_whole(failure)
+            else:
+                return recording
+
+    def check(self, recording: Recording) -> Aliasing:
+        """Run the graph by itself, which also finds out which nodes share memory."""
         try:
-            with unchanged(model):
-                trace = trace_model(model, bound, {path: w.reason for path, w in whole.items()})
-            aliasing = _validate(model, trace, bound)
-            break
-        except TraceFailure as failure:
-            if not failure.layer or failure.layer in whole:
-                raise CaptureError(
-                    failure.layer or type(model).__name__,
-                    f"cannot be captured: {failure.reason}"
-                    + (f" ({failure.location})" if failure.location else ""),
-                    "move this code into a submodule, which is then kept whole on one device",
-                ) from failure.__cause__
-            whole[failure.layer] = WholeModule(
-                layer=failure.layer, reason=failure.reason, location=failure.location
+            return analyze_aliasing(
+                self.model, recording.graph, recording.constants, self.bound.tensors
             )
-    return _assemble(model, trace, aliasing, bound, tuple(whole.values()))
+        except NodeFailure as failure:
+            error = failure.__cause__
+            assert error is not None
+            raise CaptureError(
+                recording.layer_of.get(failure.node.name, "") or type(self.model).__name__,
+                f"the captured graph does not run at {failure.node.format_node()}: {describe(error)}",
+                "this is a defect of placer; please report it with the model",
+            ) from error
 
+    def _run(self, inputs: Sequence[Tensor]) -> Recording:
+        whole = frozenset(self.whole)
+        try:
+            return record_model(self.world, self.model, self.twin, self.bound, inputs, whole)
+        except ForwardFailure as failure:
+            error = failure.__cause__
+            assert error is not None
+            raise CaptureError(
+                failure.layer or type(self.model).__name__,
+                f"forward fails on these inputs: {type(error).__name__}: {error} ({locate(error)})",
+                "check the example inputs: shapes, dtypes, and the mode of the model",
+            ) from error
 
-def _validate(model: nn.Module, trace: Trace, bound: BoundCall) -> Aliasing:
-    try:
-        aliasing = analyze_aliasing(model, trace.graph, trace.constants, bound.tensors)
-    except NodeFailure as failure:
-        error = failure.__cause__
-        assert error is not None
-        node = failure.node
-        layer = trace.layer_of.get(node.name, "")
-        if node.op == "call_module":
-            layer = _parent(layer)
-        reason = f"its graph does not run: {describe(error)} at {node.format_node()}"
-        raise TraceFailure(layer, reason, locate(error)) from error
-    for node in trace.graph.nodes:
-        if node.name in aliasing.scalar_inplace:
-            node.target = INPLACE_OPERATORS[node.target]
-    return aliasing
+    def _keep_whole(self, failure: TraceFailure) -> None:
+        if not failure.layer or failure.layer in self.whole:
+            raise CaptureError(
+                failure.layer or type(self.model).__name__,
+                f"its forward cannot be captured: {failure.reason}"
+                + (f" ({failure.location})" if failure.location else ""),
+                "move this code into a submodule, which is then kept whole on one device",
+            ) from failure.__cause__
+        self.whole[failure.layer] = WholeModule(
+            layer=failure.layer, reason=failure.reason, location=failure.location
+        )
 
+    def _compare_batches(self, recording: Recording) -> None:
+        """Record with twice the batch: the same graph, or the module that makes it differ is named."""
+        doubled = self._doubled_inputs()
+        self.fixed_batch = ""
+        if doubled is None:
+            return
+        try:
+            other = self._run(doubled)
+        except CaptureError as error:
+            self.fixed_batch = error.problem
+            return
+        except TraceFailure as failure:
+            self.fixed_batch = f"{failure.layer}: {failure.reason} ({failure.location})"
+            return
+        first, second = spell_graph(recording.graph), spell_graph(other.graph)
+        if first == second:
+            return
+        nodes = list(recording.graph.nodes)
+        index = next(
+            (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b),
+            min(len(first), len(second)) - 1,
+        )
+        node = nodes[min(index, len(nodes) - 1)]
+        layer = recording.layer_of.get(node.name, "")
+        if node.op == "call_module" or layer in self.whole:
+            layer = layer.rpartition(".")[0]
+        location = recording.location_of.get(node.name, "")
+        reason = "it computes something else for another batch size"
+        if not layer or layer in self.whole:
+            self.fixed_batch = f"{layer or 'the model itself'}: {reason} ({location})"
+            return
+        raise TraceFailure(layer, reason, location)
 
-def _parent(path: str) -> str:
-    return path.rpartition(".")[0]
+    def _doubled_inputs(self) -> list[Tensor] | None:
+        sizes = [tensor.size(0) for tensor in self.inputs if tensor.dim()]
+        if not sizes or sizes[0] == 0:
+            return None
+        with self.world.mode, torch.no_grad():
+            return [
+                torch.cat([x, x]).detach().requires_grad_(x.requires_grad)
+                if x.dim() and x.size(0) == sizes[0]
+                else x
+                for x in self.inputs
+            ]
 
 
 def _check_model(model: nn.Module) -> None:
@@ -93,42 +166,47 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _assemble(
-    model: nn.Module,
-    trace: Trace,
-    aliasing: Aliasing,
-    bound: BoundCall,
-    whole: tuple[WholeModule, ...],
+    model: nn.Module, recording: Recording, aliasing: Aliasing, bound: BoundCall, session: _Session
 ) -> Capture:
-    graph = trace.graph
+    graph = recording.graph
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     modules = dict(model.named_modules(remove_duplicate=False))
-    kept = {node.target for node in nodes if node.op == "call_module"}
+    called = {str(node.target) for node in nodes if node.op in ("call_module", "get_attr")}
     return Capture(
         model=model,
         graph=graph,
         order=tuple(node.name for node in nodes),
-        layer_of={node.name: trace.layer_of[node.name] for node in nodes},
-        state_of={node.name: _state_of(node, modules, trace.constants) for node in nodes},
+        layer_of={node.name: recording.layer_of[node.name] for node in nodes},
+        state_of={node.name: _state_of(node, modules, recording.constants) for node in nodes},
         mutated_state_of=aliasing.mutated_state_of,
         together=aliasing.together,
-        constants=trace.constants,
-        call=make_call_format(bound, trace.out_spec),
+        constants=recording.constants,
+        call=make_call_format(bound, recording.out_spec),
         whole_modules=tuple(
-            w for w in whole if w.layer in kept and not is_torch_leaf(modules[w.layer])
+            w
+            for w in session.whole.values()
+            if w.layer in called and not is_torch_leaf(modules[w.layer])
         ),
         fingerprint=fingerprint_graph(model, graph),
         training=model.training,
+        fixed_batch=session.fixed_batch,
+        location_of=recording.location_of,
+        notes=tuple(
+            f"forward sets self.{attribute}; the placed model does not"
+            for _, attribute in recording.side_effects
+        ),
     )
 
 
 def _state_of(
     node: fx.Node, modules: Mapping[str, nn.Module], constants: Mapping[str, Tensor]
 ) -> tuple[str, ...]:
-    if node.op == "get_attr":
-        return () if node.name in constants else (str(node.target),)
-    if node.op != "call_module":
+    if node.op not in ("get_attr", "call_module") or node.name in constants:
         return ()
-    module, path = modules[str(node.target)], str(node.target)
+    path = str(node.target)
+    if path not in modules:
+        return (path,)
+    module = modules[path]
     named = (
         *module.named_parameters(prefix=path, remove_duplicate=False),
         *module.named_buffers(prefix=path, remove_duplicate=False),

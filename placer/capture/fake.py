@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from placer.errors import CaptureError
@@ -28,7 +30,7 @@ class FakeWorld:
     def __init__(self) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._twins: dict[int, Tensor] = {}
-        self._originals: list[Tensor] = []  # keeps the ids in _twins valid
+        self._originals: dict[int, Tensor] = {}  # by the twin's id; also keeps the ids in _twins
         self._bases: dict[tuple[int, torch.dtype], Tensor] = {}
         self._sharing: dict[int, set[int]] = {}
 
@@ -38,8 +40,12 @@ class FakeWorld:
         if twin is None:
             twin = self._make(original)
             self._twins[id(original)] = twin
-            self._originals.append(original)
+            self._originals[id(twin)] = original
         return twin
+
+    def original(self, twin: Tensor) -> Tensor | None:
+        """The tensor that ``twin`` stands for, or None when it is not one of this world's twins."""
+        return self._originals.get(id(twin))
 
     def tree(self, value: Any) -> Any:
         """``value`` with every tensor in it (pytree) replaced by its twin."""
@@ -89,6 +95,61 @@ class FakeWorld:
             count = original.untyped_storage().nbytes() // original.element_size()
             self._bases[key] = torch.empty(count, dtype=original.dtype, device="cpu")
         return self._bases[key]
+
+
+_ONE_OF: dict[torch.dtype, Any] = {
+    torch.bool: True,
+    torch.float16: 1.0,
+    torch.bfloat16: 1.0,
+    torch.float32: 1.0,
+    torch.float64: 1.0,
+    torch.complex64: 1 + 0j,
+    torch.complex128: 1 + 0j,
+}
+
+
+class GuessData(TorchDispatchMode):
+    """Lets code that looks at the values of tensors run on fake ones, by guessing the values.
+
+    A scalar read is 1 (or True); as many elements are selected as there can be. ``guessed`` says
+    whether it happened, which makes the run one of many that are possible.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.guessed = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return func(*args, **(kwargs or {}))
+        except DataDependentOutputException:
+            self.guessed = True
+            if func is torch.ops.aten._local_scalar_dense.default:
+                return _ONE_OF.get(args[0].dtype, 1)
+            if func is torch.ops.aten.equal.default:
+                return True
+            raise
+        except DynamicOutputShapeException:
+            self.guessed = True
+            if func is torch.ops.aten.nonzero.default:
+                return torch.zeros(args[0].numel(), args[0].dim(), dtype=torch.int64)
+            if func is torch.ops.aten.masked_select.default:
+                shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+                return args[0].expand(shape).reshape(-1)
+            if func is torch.ops.aten.index.Tensor:
+                return func(args[0], _all_true(args[1]))
+            raise
+
+
+def _all_true(indices: Any) -> list[Any]:
+    """``indices`` with every boolean mask replaced by the index tensors of an all-true mask."""
+    positions: list[Any] = []
+    for index in indices:
+        if index is not None and index.dtype in (torch.bool, torch.uint8):
+            positions += [torch.zeros(index.numel(), dtype=torch.int64) for _ in range(index.dim())]
+        else:
+            positions.append(index)
+    return positions
 
 
 def _storage(tensor: Tensor) -> int:

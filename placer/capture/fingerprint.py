@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 from torch import fx, nn
@@ -14,12 +15,7 @@ def fingerprint_graph(model: nn.Module, graph: fx.Graph) -> str:
 
     It changes when an operation, an argument, or a name, shape or dtype of the state changes.
     """
-    digest = hashlib.sha256()
-    number = {node: index for index, node in enumerate(graph.nodes)}
-    for node in graph.nodes:
-        target = _target_name(node.target)
-        arguments = _spell(node.args, number), _spell(node.kwargs, number)
-        digest.update(f"{node.op} {target} {arguments}\n".encode())
+    digest = hashlib.sha256("\n".join(spell_graph(graph)).encode())
     for kind, named in (
         ("parameter", model.named_parameters(remove_duplicate=False)),
         ("buffer", model.named_buffers(remove_duplicate=False)),
@@ -29,9 +25,21 @@ def fingerprint_graph(model: nn.Module, graph: fx.Graph) -> str:
     return digest.hexdigest()
 
 
+def spell_graph(graph: fx.Graph) -> list[str]:
+    """One line per node: operation, target, arguments, with nodes by number."""
+    number = {node: index for index, node in enumerate(graph.nodes)}
+    return [
+        f"{node.op} {_target_name(node.target)} "
+        f"{_spell(node.args, number)} {_spell(node.kwargs, number)}"
+        for node in graph.nodes
+    ]
+
+
 def _target_name(target: str | Callable[..., Any]) -> str:
     if isinstance(target, str):
         return target
+    if getattr(target, "__module__", "") == "placer.capture.targets":
+        return repr(target) if not isinstance(target, FunctionType) else target.__qualname__
     module = getattr(target, "__module__", "")
     return f"{module}.{getattr(target, '__qualname__', type(target).__qualname__)}"
 

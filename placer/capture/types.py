@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -43,7 +43,12 @@ class CallFormat:
 class Capture:
     """A model as a graph on fake tensors; owns no weights (``model`` is the caller's own).
 
-    The graph's output node returns the flat list of leaves of ``forward``'s result. Per-node tables
+    The graph's output node returns the flat list of leaves of ``forward``'s result. A
+    ``torch.device`` among a node's arguments is always ``cpu`` and stands for the device of the
+    stage that runs the node; a device written as a string in the program is left as it is. A
+    ``get_attr`` node may give a whole submodule, to a ``call_function`` node that calls it under
+    ``torch.no_grad`` or ``torch.autocast`` (both are then in one ``together`` group). Sizes are
+    nodes of their own and may be plain integers that cross from stage to stage. Per-node tables
     are keyed by node name; ``order`` is the order in which the program ran the nodes.
     """
 
@@ -59,6 +64,9 @@ class Capture:
     whole_modules: tuple[WholeModule, ...]
     fingerprint: str  # changes when the graph, or a name, shape or dtype of the state does
     training: bool  # the mode that the model was in; the graph is the program of that mode
+    fixed_batch: str = ""  # why only the captured batch size works, "" when every size does
+    location_of: Mapping[str, str] = field(default_factory=dict)  # node -> "file.py:123" or ""
+    notes: tuple[str, ...] = ()  # what the graph leaves out, in sentences
 
 
 class _Tensor:

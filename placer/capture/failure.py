@@ -1,0 +1,73 @@
+"""Why a module could not be recorded: in which module, in a sentence, at which line."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from types import CodeType
+
+import torch
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep  # noqa: PTH120 - compared with frame file names
+_OURS = os.path.dirname(__file__) + os.sep  # noqa: PTH120
+
+
+class TraceFailure(Exception):
+    """Recording stopped inside the module ``layer``; the cause, if any, is ``__cause__``."""
+
+    def __init__(self, layer: str, reason: str, location: str) -> None:
+        super().__init__(layer, reason, location)
+        self.layer = layer
+        self.reason = reason
+        self.location = location
+
+
+class Untraceable(Exception):
+    """The program does something here that a graph cannot express; the text says what."""
+
+
+class ForwardFailure(Exception):
+    """The model itself fails on these inputs, recorded or not; the cause is ``__cause__``."""
+
+    def __init__(self, layer: str) -> None:
+        super().__init__(layer)
+        self.layer = layer
+
+
+def describe(error: BaseException) -> str:
+    """Why recording stopped, in a sentence without the insides of torch."""
+    text = str(error).strip().split("\n")[0]
+    if isinstance(error, Untraceable):
+        return text
+    kind = type(error).__name__
+    if kind == "DataDependentOutputException":
+        return "its Python control flow depends on the value of a tensor"
+    if kind == "DynamicOutputShapeException":
+        return "it makes a tensor whose shape depends on the values of another"
+    return f"it cannot be recorded ({kind}: {text})"
+
+
+def locate(error: BaseException) -> str:
+    """``file.py:line`` of the innermost frame outside torch and placer, or ``""``."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if _is_users(frame.filename):
+            return f"{frame.filename}:{frame.lineno}"
+    return ""
+
+
+def locate_caller() -> str:
+    """``file.py:line`` of the innermost running frame outside torch and placer, or ``""``."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code: CodeType = frame.f_code
+        if _is_users(code.co_filename):
+            return f"{code.co_filename}:{frame.f_lineno}"
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return ""
+
+
+def _is_users(filename: str) -> bool:
+    return not filename.startswith((_TORCH, _OURS, "<"))
