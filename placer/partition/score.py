@@ -266,13 +266,16 @@ def peak_bytes(
 
 
 def replica_peak_bytes(tables: IntervalTables, in_flight: InFlight, *, training: bool) -> Table:
-    """The same on a further replica: gradients go home one by one, there is no optimizer state."""
+    """The same on a further replica: no optimizer state, and gradients go home after each backward.
+
+    Autograd runs the copies' way home last (they were made before the stages ran), so that a
+    micro-batch's parameter gradients add up on the replica until its backward ends.
+    """
     static = tables.parameters + tables.buffers
     if not training:
         return static + tables.forward_live
     waiting = (in_flight.most - 1) * tables.saved
-    backward = tables.backward_live_all + tables.largest_parameter
-    return static + waiting + np.maximum(tables.forward_live, backward)
+    return static + waiting + np.maximum(tables.forward_live, tables.backward_live_growing)
 
 
 def stage_seconds(tables: IntervalTables, kind: DeviceKind, *, half: bool) -> tuple[Table, Table]:
