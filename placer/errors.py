@@ -74,5 +74,6 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
     >>> nearest("encodr.0", ["decoder.0", "encoder.0", "head"])
     'encoder.0'
     """
-    matches = difflib.get_close_matches(word, sorted(set(choices)), n=1, cutoff=0.5)
-    return matches[0] if matches else None
+    by_lower = {choice.lower(): choice for choice in sorted(set(choices), reverse=True)}
+    matches = difflib.get_close_matches(word.lower(), sorted(by_lower), n=1, cutoff=0.5)
+    return by_lower[matches[0]] if matches else None

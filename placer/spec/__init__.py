@@ -1,0 +1,18 @@
+"""Spec: a JSON file in, a checked `PlacementSpec` out; imports no torch."""
+
+from placer.spec.layers import match_paths, resolve_layers, resolve_patterns
+from placer.spec.load import load_spec
+from placer.spec.schema import schema_text, spec_schema
+from placer.spec.types import DeviceSpec, OptimizerBytes, PlacementSpec
+
+__all__ = [
+    "DeviceSpec",
+    "OptimizerBytes",
+    "PlacementSpec",
+    "load_spec",
+    "match_paths",
+    "resolve_layers",
+    "resolve_patterns",
+    "schema_text",
+    "spec_schema",
+]

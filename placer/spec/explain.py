@@ -1,0 +1,74 @@
+"""pydantic's errors as problems with a JSON pointer into the user's file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from placer.errors import nearest
+from placer.spec.check import Problem, escape
+
+_JSON_WORDS = {
+    "a valid tuple": "a list",
+    "a valid dictionary": "an object",
+    "a valid boolean": "true or false",
+    "a valid string": "text",
+    "a valid dictionary or instance of DeviceSpec": "a device name or an object",
+}
+
+
+def explain_errors(error: ValidationError, data: Any, keys: Sequence[str]) -> list[Problem]:
+    """Every error of ``error`` as (JSON pointer, problem, remedy), in the order of the file."""
+    return [_explain(detail, data, keys) for detail in error.errors(include_url=False)]
+
+
+def _explain(detail: ErrorDetails, data: Any, keys: Sequence[str]) -> Problem:
+    where = _pointer(detail["loc"], data)
+    found = detail.get("input")
+    kind = detail["type"]
+    if kind == "extra_forbidden":
+        known = keys if len(detail["loc"]) == 1 else ["name", "memory", "kind"]
+        return where, "is not a key of a placement spec", _hint(str(detail["loc"][-1]), known)
+    if kind == "missing":
+        name = str(detail["loc"][-1])
+        return f"{where}/{name}".replace("//", "/"), "is required", f"add the key {name!r}"
+    if kind == "literal_error":
+        expected = re.findall(r"'([^']*)'|(\d+)", str(detail["ctx"]["expected"]))
+        known = [text or number for text, number in expected]
+        near = nearest(found, known) if isinstance(found, str) else None
+        hint = f"did you mean {near!r}?" if near else ""
+        return where, f"{found!r} was found where one of {', '.join(known)} was expected", hint
+    if kind == "value_error":
+        return where, str(detail["ctx"]["error"]), ""
+    if kind == "too_short":
+        return where, "is empty", "list at least one device, such as 'cuda:0' or 'cpu'"
+    message = detail["msg"].removeprefix("Input should be ")
+    expected = _JSON_WORDS.get(message, message)
+    return where, f"{_short(found)} was found where {expected} was expected", ""
+
+
+def _pointer(loc: tuple[int | str, ...], data: Any) -> str:
+    """The pointer to ``loc`` in ``data``: pydantic's own tags in ``loc`` are left out."""
+    pointer = ""
+    for part in loc:
+        inside = isinstance(data, Mapping) and part in data
+        inside |= isinstance(data, list | tuple) and isinstance(part, int) and part < len(data)
+        if not inside:
+            continue
+        data = data[part]
+        pointer += f"/{escape(str(part))}"
+    return pointer or "/"
+
+
+def _hint(word: str, known: Sequence[str]) -> str:
+    near = nearest(word, known)
+    return f"did you mean {near!r}?" if near else f"the keys are {', '.join(known)}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,85 @@
+"""The kinds of value that a spec's fields hold, each read from JSON in one place."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, PlainValidator, WithJsonSchema
+
+from placer.errors import nearest
+from placer.units import parse_bytes
+
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
+OPTIMIZERS = ("sgd", "sgd_momentum", "adam", "adamw")
+DEVICE_TYPES = ("cuda", "cpu", "xpu", "mps", "hpu")
+
+_DEVICE = re.compile(r"([a-z]+)(?::(\d+))?")
+
+
+def device_name(value: Any) -> str:
+    """``value`` as a device name with an index: ``cuda`` is ``cuda:0``; ``cpu`` stays ``cpu``.
+
+    >>> device_name("cuda"), device_name("cuda:3"), device_name("cpu")
+    ('cuda:0', 'cuda:3', 'cpu')
+    """
+    match = _DEVICE.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError(f"{value!r} is not a device; write a name such as 'cuda:0' or 'cpu'")
+    if match[1] not in DEVICE_TYPES:
+        near = nearest(match[1], DEVICE_TYPES)
+        hint = f"; did you mean {value.replace(match[1], near)!r}?" if near else ""
+        raise ValueError(f"{value!r} is not a device{hint} (types: {', '.join(DEVICE_TYPES)})")
+    if match[2] is None and match[1] != "cpu":
+        return f"{match[1]}:0"
+    return value
+
+
+def _size(value: Any) -> int:
+    if not isinstance(value, str | int):
+        raise ValueError(f"{value!r} is not a size; write bytes, or text such as '16GiB'")
+    return parse_bytes(value)
+
+
+def _count(value: Any) -> int | str:
+    if value == "auto" and isinstance(value, str):
+        return "auto"
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{value!r} is not a count; write a whole number from 1 up, or 'auto'")
+    return value
+
+
+def _patterns(value: Any) -> tuple[str, ...] | str:
+    if value == "auto" and isinstance(value, str):
+        return "auto"
+    if not isinstance(value, list | tuple) or not all(isinstance(x, str) for x in value):
+        raise ValueError(f"{value!r} is not a list of layer patterns; write ['encoder.*'] or 'auto'")
+    return tuple(value)
+
+
+def _schedule(value: Any) -> Any:
+    """The schedule by torch's own spelling; case does not matter."""
+    known = {name.lower(): name for name in SCHEDULES}
+    return known.get(value.lower(), value) if isinstance(value, str) else value
+
+
+_NAME_SCHEMA = {"type": "string", "pattern": "^[a-z]+(:[0-9]+)?$", "examples": ["cuda:0", "cpu"]}
+_SIZE_SCHEMA = {
+    "anyOf": [
+        {"type": "integer", "minimum": 0},
+        {"type": "string", "pattern": "^\\s*[0-9]+(\\.[0-9]+)?\\s*[kKmMgGtT]?[iI]?[bB]?\\s*$"},
+    ],
+    "examples": ["16GiB", "500 MB"],
+}
+_COUNT_SCHEMA = {"anyOf": [{"type": "integer", "minimum": 1}, {"const": "auto"}]}
+_PATTERNS_SCHEMA = {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"const": "auto"}]}
+
+DeviceName = Annotated[str, PlainValidator(device_name), WithJsonSchema(_NAME_SCHEMA)]
+ByteSize = Annotated[int, PlainValidator(_size), WithJsonSchema(_SIZE_SCHEMA)]
+Count = Annotated[int | Literal["auto"], PlainValidator(_count), WithJsonSchema(_COUNT_SCHEMA)]
+Patterns = Annotated[
+    tuple[str, ...] | Literal["auto"], PlainValidator(_patterns), WithJsonSchema(_PATTERNS_SCHEMA)
+]
+ScheduleName = Annotated[
+    Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble"], BeforeValidator(_schedule)
+]

@@ -1,0 +1,104 @@
+"""Layer patterns against a model's module paths."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from placer.errors import nearest
+from placer.spec.check import Problem, escape
+
+
+def resolve_layers(
+    layers: Mapping[str, str], paths: Iterable[str]
+) -> tuple[dict[str, str], list[Problem]]:
+    """Path -> device for every path that a pattern covers, and the patterns that match nothing.
+
+    A pattern covers the subtree of every path that it matches; later patterns win. O(paths x
+    patterns).
+
+    >>> resolve_layers({"enc": "a", "enc.*.conv": "b"}, ["enc", "enc.0", "enc.0.conv"])
+    ({'enc': 'a', 'enc.0': 'a', 'enc.0.conv': 'b'}, [])
+    """
+    known = [path for path in paths if path]
+    placed: dict[str, str] = {}
+    problems = []
+    for pattern, device in layers.items():
+        covered = match_paths(pattern, known)
+        placed.update(dict.fromkeys(covered, device))
+        if not covered:
+            problems.append(_unmatched("layers", pattern, known))
+    return {path: placed[path] for path in known if path in placed}, problems
+
+
+def resolve_patterns(
+    field: str, patterns: Iterable[str], paths: Iterable[str]
+) -> tuple[set[str], list[Problem]]:
+    """All paths that any of ``patterns`` covers, and a problem for each that matches nothing."""
+    known = [path for path in paths if path]
+    covered = {pattern: match_paths(pattern, known) for pattern in patterns}
+    missing = [pattern for pattern, found in covered.items() if not found]
+    problems = [_unmatched(field, pattern, known) for pattern in missing]
+    return {path for found in covered.values() for path in found}, problems
+
+
+def match_paths(pattern: str, paths: Iterable[str]) -> list[str]:
+    """Those of ``paths`` that ``pattern`` matches, or one of whose ancestors it matches.
+
+    >>> match_paths("**.conv*", ["stem", "block.0.conv1", "block.0.conv1.weight", "conv"])
+    ['block.0.conv1', 'block.0.conv1.weight', 'conv']
+    """
+    covers = _covers(pattern)
+    return [path for path in paths if covers.fullmatch(path)]
+
+
+@functools.lru_cache(maxsize=1024)
+def _covers(pattern: str) -> re.Pattern[str]:
+    parts = []
+    for part in pattern.split("."):
+        if part == "**":
+            parts.append(r"(?:[^.]+\.)*")  # any number of whole parts
+        else:
+            pieces = [re.escape(piece).replace(r"\*", "[^.]*") for piece in part.split("**")]
+            parts.append(".*".join(pieces) + r"\.")
+    return re.compile(_without_last_dot("".join(parts)) + r"(?:\..+)?")
+
+
+def _without_last_dot(regex: str) -> str:
+    if regex.endswith(r"(?:[^.]+\.)*"):
+        return regex.removesuffix(r"(?:[^.]+\.)*") + r"[^.]+"
+    return regex.removesuffix(r"\.")
+
+
+def _unmatched(field: str, pattern: str, paths: Sequence[str]) -> Problem:
+    near = _nearest_pattern(pattern, paths)
+    hint = f"did you mean {near!r}?" if near else f"layers are {', '.join(_tops(paths))}"
+    where = f"/{field}/{escape(pattern)}" if field == "layers" else f"/{field}"
+    return where, f"no layer matches {pattern!r}", hint
+
+
+def _nearest_pattern(pattern: str, paths: Sequence[str]) -> str | None:
+    """``pattern`` with every misspelt part replaced by the nearest name at its place."""
+    good: list[str] = []
+    for part in pattern.split("."):
+        if match_paths(".".join([*good, part]), paths):
+            good.append(part)
+            continue
+        depth = len(good)
+        parents = set(match_paths(".".join(good), paths)) if good else set()
+        names = {
+            path.split(".")[depth]
+            for path in paths
+            if path.count(".") == depth and (not good or path.rpartition(".")[0] in parents)
+        }
+        name = nearest(part, names)
+        if name is None:
+            return nearest(pattern, paths)
+        good.append(name)
+    fixed = ".".join(good)
+    return fixed if match_paths(fixed, paths) else nearest(pattern, paths)
+
+
+def _tops(paths: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(path.partition(".")[0] for path in paths))

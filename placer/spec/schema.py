@@ -1,0 +1,19 @@
+"""The JSON Schema of placement specs, for editors."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from placer.spec.types import PlacementSpec
+
+
+def spec_schema() -> dict[str, Any]:
+    """The JSON Schema (draft 2020-12) that `specs/placement.schema.json` holds."""
+    schema = PlacementSpec.model_json_schema(by_alias=True)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def schema_text() -> str:
+    """The schema as the file's text."""
+    return json.dumps(spec_schema(), indent=2) + "\n"

@@ -1,0 +1,231 @@
+"""The placement spec: what a person wants, as strict pydantic models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    StrictBool,
+    StrictInt,
+    ValidationError,
+    ValidationInfo,
+    WithJsonSchema,
+    field_serializer,
+    model_serializer,
+    model_validator,
+)
+from pydantic.annotated_handlers import GetJsonSchemaHandler
+from pydantic.functional_validators import ModelWrapValidatorHandler
+from pydantic_core import CoreSchema
+
+from placer.errors import SpecError, nearest
+from placer.spec.check import cross_problems
+from placer.spec.explain import explain_errors
+from placer.spec.fields import (
+    OPTIMIZERS,
+    ByteSize,
+    Count,
+    DeviceName,
+    Patterns,
+    ScheduleName,
+)
+from placer.spec.rows import shifted_rows
+
+_MODEL = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+
+
+class DeviceSpec(BaseModel):
+    """A device of a replica: its name alone, or with its memory and kind."""
+
+    model_config = _MODEL
+
+    name: DeviceName = Field(description="Torch's name of the device, such as cuda:0 or cpu.")
+    memory: ByteSize | None = Field(
+        default=None,
+        description="Bytes it may hold: '16GiB', '500 MB' or a number. Without it the memory of "
+        "the kind, or of the device if this machine has it.",
+    )
+    kind: str | None = Field(
+        default=None, description="Its kind in the device catalogue, such as 'a100' or 'h100'."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @model_serializer
+    def _shortest(self) -> str | dict[str, Any]:
+        given = {"memory": self.memory, "kind": self.kind}
+        fields = {key: value for key, value in given.items() if value is not None}
+        return {"name": self.name, **fields} if fields else self.name
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        schema = handler.resolve_ref_schema(handler(core_schema))
+        name = schema["properties"]["name"]
+        return {"anyOf": [{k: v for k, v in name.items() if k != "title"}, schema]}
+
+
+class OptimizerBytes(BaseModel):
+    """An optimizer that the catalogue does not name, by the state it keeps."""
+
+    model_config = _MODEL
+
+    bytes_per_parameter: StrictInt = Field(
+        ge=0, description="Bytes of optimizer state per parameter element; 8 for fp32 Adam."
+    )
+
+
+def _optimizer(value: Any) -> str | OptimizerBytes:
+    if isinstance(value, OptimizerBytes):
+        return value
+    if isinstance(value, Mapping) and set(value) == {"bytes_per_parameter"}:
+        nbytes = value["bytes_per_parameter"]
+        if isinstance(nbytes, int) and not isinstance(nbytes, bool) and nbytes >= 0:
+            return OptimizerBytes(bytes_per_parameter=nbytes)
+    if isinstance(value, str) and value.lower() in OPTIMIZERS:
+        return value.lower()
+    near = nearest(value.lower(), OPTIMIZERS) if isinstance(value, str) else None
+    hint = f"; did you mean {near!r}?" if near else ""
+    known = ", ".join(repr(name) for name in OPTIMIZERS)
+    raise ValueError(
+        f"{value!r} is not an optimizer{hint} (expected {known}, or {{'bytes_per_parameter': n}})"
+    )
+
+
+_OPTIMIZER_SCHEMA = {
+    "anyOf": [
+        {"enum": list(OPTIMIZERS)},
+        {
+            "type": "object",
+            "properties": {"bytes_per_parameter": {"type": "integer", "minimum": 0}},
+            "required": ["bytes_per_parameter"],
+            "additionalProperties": False,
+        },
+    ]
+}
+Optimizer = Annotated[
+    str | OptimizerBytes, PlainValidator(_optimizer), WithJsonSchema(_OPTIMIZER_SCHEMA)
+]
+
+
+class PlacementSpec(BaseModel):
+    """A placement spec: layers on devices, and how often the whole is replicated.
+
+    Making one raises ``SpecError`` with every problem found. Loading one runs no code.
+
+    >>> spec = PlacementSpec(devices=["cuda:0", "cuda:1"], layers={"decoder": "cuda:1"}, replicas=2)
+    >>> spec.device_rows(2)
+    [['cuda:0', 'cuda:1'], ['cuda:2', 'cuda:3']]
+    """
+
+    model_config = _MODEL
+
+    schema_uri: str | None = Field(
+        default=None, alias="$schema", description="Where editors find this schema; not used."
+    )
+    version: Literal[1] = Field(default=1, description="Version of the spec format.")
+    devices: tuple[DeviceSpec, ...] = Field(
+        min_length=1, description="Devices of the first replica, in the order of the stages."
+    )
+    layers: dict[str, DeviceName] = Field(
+        default={},
+        description="Pattern -> device. A pattern is a module path and covers its whole subtree; "
+        "'*' matches within one part of the path, '**' across parts. Later entries win. Layers "
+        "that none matches are placed by the compiler; {} is fully automatic.",
+    )
+    replicas: Count = Field(
+        default=1, description="How many copies of the chain of stages share the batch, or 'auto'."
+    )
+    replica_devices: tuple[tuple[DeviceName, ...], ...] = Field(
+        default=(),
+        description="One row of devices for each further replica; by default the device list "
+        "shifted by its length per replica.",
+    )
+    microbatches: Count = Field(
+        default=1, description="Into how many slices a replica's batch is cut, or 'auto'."
+    )
+    schedule: ScheduleName = Field(
+        default="GPipe", description="Order of micro-batch forwards and backwards, by torch's name."
+    )
+    precision: Literal["fp32", "bf16", "fp16"] = Field(
+        default="fp32", description="bf16 and fp16 run the stages under autocast."
+    )
+    checkpoint: Patterns = Field(
+        default=(), description="Patterns of layers to recompute in backward, or 'auto'."
+    )
+    offload: Patterns = Field(
+        default=(),
+        description="Patterns of layers whose saved activations wait in host memory, or 'auto'.",
+    )
+    batch_norm: Literal["per_microbatch", "deferred", "sync"] = Field(
+        default="per_microbatch",
+        description="Batch statistics per micro-batch, deferred to the mini-batch, or synchronised.",
+    )
+    optimizer: Optimizer = Field(
+        default="adam", description="What the memory estimate counts as optimizer state."
+    )
+    training: StrictBool = Field(
+        default=True, description="Count gradients, optimizer state and saved activations."
+    )
+    reserve: ByteSize | None = Field(
+        default=None,
+        description="Bytes per device kept free for the context, workspaces and fragmentation; "
+        "by default by device kind.",
+    )
+    objective: Literal["throughput", "memory", "latency"] = Field(
+        default="throughput",
+        description="Least time with micro-batches flowing, lowest maximum peak, or least time of "
+        "one sample.",
+    )
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _all_problems(
+        cls, data: Any, handler: ModelWrapValidatorHandler[PlacementSpec], info: ValidationInfo
+    ) -> PlacementSpec:
+        source = (info.context or {}).get("source", "placement spec")
+        problems = [] if isinstance(data, PlacementSpec) else cross_problems(data)
+        try:
+            spec = handler(data)
+        except ValidationError as error:
+            problems = explain_errors(error, data, cls.known_keys()) + problems
+        if problems:
+            raise SpecError(source, problems)
+        return spec
+
+    @field_serializer("optimizer")
+    def _plain_optimizer(self, value: str | OptimizerBytes) -> Any:
+        return value if isinstance(value, str) else value.model_dump()
+
+    @classmethod
+    def known_keys(cls) -> list[str]:
+        """The keys that a spec may have, as JSON spells them."""
+        return [field.alias or name for name, field in cls.model_fields.items()]
+
+    def device_rows(self, replicas: int) -> list[list[str]]:
+        """Device names per replica; row 0 is ``devices``. Raises ``SpecError`` on a clash."""
+        names = [device.name for device in self.devices]
+        if self.replica_devices and len(self.replica_devices) == replicas - 1:
+            return [names, *(list(row) for row in self.replica_devices)]
+        return shifted_rows(names, replicas)
+
+    def with_devices(self, devices: Sequence[DeviceSpec]) -> PlacementSpec:
+        """This spec on other devices."""
+        return self.model_copy(update={"devices": tuple(devices)})
+
+    def with_layers(self, layers: Mapping[str, str]) -> PlacementSpec:
+        """This spec with other layers."""
+        return self.model_copy(update={"layers": dict(layers)})
+
+    def to_json(self) -> str:
+        """The spec as JSON text without the fields that are at their defaults."""
+        return self.model_dump_json(by_alias=True, exclude_defaults=True, indent=2) + "\n"
