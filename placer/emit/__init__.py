@@ -1,6 +1,7 @@
-"""Emit: a capture and the plan's stages in, one function per stage out."""
+"""Emit: a capture and the plan's stages in, one function per stage and placed weights out."""
 
+from placer.emit.materialize import materialize
 from placer.emit.stages import emit_stages
 from placer.emit.types import StageCode, StagedModel
 
-__all__ = ["StageCode", "StagedModel", "emit_stages"]
+__all__ = ["StageCode", "StagedModel", "emit_stages", "materialize"]

@@ -77,7 +77,7 @@ def simulate_plan(
     ledger = Ledger()
     with world.mode:
         names = {name: cpu for name in staged.state_stage}
-        model = materialize(fake_model, names, fake=True)
+        model = materialize(fake_model, names)
         placed = PlacedModule(model, plan=plan, staged=staged, places=rows)
         for name, tensor in (
             *placed.named_parameters(remove_duplicate=False),

@@ -23,7 +23,13 @@ _JSON_WORDS = {
 
 def explain_errors(error: ValidationError, data: Any, keys: Sequence[str]) -> list[Problem]:
     """Every error of ``error`` as (JSON pointer, problem, remedy), in the order of the file."""
-    return [_explain(detail, data, keys) for detail in error.errors(include_url=False)]
+    details = error.errors(include_url=False)
+    return [_explain(detail, data, keys) for detail in details if not _is_echo(detail)]
+
+
+def _is_echo(detail: ErrorDetails) -> bool:
+    """pydantic calls a list too short when its entries failed: those errors say it already."""
+    return detail["type"] == "too_short" and bool(detail["input"])
 
 
 def _explain(detail: ErrorDetails, data: Any, keys: Sequence[str]) -> Problem:

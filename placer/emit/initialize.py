@@ -1,0 +1,111 @@
+"""Give parameters that are on ``meta`` their first values, module by module."""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from placer.errors import PlacerError
+
+
+def initialize_module(
+    model: nn.Module,
+    missing: Collection[str],
+    device_of: Mapping[str, torch.device],
+    *,
+    initialize: Callable[[nn.Module], None] | None,
+    seed: int,
+) -> None:
+    """Make the ``missing`` parameters and buffers of ``model`` (on ``meta``) in place.
+
+    Each module that owns some is initialised on the CPU by itself, with the global generator set
+    from ``seed`` and its path, and put on its devices before the next; the generator's state is
+    kept. Raises ``PlacerError`` naming every module that has no initialiser.
+    """
+    owners: dict[str, list[str]] = {}
+    for name in missing:
+        path, _, leaf = name.rpartition(".")
+        owners.setdefault(path, []).append(leaf)
+    homeless = [
+        f"{path or 'the model'} ({type(model.get_submodule(path)).__name__}: {', '.join(leaves)})"
+        for path, leaves in owners.items()
+        if initialize is None and not callable(_reset_of(model.get_submodule(path)))
+    ]
+    if homeless:
+        listed = "\n    ".join(homeless)
+        raise PlacerError(
+            "model on meta",
+            f"these modules have no reset_parameters():\n    {listed}",
+            "pass weights=… (a checkpoint file) or initialize=… (a function of one module)",
+        )
+    made: dict[int, tuple[Tensor, Tensor]] = {}  # the old tensor is kept alive: its id is the key
+    with torch.random.fork_rng(devices=[]):
+        for path, leaves in owners.items():
+            torch.manual_seed(seed + zlib.crc32(path.encode()))
+            module = model.get_submodule(path)
+            values = _initialized(module, initialize)
+            for leaf in leaves:
+                name = f"{path}.{leaf}" if path else leaf
+                old = module._parameters.get(leaf, module._buffers.get(leaf))
+                assert old is not None
+                made[id(old)] = (old, _like(old, values[leaf].to(device_of[name])))
+    _replace(model, made)
+
+
+def _reset_of(module: nn.Module) -> object:
+    reset = getattr(module, "reset_parameters", None)
+    return reset or getattr(module, "_reset_parameters", None)
+
+
+def _initialized(
+    module: nn.Module, initialize: Callable[[nn.Module], None] | None
+) -> dict[str, Tensor]:
+    """The module's own parameters and buffers with their first values, on the CPU."""
+    alone = copy.copy(module)
+    alone.__dict__ = dict(module.__dict__)
+    alone._modules = dict(module._modules)
+    alone._parameters = {
+        name: p if p is None else nn.Parameter(_empty(p), p.requires_grad)
+        for name, p in module._parameters.items()
+    }
+    alone._buffers = {
+        name: b if b is None else _empty(b) for name, b in module._buffers.items()
+    }
+    if initialize is not None:
+        initialize(alone)
+    else:
+        reset = _reset_of(alone)
+        assert callable(reset)
+        reset()
+    own = {**alone._parameters, **alone._buffers}
+    return {name: tensor.detach() for name, tensor in own.items() if tensor is not None}
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    """Zeros on the CPU for a tensor on meta, the tensor itself if it has data."""
+    return torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.detach().cpu()
+
+
+def _like(old: Tensor, value: Tensor) -> Tensor:
+    if not isinstance(old, nn.Parameter):
+        return value
+    new = nn.Parameter(value, requires_grad=old.requires_grad)
+    new.__dict__.update(old.__dict__)
+    return new
+
+
+def _replace(model: nn.Module, made: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+    """Put every new tensor in all places that hold the old one (tied names)."""
+    for module in model.modules():
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for table in tables:
+            for name, held in table.items():
+                if id(held) in made:
+                    table[name] = made[id(held)][1]
+        if isinstance(module, nn.RNNBase):
+            module._init_flat_weights()

@@ -1,0 +1,113 @@
+"""Put a model's parameters and buffers on their devices, one at a time."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from placer.emit.initialize import initialize_module
+from placer.emit.weights import open_weights
+from placer.errors import PlacerError
+
+Initializer = Callable[[nn.Module], None]
+
+
+def materialize(
+    model: nn.Module,
+    device_of: Mapping[str, torch.device],
+    *,
+    weights: Path | None = None,
+    initialize: Initializer | None = None,
+    seed: int = 0,
+) -> nn.Module:
+    """A copy of ``model`` whose parameters and buffers are on ``device_of[name]``.
+
+    The caller's model is left as it is. With ``weights`` (safetensors, or a torch file, memory
+    mapped) every parameter and buffer is read from the file. Otherwise real tensors are copied, and
+    tensors on ``meta`` are made by their module: by ``initialize(module)`` if given, else its
+    ``reset_parameters``, on the CPU, one module at a time, from a seed of its path, so that every
+    placement starts from the same weights. Tied names stay tied. Raises ``PlacerError`` that lists
+    every parameter that cannot be made or does not match the file.
+    """
+    placed = _read(model, device_of, weights) if weights is not None else _copy(model, device_of)
+    memo: dict[int, Any] = {}
+    missing: list[tuple[str, Tensor]] = []
+    for name, tensor in _named_state(model):
+        if name in placed:
+            memo[id(tensor)] = _like(tensor, placed[name])
+        else:
+            missing.append((name, tensor))
+    # Hooks and other attributes are copied with the modules; their tensors are the memo's.
+    copied = copy.deepcopy(model, memo)
+    if missing:
+        names = {name for name, _ in missing}
+        initialize_module(copied, names, device_of, initialize=initialize, seed=seed)
+    return copied
+
+
+def _named_state(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Every parameter and buffer once, under the first of its names."""
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _copy(model: nn.Module, device_of: Mapping[str, torch.device]) -> dict[str, Tensor]:
+    return {
+        name: tensor.detach().to(device_of[name], copy=True)
+        for name, tensor in _named_state(model)
+        if not tensor.is_meta
+    }
+
+
+def _read(
+    model: nn.Module, device_of: Mapping[str, torch.device], path: Path
+) -> dict[str, Tensor]:
+    names_of: dict[int, list[str]] = {}
+    everything = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    for name, tensor in everything:
+        names_of.setdefault(id(tensor), []).append(name)
+    saved = model.state_dict(keep_vars=True)
+    placed: dict[str, Tensor] = {}
+    problems: list[str] = []
+    with open_weights(path) as file:
+        for name, tensor in _named_state(model):
+            names = names_of[id(tensor)]
+            found = next((n for n in names if n in file.shapes), None)
+            if found is None:
+                if not any(n in saved for n in names) and not tensor.is_meta:
+                    placed[name] = tensor.detach().to(device_of[name], copy=True)
+                elif any(n in saved for n in names):
+                    problems.append(f"{name} is missing")
+                continue
+            if file.shapes[found] != tuple(tensor.shape):
+                problems.append(
+                    f"{name} has shape {file.shapes[found]}, the model's is {tuple(tensor.shape)}"
+                )
+                continue
+            placed[name] = file.read(found).to(device_of[name], tensor.dtype, copy=True)
+        problems += [f"{name} is not in the model" for name in file.shapes if name not in saved]
+    if problems:
+        shown = "\n    ".join(problems[:20])
+        more = f"\n    … and {len(problems) - 20} more" if len(problems) > 20 else ""
+        raise PlacerError(
+            f"weights {path}",
+            f"the file does not go with the model:\n    {shown}{more}",
+            "give a state_dict of this model, saved with safetensors or torch.save",
+        )
+    return placed
+
+
+def _like(original: Tensor, data: Tensor) -> Tensor:
+    """``data`` as what ``original`` is: a parameter (of its class), or a plain tensor."""
+    if isinstance(original, nn.Parameter):
+        made = nn.Parameter(data, requires_grad=original.requires_grad)
+        made.__dict__.update(original.__dict__)
+        return made
+    return data.requires_grad_(original.requires_grad)

@@ -1,0 +1,121 @@
+"""The action table of each schedule, by the rules of its paper."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from placer.schedule.types import Action, Schedule
+
+Maker = Callable[[int, int, int, int], list[Action]]
+
+
+def make_schedule(
+    name: str, num_stages: int, num_microbatches: int, *, num_ranks: int | None = None
+) -> Schedule:
+    """The table of schedule ``name`` for stages ``s`` on ranks ``s % num_ranks``.
+
+    ``num_ranks`` is the number of stages unless said otherwise. Pure. Raises ``ValueError`` for an
+    unknown name, or numbers that the schedule cannot serve.
+
+    >>> for actions in make_schedule("1F1B", 2, 3).actions:
+    ...     print(*actions)
+    0F0 0F1 0B0 0F2 0B1 0B2
+    1F0 1B0 1F1 1B1 1F2 1B2
+    """
+    ranks = num_stages if num_ranks is None else num_ranks
+    if name not in _MAKERS:
+        raise ValueError(f"{name!r} is not a schedule; known: {', '.join(_MAKERS)}")
+    if num_stages < 1 or num_microbatches < 1:
+        raise ValueError("a schedule has at least one stage and one micro-batch")
+    if ranks < 1 or num_stages % ranks:
+        raise ValueError(f"{num_stages} stages cannot be dealt out evenly to {ranks} ranks")
+    if ranks != num_stages and name in ("GPipe", "1F1B"):
+        raise ValueError(f"{name} runs one stage per rank, not {num_stages // ranks}")
+    make = _MAKERS[name]
+    return Schedule(
+        name=name,
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        actions=tuple(
+            tuple(make(rank, ranks, num_stages, num_microbatches)) for rank in range(ranks)
+        ),
+    )
+
+
+def _gpipe(rank: int, num_ranks: int, num_stages: int, num_microbatches: int) -> list[Action]:
+    """All forwards, then all backwards (Huang et al. 2019, arXiv:1811.06965)."""
+    microbatches = range(num_microbatches)
+    forwards = [Action(stage_index=rank, kind="F", microbatch_index=m) for m in microbatches]
+    return forwards + [Action(stage_index=rank, kind="B", microbatch_index=m) for m in microbatches]
+
+
+def _1f1b(rank: int, num_ranks: int, num_stages: int, num_microbatches: int) -> list[Action]:
+    """PipeDream-Flush (Narayanan et al. 2021, arXiv:2006.09503)."""
+    return _alternate(rank, num_ranks, num_stages, num_microbatches, hop=1, delay=None)
+
+
+def _interleaved(rank: int, num_ranks: int, num_stages: int, num_microbatches: int) -> list[Action]:
+    """Interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473)."""
+    return _alternate(rank, num_ranks, num_stages, num_microbatches, hop=2, delay=None)
+
+
+def _zero_bubble(rank: int, num_ranks: int, num_stages: int, num_microbatches: int) -> list[Action]:
+    """ZB1P: weight gradients fill the bubble (Qi et al. 2023, arXiv:2401.10241)."""
+    return _alternate(rank, num_ranks, num_stages, num_microbatches, hop=1, delay=rank)
+
+
+_MAKERS: dict[str, Maker] = {
+    "GPipe": _gpipe,
+    "1F1B": _1f1b,
+    "Interleaved1F1B": _interleaved,
+    "InterleavedZeroBubble": _zero_bubble,
+}
+
+
+def _alternate(
+    rank: int, num_ranks: int, num_stages: int, num_microbatches: int, *, hop: int, delay: int | None
+) -> list[Action]:
+    """Warm-up forwards, then one forward and one backward in turn, then the remaining backwards.
+
+    A rank warms up by ``hop`` forwards for every rank after it. With ``delay`` the backward is
+    split: its half by weight follows ``delay`` backwards later.
+    """
+    per_rank = num_stages // num_ranks
+    rounds = max(1, num_microbatches // num_ranks)
+    if per_rank > 1 and num_microbatches % rounds:
+        raise ValueError(
+            f"{num_microbatches} micro-batches cannot be dealt out in {rounds} equal rounds "
+            f"over {num_ranks} ranks; use a multiple of {num_ranks}"
+        )
+    in_round = num_microbatches // rounds if per_rank > 1 else num_microbatches
+    total = per_rank * num_microbatches
+    warmup = min(total, (per_rank - 1) * in_round + hop * (num_ranks - 1 - rank))
+
+    def stage(step: int, *, backward: bool) -> int:
+        local = (step // in_round) % per_rank
+        return (per_rank - 1 - local if backward else local) * num_ranks + rank
+
+    actions: list[Action] = []
+    done: Counter[tuple[str, int]] = Counter()
+
+    def append(kind: str, stage_index: int) -> None:
+        microbatch = done[kind, stage_index]
+        done[kind, stage_index] += 1
+        actions.append(Action(stage_index=stage_index, kind=kind, microbatch_index=microbatch))  # type: ignore[arg-type]
+
+    weights = 0
+    for step in range(total + warmup):
+        if step < total:
+            append("F", stage(step, backward=False))
+        if step < warmup:
+            continue
+        backward = step - warmup
+        append("B" if delay is None else "I", stage(backward, backward=True))
+        if delay is not None and backward >= delay:
+            append("W", stage(weights, backward=True))
+            weights += 1
+    while delay is not None and weights < total:
+        append("W", stage(weights, backward=True))
+        weights += 1
+    return actions
