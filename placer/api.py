@@ -27,7 +27,7 @@ SpecSource = PlacementSpec | Mapping[str, Any] | str | Path
 def make_plan(
     model: nn.Module,
     spec: SpecSource,
-    args: Sequence[Any] = (),
+    args: Sequence[Any] | Tensor = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Plan:
     """The plan for ``model`` under ``spec`` for inputs like ``args`` and ``kwargs``.
@@ -42,7 +42,7 @@ def make_plan(
 def compile(
     model: nn.Module,
     spec_or_plan: SpecSource | Plan,
-    args: Sequence[Any] = (),
+    args: Sequence[Any] | Tensor = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     weights: str | Path | None = None,
@@ -78,7 +78,7 @@ def compile(
 
 def auto_spec(
     model: nn.Module,
-    args: Sequence[Any] = (),
+    args: Sequence[Any] | Tensor = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     devices: Iterable[Any],
@@ -90,7 +90,8 @@ def auto_spec(
     ``devices`` are device names, ``{"name", "memory", "kind"}`` objects or ``DeviceSpec`` values;
     ``options`` are other fields of the spec. Raises ``BudgetError`` when none fits.
     """
-    spec = PlacementSpec(devices=list(devices), objective=objective, **options)
+    fields = {"devices": list(devices), "objective": objective, **options}
+    spec = PlacementSpec.model_validate(fields)
     capture, leaves = _capture(model, args, kwargs)
     return choose_spec(capture, spec, leaves)
 
@@ -98,7 +99,7 @@ def auto_spec(
 def simulate(
     model: nn.Module,
     plan: Plan | SpecSource,
-    args: Sequence[Any] = (),
+    args: Sequence[Any] | Tensor = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     loss_fn: Callable[[Any], Tensor] | None = None,
@@ -108,7 +109,7 @@ def simulate(
     if not isinstance(plan, Plan):
         plan = build_plan(capture, as_spec(plan), leaves)
     check_fingerprint(plan, capture)
-    return simulate_plan(capture, plan, args, kwargs, loss_fn=loss_fn)
+    return simulate_plan(capture, plan, leaves, loss_fn=loss_fn)
 
 
 def as_spec(source: SpecSource) -> PlacementSpec:
@@ -135,7 +136,7 @@ def require_fit(plan: Plan) -> None:
 
 
 def _capture(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    model: nn.Module, args: Sequence[Any] | Tensor, kwargs: Mapping[str, Any] | None
 ) -> tuple[Capture, list[Tensor]]:
     if isinstance(args, Tensor):
         args = (args,)

@@ -114,7 +114,7 @@ def _run_placed(
     torch.manual_seed(seed)
     output = placed(*args, **kwargs)
     loss = loss_fn(output)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     return _collect(placed, output, loss, (args, kwargs))
 
 
@@ -154,7 +154,7 @@ def _run_plain(
             buffer.data = kept[name]
         output = unflatten_output(call, join_rows([tree_leaves(o) for o in outputs]))
     loss = loss_fn(output)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     return _collect(plain, output, loss, (args, kwargs))
 
 

@@ -227,7 +227,7 @@ def record_run(
             recorder.backward = True
             for parameter in model.parameters():
                 parameter.register_post_accumulate_grad_hook(owner.mark_gradient)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         recorder.position = _INPUT
     return Recording(
         storages=tuple(recorder.storages),
@@ -287,7 +287,7 @@ class _BackwardOwners:
                 continue
             self._claimed.add(node)
             node.register_prehook(self._starter(position))
-            stack.extend(parent for parent, _ in node.next_functions)
+            stack.extend(parent for parent, _ in node.next_functions if parent is not None)
 
     def _starter(self, position: int) -> Callable[[Any], None]:
         def start(_: Any) -> None:

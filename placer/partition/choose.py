@@ -283,10 +283,10 @@ def _describe(best: _Candidate, capture: Capture, demands: Demands) -> Partition
         )
         loads.append(stages[-1].forward_seconds + stages[-1].backward_seconds + float(moved))
     peaks = _per_device([(stage, stage.memory.peak) for stage in stages])
-    budgets = {stage.device.name: stage.device for stage in stages}
     fits = all(
-        budgets[n].budget is None or peak + budgets[n].reserve <= budgets[n].budget
-        for n, peak in peaks.items()
+        stage.device.budget is None
+        or peaks[stage.device.name] + stage.device.reserve <= stage.device.budget
+        for stage in stages
     )
     seconds = max(loads) * (demands.microbatches - 1) + sum(loads)
     return Partition(

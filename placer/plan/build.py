@@ -81,13 +81,10 @@ def microbatch_inputs(
 
 
 def _check_supported(spec: PlacementSpec) -> None:
-    wanted = [
-        ("/batch_norm", spec.batch_norm, "per_microbatch"),
-        ("/schedule", spec.schedule, "GPipe" if spec.schedule != "1F1B" else "1F1B"),
-    ]
-    for where, found, supported in wanted:
-        if found != supported:
-            raise PlacerError(where, f"{found!r} is not available yet", f"use {supported!r}")
+    if spec.batch_norm != "per_microbatch":
+        raise PlacerError(
+            "/batch_norm", f"{spec.batch_norm!r} is not available yet", "use 'per_microbatch'"
+        )
     for where, patterns in (("/checkpoint", spec.checkpoint), ("/offload", spec.offload)):
         if patterns:
             raise PlacerError(

@@ -17,7 +17,7 @@ from placer.runtime.place import Place
 from placer.runtime.replica import Replica
 from placer.runtime.scatter import batch_cuts, batch_size, join_rows, split_rows
 from placer.runtime.transfer import transfer
-from placer.schedule import linearize, make_schedule
+from placer.schedule import linearize, make_schedule, merge_backward
 
 
 class PlacedModule(nn.Module):
@@ -45,7 +45,8 @@ class PlacedModule(nn.Module):
         # The tables are shared, not copied: what is loaded, moved or swapped here is what runs.
         for table in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[table] = model.__dict__[table]
-        self.__dict__["_tree"] = model
+        self._tree: nn.Module
+        self.__dict__["_tree"] = model  # not a submodule: its tables are this module's own
         self.training = model.training
         self.plan = plan
         self._staged = staged
@@ -154,8 +155,9 @@ class PlacedModule(nn.Module):
             assert rows is not None
             return loss if rows == total else loss * (rows / total)
 
-        schedule = make_schedule(
-            self.plan.schedule, len(self._staged.stages), len(microbatches)
+        # One process gains nothing from splitting a backward into its halves.
+        schedule = merge_backward(
+            make_schedule(self.plan.schedule, len(self._staged.stages), len(microbatches))
         )
         return replica.step(replica.trees(self._tree), linearize(schedule), microbatches, loss_of)
 
@@ -182,7 +184,7 @@ class PlacedModule(nn.Module):
 
         def cut(leaf: Any) -> Sequence[Any]:
             if isinstance(leaf, torch.Tensor) and leaf.dim() and total and leaf.size(0) == total:
-                return leaf.split([size or 0 for size in flat_sizes])
+                return list(leaf.split([size or 0 for size in flat_sizes]))
             return (leaf,) * count
 
         columns = [cut(leaf) for leaf in leaves]

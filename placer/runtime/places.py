@@ -23,6 +23,7 @@ def resolve_places(plan: Plan, run_on: str | None = None) -> list[list[Place]]:
     Raises ``DeviceError`` when the machine has that type of device but not that one.
     """
     names = dict.fromkeys(name for stage in plan.stages for name in stage.devices)
+    found: dict[str, torch.device | None]
     if run_on is not None:
         found = dict.fromkeys(names, torch.device(run_on))
     else:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from placer.capture import Capture, FakeWorld, flatten_call
+from placer.capture import Capture, FakeWorld
 from placer.cost import stand_in_loss
 from placer.emit import emit_stages, materialize
 from placer.plan.types import Plan
@@ -55,20 +55,20 @@ class SimulationReport:
 def simulate_plan(
     capture: Capture,
     plan: Plan,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None = None,
+    inputs: Sequence[Tensor],
     *,
     loss_fn: Callable[[Any], Tensor] | None = None,
 ) -> SimulationReport:
     """Run the plan's training step twice on simulated devices and report every device's peak.
 
+    ``inputs`` are the tensors of the whole batch, flattened as the capture has them, on any device.
     The second step is the steady state: the optimizer's state exists. ``loss_fn(output)`` gives the
     loss of one micro-batch; by default a stand-in that needs gradients of the size of the outputs.
     Raises ``DeviceError`` when an operation would mix devices.
     """
     world = FakeWorld()
     fake_model = world.module(capture.model)
-    leaves = [world.tensor(t) for t in flatten_call(capture.call, tuple(args), dict(kwargs or {}))]
+    leaves = [world.tensor(t) for t in inputs]
     cpu = torch.device("cpu")
     rows = [
         [Place(stage.devices[r], cpu) for stage in plan.stages] for r in range(plan.replicas)
@@ -130,11 +130,11 @@ def _train(
 class _SizedState(torch.optim.Optimizer):
     """An optimizer that only holds state: so many bytes for every parameter."""
 
-    def __init__(self, parameters: list[Tensor], bytes_per_parameter: int) -> None:
+    def __init__(self, parameters: list[nn.Parameter], bytes_per_parameter: int) -> None:
         super().__init__(parameters, {"bytes_per_parameter": bytes_per_parameter})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None and not self.state[p]:
@@ -142,7 +142,9 @@ class _SizedState(torch.optim.Optimizer):
                     self.state[p]["held"] = p.new_empty(size, dtype=torch.uint8)
 
 
-def _optimizer(wanted: str | Mapping[str, int], parameters: list[Tensor]) -> torch.optim.Optimizer:
+def _optimizer(
+    wanted: str | Mapping[str, int], parameters: list[nn.Parameter]
+) -> torch.optim.Optimizer:
     if not parameters:
         return torch.optim.SGD([torch.zeros(0, requires_grad=True)])
     if not isinstance(wanted, str):

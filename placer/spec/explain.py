@@ -40,14 +40,14 @@ def _explain(detail: ErrorDetails, data: Any, keys: Sequence[str]) -> Problem:
         known = keys if len(detail["loc"]) == 1 else ["name", "memory", "kind"]
         return where, "is not a key of a placement spec", _hint(str(detail["loc"][-1]), known)
     if kind == "missing":
-        name = str(detail["loc"][-1])
-        return f"{where}/{name}".replace("//", "/"), "is required", f"add the key {name!r}"
+        key = str(detail["loc"][-1])
+        return f"{where}/{key}".replace("//", "/"), "is required", f"add the key {key!r}"
     if kind == "literal_error":
-        expected = re.findall(r"'([^']*)'|(\d+)", str(detail["ctx"]["expected"]))
-        known = [text or number for text, number in expected]
-        near = nearest(found, known) if isinstance(found, str) else None
+        quoted = re.findall(r"'([^']*)'|(\d+)", str(detail["ctx"]["expected"]))
+        words = [text or number for text, number in quoted]
+        near = nearest(found, words) if isinstance(found, str) else None
         hint = f"did you mean {near!r}?" if near else ""
-        return where, f"{found!r} was found where one of {', '.join(known)} was expected", hint
+        return where, f"{found!r} was found where one of {', '.join(words)} was expected", hint
     if kind == "value_error":
         return where, str(detail["ctx"]["error"]), ""
     if kind == "too_short":

@@ -24,7 +24,7 @@ def device_name(value: Any) -> str:
     ('cuda:0', 'cuda:3', 'cpu')
     """
     match = _DEVICE.fullmatch(value) if isinstance(value, str) else None
-    if match is None:
+    if match is None or not isinstance(value, str):
         raise ValueError(f"{value!r} is not a device; write a name such as 'cuda:0' or 'cpu'")
     if match[1] not in DEVICE_TYPES:
         near = nearest(match[1], DEVICE_TYPES)

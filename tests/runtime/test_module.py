@@ -1,0 +1,270 @@
+"""A placed model is a plain nn.Module: what people do with modules works on it."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import models
+import pytest
+import torch
+from oracle import assert_close
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import placer
+from placer import PlacedModule, PlacementSpec, PlacerError
+
+D = torch.float64
+
+
+def _data(rows: int = 9) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(rows, 1, 8, 8, dtype=D), torch.randint(0, 10, (rows,))
+
+
+def _pair(replicas: int = 2, microbatches: int = 2, **fields: Any) -> tuple[PlacedModule, nn.Module]:
+    """A placed model and the plain one it came from, without dropout: both see the whole batch."""
+    torch.manual_seed(0)
+    model = models.ConvNet(p=0.0).double()
+    spec = PlacementSpec(
+        devices=["cpu:0", "cpu:1"], replicas=replicas, microbatches=microbatches, **fields
+    )
+    return placer.compile(model, spec, _data()[0]), model
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[PlacedModule, nn.Module]]:
+    yield _pair()
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_optimizer_trains_alike(name: str) -> None:
+    placed, plain = _pair()
+    x, y = _data()
+    optimizers = [OPTIMIZERS[name](m.parameters()) for m in (placed, plain)]
+    for _ in range(4):
+        for module, optimizer in zip((placed, plain), optimizers, strict=True):
+            optimizer.zero_grad()
+            F.cross_entropy(module(x), y).backward()
+            optimizer.step()
+    for (key, a), b in zip(placed.named_parameters(), plain.parameters(), strict=True):
+        # Adam divides by the root of squares: rounding of tiny gradients is amplified.
+        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9, msg=lambda m, key=key: f"{key}: {m}")
+
+
+def test_lbfgs_with_its_closure() -> None:
+    placed, plain = _pair()
+    x, y = _data()
+    losses = []
+    for module in (placed, plain):
+        optimizer = torch.optim.LBFGS(module.parameters(), max_iter=4)
+
+        def closure(module: nn.Module = module, optimizer: Any = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(module(x), y)
+            loss.backward()
+            return loss
+
+        losses.append([optimizer.step(closure).item() for _ in range(2)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_gradient_accumulation_and_clipping(pair: tuple[PlacedModule, nn.Module]) -> None:
+    placed, plain = pair
+    x, y = _data()
+    for module in pair:
+        for part in ((x[:5], y[:5]), (x[5:], y[5:])):
+            (F.cross_entropy(module(part[0]), part[1]) / 2).backward()
+        norm = nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+        assert norm > 0.1
+    for (name, a), b in zip(placed.named_parameters(), plain.parameters(), strict=True):
+        assert_close(a.grad, b.grad, name)
+
+
+def test_state_dict_goes_both_ways(pair: tuple[PlacedModule, nn.Module]) -> None:
+    placed, plain = pair
+    other = models.ConvNet(p=0.0).double()
+    x, _ = _data()
+    assert not torch.equal(placed(x), other(x))
+    assert placed.load_state_dict(other.state_dict()) == nn.modules.module._IncompatibleKeys([], [])
+    assert_close(placed(x), other(x), "after loading the original's state_dict")
+    plain.load_state_dict(placed.state_dict())
+    assert_close(plain(x), other(x), "the original after loading the placed one's")
+    with pytest.raises(RuntimeError, match="fc9"):
+        placed.load_state_dict({**other.state_dict(), "fc9.weight": torch.zeros(1)})
+
+
+def test_deepcopy_is_independent(pair: tuple[PlacedModule, nn.Module]) -> None:
+    placed, _ = pair
+    x, _ = _data()
+    before = placed(x).detach().clone()
+    twin = copy.deepcopy(placed)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(2)
+    assert not torch.allclose(twin(x), before)
+    assert_close(placed(x), before, "the original after its copy changed")
+    twin(x).sum().backward()
+    assert all(p.grad is not None for p in twin.parameters())
+    assert all(p.grad is None for p in placed.parameters())
+
+
+def test_weights_written_in_place_reach_every_replica(pair: tuple[PlacedModule, nn.Module]) -> None:
+    placed, plain = pair
+    x, _ = _data()
+    placed(x)
+    for module in pair:
+        with torch.no_grad():
+            module.conv1.weight.mul_(3)
+        nn.init.constant_(module.fc2.bias, 0.7)
+    assert_close(placed(x), plain(x), "after in-place writes")
+
+
+def test_hooks_fire(pair: tuple[PlacedModule, nn.Module]) -> None:
+    placed, _ = pair
+    x, _ = _data()
+    seen: list[str] = []
+    placed.register_forward_hook(lambda *_: seen.append("whole"))
+    placed.conv2.register_forward_hook(lambda *_: seen.append("conv2"))
+    handle = placed.fc1.register_forward_pre_hook(lambda *_: seen.append("fc1"))
+    placed(x)
+    assert seen.count("whole") == 1
+    assert seen.count("conv2") == 4  # once per micro-batch of every replica
+    assert seen.count("fc1") == 4
+    handle.remove()
+    placed(x)
+    assert seen.count("fc1") == 4
+    grads: list[Tensor] = []
+    placed.fc2.weight.register_hook(grads.append)
+    placed(x).sum().backward()
+    assert grads and all(g.shape == placed.fc2.weight.shape for g in grads)
+
+
+def test_no_grad_and_inference_mode(pair: tuple[PlacedModule, nn.Module]) -> None:
+    placed, plain = pair
+    x, _ = _data()
+    with torch.no_grad():
+        assert not placed(x).requires_grad
+        assert_close(placed(x), plain(x), "under no_grad")
+    with torch.inference_mode():
+        assert_close(placed(x), plain(x), "under inference_mode")
+    placed(x).sum().backward()  # the copies made in inference mode are not reused
+    plain(x).sum().backward()
+    assert_close(placed.conv1.weight.grad, plain.conv1.weight.grad, "gradient afterwards")
+
+
+def test_frozen_parameters_get_no_gradient(pair: tuple[PlacedModule, nn.Module]) -> None:
+    placed, plain = pair
+    x, _ = _data()
+    for module in pair:
+        module.conv1.requires_grad_(False)
+        module(x).sum().backward()
+    assert placed.conv1.weight.grad is None
+    assert_close(placed.conv2.weight.grad, plain.conv2.weight.grad, "after the frozen layer")
+
+
+def test_train_and_eval_switch_dropout() -> None:
+    torch.manual_seed(0)
+    model = models.ConvNet(p=0.5).double()
+    placed = placer.compile(model, {"devices": ["cpu:0", "cpu:1"], "replicas": 2}, _data()[0])
+    x, _ = _data()
+    assert placed.training
+    assert not torch.equal(placed(x), placed(x))
+    assert placed.eval() is placed and not placed.conv1.training
+    assert_close(placed(x), model.eval()(x), "eval")
+    placed.train()
+    torch.manual_seed(3)
+    first = placed(x)
+    torch.manual_seed(3)
+    assert torch.equal(placed(x), first)
+
+
+def test_batches_of_other_sizes(pair: tuple[PlacedModule, nn.Module]) -> None:
+    placed, plain = pair
+    x, _ = _data(30)
+    for rows in (1, 2, 3, 5, 30):  # fewer rows than cuts, too
+        assert_close(placed(x[:rows]), plain(x[:rows]), f"{rows} rows")
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_step_gives_the_gradient_of_the_whole_batch(schedule: str, reduction: Any) -> None:
+    placed, plain = _pair(replicas=2, microbatches=3, schedule=schedule)
+    x, y = _data(11)  # 6 + 5 rows, in micro-batches of 2, 2, 2 and 2, 2, 1
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target, reduction=reduction)
+
+    loss = placed.step(x, target=y, loss_fn=loss_fn, reduction=reduction)
+    expected = loss_fn(plain(x), y)
+    expected.backward()
+    assert_close(loss, expected.detach(), "loss")
+    assert not loss.requires_grad
+    for (name, a), b in zip(placed.named_parameters(), plain.parameters(), strict=True):
+        assert_close(a.grad, b.grad, name)
+
+
+def test_step_refuses_an_unknown_reduction(pair: tuple[PlacedModule, nn.Module]) -> None:
+    x, y = _data()
+    with pytest.raises(PlacerError, match="reduction"):
+        pair[0].step(x, target=y, loss_fn=F.cross_entropy, reduction="none")  # type: ignore[arg-type]
+
+
+def test_the_callers_model_is_left_alone(pair: tuple[PlacedModule, nn.Module]) -> None:
+    placed, plain = pair
+    x, _ = _data()
+    expected = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
+    placed(x).sum().backward()
+    torch.optim.SGD(placed.parameters(), lr=1.0).step()
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(tensor, expected[name])
+    assert all(p.grad is None for p in plain.parameters())
+
+
+def test_parameter_groups_by_name(pair: tuple[PlacedModule, nn.Module]) -> None:
+    placed, _ = pair
+    biases = [p for name, p in placed.named_parameters() if name.endswith("bias")]
+    weights = [p for name, p in placed.named_parameters() if name.endswith("weight")]
+    optimizer = torch.optim.SGD([{"params": weights}, {"params": biases, "lr": 0.0}], lr=0.1)
+    before = [p.detach().clone() for p in itertools.chain(weights, biases)]
+    placed(_data()[0]).sum().backward()
+    optimizer.step()
+    after = [*weights, *biases]
+    changed = [not torch.equal(a, b) for a, b in zip(before, after, strict=True)]
+    assert all(changed[: len(weights)]) and not any(changed[len(weights) :])
+
+
+def test_a_call_unlike_the_captured_one_is_one_clear_error(
+    pair: tuple[PlacedModule, nn.Module],
+) -> None:
+    placed, _ = pair
+    with pytest.raises(placer.CaptureError) as error:
+        placed(_data()[0], mask=torch.ones(3))
+    assert "mask" in str(error.value)
+
+
+def test_double_backward(pair: tuple[PlacedModule, nn.Module]) -> None:
+    """A gradient penalty: gradients of gradients cross the stages, too."""
+    placed, plain = pair
+    found = []
+    for module in pair:
+        x = _data()[0].requires_grad_()
+        (grad,) = torch.autograd.grad(torch.tanh(module(x)).sum(), x, create_graph=True)
+        grad.square().sum().backward()
+        found.append([p.grad for p in module.parameters()])
+    for (name, _), a, b in zip(placed.named_parameters(), *found, strict=True):
+        if b is not None:
+            assert_close(a, b, name)
+    assert plain.conv1.weight.grad is not None
