@@ -1,0 +1,104 @@
+"""Plans as JSON: the lock file that is saved, reviewed and used again."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from placer.errors import PlanError, nearest
+from placer.plan.format import VERSION, PlanFile, read_plan_file
+from placer.plan.types import DevicePeak, Plan, StageMemory, StagePlan, Transfer
+
+
+def plan_to_json(plan: Plan) -> dict[str, Any]:
+    """``plan`` as JSON values, keys in a fixed order; bytes are integers, times seconds."""
+    values = {"version": VERSION, **asdict(plan)}
+    values["transfers"] = [
+        {"value": t.value, "from": t.source, "to": t.target, "bytes": t.nbytes}
+        for t in plan.transfers
+    ]
+    optimizer = plan.optimizer
+    values["optimizer"] = optimizer if isinstance(optimizer, str) else dict(optimizer)
+    values["node_layers"] = dict(plan.node_layers)
+    ordered: dict[str, Any] = _lists({key: values[key] for key in PlanFile.model_fields})
+    return ordered
+
+
+def plan_from_json(data: Mapping[str, Any], *, source: str = "plan") -> Plan:
+    """The plan in ``data``, as `plan_to_json` wrote it; ``source`` names it in errors.
+
+    Raises ``PlanError`` with the JSON pointer of everything missing, mistyped, unknown or at odds.
+    """
+    file = read_plan_file(data, source)
+    fields = {name: getattr(file, name) for name in PlanFile.model_fields}
+    del fields["version"]
+    fields |= {name: tuple(fields[name]) for name in ("checkpoint", "offload", "notes")}
+    fields["stages"] = tuple(
+        StagePlan(
+            index=stage.index,
+            devices=tuple(stage.devices),
+            layers=tuple(stage.layers),
+            nodes=tuple(stage.nodes),
+            memory=StageMemory(**stage.memory.model_dump()),
+            budget=stage.budget,
+            reserve=stage.reserve,
+            forward_seconds=stage.forward_seconds,
+            backward_seconds=stage.backward_seconds,
+        )
+        for stage in file.stages
+    )
+    fields["devices"] = tuple(DevicePeak(**device.model_dump()) for device in file.devices)
+    fields["transfers"] = tuple(Transfer(**transfer.model_dump()) for transfer in file.transfers)
+    return Plan(**fields)
+
+
+def plan_text(plan: Plan) -> str:
+    """``plan`` as the text of its file; the same plan gives the same text."""
+    return json.dumps(plan_to_json(plan), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def save_plan(plan: Plan, path: str | Path) -> None:
+    """Write ``plan`` to ``path`` whole or not at all (a temporary file beside it, then a rename).
+
+    Raises ``PlanError`` when the folder cannot be written.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(plan_text(plan), encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        reason = error.strerror or str(error)
+        raise PlanError(str(path), f"cannot be written: {reason}", "check the folder") from error
+
+
+def load_plan(path: str | Path) -> Plan:
+    """The plan in the file ``path``. Raises ``PlanError`` when it cannot be read or is no plan."""
+    path = Path(path)
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        beside = [p.name for p in path.parent.glob("*.json")] if path.parent.is_dir() else []
+        near = nearest(path.name, beside)
+        hint = f"did you mean {str(path.parent / near)!r}?" if near else "check the path"
+        raise PlanError(str(path), "no such file", hint) from None
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise PlanError(
+            str(path), f"is not JSON: {error.msg} at {where}", "restore the file, or plan again"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(str(path), f"cannot be read: {error}", "check the path") from None
+    return plan_from_json(data, source=str(path))
+
+
+def _lists(value: Any) -> Any:
+    """``value`` with lists for tuples, as JSON reads them back."""
+    if isinstance(value, dict):
+        return {key: _lists(item) for key, item in value.items()}
+    return [_lists(item) for item in value] if isinstance(value, list | tuple) else value
