@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, PlainValidator, WithJsonSchema
+from pydantic import BeforeValidator, PlainSerializer, PlainValidator, WithJsonSchema
 
 from placer.errors import nearest
 from placer.units import parse_bytes
@@ -78,7 +78,10 @@ DeviceName = Annotated[str, PlainValidator(device_name), WithJsonSchema(_NAME_SC
 ByteSize = Annotated[int, PlainValidator(_size), WithJsonSchema(_SIZE_SCHEMA)]
 Count = Annotated[int | Literal["auto"], PlainValidator(_count), WithJsonSchema(_COUNT_SCHEMA)]
 Patterns = Annotated[
-    tuple[str, ...] | Literal["auto"], PlainValidator(_patterns), WithJsonSchema(_PATTERNS_SCHEMA)
+    tuple[str, ...] | Literal["auto"],
+    PlainValidator(_patterns),
+    PlainSerializer(lambda value: value if isinstance(value, str) else list(value)),
+    WithJsonSchema(_PATTERNS_SCHEMA),
 ]
 ScheduleName = Annotated[
     Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble"], BeforeValidator(_schedule)

@@ -1,0 +1,194 @@
+"""Specs: what is read, what is refused, and how the refusal reads."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from placer import PlacementSpec, SpecError, load_spec
+from placer.spec import DeviceSpec, schema_text, spec_schema
+
+ROOT = Path(__file__).parents[2]
+
+
+def _problems(data: Any) -> list[tuple[str, str, str]]:
+    with pytest.raises(SpecError) as error:
+        load_spec(data)
+    return list(error.value.problems)
+
+
+def test_defaults_are_those_of_the_design() -> None:
+    spec = load_spec({"devices": ["cuda:0"]})
+    assert (spec.version, spec.layers, spec.replicas, spec.microbatches) == (1, {}, 1, 1)
+    assert (spec.schedule, spec.precision, spec.batch_norm) == ("GPipe", "fp32", "per_microbatch")
+    assert (spec.optimizer, spec.training, spec.objective) == ("adam", True, "throughput")
+    assert (spec.checkpoint, spec.offload, spec.reserve) == ((), (), None)
+
+
+def test_sizes_names_and_case() -> None:
+    spec = load_spec(
+        {
+            "$schema": "./placement.schema.json",
+            "devices": ["cuda", {"name": "cuda:1", "memory": "500 MB", "kind": "h100"}],
+            "schedule": "interleaved1f1b",
+            "reserve": "1GiB",
+            "optimizer": {"bytes_per_parameter": 12},
+        }
+    )
+    assert spec.devices == (
+        DeviceSpec(name="cuda:0"),
+        DeviceSpec(name="cuda:1", memory=500_000_000, kind="h100"),
+    )
+    assert spec.schedule == "Interleaved1F1B"
+    assert spec.reserve == 2**30
+
+
+def test_every_problem_at_once_with_its_place_and_the_nearest_choice() -> None:
+    problems = _problems(
+        {
+            "devcies": 1,
+            "devices": ["cuda:0", {"name": "cdua:1", "memory": "16 giraffes", "knd": 1}],
+            "layers": {"a/b": "cuda:7"},
+            "replicas": "two",
+            "schedule": "gpip",
+            "training": "yes",
+            "optimizer": "adm",
+            "microbatches": True,
+        }
+    )
+    by_place = {where: (problem, remedy) for where, problem, remedy in problems}
+    assert set(by_place) == {
+        "/devcies", "/devices/1/name", "/devices/1/memory", "/devices/1/knd", "/layers/a~1b",
+        "/replicas", "/schedule", "/training", "/optimizer", "/microbatches",
+    }  # fmt: skip
+    assert "'devices'" in by_place["/devcies"][1]
+    assert "'cuda:1'" in by_place["/devices/1/name"][0]
+    assert "16GiB" in by_place["/devices/1/memory"][0]
+    assert "'kind'" in by_place["/devices/1/knd"][1]
+    assert "'cuda:0'" in by_place["/layers/a~1b"][1]
+    assert "'GPipe'" in by_place["/schedule"][1]
+    assert "true or false" in by_place["/training"][0]
+    assert "'adam'" in by_place["/optimizer"][0]
+
+
+@pytest.mark.parametrize(
+    ("data", "where", "said"),
+    [
+        ({}, "/devices", "required"),
+        ({"devices": []}, "/devices", "empty"),
+        ({"devices": "cuda:0"}, "/devices", "a list"),
+        ({"devices": [3]}, "/devices/0", "a device name or an object"),
+        ({"devices": ["cpu", "cpu"]}, "/devices/1", "twice"),
+        ({"devices": ["cuda:0"], "version": 2}, "/version", "1"),
+        ({"devices": ["cuda:0"], "reserve": -1}, "/reserve", "-1"),
+        ({"devices": ["cuda:0"], "microbatches": 0}, "/microbatches", "0"),
+        ({"devices": ["cuda:0"], "checkpoint": "all"}, "/checkpoint", "'auto'"),
+        ({"devices": ["cuda:0", "cuda:2"], "replicas": 2}, "/replicas", "cuda:2"),
+        (
+            {"devices": ["cuda:0"], "replica_devices": [["cuda:1", "cuda:2"]], "replicas": 2},
+            "/replica_devices/0",
+            "2 device(s)",
+        ),
+        (
+            {"devices": ["cuda:0"], "replica_devices": [["cuda:0"]], "replicas": 2},
+            "/replica_devices/0/0",
+            "already",
+        ),
+        (
+            {"devices": ["cuda:0"], "replica_devices": [["cuda:1"]], "replicas": 3},
+            "/replica_devices",
+            "1 row(s) for 3",
+        ),
+        ('{"devices": ["cuda:0"], "devices": ["cpu"]}', "/", "twice"),
+        ('{"devices": ["cuda:0"],}', "line 1, column 24", "JSON"),
+    ],
+)
+def test_one_wrong_thing(data: Any, where: str, said: str) -> None:
+    (problem,) = _problems(data)
+    assert problem[0] == where
+    assert said in problem[1] + problem[2]
+
+
+def test_a_file_is_named_in_its_errors(tmp_path: Path) -> None:
+    path = tmp_path / "unet.json"
+    path.write_text('{"devices": []}')
+    with pytest.raises(SpecError, match=r"unet\.json"):
+        load_spec(path)
+    (problem,) = _problems(tmp_path / "unte.json")
+    assert "unet.json" in problem[2]
+    path.write_text("[1, 2]")
+    with pytest.raises(SpecError, match="object was expected"):
+        load_spec(path)
+
+
+def test_the_constructor_raises_the_same_error() -> None:
+    with pytest.raises(SpecError, match="/microbatches"):
+        PlacementSpec(devices=["cpu"], microbatches=-2)  # type: ignore[arg-type]
+
+
+def test_errors_survive_pickling() -> None:
+    with pytest.raises(SpecError) as error:
+        load_spec({})
+    again = pickle.loads(pickle.dumps(error.value))
+    assert (str(again), again.problems) == (str(error.value), error.value.problems)
+
+
+def test_round_trip_through_json() -> None:
+    spec = PlacementSpec(
+        devices=["cuda:0", {"name": "cuda:1", "memory": "16GiB"}],  # type: ignore[arg-type]
+        layers={"decoder.*": "cuda:1"},
+        microbatches="auto",
+        optimizer="sgd",
+        checkpoint=["encoder"],  # type: ignore[arg-type]
+    )
+    text = spec.to_json()
+    assert load_spec(text) == spec
+    assert json.loads(text)["devices"] == ["cuda:0", {"name": "cuda:1", "memory": 2**34}]
+    assert "replicas" not in json.loads(text)
+
+
+def test_rows_of_further_replicas() -> None:
+    spec = PlacementSpec(devices=["cuda:0", "cuda:1"], replicas=2)  # type: ignore[arg-type]
+    assert spec.device_rows(2) == [["cuda:0", "cuda:1"], ["cuda:2", "cuda:3"]]
+    given = PlacementSpec(devices=["cuda:1"], replicas=2, replica_devices=[["cuda:5"]])  # type: ignore[arg-type]
+    assert given.device_rows(2) == [["cuda:1"], ["cuda:5"]]
+
+
+def test_the_schema_file_is_the_models_schema() -> None:
+    assert (ROOT / "specs/placement.schema.json").read_text() == schema_text(), (
+        "run: placer schema > specs/placement.schema.json"
+    )
+
+
+def test_the_schema_documents_every_field_and_accepts_what_load_accepts() -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = spec_schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    for name, field in schema["properties"].items():
+        assert field.get("description"), name
+    good = {"devices": ["cuda:0", {"name": "cpu", "memory": "2 GB"}], "replicas": "auto"}
+    assert validator.is_valid(good)
+    load_spec(good)
+    for bad in ({}, {"devices": [1]}, {**good, "replicas": 0}, {**good, "extra": 1}):
+        assert not validator.is_valid(bad)
+
+
+def test_every_committed_spec_loads() -> None:
+    files = [p for p in (ROOT / "specs").glob("*.json") if p.name != "placement.schema.json"]
+    for path in files:
+        load_spec(path)
+
+
+def test_reading_a_spec_imports_no_torch() -> None:
+    code = (
+        "import sys, placer; placer.load_spec({'devices': ['cpu']});"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
