@@ -19,17 +19,20 @@ def choose_spec(
 ) -> PlacementSpec:
     """``wanted`` with its layers resolved, on the first devices of its list that suffice.
 
-    Where no device has a budget all devices are used. Raises ``BudgetError`` naming the device that
-    overflows the least, by how much, and what was tried.
+    Devices that ``wanted.layers`` names are always among them. Where no device has a budget all
+    devices are used. Raises ``BudgetError`` naming the device that overflows the least, by how
+    much, and what was tried.
     """
-    counts = range(1, len(wanted.devices) + 1)
+    pinned = set(wanted.layers.values())
+    least = max((i for i, d in enumerate(wanted.devices, 1) if d.name in pinned), default=1)
+    counts = range(least, len(wanted.devices) + 1)
     plans: list[Plan] = []
     for count in counts:
         spec = wanted.with_devices(wanted.devices[:count])
         plan = build_plan(capture, spec, inputs)
         limited = all(device.budget is not None for device in plan.devices)
         if plan.fits and (limited or count == len(wanted.devices)):
-            return spec.with_layers(whole_layers(capture, plan))
+            return _with_resolved_layers(capture, spec, plan, inputs)
         plans.append(plan)
     closest = min(plans, key=_missing)
     worst = min(closest.devices, key=lambda d: d.headroom or 0)
@@ -43,6 +46,20 @@ def choose_spec(
         device=worst.device,
         missing_bytes=_missing(closest),
     )
+
+
+def _with_resolved_layers(
+    capture: Capture, spec: PlacementSpec, plan: Plan, inputs: Sequence[Tensor]
+) -> PlacementSpec:
+    """``spec`` with the plan's layers written out, where that says no less than the plan.
+
+    Layers are coarser than nodes: a boundary inside a layer is left to the compiler. Should that
+    overflow a budget, the spec without them is returned; it gives ``plan`` again.
+    """
+    resolved = spec.with_layers({**spec.layers, **whole_layers(capture, plan)})
+    again = build_plan(capture, resolved, inputs)
+    worse = max(d.peak for d in again.devices) > max(d.peak for d in plan.devices)
+    return resolved if again.fits and not worse else spec
 
 
 def _missing(plan: Plan) -> int:

@@ -1,0 +1,84 @@
+"""Numbers that a reader of a plan asks for and that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from placer.plan.types import DevicePeak, Plan, StageMemory
+from placer.units import format_bytes
+
+if TYPE_CHECKING:
+    from placer.simulation import SimulationReport
+
+KINDS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "buffers",
+    "saved",
+    "boundary",
+    "transient",
+)
+
+
+def memory_parts(memory: StageMemory) -> dict[str, int]:
+    """Bytes by kind that add up to the peak, largest-lived first.
+
+    Kinds that are not all live at the peak's moment count with what is left of it.
+
+    >>> memory_parts(StageMemory(parameters=4, saved=5, transient=3, peak=10))["transient"]
+    1
+    """
+    left = memory.peak
+    parts = {}
+    for kind in KINDS:
+        parts[kind] = min(getattr(memory, kind), left)
+        left -= parts[kind]
+    parts["transient"] += left
+    return parts
+
+
+def bubble(plan: Plan) -> float:
+    """Share of the step in which the devices of a replica compute nothing; transfers count as such.
+
+    One minus the sum over stages of micro-batches x (forward + backward), over devices x step.
+    """
+    devices = len({stage.devices[0] for stage in plan.stages})
+    work = sum(stage.forward_seconds + stage.backward_seconds for stage in plan.stages)
+    room = devices * plan.step_seconds
+    return max(0.0, 1.0 - plan.microbatches * work / room) if room else 0.0
+
+
+def holds_several(plan: Plan) -> bool:
+    """Is the table of stages not also one of devices: replicas, or two stages on a device?"""
+    return len(plan.devices) != len(plan.stages) or plan.replicas > 1
+
+
+def verdict(plan: Plan) -> list[str]:
+    """One sentence per device that overflows, worst first; that it fits when none does."""
+    over = sorted((d for d in plan.devices if not d.fits), key=lambda d: d.headroom or 0)
+    if over:
+        return [overflow_text(device) for device in over]
+    limited = [d for d in plan.devices if d.budget is not None]
+    if not limited:
+        return ["no device has a memory limit here"]
+    least = min(limited, key=lambda d: d.headroom or 0)
+    return [f"fits: {least.device} has the least headroom, {format_bytes(least.headroom or 0)}"]
+
+
+def overflow_text(device: DevicePeak) -> str:
+    """By how much ``device`` overflows, with the sum that says so."""
+    reserve = f" + {format_bytes(device.reserve)} reserve" if device.reserve else ""
+    return (
+        f"does not fit: {device.device} is {format_bytes(-(device.headroom or 0))} over "
+        f"({format_bytes(device.peak)} peak{reserve} > {format_bytes(device.budget or 0)})"
+    )
+
+
+def simulated_peaks(simulation: SimulationReport | Mapping[str, Any] | None) -> dict[str, int]:
+    """Device -> simulated peak bytes, from a report or from what ``simulate --json`` prints."""
+    if simulation is None:
+        return {}
+    data = simulation if isinstance(simulation, Mapping) else simulation.to_json()
+    return {name: int(device["peak"]) for name, device in data["devices"].items()}

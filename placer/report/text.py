@@ -1,0 +1,158 @@
+"""A plan as tables for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from placer.plan.types import DevicePeak, Plan, StagePlan
+from placer.report.figures import bubble, holds_several, simulated_peaks, verdict
+from placer.report.layers import compact_layers, stage_layers
+from placer.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from placer.simulation import SimulationReport
+
+_TRANSFERS_SHOWN = 6
+_DEVICES_SHOWN = 3
+_BAR = 12  # characters
+
+
+def plan_table(
+    plan: Plan, *, simulation: SimulationReport | Mapping[str, Any] | None = None
+) -> RenderableType:
+    """``plan`` for ``rich``: stages, devices, transfers, notes and the verdict; 100 columns wide.
+
+    With a ``simulation`` (a report, or the JSON of one) the devices' simulated peaks stand beside
+    the predicted ones.
+    """
+    parts: list[RenderableType] = [_headline(plan), _stages(plan)]
+    if holds_several(plan) or simulation is not None:
+        parts.append(_devices(plan, simulated_peaks(simulation)))
+    if any(device.reserve for device in plan.devices):
+        parts.append(_reserve(plan))
+    if plan.transfers:
+        parts.append(_transfers(plan))
+    parts += [Text(f"note: {note}", style="dim") for note in plan.notes]
+    style = "bold green" if plan.fits else "bold red"
+    parts += [Text(line, style=style) for line in verdict(plan)]
+    return Group(*parts)
+
+
+def _headline(plan: Plan) -> Text:
+    optimizer = plan.optimizer
+    if not isinstance(optimizer, str):
+        optimizer = f"{optimizer['bytes_per_parameter']} bytes per parameter"
+    step = f"training with {optimizer}" if plan.training else "inference"
+    words = [
+        _count(len(plan.stages), "stage"),
+        _count(plan.replicas, "replica"),
+        _count(plan.microbatches, "micro-batch", "micro-batches") + f" ({plan.schedule})",
+        f"{plan.precision}, {step}",
+        f"step {format_seconds(plan.step_seconds)}",
+        f"bubble {bubble(plan):.0%}",
+    ]
+    return Text(" · ".join(words), style="bold")
+
+
+def _stages(plan: Plan) -> Table:
+    table = _table("stage", "layers", "device", "parameters", "saved", "peak", "budget", "headroom")
+    for column in (1, 2):
+        table.columns[column].justify = "left"
+    table.columns[1].overflow = "fold"
+    table.columns[1].ratio = 1
+    peaks = {device.device: device for device in plan.devices}
+    for stage, layers in zip(plan.stages, stage_layers(plan), strict=True):
+        device = peaks[stage.devices[0]]
+        table.add_row(
+            str(stage.index),
+            compact_layers(layers, most=2),
+            _devices_of(stage),
+            format_bytes(stage.memory.parameters),
+            format_bytes(stage.memory.saved),
+            format_bytes(stage.memory.peak),
+            _budget(stage.budget),
+            _headroom(device),
+        )
+    return table
+
+
+def _devices(plan: Plan, simulated: Mapping[str, int]) -> Table:
+    columns = ["device", "stages", "peak", *(["simulated"] if simulated else []), "budget"]
+    table = _table(*columns, "headroom", "")
+    for column in (0, 1, len(columns) + 1):
+        table.columns[column].justify = "left"
+    for device in plan.devices:
+        stages = [str(s.index) for s in plan.stages if device.device in s.devices]
+        cells: list[RenderableType] = [device.device, ", ".join(stages), format_bytes(device.peak)]
+        if simulated:
+            peak = simulated.get(device.device)
+            cells.append("-" if peak is None else format_bytes(peak))
+        cells += [_budget(device.budget), _headroom(device), _bar(device)]
+        table.add_row(*cells)
+    return table
+
+
+def _transfers(plan: Plan) -> Text:
+    """The largest transfers, and what all of them come to."""
+    total = sum(transfer.nbytes for transfer in plan.transfers)
+    count = _count(len(plan.transfers), "transfer")
+    lines = [f"{count}, {format_bytes(total)} per micro-batch forward:"]
+    largest = sorted(plan.transfers, key=lambda t: (-t.nbytes, t.source, t.target, t.value))
+    for transfer in largest[:_TRANSFERS_SHOWN]:
+        lines.append(
+            f"  {transfer.source} → {transfer.target}  {format_bytes(transfer.nbytes):>10}  "
+            f"{transfer.value}"
+        )
+    if len(largest) > _TRANSFERS_SHOWN:
+        lines.append(f"  … and {len(largest) - _TRANSFERS_SHOWN} smaller")
+    return Text("\n".join(lines))
+
+
+def _table(*headers: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, expand=False, pad_edge=False, show_edge=False)
+    for header in headers:
+        table.add_column(header, justify="right", no_wrap=header != "layers")
+    return table
+
+
+def _devices_of(stage: StagePlan) -> str:
+    if len(stage.devices) <= _DEVICES_SHOWN:
+        return "\n".join(stage.devices)
+    return "\n".join((stage.devices[0], "…", stage.devices[-1]))
+
+
+def _budget(budget: int | None) -> str:
+    return "no limit" if budget is None else format_bytes(budget)
+
+
+def _reserve(plan: Plan) -> Text:
+    """What the headroom leaves out, in a line."""
+    sizes = {d.reserve for d in plan.devices if d.budget is not None}
+    amounts = " to ".join(format_bytes(size) for size in sorted({min(sizes), max(sizes)}))
+    return Text(f"headroom = budget - {amounts} reserve - peak", style="dim")
+
+
+def _headroom(device: DevicePeak) -> Text:
+    if device.headroom is None:
+        return Text("")
+    return Text(format_bytes(device.headroom), style="green" if device.fits else "bold red")
+
+
+def _bar(device: DevicePeak) -> Text:
+    """How full the device is, reserve included."""
+    if not device.budget:
+        return Text("")
+    share = (device.peak + device.reserve) / device.budget
+    full = min(_BAR, round(share * _BAR))
+    style = "green" if device.fits else "bold red"
+    return Text("█" * full + "░" * (_BAR - full) + f" {share:.0%}", style=style)
+
+
+def _count(count: int, one: str, many: str = "") -> str:
+    return f"{count} {one if count == 1 else many or one + 's'}"

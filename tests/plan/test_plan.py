@@ -1,0 +1,166 @@
+"""Plans: what is predicted for known models, and what cannot be planned."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import models
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+import placer
+from placer import BudgetError, DeviceError, PlacementSpec, PlanError, SpecError
+from placer.units import parse_bytes
+
+GIB = 2**30
+BACK = ["layer3", "layer4", "avgpool", "fc"]
+
+
+def _resnet50() -> tuple[nn.Module, tuple[torch.Tensor]]:
+    with torch.device("meta"):
+        return torchvision.models.resnet50(), (torch.empty(10, 3, 1024, 1024),)
+
+
+def _small(**fields: Any) -> placer.Plan:
+    spec = {"devices": ["cpu:0", "cpu:1"], **fields}
+    return placer.make_plan(models.ConvNet(), spec, (torch.randn(8, 1, 8, 8),))
+
+
+def test_resnet50_by_hand_and_by_auto_as_measured_in_the_design() -> None:
+    model, args = _resnet50()
+    devices = ["cuda:0", "cuda:1"]
+    hand = placer.make_plan(
+        model,
+        {"devices": devices, "layers": dict.fromkeys(BACK, "cuda:1"), "optimizer": "sgd"},
+        args,
+    )
+    assert [len(stage.devices) for stage in hand.stages] == [1, 1]
+    peaks = [stage.memory.peak / GIB for stage in hand.stages]
+    assert peaks == pytest.approx([13.25, 4.67], rel=0.02)
+    auto = placer.auto_spec(model, args, devices=devices, optimizer="sgd")
+    plan = placer.make_plan(model, auto, args)
+    assert max(device.peak for device in plan.devices) <= 9.6 * GIB
+    assert {layer for stage in plan.stages for layer in stage.layers} >= {"conv1", "fc"}
+
+
+def test_planning_allocates_no_tensor_of_the_model() -> None:
+    model, args = _resnet50()
+    plan = placer.make_plan(model, {"devices": ["cpu"], "optimizer": "sgd"}, args)
+    assert plan.stages[0].memory.peak == pytest.approx(16.98 * GIB, rel=0.002)
+    assert all(p.is_meta and p.grad is None for p in model.parameters())
+
+
+def test_pinned_layers_are_where_the_spec_says() -> None:
+    plan = _small(layers={"conv1": "cpu:0", "fc*": "cpu:1"})
+    device_of = {layer: s.devices[0] for s in plan.stages for layer in s.layers}
+    assert device_of["conv1"] == "cpu:0"
+    assert device_of["fc1"] == device_of["fc2"] == "cpu:1"
+
+
+def test_a_device_may_hold_two_stages_that_are_not_neighbours() -> None:
+    layers = {"conv1": "cpu:0", "conv2": "cpu:1", "fc1": "cpu:0", "fc2": "cpu:0"}
+    plan = _small(layers=layers)
+    assert [stage.devices for stage in plan.stages] == [("cpu:0",), ("cpu:1",), ("cpu:0",)]
+    (first,) = [d for d in plan.devices if d.device == "cpu:0"]
+    assert first.peak > max(s.memory.peak for s in plan.stages if s.devices == ("cpu:0",)) / 2
+
+
+def test_unknown_layers_are_one_error_that_names_the_nearest() -> None:
+    with pytest.raises(SpecError) as error:
+        _small(layers={"cnov1": "cpu:0", "fcc": "cpu:1"})
+    assert "'conv1'" in str(error.value) and "/layers/fcc" in str(error.value)
+
+
+def test_a_plan_over_budget_does_not_fit_and_compile_refuses_it() -> None:
+    spec = PlacementSpec(devices=[{"name": "cpu:0", "memory": "20 kB"}], optimizer="adam")  # type: ignore[arg-type]
+    model, x = models.ConvNet(), torch.randn(8, 1, 8, 8)
+    plan = placer.make_plan(model, spec, (x,))
+    assert not plan.fits
+    with pytest.raises(BudgetError) as error:
+        placer.compile(model, spec, (x,))
+    (device,) = plan.devices
+    assert error.value.device == "cpu:0"
+    assert error.value.missing_bytes == device.peak + device.reserve - 20_000 > 0
+
+
+def test_the_reserve_counts() -> None:
+    (needed,) = _small(devices=["cpu:0"]).devices
+    exactly = [{"name": "cpu:0", "memory": needed.peak}]
+    assert _small(devices=exactly).fits
+    tight = _small(devices=exactly, reserve=1)
+    assert not tight.fits
+    assert tight.devices[0].headroom == -1
+
+
+def test_auto_uses_as_few_devices_as_it_needs() -> None:
+    model, x = models.ConvNet(), torch.randn(64, 1, 8, 8)
+
+    def least(count: int) -> int:
+        spec = {"devices": [f"cpu:{i}" for i in range(count)], "objective": "memory"}
+        return max(d.peak for d in placer.make_plan(model, spec, (x,)).devices)
+
+    whole = least(1)
+    for budget, expected in ((whole, 1), (least(2), 2), (least(2) - 1, 3)):
+        devices = [{"name": f"cpu:{i}", "memory": budget} for i in range(4)]
+        spec = placer.auto_spec(model, (x,), devices=devices)
+        assert len(spec.devices) == expected
+        assert placer.make_plan(model, spec, (x,)).fits
+    with pytest.raises(BudgetError) as error:
+        placer.auto_spec(model, (x,), devices=[{"name": "cpu:0", "memory": 1000}])
+    assert error.value.missing_bytes == whole - 1000
+
+
+def test_budget_comes_from_the_named_kind() -> None:
+    (device,) = _small(devices=[{"name": "cuda:0", "kind": "H100"}]).devices
+    assert device.budget == 80 * GIB
+    assert device.reserve == parse_bytes("1GiB")
+    with pytest.raises(DeviceError, match="did you mean 'h100'"):
+        _small(devices=[{"name": "cuda:0", "kind": "h10"}])
+
+
+def test_1f1b_needs_less_memory_than_gpipe_and_early_stages_get_a_smaller_share() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(12)))
+    x = torch.randn(256, 64)
+    plans = {
+        name: placer.make_plan(
+            model,
+            {
+                "devices": [f"cpu:{i}" for i in range(4)],
+                "microbatches": 8,
+                "schedule": name,
+                "objective": "memory",
+                "optimizer": "sgd",
+            },
+            (x,),
+        )
+        for name in ("GPipe", "1F1B")
+    }
+    peaks = {name: max(d.peak for d in plan.devices) for name, plan in plans.items()}
+    assert peaks["1F1B"] < peaks["GPipe"]
+    sizes = [len(stage.nodes) for stage in plans["1F1B"].stages]
+    assert sizes[0] < sizes[-1]
+
+
+def test_a_plan_of_another_model_is_refused_with_a_diff() -> None:
+    plan = _small()
+    other = models.ConvNet()
+    other.fc2 = nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 10))
+    with pytest.raises(PlanError, match="fc2"):
+        placer.compile(other, plan, (torch.randn(8, 1, 8, 8),))
+
+
+def test_batch_norm_under_micro_batches_is_noted() -> None:
+    plan = placer.make_plan(
+        models.InPlace(),
+        {"devices": ["cpu"], "microbatches": 2},
+        (torch.randn(4, 2, 5, 5),),
+    )
+    assert any("BatchNorm" in note for note in plan.notes)
+
+
+def test_the_same_input_gives_the_same_plan() -> None:
+    first, second = (dataclasses.asdict(_small(microbatches=2)) for _ in range(2))
+    assert first == second
