@@ -1,1 +1,200 @@
-def write_html(plan, path, *, simulation=None): ...
+"""A plan as one self-contained page: no scripts, nothing fetched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from placer.errors import PlanError
+from placer.plan.types import Plan
+from placer.report.bars import legend, memory_bars
+from placer.report.figures import bubble, simulated_peaks, verdict
+from placer.report.layers import compact_layers, stage_layers
+from placer.report.style import STYLE
+from placer.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from placer.simulation import SimulationReport
+
+_TRANSFERS_SHOWN = 200
+_Cell = tuple[str, str]  # text of the cell (escaped by `_table`), CSS class
+
+
+def write_html(
+    plan: Plan,
+    path: str | Path,
+    *,
+    simulation: SimulationReport | Mapping[str, Any] | None = None,
+) -> None:
+    """Write the page of ``plan`` to ``path``.
+
+    ``simulation`` is a report, or the JSON that ``placer simulate --json`` prints. Raises
+    ``PlanError`` when the file cannot be written.
+    """
+    try:
+        Path(path).write_text(page(plan, simulation=simulation), encoding="utf-8")
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise PlanError(str(path), f"cannot be written: {reason}", "check the folder") from error
+
+
+def page(plan: Plan, *, simulation: SimulationReport | Mapping[str, Any] | None = None) -> str:
+    """The page of ``plan`` as HTML text; the same plan gives the same text."""
+    simulated = simulated_peaks(simulation)
+    state = "good" if plan.fits else "bad"
+    sections = [
+        "<h1>Placement plan</h1>",
+        *(f'<p class="verdict {state}">{escape(line)}</p>' for line in verdict(plan)),
+        _facts(plan),
+        "<h2>Memory of each stage</h2>",
+        legend(plan),
+        memory_bars(plan),
+        "<h2>Stages</h2>",
+        _stages(plan),
+        "<h2>Devices</h2>",
+        _devices(plan, simulated),
+        "<h2>Transfers</h2>",
+        _transfers(plan),
+        _notes(plan),
+        "<h2>Nodes</h2>",
+        _nodes(plan),
+        f'<p class="dim">fingerprint <code>{escape(plan.fingerprint)}</code></p>',
+    ]
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        f"<title>placer: placement plan</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n"
+        + "\n".join(part for part in sections if part)
+        + "\n</main>\n</body>\n</html>\n"
+    )
+
+
+def _facts(plan: Plan) -> str:
+    optimizer = plan.optimizer
+    if not isinstance(optimizer, str):
+        optimizer = f"{optimizer['bytes_per_parameter']} bytes per parameter"
+    facts = {
+        "stages": str(len(plan.stages)),
+        "replicas": str(plan.replicas),
+        "micro-batches": str(plan.microbatches),
+        "schedule": plan.schedule,
+        "objective": plan.objective,
+        "precision": plan.precision,
+        "optimizer": optimizer if plan.training else "none (inference)",
+        "step": format_seconds(plan.step_seconds),
+        "bubble": f"{bubble(plan):.0%}",
+    }
+    items = (f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in facts.items())
+    return f'<dl class="facts">{"".join(items)}</dl>'
+
+
+def _stages(plan: Plan) -> str:
+    rows: list[list[_Cell]] = []
+    for stage, layers in zip(plan.stages, stage_layers(plan), strict=True):
+        memory = stage.memory
+        rows.append(
+            [
+                (str(stage.index), ""),
+                (compact_layers(layers), "wide"),
+                (", ".join(stage.devices), "name"),
+                *((format_bytes(n), "number") for n in (memory.parameters, memory.saved)),
+                (format_bytes(memory.peak), "number strong"),
+                (format_seconds(stage.forward_seconds), "number"),
+                (format_seconds(stage.backward_seconds), "number"),
+            ]
+        )
+    headers = "stage", "layers", "device", "parameters", "saved", "peak", "forward", "backward"
+    return _table(headers, rows)
+
+
+def _devices(plan: Plan, simulated: Mapping[str, int]) -> str:
+    rows: list[list[_Cell]] = []
+    for device in plan.devices:
+        on_it = [str(stage.index) for stage in plan.stages if device.device in stage.devices]
+        limited = device.budget is not None
+        row = [
+            (device.device, "name"),
+            (", ".join(on_it), ""),
+            (format_bytes(device.peak), "number strong"),
+        ]
+        if simulated:
+            row += _compared(device.peak, simulated.get(device.device))
+        row += [
+            (format_bytes(device.reserve) if limited else "", "number"),
+            (format_bytes(device.budget or 0) if limited else "no limit", "number"),
+            (
+                format_bytes(device.headroom or 0) if limited else "",
+                f"number {'good' if device.fits else 'bad'}",
+            ),
+        ]
+        rows.append(row)
+    compared = ["simulated", "difference"] if simulated else []
+    return _table(
+        ["device", "stages", "predicted peak", *compared, "reserve", "budget", "headroom"], rows
+    )
+
+
+def _compared(predicted: int, simulated: int | None) -> list[_Cell]:
+    if not simulated:
+        return [("-", "number"), ("", "number")]
+    return [
+        (format_bytes(simulated), "number"),
+        (f"{(predicted - simulated) / simulated:+.1%}", "number"),
+    ]
+
+
+def _transfers(plan: Plan) -> str:
+    if not plan.transfers:
+        return "<p>None: nothing crosses between stages.</p>"
+    rows: list[list[_Cell]] = [
+        [
+            (f"{t.source} → {t.target}", "name"),
+            (t.value, "wide"),
+            (format_bytes(t.nbytes), "number"),
+        ]
+        for t in plan.transfers[:_TRANSFERS_SHOWN]
+    ]
+    total = format_bytes(sum(t.nbytes for t in plan.transfers))
+    hidden = len(plan.transfers) - _TRANSFERS_SHOWN
+    more = f" The first {_TRANSFERS_SHOWN} are listed." if hidden > 0 else ""
+    text = f"<p>{len(plan.transfers)} values, {total} per micro-batch forward.{more}</p>"
+    return text + _table(["stages", "value", "bytes"], rows)
+
+
+def _notes(plan: Plan) -> str:
+    given = [f"checkpoint: {pattern}" for pattern in plan.checkpoint]
+    given += [f"offload: {pattern}" for pattern in plan.offload]
+    lines = [*plan.notes, *given]
+    if not lines:
+        return ""
+    return "<h2>Notes</h2><ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>"
+
+
+def _nodes(plan: Plan) -> str:
+    return "".join(
+        f"<details><summary>stage {stage.index}: {len(stage.nodes)} nodes</summary>"
+        f'<p class="nodes">{escape(", ".join(stage.nodes))}</p></details>'
+        for stage in plan.stages
+    )
+
+
+def _table(headers: Sequence[str], rows: Iterable[Sequence[_Cell]]) -> str:
+    listed = list(rows)
+    right = {i for row in listed for i, (_, style) in enumerate(row) if style.startswith("number")}
+    head = "".join(
+        f'<th class="{"number" if i in right else ""}">{escape(text)}</th>'
+        for i, text in enumerate(headers)
+    )
+    body = "\n".join(
+        "<tr>"
+        + "".join(f'<td class="{style}">{escape(text)}</td>' for text, style in row)
+        + "</tr>"
+        for row in listed
+    )
+    return (
+        f'<div class="scroll"><table><thead><tr>{head}</tr></thead>\n'
+        f"<tbody>{body}</tbody></table></div>"
+    )

@@ -31,9 +31,9 @@ def plan_table(
     With a ``simulation`` (a report, or the JSON of one) the devices' simulated peaks stand beside
     the predicted ones.
     """
-    parts: list[RenderableType] = [_headline(plan), _stages(plan)]
+    parts: list[RenderableType] = [_headline(plan), "", _stages(plan), ""]
     if holds_several(plan) or simulation is not None:
-        parts.append(_devices(plan, simulated_peaks(simulation)))
+        parts += [_devices(plan, simulated_peaks(simulation)), ""]
     if any(device.reserve for device in plan.devices):
         parts.append(_reserve(plan))
     if plan.transfers:

@@ -1,0 +1,57 @@
+"""The page's look, for light and dark."""
+
+STYLE = """
+:root { --ink: #1d2129; --dim: #667085; --page: #ffffff; --line: #e2e5ea; --panel: #f6f7f9;
+  --good: #12703f; --bad: #b42318; --good-back: #e7f5ec; --bad-back: #fdecea;
+  --parameters: #2f5fb3; --gradients: #7aa3e5; --optimizer: #b9cdf0; --buffers: #8a93a3;
+  --saved: #e08a1e; --boundary: #2a9d8f; --transient: #d8c3a5; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6e8ec; --dim: #98a2b3; --page: #14171c;
+  --line: #2c323b; --panel: #1c2027; --good: #5fd394; --bad: #ff8f83; --good-back: #14301f;
+  --bad-back: #3a1916; --parameters: #5b8def; --gradients: #3e62a8; --optimizer: #2c4474;
+  --buffers: #7b8494; --saved: #f0a345; --boundary: #3fb8a9; --transient: #7d6c50; } }
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--page); color: var(--ink);
+  font: 15px/1.5 system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
+main { max-width: 1000px; margin: 0 auto; padding: 24px 28px 48px; }
+h1 { font-size: 24px; margin: 0 0 12px; }
+h2 { font-size: 17px; margin: 32px 0 10px; }
+.verdict { font-weight: 600; padding: 9px 14px; border-radius: 6px; margin: 0 0 8px; }
+.verdict.good { background: var(--good-back); }
+.verdict.bad { background: var(--bad-back); }
+.good { color: var(--good); } .bad { color: var(--bad); fill: var(--bad); }
+.facts { display: flex; flex-wrap: wrap; gap: 10px 28px; margin: 18px 0 0; }
+.facts dt { color: var(--dim); font-size: 12px; } .facts dd { margin: 0; font-weight: 600; }
+.legend { display: flex; flex-wrap: wrap; gap: 4px 18px; color: var(--dim); font-size: 13px;
+  margin: 0 0 6px; }
+.legend i { display: inline-block; width: 11px; height: 11px; border-radius: 2px;
+  margin-right: 6px; }
+.bars { width: 100%; height: auto; display: block; }
+.bars text { fill: var(--ink); font-size: 13px; }
+.bars .label, .bars .figure { font-weight: 600; }
+.bars .small { fill: var(--dim); font-size: 11px; }
+.bars .figure.bad { fill: var(--bad); }
+.bars .budget { stroke: var(--bad); stroke-width: 2; }
+.bars .hatch { stroke: var(--dim); stroke-width: 1.5; opacity: .7; }
+.k-parameters { background: var(--parameters); fill: var(--parameters); }
+.k-gradients { background: var(--gradients); fill: var(--gradients); }
+.k-optimizer { background: var(--optimizer); fill: var(--optimizer); }
+.k-buffers { background: var(--buffers); fill: var(--buffers); }
+.k-saved { background: var(--saved); fill: var(--saved); }
+.k-boundary { background: var(--boundary); fill: var(--boundary); }
+.k-transient { background: var(--transient); fill: var(--transient); }
+.legend .k-reserve { background: repeating-linear-gradient(45deg, var(--dim) 0 1.5px,
+  transparent 1.5px 4px); }
+.legend .k-budget { width: 2px; height: 14px; background: var(--bad); vertical-align: -2px; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; font-size: 14px; }
+th { text-align: left; color: var(--dim); font-weight: 500; font-size: 12px; }
+th, td { padding: 6px 14px 6px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
+th:last-child, td:last-child { padding-right: 0; }
+.number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
+.name { white-space: nowrap; } .strong { font-weight: 600; } .wide { overflow-wrap: anywhere; }
+.dim { color: var(--dim); font-size: 13px; } code { overflow-wrap: anywhere; }
+details { border-bottom: 1px solid var(--line); padding: 6px 0; } summary { cursor: pointer; }
+.nodes { font: 12px/1.6 ui-monospace, "DejaVu Sans Mono", monospace; color: var(--dim);
+  overflow-wrap: anywhere; margin: 6px 0; }
+@media print { main { max-width: none; } }
+"""
