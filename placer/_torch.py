@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 
@@ -20,3 +21,14 @@ def clone_shallow(
     if isinstance(clone, nn.RNNBase):
         clone._flat_weights = [getattr(clone, name) for name in clone._flat_weights_names]
     return clone
+
+
+def next_sequence_number() -> int:
+    """The number that the next autograd node made in this thread will get. Checked with 2.15."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def running_sequence_number() -> int | None:
+    """The number of the autograd node whose backward runs now; None outside backward. Checked with 2.15."""
+    node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+    return None if node is None else node._sequence_nr()

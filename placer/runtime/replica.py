@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from placer.emit import StageCode, StagedModel
 from placer.runtime.mirror import Mirrors
 from placer.runtime.place import Place, on
-from placer.runtime.transfer import copy_to, receive, transfer
+from placer.runtime.transfer import copy_to, gather_root, receive, transfer
 from placer.runtime.tree import build_tree
 from placer.schedule import Action
 
@@ -141,9 +140,9 @@ def caller_place(value: Any, like: Place) -> Place:
 class _MicrobatchRun:
     """One micro-batch on its way through the stages, its autograd graph cut at each boundary.
 
-    Of a value that crossed, the producer's side keeps the edge where its gradient enters
-    (``_edges``), the consumer's side a node that hands the gradient over as soon as it is there.
-    Neither keeps the value itself alive.
+    Of the values that crossed, the producer's side keeps a root where their gradients enter, the
+    consumer's side a node each that hands the gradient over as soon as it is there. Neither keeps
+    the value itself alive.
     """
 
     def __init__(
@@ -157,7 +156,7 @@ class _MicrobatchRun:
         self._values: dict[str, Any] = dict(named)
         self._homes = {name: Place("caller", leaf.device) for name, leaf in named.items()}
         self._graph_inputs = {name: leaf for name, leaf in named.items() if leaf.requires_grad}
-        self._edges: dict[int, dict[str, list[GradientEdge]]] = {}  # stage -> value -> its tensors'
+        self._roots: dict[int, torch.Tensor] = {}  # stage -> where its backward starts
         self._grads: dict[tuple[str, int], torch.Tensor] = {}  # (value, which tensor of it) -> sum
 
     def forward(
@@ -185,10 +184,18 @@ class _MicrobatchRun:
             with on(place):
                 self.loss = loss_of(self.index, result)
         else:
-            self._edges[stage_index] = {
-                name: [get_gradient_edge(t) for t in _differentiable(value)]
+            crossing = [
+                ((name, position), tensor)
                 for name, value in zip(stage.outputs, outputs, strict=True)
-            }
+                for position, tensor in enumerate(_differentiable(value))
+            ]
+            if crossing:
+                keys = [key for key, _ in crossing]
+                with on(place):
+                    self._roots[stage_index] = gather_root(
+                        [tensor for _, tensor in crossing],
+                        lambda: [self._grads.pop(key, None) for key in keys],
+                    )
 
     def _receive(self, name: str, place: Place) -> Any:
         """The value on ``place``, its gradient sent home when it comes."""
@@ -212,22 +219,14 @@ class _MicrobatchRun:
             self._grads[key] = self._grads[key] + grad if key in self._grads else grad
 
     def backward(self, stage_index: int) -> None:
-        roots: list[torch.Tensor | GradientEdge] = []
-        grads: list[torch.Tensor | None] = []
+        """Run the stage's backward from the gradients that its readers sent home."""
+        root = self._roots.pop(stage_index, None)
         if stage_index == len(self.replica.staged.stages) - 1:
             assert self.loss is not None
-            loss, self.loss = self.loss, self.loss.detach()
-            if loss.requires_grad:
-                roots, grads = [loss], [None]
-        for name, edges in self._edges.pop(stage_index, {}).items():
-            for position, edge in enumerate(edges):
-                grad = self._grads.pop((name, position), None)
-                if grad is not None:
-                    roots.append(edge)
-                    grads.append(grad)
-        if roots:
+            root, self.loss = self.loss, self.loss.detach()
+        if root is not None and root.requires_grad:
             with on(self.replica.places[stage_index]):
-                torch.autograd.backward(roots, grads)  # type: ignore[arg-type]
+                root.backward()
 
     def backward_inputs(self) -> None:
         """Hand the gradients of the caller's own inputs on to the caller's graph."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -83,6 +83,38 @@ def receive(
     with on(target):
         anchor = torch.zeros((), requires_grad=True)
     return _Receive.apply(anchor, tensor.detach(), source, target, deliver)  # type: ignore[no-any-return]
+
+
+class _Gather(torch.autograd.Function):
+    """A scalar root over several tensors; in backward their gradients are what ``collect`` gives.
+
+    Given to ``torch.autograd.backward`` directly, the gradients would be held to the end of it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        collect: Callable[[], Sequence[torch.Tensor | None]],
+        *tensors: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.collect = collect
+        ctx.set_materialize_grads(False)
+        return tensors[0].new_zeros(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, *ctx.collect()
+
+
+def gather_root(
+    tensors: Sequence[torch.Tensor], collect: Callable[[], Sequence[torch.Tensor | None]]
+) -> torch.Tensor:
+    """A scalar whose backward starts that of ``tensors`` with the gradients from ``collect()``.
+
+    It keeps none of the tensors alive, only their graph.
+    """
+    return _Gather.apply(collect, *tensors)  # type: ignore[no-any-return]
 
 
 class _Mirror(torch.autograd.Function):

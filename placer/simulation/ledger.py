@@ -9,7 +9,7 @@ on real ones alike.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,50 +20,61 @@ from torch.utils._pytree import tree_leaves
 
 from placer.errors import DeviceError
 from placer.runtime.place import Place, current_place
+from placer.simulation.attribution import Where
 
 HOST = "caller"  # where the caller's own tensors are; not a device of the plan
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveTensor:
+    """One storage: where it is, its bytes, and what it was made for."""
+
     place: str
     nbytes: int
-    kind: str
+    kind: str  # "parameter", "buffer", "input", or the phase that made it
+    name: str  # of the parameter or buffer, else of the node
+    layer: str
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """A device's peak: its bytes, what was going on, and the live bytes by kind."""
+    """A device's peak: its bytes, where the step was, and how far the log had come."""
 
     nbytes: int = 0
-    phase: str = ""
+    where: Where = Where()
     operation: str = ""
+    entries: int = 0
 
 
 class Ledger(TorchDispatchMode):
-    """Counts while entered; ``phase`` (forward, backward, optimizer) labels the peaks found."""
+    """Counts while entered; ``where`` tells, when asked, which part of the model is running."""
 
-    def __init__(self) -> None:
+    def __init__(self, where: Callable[[], Where] = Where) -> None:
         super().__init__()
-        self.phase = ""
         self.live: dict[str, int] = {}
         self.peaks: dict[str, Moment] = {}
-        self._entries: dict[int, tuple[weakref.ref[Any], _Entry]] = {}
+        self._where = where
+        self._here = Where()
+        self._tensors: list[LiveTensor] = []
+        self._log: list[int] = []  # i: tensor i came; ~i: it went
+        self._known: dict[int, tuple[weakref.ref[Any], int]] = {}  # id of storage -> tensor
         self._latest = HOST
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        self._here = self._where()
         result = func(*args, **kwargs)
         fresh = [
             leaf
             for leaf in tree_leaves(result)
-            if isinstance(leaf, Tensor) and id(leaf.untyped_storage()) not in self._entries
+            if isinstance(leaf, Tensor) and id(leaf.untyped_storage()) not in self._known
         ]
         place = self._place_of(func, tree_leaves((args, kwargs)))
         for leaf in fresh:
-            self.add(leaf, place, str(func))
+            self.add(leaf, place, operation=str(func))
         self._latest = place
         return result
 
@@ -87,30 +98,60 @@ class Ledger(TorchDispatchMode):
             return next(iter(found))
         return here.name if here is not None else self._latest
 
-    def _entry(self, tensor: Tensor) -> _Entry | None:
-        known = self._entries.get(id(tensor.untyped_storage()))
-        return known[1] if known is not None else None
+    def _entry(self, tensor: Tensor) -> LiveTensor | None:
+        known = self._known.get(id(tensor.untyped_storage()))
+        return self._tensors[known[1]] if known is not None else None
 
-    def add(self, tensor: Tensor, place: str | Place, operation: str = "") -> None:
+    def add(
+        self,
+        tensor: Tensor,
+        place: str | Place,
+        *,
+        kind: str = "",
+        name: str = "",
+        operation: str = "",
+    ) -> None:
         """Count the tensor's storage on ``place`` from now until it is freed."""
-        name = place.name if isinstance(place, Place) else place
+        device = place.name if isinstance(place, Place) else place
         storage = tensor.untyped_storage()
         key = id(storage)
-        if key in self._entries:
+        if key in self._known:
             return
-        entry = _Entry(name, storage.nbytes(), self.phase)
+        index = len(self._tensors)
+        nbytes = storage.nbytes()
+        made = LiveTensor(
+            place=device,
+            nbytes=nbytes,
+            kind=kind or self._here.phase,
+            name=name or self._here.node or operation,
+            layer=name.rpartition(".")[0] if name else self._here.layer,
+            shape=tuple(tensor.shape),
+        )
+        self._tensors.append(made)
+        self._log.append(index)
 
         def gone(_: Any) -> None:
-            del self._entries[key]
-            self.live[name] -= entry.nbytes
+            del self._known[key]
+            self._log.append(~index)
+            self.live[device] -= nbytes
 
-        self._entries[key] = (weakref.ref(storage, gone), entry)
-        self.live[name] = self.live.get(name, 0) + entry.nbytes
-        if self.live[name] > self.peaks.get(name, Moment()).nbytes:
-            self.peaks[name] = Moment(
-                nbytes=self.live[name], phase=self.phase, operation=operation
+        self._known[key] = (weakref.ref(storage, gone), index)
+        self.live[device] = self.live.get(device, 0) + nbytes
+        if self.live[device] > self.peaks.get(device, Moment()).nbytes:
+            self.peaks[device] = Moment(
+                nbytes=self.live[device],
+                where=self._here,
+                operation=operation,
+                entries=len(self._log),
             )
 
-    def reset_peaks(self) -> None:
-        """Start new peaks from what is live now."""
-        self.peaks = {name: Moment(nbytes=n, phase=self.phase) for name, n in self.live.items()}
+    def live_at(self, device: str, moment: Moment) -> list[LiveTensor]:
+        """All that was live on ``device`` at ``moment``, the largest first."""
+        alive: dict[int, None] = {}
+        for entry in self._log[: moment.entries]:
+            if entry >= 0:
+                alive[entry] = None
+            else:
+                alive.pop(~entry, None)
+        found = [self._tensors[i] for i in alive if self._tensors[i].place == device]
+        return sorted(found, key=lambda tensor: -tensor.nbytes)

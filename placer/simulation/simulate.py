@@ -2,54 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from placer.capture import Capture, FakeWorld
 from placer.cost import stand_in_loss
-from placer.emit import emit_stages, materialize
+from placer.emit import StagedModel, emit_stages, materialize
 from placer.plan.types import Plan
 from placer.runtime.module import PlacedModule
 from placer.runtime.place import Place
-from placer.simulation.ledger import HOST, Ledger
+from placer.simulation.attribution import Attribution, Where
+from placer.simulation.ledger import HOST, Ledger, Moment
+from placer.simulation.optimizers import make_optimizer
+from placer.simulation.types import DeviceSimulation, SimulationReport
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceSimulation:
-    """One device's simulated peak beside the plan's prediction, in bytes, and when it is reached."""
-
-    device: str
-    peak: int
-    predicted: int
-    phase: str
-    operation: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulationReport:
-    """Per device the peak of a step; ``step_ok`` says that the step ran to its end."""
-
-    devices: tuple[DeviceSimulation, ...]
-    step_ok: bool
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "devices": {
-                d.device: {
-                    "peak": d.peak,
-                    "predicted": d.predicted,
-                    "phase": d.phase,
-                    "operation": d.operation,
-                }
-                for d in self.devices
-            },
-            "step_ok": self.step_ok,
-        }
+_LARGEST_SHOWN = 10
 
 
 def simulate_plan(
@@ -74,84 +45,75 @@ def simulate_plan(
         [Place(stage.devices[r], cpu) for stage in plan.stages] for r in range(plan.replicas)
     ]
     staged = emit_stages(capture, [stage.nodes for stage in plan.stages])
-    ledger = Ledger()
+    step = _StepWatch(Attribution(staged.stages, capture.layer_of))
+    ledger = Ledger(step.where)
     with world.mode:
-        names = {name: cpu for name in staged.state_stage}
-        model = materialize(fake_model, names)
+        model = materialize(fake_model, dict.fromkeys(staged.state_stage, cpu))
         placed = PlacedModule(model, plan=plan, staged=staged, places=rows)
-        for name, tensor in (
-            *placed.named_parameters(remove_duplicate=False),
-            *placed.named_buffers(remove_duplicate=False),
-        ):
-            ledger.add(tensor, rows[0][staged.state_stage[name]])
+        _count_state(ledger, placed, staged, rows[0])
         for leaf in leaves:
-            ledger.add(leaf, HOST)
+            ledger.add(leaf, HOST, kind="input")
         with ledger:
             if plan.training:
-                _train(placed, leaves, ledger, plan, loss_fn)
+                _train(placed, leaves, step, plan, loss_fn)
             else:
-                ledger.phase = "forward"
                 with torch.no_grad():
                     placed.run_leaves(leaves)
-    predicted = {device.device: device.peak for device in plan.devices}
     return SimulationReport(
-        devices=tuple(
-            DeviceSimulation(
-                device=name,
-                peak=ledger.peaks[name].nbytes if name in ledger.peaks else 0,
-                predicted=predicted[name],
-                phase=ledger.peaks[name].phase if name in ledger.peaks else "",
-                operation=ledger.peaks[name].operation if name in ledger.peaks else "",
-            )
-            for name in predicted
-        ),
+        devices=tuple(_device(ledger, device.device, device.peak) for device in plan.devices),
         step_ok=True,
     )
+
+
+class _StepWatch:
+    """Where the step is: in the optimizer, or at a node of the model."""
+
+    def __init__(self, attribution: Attribution) -> None:
+        self._attribution = attribution
+        self.in_optimizer = False
+
+    def where(self) -> Where:
+        return Where(phase="optimizer") if self.in_optimizer else self._attribution.where()
+
+
+def _count_state(
+    ledger: Ledger, placed: PlacedModule, staged: StagedModel, homes: Sequence[Place]
+) -> None:
+    for kind, named in (
+        ("parameter", placed.named_parameters(remove_duplicate=False)),
+        ("buffer", placed.named_buffers(remove_duplicate=False)),
+    ):
+        for name, tensor in named:
+            ledger.add(tensor, homes[staged.state_stage[name]], kind=kind, name=name)
 
 
 def _train(
     placed: PlacedModule,
     leaves: list[Tensor],
-    ledger: Ledger,
+    step: _StepWatch,
     plan: Plan,
     loss_fn: Callable[[Any], Tensor] | None,
 ) -> None:
     trained = [p for p in placed.parameters() if p.requires_grad]
-    optimizer = _optimizer(plan.optimizer, trained)
+    optimizer = make_optimizer(plan.optimizer, trained)
     loss_of = loss_fn or (lambda output: stand_in_loss(tree_leaves(output)))
     for _ in range(2):
-        ledger.phase = "forward and backward"
         placed.step_leaves(leaves, loss_fn=loss_of)
-        ledger.phase = "optimizer"
+        step.in_optimizer = True
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        step.in_optimizer = False
 
 
-class _SizedState(torch.optim.Optimizer):
-    """An optimizer that only holds state: so many bytes for every parameter."""
-
-    def __init__(self, parameters: list[nn.Parameter], bytes_per_parameter: int) -> None:
-        super().__init__(parameters, {"bytes_per_parameter": bytes_per_parameter})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None and not self.state[p]:
-                    size = p.numel() * group["bytes_per_parameter"]
-                    self.state[p]["held"] = p.new_empty(size, dtype=torch.uint8)
-
-
-def _optimizer(
-    wanted: str | Mapping[str, int], parameters: list[nn.Parameter]
-) -> torch.optim.Optimizer:
-    if not parameters:
-        return torch.optim.SGD([torch.zeros(0, requires_grad=True)])
-    if not isinstance(wanted, str):
-        return _SizedState(parameters, wanted["bytes_per_parameter"])
-    if wanted == "adam":
-        return torch.optim.Adam(parameters, foreach=False)
-    if wanted == "adamw":
-        return torch.optim.AdamW(parameters, foreach=False)
-    momentum = 0.9 if wanted == "sgd_momentum" else 0.0
-    return torch.optim.SGD(parameters, lr=1e-3, momentum=momentum, foreach=False)
+def _device(ledger: Ledger, device: str, predicted: int) -> DeviceSimulation:
+    moment = ledger.peaks.get(device, Moment())
+    return DeviceSimulation(
+        device=device,
+        peak=moment.nbytes,
+        predicted=predicted,
+        phase=moment.where.phase,
+        node=moment.where.node,
+        layer=moment.where.layer,
+        operation=moment.operation,
+        largest=tuple(ledger.live_at(device, moment)[:_LARGEST_SHOWN]),
+    )

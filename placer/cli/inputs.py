@@ -1,0 +1,92 @@
+"""Example inputs from the command line: ``[name=]SHAPE[:DTYPE]``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from placer.errors import PlacerError, nearest
+
+_DTYPES = {
+    name: getattr(torch, name)
+    for name in (
+        "float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8",
+        "bool", "complex64",
+    )
+}  # fmt: skip
+_OTHER_NAMES = {
+    "float": "float32", "double": "float64", "half": "float16", "long": "int64", "int": "int32",
+    "fp32": "float32", "fp64": "float64", "fp16": "float16", "bf16": "bfloat16",
+}  # fmt: skip
+_INPUT = re.compile(
+    r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<shape>[^:=]*)(?::(?P<dtype>[^:<]*)(?:<(?P<below>[^<]*))?)?"
+)
+_FORM = "write [name=]SHAPE[:DTYPE], such as 1x1x128x128x128, 16x64:int64<50257 or mask=4x16:bool"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputSpec:
+    """One tensor that forward takes: ``name`` None is positional; integers are below ``below``."""
+
+    name: str | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    below: int
+
+    def on_meta(self) -> Tensor:
+        """The input without data."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+    def random(self) -> Tensor:
+        """The input with random data: normal, or whole numbers from 0 up to ``below``."""
+        if self.dtype.is_floating_point or self.dtype.is_complex:
+            return torch.randn(self.shape, dtype=self.dtype)
+        return torch.randint(self.below, self.shape).to(self.dtype)
+
+
+def parse_input(text: str) -> InputSpec:
+    """The input that ``text`` describes. Raises ``PlacerError``.
+
+    >>> parse_input("mask=4x16:bool").shape
+    (4, 16)
+    >>> parse_input("scalar").shape
+    ()
+    """
+    where = f"--input {text}"
+    match = _INPUT.fullmatch(text.strip())
+    if match is None:
+        raise PlacerError(where, "is not an input", _FORM)
+    sizes = [] if match["shape"] == "scalar" else match["shape"].split("x")
+    if not all(size.isdigit() for size in sizes):
+        raise PlacerError(where, f"{match['shape']!r} is not a shape", _FORM)
+    given = (match["dtype"] or "float32").removeprefix("torch.").lower()
+    dtype = _DTYPES.get(_OTHER_NAMES.get(given, given))
+    if dtype is None:
+        near = nearest(given, [*_DTYPES, *_OTHER_NAMES])
+        hint = f"did you mean {near!r}? " if near else ""
+        raise PlacerError(where, f"no dtype {given!r}", f"{hint}dtypes: {', '.join(_DTYPES)}")
+    below = match["below"] or "2"
+    if not below.isdigit() or int(below) < 1:
+        raise PlacerError(where, f"{below!r} is not a bound above 0", _FORM)
+    return InputSpec(
+        name=match["name"],
+        shape=tuple(int(size) for size in sizes),
+        dtype=dtype,
+        below=int(below),
+    )
+
+
+def parse_inputs(texts: Sequence[str]) -> tuple[InputSpec, ...]:
+    """All inputs; positional ones keep their order. Raises ``PlacerError`` for a name given twice."""
+    inputs = tuple(parse_input(text) for text in texts)
+    names = [item.name for item in inputs if item.name is not None]
+    for name in names:
+        if names.count(name) > 1:
+            raise PlacerError("--input", f"{name!r} is given twice", "keep one")
+    if not inputs:
+        raise PlacerError("--input", "an example input is needed to see what forward does", _FORM)
+    return inputs

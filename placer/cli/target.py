@@ -1,0 +1,208 @@
+"""MODEL on the command line: find the callable, build the module."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from placer.errors import PlacerError, nearest
+
+_HERE = Path(__file__).parent.parent
+_TORCH = Path(torch.__file__).parent
+
+
+class ModelError(PlacerError):
+    """MODEL cannot be found, or the user's own code raised an exception."""
+
+
+def build_model(target: str, arguments: Mapping[str, Any], *, allocate: bool) -> nn.Module:
+    """The module that ``target`` (``package.module:callable`` or ``file.py:callable``) makes.
+
+    Without ``allocate`` it is built on ``meta``; where its constructor cannot do that (it reads
+    values of its tensors, say) it is built with memory after all. Raises ``ModelError``.
+    """
+    make = find_callable(target)
+    if isinstance(make, nn.Module):
+        if arguments:
+            raise ModelError(target, "is a module already, so it takes no --model-arg", "leave it")
+        return make
+    _check_arguments(target, make, arguments)
+    if not allocate:
+        try:
+            with torch.device("meta"):
+                return _module(target, make(**arguments))
+        except ModelError:
+            raise
+        except Exception:  # the user's code may raise anything; the real run below tells
+            pass
+    try:
+        return _module(target, make(**arguments))
+    except ModelError:
+        raise
+    except Exception as error:
+        raise user_failure(target, "the model's constructor", error) from error
+
+
+def find_callable(target: str) -> Callable[..., Any]:
+    """What ``target`` names. Raises ``ModelError`` with the nearest name."""
+    place, colon, name = target.rpartition(":")
+    if not colon or not place or not name:
+        module = target.removesuffix(":") if colon else target
+        raise ModelError(
+            target,
+            "names no callable",
+            f"write package.module:callable or path/file.py:callable{_offer(module)}",
+        )
+    module = _load(place, target)
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            near = nearest(part, _callables(found))
+            known = ", ".join(_callables(found)[:8])
+            hint = f"did you mean {place}:{near}?" if near else f"it has {known or 'none'}"
+            raise ModelError(target, f"{place} has no callable {part!r}", hint)
+        found = getattr(found, part)
+    if not callable(found):
+        raise ModelError(target, f"{name!r} is a {type(found).__name__}, not a callable", "")
+    wanted: Callable[..., Any] = found
+    return wanted
+
+
+def user_failure(target: str, doing: str, error: BaseException) -> ModelError:
+    """The exception that the user's code raised, with their file and line."""
+    location = user_location(error)
+    text = str(error).strip() or "no message"
+    return ModelError(
+        location or target, f"{doing} raised {type(error).__name__}: {text}", f"({target})"
+    )
+
+
+def user_location(error: BaseException) -> str:
+    """``file.py:line`` of the innermost frame outside torch and placer, or ``""``."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if not (frame.filename.startswith("<") or _TORCH in path.parents or _HERE in path.parents):
+            return f"{frame.filename}:{frame.lineno}"
+    return ""
+
+
+def _module(target: str, made: Any) -> nn.Module:
+    if not isinstance(made, nn.Module):
+        raise ModelError(
+            target,
+            f"returned a {type(made).__name__}, not a torch.nn.Module",
+            "name a class or a function that makes the model",
+        )
+    return made
+
+
+def _check_arguments(target: str, make: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    try:
+        signature = inspect.signature(make)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        unknown = [key for key in arguments if key not in signature.parameters]
+        near = nearest(unknown[0], signature.parameters) if unknown else None
+        hint = f"did you mean {near!r}? " if near else ""
+        raise ModelError(
+            target, f"--model-arg does not go with it: {error}", f"{hint}it takes {signature}"
+        ) from None
+
+
+def _load(place: str, target: str) -> ModuleType:
+    looks_like_file = place.endswith(".py") or "/" in place
+    return _load_file(Path(place), target) if looks_like_file else _import(place, target)
+
+
+def _load_file(path: Path, target: str) -> ModuleType:
+    if not path.is_file():
+        folder = path.parent
+        beside = [p.name for p in folder.glob("*.py")] if folder.is_dir() else []
+        near = nearest(path.name, beside)
+        hint = f"did you mean {folder / near}?" if near else "check the path"
+        raise ModelError(target, f"no such file: {path}", hint)
+    path = path.resolve()
+    name = path.stem if path.stem.isidentifier() and path.stem not in sys.modules else ""
+    name = name or f"_placer_target_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ModelError(target, f"{path.name} is not a Python file", "name a .py file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # pickling and dataclasses look it up there
+    _prefer(str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise _import_failure(target, path.name, error) from error
+    return module
+
+
+def _import(name: str, target: str) -> ModuleType:
+    _prefer(str(Path.cwd()))
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if missing != name and not name.startswith(missing + "."):
+            raise _import_failure(target, name, error) from error
+        hint = _nearest_module(missing)
+        raise ModelError(target, f"no module named {missing!r}", hint) from None
+    except Exception as error:
+        raise _import_failure(target, name, error) from error
+
+
+def _import_failure(target: str, name: str, error: Exception) -> ModelError:
+    if isinstance(error, SyntaxError):
+        where = f"{error.filename}:{error.lineno}"
+        return ModelError(where, f"is not Python: {error.msg}", f"({target})")
+    return user_failure(target, f"importing {name}", error)
+
+
+def _nearest_module(missing: str) -> str:
+    """The module that was meant, among the neighbours of ``missing``."""
+    parent, _, last = missing.rpartition(".")
+    try:
+        paths = importlib.import_module(parent).__path__ if parent else [str(Path.cwd())]
+    except (ImportError, AttributeError):
+        return "check the name"
+    near = nearest(last, [module.name for module in pkgutil.iter_modules(paths)])
+    if near:
+        return f"did you mean {f'{parent}.{near}' if parent else near!r}?"
+    return "check the name, and that it is installed"
+
+
+def _callables(place: Any) -> list[str]:
+    """Names of what ``place`` defines that could make a model."""
+    name = getattr(place, "__name__", "")
+    public = [(key, value) for key, value in vars(place).items() if not key.startswith("_")]
+    own = [k for k, v in public if callable(v) and getattr(v, "__module__", "") == name]
+    return own or [key for key, value in public if callable(value)]
+
+
+def _offer(place: str) -> str:
+    """Targets in the module that was named without a callable, as a hint."""
+    try:
+        names = _callables(_load(place, place))
+    except ModelError:
+        return ""
+    return f"; for example {place}:{names[-1]}" if names else ""
+
+
+def _prefer(folder: str) -> None:
+    if folder not in sys.path:
+        sys.path.insert(0, folder)

@@ -1,0 +1,78 @@
+"""Which node of the model is running: from the line of the generated stage code, or its backward."""
+
+from __future__ import annotations
+
+import bisect
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import CodeType
+
+from placer._torch import next_sequence_number, running_sequence_number
+from placer.emit import StageCode
+
+_ASSIGNMENT = re.compile(r"\s+(\w+)\s*(?::[^=]*)?=")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Where:
+    """A point in a step: the phase, and the node and layer that run ("" between stages)."""
+
+    phase: str = ""  # "forward", "backward", "optimizer"
+    node: str = ""
+    layer: str = ""
+
+
+class Attribution:
+    """Tells where the running operation belongs; ask it from a dispatch mode, in forward and backward.
+
+    Forward: the innermost frame that runs a stage's generated code, and its line. Backward: autograd
+    numbers its nodes as they are made, so the number of the one that runs now leads back to the
+    operation of the forward that made it.
+    """
+
+    def __init__(self, stages: Iterable[StageCode], layer_of: Mapping[str, str]) -> None:
+        self._lines = {stage.forward.__code__: _node_lines(stage) for stage in stages}
+        self._layer_of = layer_of
+        self._numbers: list[int] = []
+        self._nodes: list[str] = []
+
+    def where(self) -> Where:
+        number = running_sequence_number()
+        if number is not None:
+            index = bisect.bisect_right(self._numbers, number) - 1
+            return self._at("backward", self._nodes[index] if index >= 0 else "")
+        node = self._forward_node()
+        # Autograd makes an operation's node before the operation is dispatched.
+        made = next_sequence_number() - 1
+        if not self._numbers or made > self._numbers[-1]:
+            self._numbers.append(made)
+            self._nodes.append(node)
+        return self._at("forward", node)
+
+    def _at(self, phase: str, node: str) -> Where:
+        return Where(phase=phase, node=node, layer=self._layer_of.get(node, ""))
+
+    def _forward_node(self) -> str:
+        frame = sys._getframe(2)
+        while frame is not None:
+            lines = self._lines.get(frame.f_code)
+            if lines is not None:
+                return lines.get(frame.f_lineno, "")
+            frame = frame.f_back  # type: ignore[assignment]
+        return ""
+
+
+def _node_lines(stage: StageCode) -> dict[int, str]:
+    """Line of the stage's code -> the node that the line computes."""
+    code: CodeType = stage.forward.__code__
+    lines = stage.source.split("\n")
+    start = next(i for i, line in enumerate(lines) if line.startswith("def forward("))
+    first = code.co_firstlineno
+    found: dict[int, str] = {}
+    for offset, line in enumerate(lines[start + 1 :], 1):
+        match = _ASSIGNMENT.match(line)
+        if match:
+            found[first + offset] = match[1]
+    return found

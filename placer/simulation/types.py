@@ -1,0 +1,61 @@
+"""What a dry run found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from placer.simulation.ledger import LiveTensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSimulation:
+    """One device's simulated peak beside the plan's prediction, in bytes, and the peak's moment.
+
+    ``phase`` is forward, backward or optimizer; ``node`` and ``layer`` what ran then, "" between
+    the model's nodes; ``largest`` the ten largest tensors that were live, by layer.
+    """
+
+    device: str
+    peak: int
+    predicted: int
+    phase: str
+    node: str
+    layer: str
+    operation: str
+    largest: tuple[LiveTensor, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationReport:
+    """Per device the peak of a step; ``step_ok`` says that the step ran to its end."""
+
+    devices: tuple[DeviceSimulation, ...]
+    step_ok: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON values; bytes are integers."""
+        return {
+            "devices": {
+                d.device: {
+                    "peak": d.peak,
+                    "predicted": d.predicted,
+                    "phase": d.phase,
+                    "node": d.node,
+                    "layer": d.layer,
+                    "operation": d.operation,
+                    "largest": [
+                        {
+                            "bytes": t.nbytes,
+                            "kind": t.kind,
+                            "name": t.name,
+                            "layer": t.layer,
+                            "shape": list(t.shape),
+                        }
+                        for t in d.largest
+                    ],
+                }
+                for d in self.devices
+            },
+            "step_ok": self.step_ok,
+        }
