@@ -81,7 +81,7 @@ def parse_input(text: str) -> InputSpec:
 
 
 def parse_inputs(texts: Sequence[str]) -> tuple[InputSpec, ...]:
-    """All inputs; positional ones keep their order. Raises ``PlacerError`` for a name given twice."""
+    """All inputs, in order. Raises ``PlacerError``, also for none and for a name given twice."""
     inputs = tuple(parse_input(text) for text in texts)
     names = [item.name for item in inputs if item.name is not None]
     for name in names:

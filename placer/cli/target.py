@@ -58,11 +58,11 @@ def find_callable(target: str) -> Callable[..., Any]:
     """What ``target`` names. Raises ``ModelError`` with the nearest name."""
     place, colon, name = target.rpartition(":")
     if not colon or not place or not name:
-        module = target.removesuffix(":") if colon else target
+        named = target.removesuffix(":") if colon else target
         raise ModelError(
             target,
             "names no callable",
-            f"write package.module:callable or path/file.py:callable{_offer(module)}",
+            f"write package.module:callable or path/file.py:callable{_offer(named)}",
         )
     module = _load(place, target)
     found: Any = module

@@ -1,0 +1,61 @@
+"""``placer plan``: what a spec comes to for a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from placer.cli.options import AsJson, Evaluation, Inputs, Keywords, Model, ModelArguments, Spec
+from placer.cli.output import people, print_json
+
+Output = Annotated[
+    Path | None, typer.Option("--output", "-o", metavar="PLAN", help="Save the plan here (JSON).")
+]
+Page = Annotated[
+    Path | None, typer.Option("--html", metavar="PAGE", help="Write the plan as a page here.")
+]
+
+
+def plan(
+    model: Model,
+    spec: Spec,
+    inputs: Inputs,
+    keywords: Keywords,
+    model_arguments: ModelArguments,
+    evaluation: Evaluation = False,
+    output: Output = None,
+    html: Page = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show on which device everything goes and what it costs; nothing is allocated."""
+    from placer.cli.fit import report_misfit
+    from placer.cli.subject import load_subject
+    from placer.plan.build import build_plan
+    from placer.plan.store import plan_to_json, save_plan
+    from placer.report import plan_table, write_html
+    from placer.spec import load_spec
+
+    wanted = load_spec(spec)
+    console = people(as_json=as_json)
+    subject = load_subject(
+        model,
+        model_arguments=model_arguments,
+        inputs=inputs,
+        keywords=keywords,
+        evaluation=evaluation,
+    )
+    capture, leaves = subject.capture()
+    made = build_plan(capture, wanted, leaves)
+    console.print(plan_table(made))
+    if output is not None:
+        save_plan(made, output)
+        console.print(f"plan written to {output}")
+    if html is not None:
+        write_html(made, html)
+        console.print(f"page written to {html}")
+    if as_json:
+        print_json(plan_to_json(made))
+    if not made.fits:
+        report_misfit(console, capture, wanted, leaves)

@@ -1,0 +1,41 @@
+"""``placer report``: a saved plan as a page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from placer.cli.output import people
+
+Saved = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan saved by 'plan -o' (JSON).")]
+Output = Annotated[Path, typer.Option("--output", "-o", metavar="PAGE", help="The HTML file.")]
+Simulation = Annotated[
+    Path | None,
+    typer.Option(
+        "--simulation",
+        metavar="FILE",
+        help="What 'simulate --json' printed: its peaks are shown beside the predicted ones.",
+    ),
+]
+
+
+def report(
+    plan: Saved, output: Output = Path("report.html"), simulation: Simulation = None
+) -> None:
+    """Write a saved plan as one self-contained HTML page."""
+    from placer.cli.sources import load_json
+    from placer.errors import PlacerError
+    from placer.plan.store import load_plan
+    from placer.report import write_html
+
+    saved = load_plan(plan)
+    simulated = None if simulation is None else load_json(simulation)
+    try:
+        write_html(saved, output, simulation=simulated)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise PlacerError(
+            str(simulation), "does not hold simulated peaks", "give what 'simulate --json' printed"
+        ) from None
+    people(as_json=False).print(f"page written to {output}")

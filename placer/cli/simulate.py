@@ -1,0 +1,111 @@
+"""``placer simulate``: a dry run of the placed model on simulated devices."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from placer.cli.options import (
+    AsJson,
+    Evaluation,
+    Inputs,
+    Keywords,
+    Model,
+    ModelArguments,
+    SpecOrPlan,
+)
+from placer.cli.output import people, print_json
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from placer.plan.types import Plan
+    from placer.simulation import SimulationReport
+
+
+def simulate(
+    model: Model,
+    spec: SpecOrPlan,
+    inputs: Inputs,
+    keywords: Keywords,
+    model_arguments: ModelArguments,
+    evaluation: Evaluation = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run a training step on simulated devices and show the peak of each; nothing is allocated."""
+    from placer.cli.main import EXIT_NO_FIT
+    from placer.cli.sources import load_spec_or_plan
+    from placer.cli.subject import load_subject
+    from placer.plan.build import build_plan
+    from placer.plan.check import check_fingerprint
+    from placer.plan.types import Plan
+    from placer.simulation import simulate_plan
+
+    wanted = load_spec_or_plan(spec)
+    console = people(as_json=as_json)
+    subject = load_subject(
+        model,
+        model_arguments=model_arguments,
+        inputs=inputs,
+        keywords=keywords,
+        evaluation=evaluation,
+    )
+    capture, leaves = subject.capture()
+    plan = wanted if isinstance(wanted, Plan) else build_plan(capture, wanted, leaves)
+    check_fingerprint(plan, capture)
+    report = simulate_plan(capture, plan, leaves)
+    console.print(_table(plan, report))
+    over = _overflows(plan, report)
+    for line in over:
+        console.print(line, style="bold red")
+    if not over:
+        console.print("fits on every device", style="bold green")
+    if as_json:
+        print_json(report.to_json())
+    if over:
+        raise typer.Exit(EXIT_NO_FIT)
+
+
+def _table(plan: Plan, report: SimulationReport) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    from placer.units import format_bytes
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column("device")
+    for header in ("simulated", "predicted", "difference", "budget"):
+        table.add_column(header, justify="right")
+    table.add_column("peak is in")
+    budgets = {device.device: device.budget for device in plan.devices}
+    for device in report.devices:
+        budget = budgets[device.device]
+        error = (device.predicted - device.peak) / device.peak if device.peak else 0.0
+        table.add_row(
+            device.device,
+            format_bytes(device.peak),
+            format_bytes(device.predicted),
+            f"{error:+.1%}",
+            "no limit" if budget is None else format_bytes(budget),
+            ", ".join(part for part in (device.phase, device.operation) if part),
+        )
+    return table
+
+
+def _overflows(plan: Plan, report: SimulationReport) -> list[str]:
+    """One line per device whose simulated peak and reserve exceed its budget."""
+    from placer.units import format_bytes
+
+    lines = []
+    limits = {device.device: device for device in plan.devices}
+    for device in report.devices:
+        limit = limits[device.device]
+        if limit.budget is None or device.peak + limit.reserve <= limit.budget:
+            continue
+        over = device.peak + limit.reserve - limit.budget
+        lines.append(
+            f"does not fit: {device.device} is {format_bytes(over)} over ({format_bytes(device.peak)}"
+            f" simulated + {format_bytes(limit.reserve)} reserve > {format_bytes(limit.budget)})"
+        )
+    return lines

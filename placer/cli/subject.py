@@ -1,0 +1,66 @@
+"""The model of a command with its example inputs, built and captured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from placer.capture import Capture, capture_model, flatten_call
+from placer.cli.inputs import parse_inputs
+from placer.cli.target import build_model
+from placer.cli.values import parse_values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A model and one call of it."""
+
+    target: str
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def capture(self) -> tuple[Capture, list[Tensor]]:
+        """The captured model, and the tensors of the call as the capture has them."""
+        capture = capture_model(self.model, self.args, self.kwargs)
+        return capture, flatten_call(capture.call, self.args, dict(self.kwargs))
+
+
+def load_subject(
+    target: str,
+    *,
+    model_arguments: Sequence[str],
+    inputs: Sequence[str],
+    keywords: Sequence[str],
+    evaluation: bool,
+    allocate: bool = False,
+    double: bool = False,
+    seed: int = 0,
+) -> Subject:
+    """The model that ``target`` names and its inputs; on ``meta`` unless ``allocate``.
+
+    ``double`` makes all floating-point parameters, buffers and inputs float64.
+    Raises ``PlacerError`` for options that are not understood and for what the model's own code
+    raises.
+    """
+    wanted = parse_inputs(inputs)
+    kwargs = parse_values("--kwarg", keywords)
+    torch.manual_seed(seed)
+    model = build_model(target, parse_values("--model-arg", model_arguments), allocate=allocate)
+    model.train(not evaluation)
+    if double:
+        model.double()
+    args: list[Any] = []
+    for item in wanted:
+        tensor = item.random() if allocate else item.on_meta()
+        if double and tensor.is_floating_point():
+            tensor = tensor.double()
+        if item.name is None:
+            args.append(tensor)
+        else:
+            kwargs[item.name] = tensor
+    return Subject(target=target, model=model, args=tuple(args), kwargs=kwargs)

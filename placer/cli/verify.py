@@ -1,0 +1,196 @@
+"""``placer verify``: proof that the placed model computes what the plain one does."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from placer.cli.options import (
+    AsJson,
+    Evaluation,
+    Inputs,
+    Keywords,
+    Model,
+    ModelArguments,
+    SpecOrPlan,
+)
+from placer.cli.output import people, print_json
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from placer.cli.subject import Subject
+    from placer.plan.types import Plan
+    from placer.spec import PlacementSpec
+    from placer.verification import Comparison, Verification
+
+EXIT_DIFFERENT = 1
+_SHOWN = 10  # tensors that differ, listed for people
+
+Double = Annotated[
+    bool, typer.Option("--double", help="Model and inputs in float64: compared to 1e-10.")
+]
+RunOn = Annotated[
+    str | None,
+    typer.Option(
+        "--run-on",
+        metavar="DEVICE",
+        help="Run all stages on this device; by default the spec's, or the CPU where the machine "
+        "has none of their type.",
+    ),
+]
+Seed = Annotated[int, typer.Option("--seed", help="Of weights, inputs and dropout.")]
+Tolerance = Annotated[
+    float | None,
+    typer.Option("--tolerance", help="Relative; by default that of the parameters' dtype."),
+]
+
+
+def verify(
+    model: Model,
+    spec: SpecOrPlan,
+    inputs: Inputs,
+    keywords: Keywords,
+    model_arguments: ModelArguments,
+    evaluation: Evaluation = False,
+    double: Double = False,
+    run_on: RunOn = None,
+    seed: Seed = 0,
+    tolerance: Tolerance = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run one step placed and one plain, and compare every output, gradient and parameter.
+
+    Exit code 1 when they differ.
+    """
+    from placer.cli.sources import load_spec_or_plan
+    from placer.cli.subject import load_subject
+
+    wanted = load_spec_or_plan(spec)
+    console = people(as_json=as_json)
+    subject = load_subject(
+        model,
+        model_arguments=model_arguments,
+        inputs=inputs,
+        keywords=keywords,
+        evaluation=evaluation,
+        allocate=True,
+        double=double,
+        seed=seed,
+    )
+    result = _verify(subject, wanted, run_on=run_on, seed=seed, tolerance=tolerance)
+    console.print(_table(result))
+    console.print()
+    for line in _different(result):
+        console.print(line, markup=False)
+    style = "bold green" if result.ok else "bold red"
+    console.print(result.summary, style=style, markup=False)
+    if as_json:
+        print_json(to_json(result))
+    if not result.ok:
+        raise typer.Exit(EXIT_DIFFERENT)
+
+
+def to_json(result: Verification) -> dict[str, Any]:
+    """The verdict as JSON values; an error without bound (NaN, a missing tensor) is null."""
+
+    def values(c: Comparison) -> dict[str, Any]:
+        error = c.relative_error if math.isfinite(c.relative_error) else None
+        return {
+            "kind": c.kind,
+            "name": c.name,
+            "relative_error": error,
+            "tolerance": c.tolerance,
+            "ok": c.ok,
+        }
+
+    return {
+        "equal": result.ok,
+        "reference": result.reference,
+        "worst": values(result.worst),
+        "comparisons": [values(comparison) for comparison in result.comparisons],
+    }
+
+
+def _verify(
+    subject: Subject,
+    wanted: PlacementSpec | Plan,
+    *,
+    run_on: str | None,
+    seed: int,
+    tolerance: float | None,
+) -> Verification:
+    from placer.cli.target import user_failure, user_location
+    from placer.errors import PlacerError
+    from placer.verification import verify as compare
+
+    try:
+        return compare(
+            subject.model,
+            wanted,
+            subject.args,
+            subject.kwargs,
+            run_on=run_on or _stand_in(wanted),
+            seed=seed,
+            tolerance=tolerance,
+        )
+    except PlacerError:
+        raise
+    except Exception as error:  # the user's forward may raise anything
+        if not user_location(error):
+            raise
+        raise user_failure(subject.target, "running the model", error) from error
+
+
+def _stand_in(wanted: PlacementSpec | Plan) -> str | None:
+    """``"cpu"`` where this machine has no device of a type that is asked for."""
+    import torch
+
+    from placer.plan.types import Plan
+
+    if isinstance(wanted, Plan):
+        names = [name for stage in wanted.stages for name in stage.devices]
+    else:
+        names = [device.name for device in wanted.devices]
+    for kind in sorted({name.partition(":")[0] for name in names} - {"cpu"}):
+        module = getattr(torch, kind, None)
+        if module is None or not hasattr(module, "device_count") or module.device_count() == 0:
+            return "cpu"
+    return None
+
+
+def _table(result: Verification) -> Table:
+    """One row per kind of tensor: how many, and the one that is furthest off."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column("compared")
+    table.add_column("tensors", justify="right")
+    table.add_column("worst", overflow="fold")
+    for header in ("relative error", "tolerance"):
+        table.add_column(header, justify="right")
+    table.add_column("")
+    for kind in dict.fromkeys(c.kind for c in result.comparisons):
+        of_kind = [c for c in result.comparisons if c.kind == kind]
+        worst = max(of_kind, key=lambda c: (c.relative_error, c.name))
+        table.add_row(
+            kind,
+            str(len(of_kind)),
+            worst.name,
+            f"{worst.relative_error:.2e}",
+            f"{worst.tolerance:.0e}",
+            "equal" if all(c.ok for c in of_kind) else "DIFFERENT",
+        )
+    return table
+
+
+def _different(result: Verification) -> list[str]:
+    off = sorted(
+        (c for c in result.comparisons if not c.ok), key=lambda c: (-c.relative_error, c.name)
+    )
+    lines = [f"  {c.kind} of {c.name}: relative error {c.relative_error:.2e}" for c in off]
+    more = [f"  … and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    return lines[:_SHOWN] + more
