@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NoReturn
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from placer.capture import Capture
 from placer.cli.main import EXIT_NO_FIT
+from placer.cli.output import print_json
 from placer.errors import PlacerError
 from placer.plan.build import build_plan
 from placer.plan.types import Plan
@@ -22,14 +23,24 @@ _MICROBATCHES = (2, 4, 8, 16)
 
 
 def report_misfit(
-    console: Console, capture: Capture, spec: PlacementSpec, inputs: Sequence[Tensor]
+    console: Console,
+    capture: Capture,
+    spec: PlacementSpec,
+    inputs: Sequence[Tensor],
+    *,
+    misfit: Mapping[str, Any] | None = None,
 ) -> NoReturn:
-    """Print what would make the placement fit and leave with the exit code for a misfit."""
+    """Print what would make the placement fit and leave with the exit code for a misfit.
+
+    ``misfit`` goes to stdout as JSON, with the remedies added.
+    """
     with console.status("looking for what would fit …"):
         remedies = find_remedies(capture, spec, inputs)
     console.print("what would make it fit:")
     for remedy in remedies:
         console.print(f"  - {remedy}", markup=False)
+    if misfit is not None:
+        print_json({**misfit, "remedies": remedies})
     raise typer.Exit(EXIT_NO_FIT)
 
 
@@ -76,7 +87,7 @@ def _devices(capture: Capture, spec: PlacementSpec, inputs: Sequence[Tensor]) ->
 
 
 def _memory(capture: Capture, spec: PlacementSpec, inputs: Sequence[Tensor]) -> str:
-    """The memory that every device would need, with the spec's layers or, if that helps, without."""
+    """The memory that every device would need: with the spec's layers, or without if that helps."""
     wanted = spec.model_copy(update={"objective": "memory"})
     needs = []
     for layers in dict.fromkeys((tuple(spec.layers.items()), ())):

@@ -80,13 +80,13 @@ def parse_input(text: str) -> InputSpec:
     )
 
 
-def parse_inputs(texts: Sequence[str]) -> tuple[InputSpec, ...]:
-    """All inputs, in order. Raises ``PlacerError``, also for none and for a name given twice."""
+def parse_inputs(texts: Sequence[str], *, required: bool = True) -> tuple[InputSpec, ...]:
+    """All inputs, in order. Raises ``PlacerError``, also for none if ``required`` and for a name given twice."""
     inputs = tuple(parse_input(text) for text in texts)
     names = [item.name for item in inputs if item.name is not None]
     for name in names:
         if names.count(name) > 1:
             raise PlacerError("--input", f"{name!r} is given twice", "keep one")
-    if not inputs:
+    if required and not inputs:
         raise PlacerError("--input", "an example input is needed to see what forward does", _FORM)
     return inputs

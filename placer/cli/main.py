@@ -61,8 +61,8 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Place a PyTorch model on devices: model-parallel inside a replica, data-parallel across "
-    "replicas, from one JSON spec. Exit codes: 0 it fits; 2 bad usage or a bad spec; 3 no placement "
-    "fits.",
+    "replicas, from one JSON spec. Exit codes: 0 it fits; 2 bad usage or a bad spec; 3 no "
+    "placement fits.",
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import typer
@@ -71,6 +72,7 @@ def _table(plan: Plan, report: SimulationReport) -> Table:
     from rich import box
     from rich.table import Table
 
+    from placer.report import relative_difference
     from placer.units import format_bytes
 
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
@@ -81,12 +83,11 @@ def _table(plan: Plan, report: SimulationReport) -> Table:
     budgets = {device.device: device.budget for device in plan.devices}
     for device in report.devices:
         budget = budgets[device.device]
-        error = (device.predicted - device.peak) / device.peak if device.peak else 0.0
         table.add_row(
             device.device,
             format_bytes(device.peak),
             format_bytes(device.predicted),
-            f"{error:+.1%}",
+            relative_difference(device.predicted, device.peak),
             "no limit" if budget is None else format_bytes(budget),
             ", ".join(part for part in (device.phase, device.operation) if part),
         )
@@ -95,7 +96,7 @@ def _table(plan: Plan, report: SimulationReport) -> Table:
 
 def _overflows(plan: Plan, report: SimulationReport) -> list[str]:
     """One line per device whose simulated peak and reserve exceed its budget."""
-    from placer.units import format_bytes
+    from placer.report import overflow_text
 
     lines = []
     limits = {device.device: device for device in plan.devices}
@@ -103,9 +104,5 @@ def _overflows(plan: Plan, report: SimulationReport) -> list[str]:
         limit = limits[device.device]
         if limit.budget is None or device.peak + limit.reserve <= limit.budget:
             continue
-        over = device.peak + limit.reserve - limit.budget
-        lines.append(
-            f"does not fit: {device.device} is {format_bytes(over)} over ({format_bytes(device.peak)}"
-            f" simulated + {format_bytes(limit.reserve)} reserve > {format_bytes(limit.budget)})"
-        )
+        lines.append(overflow_text(replace(limit, peak=device.peak)))
     return lines

@@ -24,6 +24,11 @@ class Subject:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def has_inputs(self) -> bool:
+        """Was any argument of forward given?"""
+        return bool(self.args or self.kwargs)
+
     def capture(self) -> tuple[Capture, list[Tensor]]:
         """The captured model, and the tensors of the call as the capture has them."""
         capture = capture_model(self.model, self.args, self.kwargs)
@@ -39,6 +44,7 @@ def load_subject(
     evaluation: bool,
     allocate: bool = False,
     double: bool = False,
+    inputs_required: bool = True,
     seed: int = 0,
 ) -> Subject:
     """The model that ``target`` names and its inputs; on ``meta`` unless ``allocate``.
@@ -47,7 +53,7 @@ def load_subject(
     Raises ``PlacerError`` for options that are not understood and for what the model's own code
     raises.
     """
-    wanted = parse_inputs(inputs)
+    wanted = parse_inputs(inputs, required=inputs_required)
     kwargs = parse_values("--kwarg", keywords)
     torch.manual_seed(seed)
     model = build_model(target, parse_values("--model-arg", model_arguments), allocate=allocate)

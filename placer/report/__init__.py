@@ -1,6 +1,7 @@
 """Report: a plan as text and as a page; imports no torch."""
 
+from placer.report.figures import overflow_text, relative_difference
 from placer.report.html import write_html
 from placer.report.text import plan_table
 
-__all__ = ["plan_table", "write_html"]
+__all__ = ["overflow_text", "plan_table", "relative_difference", "write_html"]

@@ -82,3 +82,15 @@ def simulated_peaks(simulation: SimulationReport | Mapping[str, Any] | None) -> 
         return {}
     data = simulation if isinstance(simulation, Mapping) else simulation.to_json()
     return {name: int(device["peak"]) for name, device in data["devices"].items()}
+
+
+def relative_difference(predicted: int, simulated: int) -> str:
+    """How far the prediction is off, as a share of what was simulated.
+
+    >>> relative_difference(99, 100), relative_difference(99999, 100000)
+    ('-1.0%', '0.0%')
+    """
+    if not simulated:
+        return ""
+    tenths = round(1000 * (predicted - simulated) / simulated)
+    return f"{tenths / 10:+.1f}%" if tenths else "0.0%"

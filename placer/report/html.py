@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from placer.errors import PlanError
 from placer.plan.types import Plan
 from placer.report.bars import legend, memory_bars
-from placer.report.figures import bubble, simulated_peaks, verdict
+from placer.report.figures import bubble, relative_difference, simulated_peaks, verdict
 from placer.report.layers import compact_layers, stage_layers
 from placer.report.style import STYLE
 from placer.units import format_bytes, format_seconds
@@ -142,7 +142,7 @@ def _compared(predicted: int, simulated: int | None) -> list[_Cell]:
         return [("-", "number"), ("", "number")]
     return [
         (format_bytes(simulated), "number"),
-        (f"{(predicted - simulated) / simulated:+.1%}", "number"),
+        (relative_difference(predicted, simulated), "number"),
     ]
 
 
@@ -160,7 +160,8 @@ def _transfers(plan: Plan) -> str:
     total = format_bytes(sum(t.nbytes for t in plan.transfers))
     hidden = len(plan.transfers) - _TRANSFERS_SHOWN
     more = f" The first {_TRANSFERS_SHOWN} are listed." if hidden > 0 else ""
-    text = f"<p>{len(plan.transfers)} values, {total} per micro-batch forward.{more}</p>"
+    count = len(plan.transfers)
+    text = f"<p>{count} value{'s' * (count > 1)}, {total} per micro-batch forward.{more}</p>"
     return text + _table(["stages", "value", "bytes"], rows)
 
 

@@ -1,0 +1,169 @@
+"""``placer auto``: a spec under which the model fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from placer.cli.options import AsJson, Evaluation, Inputs, Keywords, Model, ModelArguments
+from placer.cli.output import people, print_text
+
+Devices = Annotated[
+    list[str],
+    typer.Option(
+        "--device",
+        "-d",
+        metavar="NAME[=MEMORY]",
+        help="A device that may be used, such as cuda:0=16GiB; repeatable.",
+        default_factory=list,
+    ),
+]
+Kind = Annotated[
+    str | None,
+    typer.Option("--kind", metavar="KIND", help="Kind of the devices, such as a100 or h100."),
+]
+Output = Annotated[
+    Path | None, typer.Option("--output", "-o", metavar="SPEC", help="Write the spec here.")
+]
+PlanOutput = Annotated[
+    Path | None, typer.Option("--plan", metavar="PLAN", help="Save the plan here too (JSON).")
+]
+Objective = Annotated[str, typer.Option("--objective", help="throughput, memory or latency.")]
+Microbatches = Annotated[str, typer.Option("--microbatches", metavar="N", help="Or 'auto'.")]
+Replicas = Annotated[str, typer.Option("--replicas", metavar="N", help="Or 'auto'.")]
+Schedule = Annotated[str | None, typer.Option("--schedule", help="GPipe or 1F1B.")]
+Precision = Annotated[str | None, typer.Option("--precision", help="fp32, bf16 or fp16.")]
+Optimizer = Annotated[
+    str | None, typer.Option("--optimizer", help="sgd, sgd_momentum, adam, adamw or bytes=N.")
+]
+Training = Annotated[
+    bool, typer.Option("--training/--no-training", help="Count gradients and saved bytes.")
+]
+Reserve = Annotated[
+    str | None, typer.Option("--reserve", metavar="SIZE", help="Kept free per device.")
+]
+
+
+def auto(
+    model: Model,
+    inputs: Inputs,
+    devices: Devices,
+    keywords: Keywords,
+    model_arguments: ModelArguments,
+    output: Output = None,
+    plan_output: PlanOutput = None,
+    kind: Kind = None,
+    objective: Objective = "memory",
+    microbatches: Microbatches = "1",
+    replicas: Replicas = "1",
+    schedule: Schedule = None,
+    precision: Precision = None,
+    optimizer: Optimizer = None,
+    training: Training = True,
+    reserve: Reserve = None,
+    evaluation: Evaluation = False,
+    as_json: AsJson = False,
+) -> None:
+    """Find a spec that fits, on as few of the devices as it needs.
+
+    Without -o the spec goes to stdout, and the table to stderr.
+    """
+    from placer.cli.fit import report_misfit
+    from placer.cli.subject import load_subject
+    from placer.errors import BudgetError
+    from placer.plan.auto import choose_spec
+    from placer.plan.build import build_plan
+    from placer.plan.store import save_plan
+    from placer.report import plan_table
+    from placer.spec import PlacementSpec
+
+    given = {
+        "schedule": schedule,
+        "precision": precision,
+        "optimizer": _optimizer(optimizer),
+        "reserve": reserve,
+    }
+    wanted = PlacementSpec.model_validate(
+        {
+            "devices": _devices(devices, kind),
+            "objective": objective,
+            "microbatches": _count(microbatches),
+            "replicas": _count(replicas),
+            "training": training,
+            **{key: value for key, value in given.items() if value is not None},
+        },
+        context={"source": "placer auto"},
+    )
+    console = people(as_json=as_json or output is None)
+    subject = load_subject(
+        model,
+        model_arguments=model_arguments,
+        inputs=inputs,
+        keywords=keywords,
+        evaluation=evaluation,
+    )
+    capture, leaves = subject.capture()
+    try:
+        chosen = choose_spec(capture, wanted, leaves)
+    except BudgetError as error:
+        console.print(plan_table(build_plan(capture, wanted, leaves)))
+        console.print(error.problem, style="bold red", markup=False)
+        misfit = {
+            "fits": False,
+            "device": error.device,
+            "missing_bytes": error.missing_bytes,
+            "problem": error.problem,
+        }
+        report_misfit(console, capture, wanted, leaves, misfit=misfit if as_json else None)
+    made = build_plan(capture, chosen, leaves)
+    console.print(plan_table(made))
+    if plan_output is not None:
+        save_plan(made, plan_output)
+        console.print(f"plan written to {plan_output}")
+    if output is not None:
+        _write(output, chosen.to_json())
+        console.print(f"spec written to {output}")
+    if as_json or output is None:
+        print_text(chosen.to_json())
+
+
+def _devices(texts: Sequence[str], kind: str | None) -> list[dict[str, Any]]:
+    """``cuda:0=16GiB`` as the spec has it; the spec's own checks judge names and sizes."""
+    from placer.errors import PlacerError
+
+    if not texts:
+        raise PlacerError("--device", "no device was given", "give --device cuda:0=16GiB")
+    devices = []
+    for text in texts:
+        name, equals, memory = text.partition("=")
+        device: dict[str, Any] = {"name": name.strip()}
+        if equals:
+            device["memory"] = int(memory) if memory.isdigit() else memory
+        if kind is not None:
+            device["kind"] = kind
+        devices.append(device)
+    return devices
+
+
+def _count(text: str) -> int | str:
+    return int(text) if text.isdigit() else text
+
+
+def _optimizer(text: str | None) -> Any:
+    """A name, or ``bytes=8`` for an optimizer by its bytes per parameter."""
+    if text is not None and text.startswith("bytes=") and text.removeprefix("bytes=").isdigit():
+        return {"bytes_per_parameter": int(text.removeprefix("bytes="))}
+    return text
+
+
+def _write(path: Path, text: str) -> None:
+    from placer.errors import PlacerError
+
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise PlacerError(str(path), f"cannot be written: {reason}", "check the folder") from error

@@ -1,0 +1,214 @@
+"""``placer check``: does a spec go with a model; what can a model be cut into."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from placer.cli.options import AsJson, Evaluation, Inputs, Keywords, Model, ModelArguments
+from placer.cli.output import people, print_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from placer.cli.pieces import Pieces
+    from placer.cli.subject import Subject
+    from placer.spec import PlacementSpec
+
+_SIZES = ("8GiB", "16GiB", "24GiB", "80GiB")
+
+Spec = Annotated[
+    Path | None, typer.Argument(metavar="[SPEC]", help="Placement spec (JSON) to check.")
+]
+Memory = Annotated[
+    list[str],
+    typer.Option(
+        "--memory",
+        metavar="SIZE",
+        help="Say how many devices of this size it takes; repeatable.",
+        default_factory=list,
+    ),
+]
+Optimizer = Annotated[str, typer.Option("--optimizer", help="sgd, sgd_momentum, adam or adamw.")]
+Training = Annotated[bool, typer.Option("--training/--no-training", help="Count the backward.")]
+
+
+def check(
+    model: Model,
+    inputs: Inputs,
+    keywords: Keywords,
+    model_arguments: ModelArguments,
+    memory: Memory,
+    spec: Spec = None,
+    optimizer: Optimizer = "adam",
+    training: Training = True,
+    evaluation: Evaluation = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check a spec against a model; without a spec, show what the model can be cut into."""
+    from placer.cli.subject import load_subject
+    from placer.spec import load_spec
+
+    wanted = None if spec is None else load_spec(spec)
+    sizes = _sizes(memory)
+    _check_optimizer(optimizer)
+    subject = load_subject(
+        model,
+        model_arguments=model_arguments,
+        inputs=inputs,
+        keywords=keywords,
+        evaluation=evaluation,
+        inputs_required=wanted is None,
+    )
+    console = people(as_json=as_json)
+    if wanted is not None:
+        _check_spec(console, subject, wanted, source=str(spec), as_json=as_json)
+    else:
+        _check_model(
+            console, subject, sizes, optimizer=optimizer, training=training, as_json=as_json
+        )
+
+
+def _check_spec(
+    console: Console, subject: Subject, spec: PlacementSpec, *, source: str, as_json: bool
+) -> None:
+    from placer.cli.fit import report_misfit
+    from placer.errors import SpecError
+    from placer.plan.build import build_plan
+    from placer.report import plan_table
+    from placer.spec import resolve_layers, resolve_patterns
+
+    paths = [name for name, _ in subject.model.named_modules(remove_duplicate=False) if name]
+    placed, problems = resolve_layers(spec.layers, paths)
+    for field, patterns in (("checkpoint", spec.checkpoint), ("offload", spec.offload)):
+        if not isinstance(patterns, str):
+            problems += resolve_patterns(field, patterns, paths)[1]
+    if problems:
+        raise SpecError(source, problems)
+    free = len(paths) - len(placed)
+    console.print(
+        f"{source} goes with {subject.target}: {len(spec.layers)} pattern(s) place {len(placed)} "
+        f"of {len(paths)} layers" + (f"; the compiler places the other {free}" if free else ""),
+        markup=False,
+    )
+    result: dict[str, Any] = {"valid": True, "layers_placed": len(placed), "layers": len(paths)}
+    if not subject.has_inputs:
+        console.print("give --input to see whether it fits", style="dim")
+        if as_json:
+            print_json(result)
+        return
+    capture, leaves = subject.capture()
+    made = build_plan(capture, spec, leaves)
+    console.print(plan_table(made))
+    if as_json:
+        print_json({**result, "fits": made.fits})
+    if not made.fits:
+        report_misfit(console, capture, spec, leaves)
+
+
+def _check_model(
+    console: Console,
+    subject: Subject,
+    sizes: list[tuple[str, int]],
+    *,
+    optimizer: str,
+    training: bool,
+    as_json: bool,
+) -> None:
+    from placer.cli.pieces import devices_needed, find_pieces
+
+    capture, leaves = subject.capture()
+    pieces = find_pieces(capture, leaves, optimizer=optimizer, training=training)
+    needed = {
+        size: devices_needed(capture, leaves, nbytes, optimizer=optimizer, training=training)
+        for size, nbytes in sizes
+    }
+    whole = [
+        {"layer": w.layer, "reason": w.reason, "location": w.location}
+        for w in capture.whole_modules
+    ]
+    notes = [f"only this batch size: {capture.fixed_batch}"] if capture.fixed_batch else []
+    notes += capture.notes
+    _print_model(console, len(capture.order), pieces, whole, needed, notes)
+    if as_json:
+        print_json(
+            {
+                "nodes": len(capture.order),
+                "pieces": pieces.count,
+                "pieces_per_layer": pieces.per_layer,
+                "whole_modules": whole,
+                "largest_piece": {
+                    "peak": pieces.largest.peak,
+                    "layers": list(pieces.largest.layers),
+                    "nodes": list(pieces.largest.nodes),
+                },
+                "devices_needed": needed,
+                "notes": notes,
+            }
+        )
+
+
+def _print_model(
+    console: Console,
+    nodes: int,
+    pieces: Pieces,
+    whole: list[dict[str, str]],
+    needed: dict[str, int | None],
+    notes: list[str],
+) -> None:
+    from rich import box
+    from rich.table import Table
+
+    from placer.units import format_bytes
+
+    console.print(f"{nodes} operations in {pieces.count} pieces that can go to different devices")
+    console.print()
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column("layer", overflow="fold")
+    table.add_column("pieces", justify="right")
+    for layer, count in pieces.per_layer.items():
+        table.add_row(layer or "(the model itself)", str(count))
+    console.print(table)
+    console.print()
+    for module in whole:
+        where = f" ({module['location']})" if module["location"] else ""
+        name = module["layer"] or "the model itself"
+        console.print(f"stays whole: {name}: {module['reason']}{where}", markup=False)
+    largest = pieces.largest
+    layers = ", ".join(layer or "the model itself" for layer in largest.layers[:4])
+    more = f" and {len(largest.layers) - 4} more" if len(largest.layers) > 4 else ""
+    console.print(
+        f"largest piece: {format_bytes(largest.peak)} at its peak, {layers}{more}; no device may "
+        "be smaller",
+        markup=False,
+    )
+    for size, count in needed.items():
+        answer = "more than 64, or none: see the largest piece" if count is None else str(count)
+        console.print(f"devices of {size} needed: {answer}")
+    for note in notes:
+        console.print(f"note: {note}", style="dim", markup=False)
+
+
+def _sizes(texts: list[str]) -> list[tuple[str, int]]:
+    from placer.errors import PlacerError
+    from placer.units import parse_bytes
+
+    sizes = []
+    for text in texts or _SIZES:
+        try:
+            sizes.append((text, parse_bytes(int(text) if text.isdigit() else text)))
+        except ValueError as error:
+            raise PlacerError("--memory", str(error)) from None
+    return sizes
+
+
+def _check_optimizer(name: str) -> None:
+    from placer.errors import PlacerError, nearest
+    from placer.spec.fields import OPTIMIZERS
+
+    if name not in OPTIMIZERS:
+        near = nearest(name, OPTIMIZERS)
+        hint = f"did you mean {near!r}?" if near else f"known are {', '.join(OPTIMIZERS)}"
+        raise PlacerError("--optimizer", f"no optimizer {name!r}", hint)
