@@ -91,7 +91,8 @@ class _Session:
             assert error is not None
             raise CaptureError(
                 failure.layer or type(self.model).__name__,
-                f"forward fails on these inputs: {type(error).__name__}: {error} ({locate(error)})",
+                f"forward fails on these inputs: {type(error).__name__}: {error}"
+                + (f" ({locate(error)})" if locate(error) else ""),
                 "check the example inputs: shapes, dtypes, and the mode of the model",
             ) from error
 

@@ -184,8 +184,8 @@ def _print_model(
         "be smaller",
         markup=False,
     )
-    for size, count in needed.items():
-        answer = "more than 64, or none: see the largest piece" if count is None else str(count)
+    for size, devices in needed.items():
+        answer = str(devices or "no number up to 64 is enough")
         console.print(f"devices of {size} needed: {answer}")
     for note in notes:
         console.print(f"note: {note}", style="dim", markup=False)

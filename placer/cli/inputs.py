@@ -81,7 +81,10 @@ def parse_input(text: str) -> InputSpec:
 
 
 def parse_inputs(texts: Sequence[str], *, required: bool = True) -> tuple[InputSpec, ...]:
-    """All inputs, in order. Raises ``PlacerError``, also for none if ``required`` and for a name given twice."""
+    """All inputs, in order. Raises ``PlacerError``, also for a name given twice.
+
+    No input at all is an error where they are ``required``.
+    """
     inputs = tuple(parse_input(text) for text in texts)
     names = [item.name for item in inputs if item.name is not None]
     for name in names:

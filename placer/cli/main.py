@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from typing import Any, cast
 
@@ -34,7 +35,10 @@ class _Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in _COMMANDS:
             return None
-        function = getattr(importlib.import_module(f"placer.cli.{cmd_name}"), cmd_name)
+        home = f"placer.cli.{cmd_name}"
+        if importlib.util.find_spec(home) is None:
+            return None
+        function = getattr(importlib.import_module(home), cmd_name)
         single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         single.command(cmd_name)(function)
         return typer.main.get_command(single)

@@ -85,8 +85,9 @@ def devices_needed(
     demands = Demands(objective="memory", optimizer=optimizer, training=training)
 
     def fits(count: int) -> bool:
-        names = [DeviceSpec(name=f"cuda:{i}", memory=memory) for i in range(count)]
-        spec = PlacementSpec(devices=names)
+        spec = PlacementSpec(
+            devices=tuple(DeviceSpec(name=f"cuda:{i}", memory=memory) for i in range(count))
+        )
         slots = [device_slot(device, spec) for device in spec.devices]
         return choose_partition(capture, costs, slots, {}, demands).fits
 

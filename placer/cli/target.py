@@ -195,12 +195,16 @@ def _callables(place: Any) -> list[str]:
 
 
 def _offer(place: str) -> str:
-    """Targets in the module that was named without a callable, as a hint."""
+    """A model class (or else a callable) of the module that was named alone, as a hint."""
     try:
-        names = _callables(_load(place, place))
+        module = _load(place, place)
     except ModelError:
         return ""
-    return f"; for example {place}:{names[-1]}" if names else ""
+    names = _callables(module)
+    values = vars(module).values()
+    classes = [v.__name__ for v in values if isinstance(v, type) and issubclass(v, nn.Module)]
+    best = [name for name in names if name in classes] or classes or names
+    return f"; for example {place}:{best[-1]}" if best else ""
 
 
 def _prefer(folder: str) -> None:

@@ -101,6 +101,12 @@ def read_plan_file(data: Any, source: str) -> PlanFile:
     """``data`` as a checked `PlanFile`. Raises ``PlanError`` with every problem and its pointer."""
     if not isinstance(data, Mapping):
         raise _error(source, [("/", "an object was expected here")])
+    if "stages" not in data and "devices" in data:
+        raise PlanError(
+            source,
+            "is a placement spec, not a plan",
+            f"make one: placer plan MODEL {source} --input … -o plan.json",
+        )
     version = data.get("version")
     if isinstance(version, int) and version > VERSION:
         raise PlanError(

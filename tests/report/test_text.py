@@ -1,0 +1,100 @@
+"""What a person reads of a plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from plans import GIB, make_plan
+from rich.console import Console
+
+from placer.plan.types import DevicePeak, Plan, StageMemory
+from placer.report import plan_table
+from placer.report.figures import bubble, memory_parts, relative_difference, verdict
+from placer.report.layers import compact_layers, stage_layers
+
+
+def render(plan: Plan, *, simulation: Mapping[str, Any] | None = None) -> str:
+    """The table as it is on a terminal of 100 columns."""
+    file = io.StringIO()
+    Console(width=100, file=file).print(plan_table(plan, simulation=simulation))
+    return file.getvalue()
+
+
+def test_the_table_says_what_a_reader_asks() -> None:
+    text = render(make_plan())
+    for word in ("enc, dec.up", "dec.conv, head", "cuda:0", "13.00 GiB", "16.00 GiB", "2.00 GiB"):
+        assert word in text
+    assert "2 stages · 1 replica · 1 micro-batch (GPipe)" in text
+    assert "2 transfers, 4.00 MiB" in text
+    assert text.index("enc_0") < text.index("1.00 MiB  up")  # the larger first
+    assert "BatchNorm <takes>" in text
+    assert "fits: cuda:0 has the least headroom, 2.00 GiB" in text
+    assert all(len(line) <= 100 for line in text.splitlines())
+
+
+def test_a_plan_that_overflows_says_where_and_by_how_much() -> None:
+    plan = make_plan(budget=11 * GIB)
+    assert verdict(plan) == [
+        "does not fit: cuda:0 is 3.00 GiB over (13.00 GiB peak + 1.00 GiB reserve > 11.00 GiB)"
+    ]
+    assert "cuda:0 is 3.00 GiB over" in render(plan)
+
+
+def test_without_a_budget_nothing_is_promised() -> None:
+    text = render(make_plan(budget=None))
+    assert "no limit" in text
+    assert "no device has a memory limit" in text
+
+
+def test_devices_get_their_own_table_when_it_says_more() -> None:
+    plan = make_plan()
+    assert "█" not in render(plan)
+    devices = (*plan.devices, DevicePeak(device="cuda:2", peak=GIB, budget=2 * GIB, reserve=0))
+    text = render(dataclasses.replace(plan, devices=devices))
+    assert "cuda:2" in text
+    assert "50%" in text
+
+
+def test_simulated_peaks_stand_beside_the_predicted_ones() -> None:
+    simulation = {"devices": {"cuda:0": {"peak": 12 * GIB, "predicted": 13 * GIB}}}
+    text = render(make_plan(), simulation=simulation)
+    assert "simulated" in text
+    assert "12.00 GiB" in text
+
+
+def test_layers_that_are_whole_on_a_stage() -> None:
+    assert stage_layers(make_plan()) == [("enc", "dec.up"), ("dec.conv", "head")]
+
+
+@pytest.mark.parametrize(
+    ("layers", "most", "text"),
+    [
+        ([], 4, "(only operations between layers)"),
+        (["a"], 4, "a"),
+        (["enc.0", "enc.1"], 4, "enc.0, enc.1"),
+        (["enc.0", "enc.1", "enc.2"], 4, "enc.0 … enc.2"),
+        (["a", "b", "c"], 2, "a … c (3 layers)"),
+    ],
+)
+def test_compact_layers(layers: list[str], most: int, text: str) -> None:
+    assert compact_layers(layers, most=most) == text
+
+
+def test_bubble_is_the_idle_share() -> None:
+    assert bubble(make_plan()) == pytest.approx(0.5)  # one micro-batch, two stages
+    assert bubble(dataclasses.replace(make_plan(), step_seconds=0.0)) == 0.0
+
+
+def test_memory_parts_add_up_to_the_peak() -> None:
+    for peak in (0, 5, 10, 100):
+        memory = StageMemory(parameters=4, saved=5, boundary=2, transient=3, peak=peak)
+        assert sum(memory_parts(memory).values()) == peak
+
+
+def test_a_difference_without_size_has_no_sign() -> None:
+    assert relative_difference(99_999, 100_000) == "0.0%"
+    assert relative_difference(1, 0) == ""
