@@ -63,7 +63,8 @@ def parse_input(text: str) -> InputSpec:
     sizes = [] if match["shape"] == "scalar" else match["shape"].split("x")
     if not all(size.isdigit() for size in sizes):
         raise PlacerError(where, f"{match['shape']!r} is not a shape", _FORM)
-    given = (match["dtype"] or "float32").removeprefix("torch.").lower()
+    given = "float32" if match["dtype"] is None else match["dtype"]
+    given = given.removeprefix("torch.").lower()
     dtype = _DTYPES.get(_OTHER_NAMES.get(given, given))
     if dtype is None:
         near = nearest(given, [*_DTYPES, *_OTHER_NAMES])

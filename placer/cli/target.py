@@ -182,7 +182,7 @@ def _nearest_module(missing: str) -> str:
         return "check the name"
     near = nearest(last, [module.name for module in pkgutil.iter_modules(paths)])
     if near:
-        return f"did you mean {f'{parent}.{near}' if parent else near!r}?"
+        return f"did you mean {parent}.{near}?" if parent else f"did you mean {near}?"
     return "check the name, and that it is installed"
 
 

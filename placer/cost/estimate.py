@@ -131,14 +131,12 @@ def _backward_transient(
 ) -> int:
     """The most bytes live at once in the node's backward that no other node's backward needs.
 
-    Those are what it saved for itself, the gradients that came in and what it makes itself, without
-    the gradients of parameters.
+    Those are what it saved for itself, the gradients that came in and what it makes itself, the
+    gradients of its parameters among them.
     """
     incoming = sum(s.nbytes for s in backward if s.freed_by == node and s.made_by != node)
     live = most = private + incoming
     for stored, change in tally.events:
-        if stored.parameter_gradient:
-            continue
         mine = stored.savers == {node} if not stored.backward else True
         if mine:
             live += change

@@ -37,7 +37,7 @@ class NodeCost:
     forward_traffic: int = 0
     backward_traffic: int = 0
     forward_transient: int = 0  # most bytes that it made and that were live while it ran forward
-    backward_transient: int = 0  # most bytes live in its backward that no other node's needs
+    backward_transient: int = 0  # the same in its backward, with what came in and its own savings
     output_nbytes: int = 0  # what crosses if its result is needed elsewhere
 
 

@@ -6,8 +6,8 @@ live bytes of one micro-batch are
 
     saved(a, i)      storages that the backward of some node in [a, i] still needs
   + pending(a, i)    gradients that have come for nodes in [a, i) and wait
-  + transient(i)     what only the backward of i needs
-  + gradients(i, b)  of the parameters whose backward has run
+  + transient(i)     what only the backward of i needs, and makes
+  + gradients(i, b)  of the parameters whose backward has ended
 
 and the peak over the step, for ``c`` micro-batches in flight at the stage's position,
 
@@ -64,8 +64,8 @@ class IntervalTables:
     received: Table  # values that come from other stages (or the caller)
     sent: Table
     forward_live: Table
-    backward_live_growing: Table
-    backward_live_all: Table  # without parameter gradients
+    backward_live_growing: Table  # with gradients, in the first backward
+    backward_live_grown: Table  # the same in a later one
     largest_parameter: Table
     flops: tuple[Table, Table]  # forward, backward; of [0, x]: a prefix sum
     traffic: tuple[Table, Table]
@@ -113,7 +113,6 @@ def build_tables(
 
     parameters, buffers = build.rectangles(), build.rectangles()
     trained, owned = build.rectangles(), build.rectangles()
-    gradient_at = np.zeros(n + 1)
     largest_at = np.zeros(n + 1)
     for name, uses in _uses(costs, costs.parameters_of, place).items():
         nbytes = costs.state_nbytes[name]
@@ -121,7 +120,6 @@ def build_tables(
         if name in costs.trained:
             trained.some(uses, nbytes)
             owned.add(0, uses[0], uses[0], nbytes)
-            gradient_at[uses[-1]] += nbytes
             largest_at[uses[0]] = max(largest_at[uses[0]], nbytes)
     for name, uses in _uses(costs, costs.buffers_of, place).items():
         buffers.some(uses, costs.state_nbytes[name])
@@ -133,12 +131,14 @@ def build_tables(
     backward_transient = _by_position(place, [c.backward_transient for c in costs.nodes])
     forward_transient = _by_position(place, [c.forward_transient for c in costs.nodes])
     live = waiting.table() + backward_transient
-    done = np.concatenate([[0.0], np.cumsum(gradient_at)])  # gradients of positions < i
-    trained_table = build.at_ends(trained.table())
-    starts = np.asarray(build.starts)
-    ends = np.asarray(build.ends)
-    late = trained_table - (done[ends][None, :] - done[starts][:, None])
-    growing = build.running_max(live - done[:-1]) + done[ends][None, :] + np.maximum(late, 0)
+    # Gradients of (i, b): of what the stage trains, all that is not used in [a, i] as well.
+    used_so_far = trained.table()
+    trained_table = build.at_ends(used_so_far)
+    growing = build.running_max(live - used_so_far) + trained_table
+    # Gradients that stay are all there in a later backward; a mirror's went home and grow anew.
+    owned_table = build.at_ends(owned.table())
+    mirrored_so_far = used_so_far - owned.table()
+    grown = build.running_max(live - mirrored_so_far) + trained_table
     prefix = lambda field: np.concatenate(  # noqa: E731
         [[0.0], np.cumsum(_by_position(place, [getattr(c, field) for c in costs.nodes]))]
     )[[0, *build.ends]]
@@ -147,14 +147,14 @@ def build_tables(
         parameters=build.at_ends(parameters.table()),
         buffers=build.at_ends(buffers.table()),
         trained=trained_table,
-        owned=build.at_ends(owned.table()),
+        owned=owned_table,
         saved=build.at_ends(saved.table()),
         received=build.at_ends(received.table()),
         sent=build.at_ends(sent.table()),
         forward_live=build.running_max(forward.table() + forward_transient)
         + build.at_ends(received.table()),
         backward_live_growing=growing,
-        backward_live_all=build.running_max(live),
+        backward_live_grown=grown,
         largest_parameter=build.running_max(np.broadcast_to(largest_at, live.shape)),
         flops=(prefix("forward_flops"), prefix("backward_flops")),
         traffic=(prefix("forward_traffic"), prefix("backward_traffic")),
@@ -256,12 +256,13 @@ def peak_bytes(
     forward = waiting + tables.forward_live
     peak = np.maximum(forward, waiting + tables.backward_live_growing)
     if in_flight.microbatches > 1:
-        later = (in_flight.after_backward - 1) * tables.saved + tables.trained
-        accumulated = tables.backward_live_all + tables.largest_parameter
-        peak = np.maximum(peak, later + accumulated)
+        later = (in_flight.after_backward - 1) * tables.saved
+        peak = np.maximum(peak, later + tables.backward_live_grown)
         if in_flight.most < in_flight.microbatches:
-            peak = np.maximum(peak, later + tables.forward_live)
-    step = tables.trained + 2 * tables.largest_parameter * (copies > 0)
+            # A gradient from the next stage waits while the stage's turn is a forward.
+            forward = later + tables.owned + tables.forward_live + tables.sent
+            peak = np.maximum(peak, forward)
+    step = tables.owned + 2 * tables.largest_parameter * (copies > 0)
     return static + np.maximum(peak, step)
 
 

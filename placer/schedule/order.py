@@ -11,12 +11,12 @@ from placer.schedule.types import Action, Schedule
 def linearize(schedule: Schedule) -> tuple[Action, ...]:
     """One order of all actions that keeps every rank's own order and the data dependencies.
 
-    Of the actions that are ready, the earliest micro-batch goes first, its backward before its
-    forward: what a stage made is taken over at once, and no value waits longer than it must.
+    Of the actions that are ready, forwards that take over what another stage made go first, then
+    the earliest micro-batch, its backward before its forward: no value waits longer than it must.
 
     >>> from placer.schedule import make_schedule
     >>> print(*linearize(make_schedule("1F1B", 2, 2)))
-    0F0 1F0 1B0 0F1 0B0 1F1 1B1 0B1
+    0F0 1F0 1B0 0F1 1F1 0B0 1B1 0B1
     """
     waiting = [list(reversed(actions)) for actions in schedule.actions]
     done: set[tuple[int, str, int]] = set()
@@ -26,11 +26,16 @@ def linearize(schedule: Schedule) -> tuple[Action, ...]:
             actions[-1] for actions in waiting if actions and _is_ready(actions[-1], done, schedule)
         ]
         assert ready, "the schedule waits for itself"
-        chosen = min(ready, key=lambda a: (a.microbatch_index, a.kind == "F", -a.stage_index))
+        chosen = min(ready, key=_urgency)
         waiting[chosen.stage_index % len(waiting)].pop()
         done.add(_key(chosen))
         order.append(chosen)
     return tuple(order)
+
+
+def _urgency(action: Action) -> tuple[bool, int, bool, int]:
+    takes_over = action.kind == "F" and action.stage_index > 0
+    return not takes_over, action.microbatch_index, action.kind == "F", -action.stage_index
 
 
 def merge_backward(schedule: Schedule) -> Schedule:
