@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,11 +10,13 @@ import typer
 
 from placer.cli.options import AsJson, Evaluation, Inputs, Keywords, Model, ModelArguments
 from placer.cli.output import people, print_json
+from placer.errors import PlacerError, SpecError, nearest
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from torch import Tensor
 
-    from placer.cli.pieces import Pieces
+    from placer.capture import Capture
     from placer.cli.subject import Subject
     from placer.spec import PlacementSpec
 
@@ -75,7 +78,6 @@ def _check_spec(
     console: Console, subject: Subject, spec: PlacementSpec, *, source: str, as_json: bool
 ) -> None:
     from placer.cli.fit import report_misfit
-    from placer.errors import SpecError
     from placer.plan.build import build_plan
     from placer.report import plan_table
     from placer.spec import resolve_layers, resolve_patterns
@@ -111,88 +113,104 @@ def _check_spec(
 def _check_model(
     console: Console,
     subject: Subject,
-    sizes: list[tuple[str, int]],
+    sizes: Sequence[tuple[str, int]],
     *,
     optimizer: str,
     training: bool,
     as_json: bool,
 ) -> None:
-    from placer.cli.pieces import devices_needed, find_pieces
+    from placer.cli.pieces import count_pieces
 
     capture, leaves = subject.capture()
-    pieces = find_pieces(capture, leaves, optimizer=optimizer, training=training)
-    needed = {
-        size: devices_needed(capture, leaves, nbytes, optimizer=optimizer, training=training)
-        for size, nbytes in sizes
-    }
+    pieces = count_pieces(capture)
     whole = [
         {"layer": w.layer, "reason": w.reason, "location": w.location}
         for w in capture.whole_modules
     ]
     notes = [f"only this batch size: {capture.fixed_batch}"] if capture.fixed_batch else []
     notes += capture.notes
-    _print_model(console, len(capture.order), pieces, whole, needed, notes)
+    result: dict[str, Any] = {
+        "nodes": len(capture.order),
+        "pieces": pieces.count,
+        "pieces_per_layer": pieces.per_layer,
+        "whole_modules": whole,
+        "largest_piece": None,
+        "devices_needed": {},
+        "notes": notes,
+    }
+    try:
+        result |= _measured(capture, leaves, sizes, optimizer=optimizer, training=training)
+    except PlacerError:
+        raise
+    except Exception as error:  # what stays whole may need the values of tensors, say
+        notes.append(f"memory cannot be estimated: {type(error).__name__}: {error}")
+    _print_model(console, result)
     if as_json:
-        print_json(
-            {
-                "nodes": len(capture.order),
-                "pieces": pieces.count,
-                "pieces_per_layer": pieces.per_layer,
-                "whole_modules": whole,
-                "largest_piece": {
-                    "peak": pieces.largest.peak,
-                    "layers": list(pieces.largest.layers),
-                    "nodes": list(pieces.largest.nodes),
-                },
-                "devices_needed": needed,
-                "notes": notes,
-            }
-        )
+        print_json(result)
 
 
-def _print_model(
-    console: Console,
-    nodes: int,
-    pieces: Pieces,
-    whole: list[dict[str, str]],
-    needed: dict[str, int | None],
-    notes: list[str],
-) -> None:
+def _measured(
+    capture: Capture,
+    leaves: Sequence[Tensor],
+    sizes: Sequence[tuple[str, int]],
+    *,
+    optimizer: str,
+    training: bool,
+) -> dict[str, Any]:
+    from placer.cli.pieces import devices_needed, largest_piece
+
+    largest = largest_piece(capture, leaves, optimizer=optimizer, training=training)
+    return {
+        "largest_piece": {
+            "peak": largest.peak,
+            "layers": list(largest.layers),
+            "nodes": list(largest.nodes),
+        },
+        "devices_needed": {
+            size: devices_needed(capture, leaves, nbytes, optimizer=optimizer, training=training)
+            for size, nbytes in sizes
+        },
+    }
+
+
+def _print_model(console: Console, result: Mapping[str, Any]) -> None:
     from rich import box
     from rich.table import Table
 
     from placer.units import format_bytes
 
-    console.print(f"{nodes} operations in {pieces.count} pieces that can go to different devices")
-    console.print()
+    console.print(
+        f"{result['nodes']} operations in {result['pieces']} pieces that can go to different "
+        "devices\n"
+    )
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("layer", overflow="fold")
     table.add_column("pieces", justify="right")
-    for layer, count in pieces.per_layer.items():
+    for layer, count in result["pieces_per_layer"].items():
         table.add_row(layer or "(the model itself)", str(count))
     console.print(table)
     console.print()
-    for module in whole:
+    for module in result["whole_modules"]:
         where = f" ({module['location']})" if module["location"] else ""
         name = module["layer"] or "the model itself"
         console.print(f"stays whole: {name}: {module['reason']}{where}", markup=False)
-    largest = pieces.largest
-    layers = ", ".join(layer or "the model itself" for layer in largest.layers[:4])
-    more = f" and {len(largest.layers) - 4} more" if len(largest.layers) > 4 else ""
-    console.print(
-        f"largest piece: {format_bytes(largest.peak)} at its peak, {layers}{more}; no device may "
-        "be smaller",
-        markup=False,
-    )
-    for size, devices in needed.items():
+    largest = result["largest_piece"]
+    if largest is not None:
+        layers = [layer or "the model itself" for layer in largest["layers"]]
+        more = f" and {len(layers) - 4} more" if len(layers) > 4 else ""
+        console.print(
+            f"largest piece: {format_bytes(largest['peak'])} at its peak, "
+            f"{', '.join(layers[:4])}{more}; no device may be smaller",
+            markup=False,
+        )
+    for size, devices in result["devices_needed"].items():
         answer = str(devices or "no number up to 64 is enough")
         console.print(f"devices of {size} needed: {answer}")
-    for note in notes:
+    for note in result["notes"]:
         console.print(f"note: {note}", style="dim", markup=False)
 
 
 def _sizes(texts: list[str]) -> list[tuple[str, int]]:
-    from placer.errors import PlacerError
     from placer.units import parse_bytes
 
     sizes = []
@@ -205,7 +223,6 @@ def _sizes(texts: list[str]) -> list[tuple[str, int]]:
 
 
 def _check_optimizer(name: str) -> None:
-    from placer.errors import PlacerError, nearest
     from placer.spec.fields import OPTIMIZERS
 
     if name not in OPTIMIZERS:

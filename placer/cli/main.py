@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
+import os
 import sys
+from collections.abc import Callable
 from typing import Any, cast
 
 import typer
@@ -24,10 +27,11 @@ _COMMANDS = (
     "demo",
 )
 EXIT_USAGE, EXIT_NO_FIT = 2, 3
+_TRACEBACK = "PLACER_TRACEBACK"  # set: exceptions of the model's own code keep their traceback
 
 
 class _Commands(TyperGroup):
-    """Commands by name; errors of placer as text on stderr and an exit code."""
+    """Commands by name, each imported when it is asked for."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(_COMMANDS)
@@ -40,7 +44,7 @@ class _Commands(TyperGroup):
             return None
         function = getattr(importlib.import_module(home), cmd_name)
         single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        single.command(cmd_name)(function)
+        single.command(cmd_name)(_guarded(function))
         return typer.main.get_command(single)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -48,14 +52,40 @@ class _Commands(TyperGroup):
         self.commands = cast(Any, dict.fromkeys(_COMMANDS))
         return super().resolve_command(ctx, args)
 
-    def invoke(self, ctx: Any) -> Any:
+
+def _guarded(command: Callable[..., None]) -> Callable[..., None]:
+    """``command`` with errors as text on stderr and an exit code."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
         try:
-            return super().invoke(ctx)
+            command(*args, **kwargs)
         except PlacerError as error:
             print(f"error: {error}", file=sys.stderr)
             raise typer.Exit(
                 EXIT_NO_FIT if isinstance(error, BudgetError) else EXIT_USAGE
             ) from None
+        except (typer.Exit, typer.Abort):
+            raise
+        except Exception as error:
+            location = _model_location(error)
+            if not location or _TRACEBACK in os.environ:
+                raise
+            text = f"error: {location}: {type(error).__name__}: {error}\n"
+            text += f"  -> set {_TRACEBACK}=1 to see the traceback"
+            print(text, file=sys.stderr)
+            raise typer.Exit(EXIT_USAGE) from None
+
+    return run
+
+
+def _model_location(error: Exception) -> str:
+    """Where the model's own code raised ``error``, "" when it was placer or no model is loaded."""
+    if "torch" not in sys.modules:
+        return ""
+    from placer.cli.target import user_location
+
+    return user_location(error)
 
 
 app = typer.Typer(

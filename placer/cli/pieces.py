@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from torch import Tensor
 
 from placer.capture import Capture
 from placer.cost import CostTable, estimate_costs
 from placer.partition import Demands, choose_partition
-from placer.partition.score import InFlight, build_tables, optimizer_copies, peak_bytes
+from placer.partition.score import InFlight, build_tables, optimizer_bytes, peak_bytes
 from placer.partition.units import program_order, unit_graph
 from placer.plan.build import device_slot
 from placer.spec import DeviceSpec, PlacementSpec
@@ -30,46 +31,45 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pieces:
-    """All pieces of a model by top-level layer; ``largest`` is the one with the highest peak."""
+    """How many pieces a model has, in all and by top-level layer (``""``: the model's own code)."""
 
-    per_layer: dict[str, int]  # "" is the model's own code
+    per_layer: dict[str, int]
     count: int
-    largest: Piece
 
 
-def find_pieces(
-    capture: Capture, inputs: Sequence[Tensor], *, optimizer: str, training: bool
-) -> Pieces:
-    """The pieces of ``capture`` for a whole batch, shaped like ``inputs``, at once."""
-    costs = estimate_costs(capture, inputs, training=training)
+def count_pieces(capture: Capture) -> Pieces:
+    """The pieces of ``capture``; a piece with nodes of two layers counts for both."""
     units = unit_graph(capture)
-    order = program_order(units)
     per_layer: dict[str, int] = {}
-    for unit in order:
+    for unit in program_order(units):
         for top in {_top(capture, i) for i in units.nodes[unit]["nodes"]}:
             per_layer[top] = per_layer.get(top, 0) + 1
-    sizes = {unit: _rough_size(costs, units.nodes[unit]["nodes"]) for unit in order}
-    copies = optimizer_copies(optimizer) if training else 0.0
-    nodes = [i for unit in order for i in units.nodes[unit]["nodes"]]
-    start: dict[int, int] = {}
-    for unit in order:
-        start[unit] = sum(len(units.nodes[u]["nodes"]) for u in start)
+    return Pieces(per_layer=per_layer, count=len(units))
+
+
+def largest_piece(
+    capture: Capture, inputs: Sequence[Tensor], *, optimizer: str, training: bool
+) -> Piece:
+    """The piece with the highest peak for the whole batch at once (``inputs``)."""
+    costs = estimate_costs(capture, inputs, training=training)
+    kept = optimizer_bytes(optimizer if training else "sgd")
+    alone = InFlight(microbatches=1, most=1, after_backward=1)
+    units = unit_graph(capture)
+    members = {unit: tuple(units.nodes[unit]["nodes"]) for unit in program_order(units)}
+    nodes = [i for group in members.values() for i in group]
+    ends = dict(zip(members, accumulate(len(group) for group in members.values()), strict=True))
     best: Piece | None = None
-    for unit in sorted(order, key=lambda u: (-sizes[u], u))[:_EXAMINED]:
-        members = units.nodes[unit]["nodes"]
-        first, last = start[unit], start[unit] + len(members)
-        cuts = sorted({0, first, last, len(nodes)})
-        tables = build_tables(costs, nodes, cuts)
-        alone = InFlight(microbatches=1, most=1, after_backward=1)
-        peaks = peak_bytes(tables, alone, copies, training=training)
+    for unit in sorted(members, key=lambda u: (-_rough_size(costs, members[u]), u))[:_EXAMINED]:
+        first = ends[unit] - len(members[unit])
+        cuts = sorted({0, first, ends[unit], len(nodes)})
+        peaks = peak_bytes(build_tables(costs, nodes, cuts), alone, kept, training=training)
         at = cuts.index(first)
-        peak = int(peaks[at, at])
-        if best is None or peak > best.peak:
-            names = tuple(capture.order[i] for i in members)
+        if best is None or peaks[at, at] > best.peak:
+            names = tuple(capture.order[i] for i in members[unit])
             layers = dict.fromkeys(capture.layer_of[name] for name in names)
-            best = Piece(nodes=names, layers=tuple(layers), peak=peak)
+            best = Piece(nodes=names, layers=tuple(layers), peak=int(peaks[at, at]))
     assert best is not None, "a model has at least one node"
-    return Pieces(per_layer=per_layer, count=len(order), largest=best)
+    return best
 
 
 def devices_needed(

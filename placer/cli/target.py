@@ -89,8 +89,13 @@ def user_failure(target: str, doing: str, error: BaseException) -> ModelError:
 
 
 def user_location(error: BaseException) -> str:
-    """``file.py:line`` of the innermost frame outside torch and placer, or ``""``."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+    """``file.py:line`` of the innermost frame of code that placer called, or ``""``.
+
+    Frames of torch, of placer itself and of what led to placer do not count.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [i for i, frame in enumerate(frames) if _HERE in Path(frame.filename).parents]
+    for frame in reversed(frames[ours[0] :] if ours else frames):
         path = Path(frame.filename)
         if not (frame.filename.startswith("<") or _TORCH in path.parents or _HERE in path.parents):
             return f"{frame.filename}:{frame.lineno}"

@@ -21,7 +21,6 @@ from placer.cli.output import people, print_json
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from placer.cli.subject import Subject
     from placer.plan.types import Plan
     from placer.spec import PlacementSpec
     from placer.verification import Comparison, Verification
@@ -67,6 +66,7 @@ def verify(
     """
     from placer.cli.sources import load_spec_or_plan
     from placer.cli.subject import load_subject
+    from placer.verification import verify as compare
 
     wanted = load_spec_or_plan(spec)
     console = people(as_json=as_json)
@@ -80,7 +80,15 @@ def verify(
         double=double,
         seed=seed,
     )
-    result = _verify(subject, wanted, run_on=run_on, seed=seed, tolerance=tolerance)
+    result = compare(
+        subject.model,
+        wanted,
+        subject.args,
+        subject.kwargs,
+        run_on=run_on or _stand_in(wanted),
+        seed=seed,
+        tolerance=tolerance,
+    )
     console.print(_table(result))
     console.print()
     for line in _different(result):
@@ -112,36 +120,6 @@ def to_json(result: Verification) -> dict[str, Any]:
         "worst": values(result.worst),
         "comparisons": [values(comparison) for comparison in result.comparisons],
     }
-
-
-def _verify(
-    subject: Subject,
-    wanted: PlacementSpec | Plan,
-    *,
-    run_on: str | None,
-    seed: int,
-    tolerance: float | None,
-) -> Verification:
-    from placer.cli.target import user_failure, user_location
-    from placer.errors import PlacerError
-    from placer.verification import verify as compare
-
-    try:
-        return compare(
-            subject.model,
-            wanted,
-            subject.args,
-            subject.kwargs,
-            run_on=run_on or _stand_in(wanted),
-            seed=seed,
-            tolerance=tolerance,
-        )
-    except PlacerError:
-        raise
-    except Exception as error:  # the user's forward may raise anything
-        if not user_location(error):
-            raise
-        raise user_failure(subject.target, "running the model", error) from error
 
 
 def _stand_in(wanted: PlacementSpec | Plan) -> str | None:

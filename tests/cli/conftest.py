@@ -1,0 +1,139 @@
+"""A small model in a file, specs beside it, and a runner of commands."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+NET = '''
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.a = nn.Linear(width, width)
+        self.b = nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + self.b(torch.relu(self.a(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, width=64, depth=3, boom=False):
+        super().__init__()
+        if boom:
+            raise ValueError("the width must be even")
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(depth)))
+        self.head = nn.Linear(width, 2)
+
+    def forward(self, x, scale=None, *, twice=False):
+        x = self.blocks(x)
+        if twice:
+            x = self.blocks(x)
+        if scale is not None:
+            x = x * scale
+        return self.head(x)
+
+
+class Words(nn.Module):
+    """Looks at the value of a tensor in its constructor, so meta is not enough."""
+
+    def __init__(self):
+        super().__init__()
+        self.rates = [rate.item() for rate in torch.linspace(0, 1, 3)]
+        self.table = nn.Embedding(11, 4)
+        self.head = nn.Linear(4, 11)
+
+    def forward(self, ids):
+        return self.head(self.table(ids))
+
+
+class Picky(nn.Module):
+    """Keeps one submodule whole, and fails for a batch of one."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Chooser()
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.inner(x))
+
+
+class Chooser(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x):
+        if x.sum() > 0:
+            return self.a(x)
+        return self.a(-x)
+
+
+def not_a_model():
+    return 3
+
+
+ready = Net()
+'''
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ``net.py`` and specs that fit, do not fit, and are wrong."""
+    path = tmp_path_factory.mktemp("cli")
+    (path / "net.py").write_text(NET, encoding="utf-8")
+    (path / "broken.py").write_text("import torch\nraise RuntimeError('no licence')\n")
+    (path / "typo.py").write_text("def f(:\n")
+    specs: dict[str, Any] = {
+        "fits": {"devices": _devices("1GiB"), "reserve": 0},
+        "pinned": {
+            "devices": _devices("1GiB"),
+            "reserve": 0,
+            "microbatches": 2,
+            "layers": {"head": "cuda:1"},
+        },
+        "tight": {
+            "devices": _devices("200KiB"),
+            "reserve": 0,
+            "layers": {"blocks": "cuda:0", "head": "cuda:1"},
+        },
+        "tiny": {"devices": _devices("1KiB"), "reserve": 0},
+        "wrong": {"devices": ["cuda:0"], "layers": {"hed": "cuda:0"}},
+        "unknown_key": {"devices": ["cuda:0"], "replica": 2},
+    }
+    for name, spec in specs.items():
+        (path / f"{name}.json").write_text(json.dumps(spec), encoding="utf-8")
+    (path / "not.json").write_text("{'devices': []}", encoding="utf-8")
+    return path
+
+
+def _devices(memory: str) -> list[dict[str, str]]:
+    return [{"name": f"cuda:{i}", "memory": memory} for i in range(2)]
+
+
+@pytest.fixture
+def placer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Runs a command in `folder`; the result has ``exit_code``, ``stdout`` and ``stderr``."""
+    from placer.cli.main import app
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("COLUMNS", "160")
+
+    def run(*arguments: str) -> Any:
+        result = CliRunner().invoke(app, list(arguments))
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result
+
+    return run

@@ -1,0 +1,238 @@
+"""Every command does its work: text for people, JSON for machines, and the exit code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from placer.plan.store import load_plan
+from placer.spec import load_spec, schema_text
+
+Run = Callable[..., Any]
+X = ("--input", "8x64")
+
+
+def test_plan_shows_a_table(placer: Run) -> None:
+    result = placer("plan", "net.py:Net", "fits.json", *X)
+    assert result.exit_code == 0
+    for word in ("cuda:0", "cuda:1", "blocks.", "head", "fits:"):
+        assert word in result.stdout
+    assert result.stderr == ""
+
+
+def test_plan_json_is_only_json(placer: Run, tmp_path: Path) -> None:
+    saved = tmp_path / "plan.json"
+    page = tmp_path / "plan.html"
+    result = placer(
+        "plan", "net.py:Net", "fits.json", *X, "--json", "-o", str(saved), "--html", str(page)
+    )
+    assert result.exit_code == 0
+    data = json.loads(result.stdout)
+    assert data["fits"] is True
+    assert data == json.loads(saved.read_text(encoding="utf-8"))
+    assert [stage["devices"] for stage in data["stages"]] == [["cuda:0"], ["cuda:1"]]
+    assert {t["from"] for t in data["transfers"]} == {0}
+    assert "cuda:0" in result.stderr
+    assert "<svg" in page.read_text(encoding="utf-8")
+
+
+def test_a_plan_that_does_not_fit_says_what_would(placer: Run) -> None:
+    result = placer("plan", "net.py:Net", "tight.json", *X)
+    assert result.exit_code == 3
+    assert "does not fit: cuda:0 is" in result.stdout
+    assert "KiB over" in result.stdout
+    assert "what would make it fit:" in result.stdout
+    assert "like cuda:1 (cuda:2" in result.stdout
+    assert "devices of" in result.stdout
+
+
+def test_a_plan_that_does_not_fit_is_still_json(placer: Run) -> None:
+    result = placer("plan", "net.py:Net", "tiny.json", *X, "--json")
+    assert result.exit_code == 3
+    assert json.loads(result.stdout)["fits"] is False
+    assert "does not fit" in result.stderr
+
+
+def test_the_arguments_of_model_and_forward(placer: Run) -> None:
+    result = placer(
+        "plan", "net.py:Net", "fits.json", "-i", "4x8", "-i", "scale=4x8", "--kwarg", "twice=true",
+        "-m", "width=8", "-m", "depth=1", "--json",
+    )  # fmt: skip
+    assert result.exit_code == 0
+    nodes = [node for stage in json.loads(result.stdout)["stages"] for node in stage["nodes"]]
+    assert sum("blocks_0_a" in node for node in nodes) == 2  # called twice
+    assert any("mul" in node for node in nodes)
+
+
+def test_models_that_cannot_be_built_on_meta(placer: Run) -> None:
+    assert placer("plan", "net.py:Words", "fits.json", "-i", "2x5:int64<11").exit_code == 0
+
+
+def test_simulate_judges_the_prediction(placer: Run) -> None:
+    result = placer("simulate", "net.py:Net", "fits.json", *X, "--json")
+    assert result.exit_code == 0
+    data = json.loads(result.stdout)
+    assert data["step_ok"] is True
+    assert set(data["devices"]) == {"cuda:0", "cuda:1"}
+    for device in data["devices"].values():
+        assert device["predicted"] == pytest.approx(device["peak"], rel=0.05)
+    assert placer("simulate", "net.py:Net", "tiny.json", *X).exit_code == 3
+
+
+def test_a_saved_plan_serves_as_a_spec(placer: Run, tmp_path: Path) -> None:
+    saved = str(tmp_path / "plan.json")
+    assert placer("plan", "net.py:Net", "pinned.json", *X, "-o", saved).exit_code == 0
+    assert placer("simulate", "net.py:Net", saved, *X).exit_code == 0
+    assert placer("verify", "net.py:Net", saved, *X).exit_code == 0
+    other = placer("simulate", "net.py:Net", saved, *X, "-m", "depth=2")
+    assert other.exit_code == 2
+    assert "made for another model" in other.stderr
+
+
+def test_verify_proves_equality(placer: Run) -> None:
+    result = placer("verify", "net.py:Net", "pinned.json", *X, "--double", "--json")
+    assert result.exit_code == 0
+    data = json.loads(result.stdout)
+    assert data["equal"] is True
+    kinds = {c["kind"] for c in data["comparisons"]}
+    assert {"loss", "output", "gradient", "parameter after a step"} <= kinds
+    assert all(c["tolerance"] == 1e-10 for c in data["comparisons"])
+    assert "EQUAL" in result.stderr
+
+
+def test_verify_says_which_tensors_differ(placer: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from placer import verification
+
+    made = verification._relative_error
+
+    def off(found: Any, expected: Any) -> float:
+        return 0.5 if found is not None and found.shape == (2, 64) else made(found, expected)
+
+    monkeypatch.setattr(verification, "_relative_error", off)
+    result = placer("verify", "net.py:Net", "pinned.json", *X)
+    assert result.exit_code == 1
+    assert "gradient of head.weight: relative error 5.00e-01" in result.stdout
+    assert "DIFFERENT" in result.stdout
+
+
+def test_auto_writes_a_spec_that_fits(placer: Run, tmp_path: Path) -> None:
+    spec, plan = tmp_path / "spec.json", tmp_path / "plan.json"
+    result = placer(
+        "auto", "net.py:Net", *X, "-d", "cuda:0=300KiB", "-d", "cuda:1=300KiB", "-d", "cuda:2=1GiB",
+        "--reserve", "0", "--optimizer", "adamw", "--microbatches", "2",
+        "--objective", "throughput", "-o", str(spec), "--plan", str(plan),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.stdout
+    written = load_spec(spec)
+    assert written.optimizer == "adamw"
+    assert written.microbatches == 2
+    assert load_plan(plan).fits
+    assert placer("plan", "net.py:Net", str(spec), *X).exit_code == 0
+
+
+def test_auto_prints_the_spec_without_a_file(placer: Run) -> None:
+    result = placer(
+        "auto", "net.py:Net", *X, "-d", "cuda:0=1GiB", "--kind", "h100", "--reserve", "0"
+    )
+    assert result.exit_code == 0
+    spec = load_spec(json.loads(result.stdout))
+    assert [d.kind for d in spec.devices] == ["h100"]
+    assert "fits:" in result.stderr
+
+
+def test_auto_uses_as_few_devices_as_it_needs(placer: Run) -> None:
+    devices = ("-d", "cuda:0=1GiB", "-d", "cuda:1=1GiB")
+    result = placer("auto", "net.py:Net", *X, *devices, "--reserve", "0", "--json")
+    assert len(json.loads(result.stdout)["devices"]) == 1
+
+
+def test_auto_says_why_nothing_fits(placer: Run) -> None:
+    command = ("auto", "net.py:Net", *X, "-d", "cuda:0=200KiB", "--reserve", "0")
+    result = placer(*command, "--json")
+    assert result.exit_code == 3
+    data = json.loads(result.stdout)
+    assert data["fits"] is False
+    assert data["device"] == "cuda:0"
+    assert data["missing_bytes"] > 0
+    assert any("cuda:1" in remedy for remedy in data["remedies"])
+    text = placer(*command)
+    assert text.exit_code == 3
+    assert text.stdout == ""  # the spec would go there
+    assert "what would make it fit" in text.stderr
+
+
+def test_check_a_spec(placer: Run) -> None:
+    result = placer("check", "net.py:Net", "pinned.json")
+    assert result.exit_code == 0
+    assert "1 pattern(s) place 1 of" in result.stdout
+    data = json.loads(placer("check", "net.py:Net", "pinned.json", *X, "--json").stdout)
+    assert data["valid"] is True
+    assert data["fits"] is True
+    assert placer("check", "net.py:Net", "tight.json", *X).exit_code == 3
+    wrong = placer("check", "net.py:Net", "wrong.json")
+    assert wrong.exit_code == 2
+    assert "no layer matches 'hed'" in wrong.stderr
+    assert "did you mean 'head'" in wrong.stderr
+
+
+def test_check_a_model(placer: Run) -> None:
+    result = placer("check", "net.py:Net", *X, "--memory", "300KiB", "--memory", "2GiB", "--json")
+    assert result.exit_code == 0
+    data = json.loads(result.stdout)
+    assert data["pieces"] == sum(data["pieces_per_layer"].values())
+    assert data["whole_modules"] == []
+    assert data["devices_needed"] == {"300KiB": None, "2GiB": 1}  # the reserve is 1 GiB
+    assert data["largest_piece"]["peak"] > 64 * 64 * 4
+
+
+def test_check_names_whole_modules_and_why(placer: Run) -> None:
+    result = placer("check", "net.py:Picky", "--input", "3x4")
+    assert result.exit_code == 0
+    assert "stays whole: inner: " in result.stdout
+    assert "net.py:" in result.stdout
+
+
+def test_profile(placer: Run) -> None:
+    result = placer("profile", "net.py:Net", *X, "--depth", "1", "--json")
+    assert result.exit_code == 0
+    data = json.loads(result.stdout)
+    rows = {row["layer"]: row for row in data["layers"]}
+    assert set(rows) == {"blocks", "head"}
+    assert rows["blocks"]["parameters"] == 3 * 2 * (64 * 64 + 64) * 4
+    assert rows["head"]["forward_flops"] == 2 * 8 * 64 * 2
+    assert data["total"]["parameters"] == sum(row["parameters"] for row in rows.values())
+    deep = placer("profile", "net.py:Net", *X)
+    assert "blocks.2.b" in deep.stdout
+
+
+def test_report(placer: Run, tmp_path: Path) -> None:
+    saved, peaks, page = tmp_path / "p.json", tmp_path / "s.json", tmp_path / "r.html"
+    placer("plan", "net.py:Net", "fits.json", *X, "-o", str(saved))
+    simulated = placer("simulate", "net.py:Net", str(saved), *X, "--json")
+    peaks.write_text(simulated.stdout, encoding="utf-8")
+    result = placer("report", str(saved), "-o", str(page), "--simulation", str(peaks))
+    assert result.exit_code == 0
+    assert "simulated" in page.read_text(encoding="utf-8")
+    bad = placer("report", str(saved), "-o", str(page), "--simulation", str(saved))
+    assert bad.exit_code == 2
+    assert "does not hold simulated peaks" in bad.stderr
+
+
+def test_schema(placer: Run) -> None:
+    assert placer("schema").stdout == schema_text()
+
+
+def test_a_model_whose_memory_is_unknown_ends_in_one_error(placer: Run) -> None:
+    checked = placer("check", "net.py:Picky", "--input", "3x4", "--json")
+    assert checked.exit_code == 0
+    data = json.loads(checked.stdout)
+    assert [whole["layer"] for whole in data["whole_modules"]] == ["inner"]
+    planned = placer("plan", "net.py:Picky", "fits.json", "--input", "3x4")
+    if planned.exit_code != 0:
+        assert planned.exit_code == 2
+        assert "net.py:" in planned.stderr
+        assert "PLACER_TRACEBACK" in planned.stderr

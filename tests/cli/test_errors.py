@@ -1,0 +1,91 @@
+"""Bad usage: one clear error on stderr, exit code 2, nothing on stdout, no traceback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Run = Callable[..., Any]
+PLAN = ("plan", "net.py:Net", "fits.json")
+X = ("--input", "8x64")
+
+CASES = [
+    # MODEL
+    (("plan", "net.py:Nett", "fits.json", *X), "did you mean net.py:Net?"),
+    (("plan", "nett.py:Net", "fits.json", *X), "did you mean net.py?"),
+    (("plan", "net.py", "fits.json", *X), "for example net.py:Chooser"),
+    (("plan", "torchvision.modls:resnet18", "fits.json", *X), "did you mean torchvision.models?"),
+    (("plan", "torchvision.models:resnt18", "fits.json", *X), "torchvision.models:resnet18?"),
+    (("plan", "nosuchpackage:f", "fits.json", *X), "no module named 'nosuchpackage'"),
+    (("plan", "net.py:not_a_model", "fits.json", *X), "not a torch.nn.Module"),
+    (("plan", "net.py:ready", "fits.json", *X, "-m", "width=2"), "takes no --model-arg"),
+    (("plan", "broken.py:f", "fits.json", *X), "importing broken.py raised RuntimeError: no lic"),
+    (("plan", "broken.py:f", "fits.json", *X), "broken.py:2"),
+    (("plan", "typo.py:f", "fits.json", *X), "typo.py:1: is not Python"),
+    # the user's own code
+    ((*PLAN, *X, "-m", "boom=true"), "raised ValueError: the width must be even"),
+    ((*PLAN, *X, "-m", "wdth=8"), "did you mean 'width'?"),
+    ((*PLAN, *X, "-m", "width"), "is not key=value"),
+    ((*PLAN, *X, "-m", "width=8", "-m", "width=9"), "is given twice"),
+    ((*PLAN, "--input", "8x63"), "forward fails on these inputs"),
+    ((*PLAN, "--input", "y=8x64"), "forward takes"),
+    # --input
+    (PLAN, "an example input is needed"),
+    ((*PLAN, "--input", "8y64"), "is not a shape"),
+    ((*PLAN, "--input", "8x-1"), "is not a shape"),
+    ((*PLAN, "--input", "8x64:flot32"), "did you mean 'float32'?"),
+    ((*PLAN, "--input", "8x64:int64<none"), "is not a bound"),
+    ((*PLAN, "--input", "=8x64"), "is not an input"),
+    ((*PLAN, "--input", "x=8x64", "--input", "x=8x64"), "is given twice"),
+    # files
+    (("plan", "net.py:Net", "fit.json", *X), "did you mean 'fits.json'?"),
+    (("plan", "net.py:Net", "not.json", *X), "is not JSON"),
+    (("plan", "net.py:Net", "unknown_key.json", *X), "did you mean 'replicas'?"),
+    (("plan", "net.py:Net", "wrong.json", *X), "did you mean 'head'?"),
+    (("simulate", "net.py:Net", "nothing.json", *X), "no such file"),
+    (("report", "fits.json"), "is a placement spec, not a plan"),
+    (("report", "fitz.json"), "did you mean 'fits.json'?"),
+    ((*PLAN, *X, "-o", "no/where.json"), "cannot be written"),
+    # options
+    (("auto", "net.py:Net", *X), "no device was given"),
+    (("auto", "net.py:Net", *X, "-d", "cuda:0=16Gx"), "is not a size"),
+    (("auto", "net.py:Net", *X, "-d", "cda:0"), "did you mean 'cuda:0'?"),
+    (("auto", "net.py:Net", *X, "-d", "cuda:0", "--objective", "fast"), "throughput, memory"),
+    (("auto", "net.py:Net", *X, "-d", "cuda:0", "--kind", "h1000"), "did you mean 'h100'?"),
+    (("auto", "net.py:Net", *X, "-d", "cuda:0", "--microbatches", "two"), "is not a count"),
+    (("profile", "net.py:Net", *X, "--precision", "fp31"), "did you mean 'fp32'?"),
+    (("check", "net.py:Net", *X, "--memory", "lots"), "is not a size"),
+    (("check", "net.py:Net", *X, "--optimizer", "adma"), "did you mean 'adam'?"),
+    # usage
+    (("plann",), "Did you mean 'plan'"),
+    (("plan", "net.py:Net"), "Missing argument 'SPEC'"),
+    (("schema", "--jsn"), "No such option"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), CASES, ids=[" ".join(c[0][:5]) for c in CASES])
+def test_bad_usage(placer: Run, arguments: tuple[str, ...], message: str) -> None:
+    result = placer(*arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    if "-o" not in arguments:
+        assert result.stdout == ""
+
+
+def test_the_users_line_is_named(placer: Run, folder: Path) -> None:
+    result = placer(*PLAN, *X, "-m", "boom=1")
+    line = next(
+        i
+        for i, text in enumerate((folder / "net.py").read_text().splitlines(), 1)
+        if "raise ValueError" in text
+    )
+    assert f"net.py:{line}" in result.stderr
+
+
+def test_all_problems_of_auto_at_once(placer: Run) -> None:
+    result = placer("auto", "net.py:Net", *X, "-d", "cda:0", "--objective", "fast")
+    assert "2 problems" in result.stderr
