@@ -15,7 +15,7 @@ from placer.partition.score import (
     InFlight,
     IntervalTables,
     build_tables,
-    optimizer_copies,
+    optimizer_bytes,
     peak_bytes,
     replica_peak_bytes,
     stage_seconds,
@@ -172,8 +172,8 @@ def _solve(
 ) -> _Candidate | None:
     slots = chain.slots
     counts = [in_flight(demands, len(slots), q) for q in range(len(slots))]
-    copies = optimizer_copies(demands.optimizer) if demands.training else 0.0
-    peaks = [peak_bytes(tables, c, copies, training=demands.training) for c in counts]
+    kept = optimizer_bytes(demands.optimizer if demands.training else "sgd")
+    peaks = [peak_bytes(tables, c, kept, training=demands.training) for c in counts]
     times = [_seconds(tables, slot, demands) for slot in slots]
     held = [_pin_mask(tables, pinned, slot.name) for slot in slots]
     ratios = [_ratio(peak, slot) for peak, slot in zip(peaks, slots, strict=True)]
@@ -245,18 +245,18 @@ def _pin_mask(tables: IntervalTables, pinned: Sequence[str | None], name: str) -
 def _describe(best: _Candidate, capture: Capture, demands: Demands) -> Partition:
     t = best.tables
     used = [(q, x, y - 1) for q, (x, y) in enumerate(itertools.pairwise(best.cuts)) if y > x]
-    copies = optimizer_copies(demands.optimizer) if demands.training else 0.0
+    kept = optimizer_bytes(demands.optimizer if demands.training else "sgd")
     stages, loads = [], []
     for index, (q, x, y) in enumerate(used):
         slot = best.slots[q]
         count = in_flight(demands, len(used), index)
-        peak = int(peak_bytes(t, count, copies, training=demands.training)[x, y])
+        peak = int(peak_bytes(t, count, kept, training=demands.training)[x, y])
         saved = int(t.saved[x, y]) * count.most if demands.training else 0
         boundary = int(t.received[x, y] + (t.sent[x, y] if demands.training else 0))
         memory = StageMemory(
             parameters=int(t.parameters[x, y]),
             gradients=int(t.trained[x, y]) if demands.training else 0,
-            optimizer=int(copies * t.owned[x, y]),
+            optimizer=int(kept.state * t.owned[x, y]),
             buffers=int(t.buffers[x, y]),
             saved=saved,
             boundary=boundary,

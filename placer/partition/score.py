@@ -34,8 +34,20 @@ from placer.cost import CostTable, DeviceKind
 
 Table = NDArray[np.float64]
 
-OPTIMIZER_COPIES = {"sgd": 0, "sgd_momentum": 1, "adam": 2, "adamw": 2}
-"""State tensors of the parameter's size per parameter, as torch.optim keeps them."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerBytes:
+    """Bytes per byte of parameter: ``state`` that stays, ``transient`` while one is updated."""
+
+    state: float
+    transient: float = 0.0
+
+
+_OPTIMIZERS = {  # as torch.optim keeps them; Adam's update makes a square root and a quotient
+    "sgd": OptimizerBytes(state=0),
+    "sgd_momentum": OptimizerBytes(state=1),
+    "adam": OptimizerBytes(state=2, transient=2),
+    "adamw": OptimizerBytes(state=2, transient=2),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,18 +250,18 @@ class _Rectangles:
         return sums[:-1, :-1]
 
 
-def optimizer_copies(optimizer: str | Mapping[str, int]) -> float:
-    """Bytes of optimizer state per byte of (float32) parameter."""
+def optimizer_bytes(optimizer: str | Mapping[str, int]) -> OptimizerBytes:
+    """What the optimizer that a spec names needs, per byte of (float32) parameter."""
     if isinstance(optimizer, str):
-        return float(OPTIMIZER_COPIES[optimizer])
-    return optimizer["bytes_per_parameter"] / 4
+        return _OPTIMIZERS[optimizer]
+    return OptimizerBytes(state=optimizer["bytes_per_parameter"] / 4)
 
 
 def peak_bytes(
-    tables: IntervalTables, in_flight: InFlight, copies: float, *, training: bool
+    tables: IntervalTables, in_flight: InFlight, optimizer: OptimizerBytes, *, training: bool
 ) -> Table:
     """Peak bytes of every interval over a step, at a position with ``in_flight`` micro-batches."""
-    static = tables.parameters + tables.buffers + copies * tables.owned
+    static = tables.parameters + tables.buffers + optimizer.state * tables.owned
     waiting = (in_flight.most - 1) * tables.saved
     if not training:
         return static + tables.forward_live
@@ -262,7 +274,7 @@ def peak_bytes(
             # A gradient from the next stage waits while the stage's turn is a forward.
             forward = later + tables.owned + tables.forward_live + tables.sent
             peak = np.maximum(peak, forward)
-    step = tables.owned + 2 * tables.largest_parameter * (copies > 0)
+    step = tables.owned + optimizer.transient * tables.largest_parameter
     return static + np.maximum(peak, step)
 
 

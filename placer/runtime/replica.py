@@ -70,7 +70,11 @@ class Replica:
     def _autocast(self, place: Place) -> AbstractContextManager[Any]:
         if self.precision == "fp32":
             return nullcontext()
-        return torch.autocast(place.device.type, _AUTOCAST[self.precision])
+        # Cached casts of weights would pile up over the stage; only a backward has a use for them.
+        kept = torch.is_grad_enabled()
+        return torch.autocast(
+            place.device.type, _AUTOCAST[self.precision], cache_enabled=kept
+        )
 
     def constant(self, name: str, place: Place) -> torch.Tensor:
         key = (name, place)

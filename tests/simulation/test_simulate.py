@@ -1,0 +1,126 @@
+"""Predicted against simulated, simulated against what torch's own tracker and allocator say."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import models
+import pytest
+import torch
+import torchvision
+from torch import nn
+from torch.nn import functional as F
+
+import placer
+
+ROWS = 12
+
+
+def _cases() -> dict[str, tuple[nn.Module, tuple[torch.Tensor, ...]]]:
+    return {
+        "convnet": (models.ConvNet(), (torch.randn(ROWS, 1, 8, 8),)),
+        "tied": (models.TiedTransformer(width=32), (torch.randint(0, 17, (ROWS, 6)),)),
+        "resnet18": (torchvision.models.resnet18(num_classes=5), (torch.randn(ROWS, 3, 64, 64),)),
+    }
+
+
+def _plan(model: nn.Module, args: Any, **fields: Any) -> placer.Plan:
+    stages = fields.pop("stages")
+    spec = {"devices": [f"cuda:{i}" for i in range(stages)], **fields}
+    return placer.make_plan(model, spec, args)
+
+
+@pytest.mark.parametrize("name", ["convnet", "resnet18"])
+def test_prediction_is_within_one_percent(name: str) -> None:
+    model, args = _cases()[name]
+    optimizers = itertools.cycle(["sgd", "sgd_momentum", "adam"])
+    schedules = itertools.cycle(["GPipe", "1F1B"])
+    for stages, microbatches in itertools.product([1, 2, 3, 4], [1, 2, 4]):
+        plan = _plan(
+            model,
+            args,
+            stages=stages,
+            microbatches=microbatches,
+            optimizer=next(optimizers),
+            schedule=next(schedules),
+        )
+        report = placer.simulate(model, plan, args)
+        assert report.step_ok
+        for device in report.devices:
+            assert device.peak == pytest.approx(device.predicted, rel=0.01), (plan, device)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("training", [True, False])
+def test_prediction_for_inference_and_autocast(precision: str, training: bool) -> None:
+    model, args = _cases()["resnet18"]
+    if not training:
+        model.eval()
+    for stages in (1, 2, 3):
+        plan = _plan(model, args, stages=stages, precision=precision, training=training)
+        for device in placer.simulate(model, plan, args).devices:
+            assert device.peak == pytest.approx(device.predicted, rel=0.01), device
+
+
+def test_replicas_are_predicted_too() -> None:
+    model, args = _cases()["convnet"]
+    plan = _plan(model, args, stages=2, replicas=3)
+    report = placer.simulate(model, plan, args)
+    assert [d.device for d in report.devices] == [f"cuda:{i}" for i in range(6)]
+    for device in report.devices:
+        assert device.peak == pytest.approx(device.predicted, rel=0.01)
+
+
+def test_the_peaks_moment_names_the_layer_and_the_largest_tensors() -> None:
+    model, args = _cases()["resnet18"]
+    plan = _plan(model, args, stages=1, optimizer="sgd")
+    (device,) = placer.simulate(model, plan, args).devices
+    assert device.phase == "backward"
+    assert device.layer or device.node
+    sizes = [tensor.nbytes for tensor in device.largest]
+    assert len(sizes) == 10 and sizes == sorted(sizes, reverse=True)
+    assert {"layer4.0.conv2.weight", "layer4.1.conv1.weight"} <= {t.name for t in device.largest}
+
+
+def test_the_optimizer_can_be_the_peak() -> None:
+    model = nn.Linear(64, 64)
+    plan = _plan(model, (torch.randn(1, 64),), stages=1, optimizer="adam")
+    (device,) = placer.simulate(model, plan, (torch.randn(1, 64),)).devices
+    assert device.phase == "optimizer"
+
+
+def test_a_real_step_holds_what_the_simulation_says() -> None:
+    """The CPU allocator's own events, which share no code with the ledger."""
+    model, (x,) = _cases()["resnet18"]
+    model = model.train()
+    target = torch.randint(0, 5, (ROWS,))
+    plan = _plan(model, (x,), stages=1, optimizer="sgd_momentum")
+    (simulated,) = placer.simulate(
+        model, plan, (x,), loss_fn=lambda y: F.cross_entropy(y, target.new_zeros(len(y)))
+    ).devices
+    placed = placer.compile(model, plan, (x,), run_on="cpu")
+    measured = _measured_peak(placed, x, target)
+    assert measured == pytest.approx(simulated.peak, rel=0.01)
+
+
+def _measured_peak(placed: nn.Module, x: torch.Tensor, target: torch.Tensor) -> int:
+    """Most bytes that the allocator held in the second step, on top of weights and state."""
+    optimizer = torch.optim.SGD(placed.parameters(), lr=0.1, momentum=0.9, foreach=False)
+
+    def step() -> None:
+        placed.step(x, target=target, loss_fn=F.cross_entropy)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
+    before = sum(t.nbytes for t in (*placed.parameters(), *placed.buffers(), *state))
+    with torch.profiler.profile(profile_memory=True) as profile:
+        step()
+    live = most = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            most = max(most, live)
+    return before + most
