@@ -19,6 +19,7 @@ Devices = Annotated[
         metavar="NAME[=MEMORY]",
         help="A device that may be used, such as cuda:0=16GiB; repeatable.",
         default_factory=list,
+        show_default=False,
     ),
 ]
 Kind = Annotated[

@@ -32,6 +32,7 @@ Memory = Annotated[
         metavar="SIZE",
         help="Say how many devices of this size it takes; repeatable.",
         default_factory=list,
+        show_default=False,
     ),
 ]
 Optimizer = Annotated[str, typer.Option("--optimizer", help="sgd, sgd_momentum, adam or adamw.")]

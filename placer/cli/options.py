@@ -26,6 +26,7 @@ Inputs = Annotated[
         help="An input of forward, such as 1x3x224x224 or mask=4x16:bool; repeatable. "
         "Integers: 16x64:int64<50257 is below 50257.",
         default_factory=list,
+        show_default=False,
     ),
 ]
 Keywords = Annotated[
@@ -35,6 +36,7 @@ Keywords = Annotated[
         metavar="KEY=VALUE",
         help="An argument of forward that is no tensor; repeatable.",
         default_factory=list,
+        show_default=False,
     ),
 ]
 ModelArguments = Annotated[
@@ -45,6 +47,7 @@ ModelArguments = Annotated[
         metavar="KEY=VALUE",
         help="An argument of MODEL, such as width=32; repeatable.",
         default_factory=list,
+        show_default=False,
     ),
 ]
 Evaluation = Annotated[
