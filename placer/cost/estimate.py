@@ -98,7 +98,7 @@ def _table(
             for s in forward
         ),
         gradients=tuple(
-            PendingGradient(nbytes=s.nbytes, source=s.made_by, target=s.freed_by)
+            _pending(s, s.freed_by)
             for s in backward
             if s.freed_by is not None and 0 <= s.freed_by < s.made_by
         ),
@@ -113,6 +113,18 @@ def _table(
         microbatch_rows=next(
             (t.size(0) for t, b in zip(inputs, capture.call.batched, strict=True) if b), None
         ),
+    )
+
+
+def _pending(stored: RecordedStorage, target: int) -> PendingGradient:
+    waiting = [(sender, nbytes) for sender, to, nbytes in stored.sent if to <= target]
+    needed = sum(nbytes for _, nbytes in waiting)
+    return PendingGradient(
+        nbytes=stored.nbytes,
+        source=stored.made_by,
+        target=target,
+        sender=min((sender for sender, _ in waiting), default=stored.made_by),
+        surplus=max(0, stored.nbytes - needed) if waiting else 0,
     )
 
 

@@ -34,6 +34,7 @@ class RecordedStorage:
     freed_by: int | None = None  # the node in whose backward it went; None: it did not, or in forward
     parameter_gradient: bool = False
     live: bool = True
+    sent: list[tuple[int, int, int]] = field(default_factory=list)  # parts: (from, to node, bytes)
 
 
 @dataclass(slots=True)
@@ -272,7 +273,7 @@ class _BackwardOwners:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._claimed: set[Any] = set()
+        self._claimed: dict[Any, int] = {}
 
     def claim(self, result: Any, position: int) -> None:
         """All autograd nodes between ``result`` and what is claimed already belong to ``position``."""
@@ -285,8 +286,9 @@ class _BackwardOwners:
             node = stack.pop()
             if node is None or node in self._claimed:
                 continue
-            self._claimed.add(node)
+            self._claimed[node] = position
             node.register_prehook(self._starter(position))
+            node.register_hook(self._sender(node, position))
             stack.extend(parent for parent, _ in node.next_functions if parent is not None)
 
     def _starter(self, position: int) -> Callable[[Any], None]:
@@ -295,6 +297,20 @@ class _BackwardOwners:
                 self._recorder.start_node(position)
 
         return start
+
+    def _sender(self, node: Any, position: int) -> Callable[[Any, Any], None]:
+        """Notes which part of a storage the backward of ``node`` hands on to which other node."""
+        targets = [self._claimed.get(parent) for parent, _ in node.next_functions]
+
+        def send(grad_inputs: Any, _: Any) -> None:
+            for grad, target in zip(grad_inputs, targets, strict=False):
+                if isinstance(grad, Tensor) and target is not None and target != position:
+                    stored = self._recorder.storage(grad)
+                    if stored is not None:
+                        nbytes = grad.numel() * grad.element_size()
+                        stored.sent.append((position, target, nbytes))
+
+        return send
 
     def mark_gradient(self, parameter: Tensor) -> None:
         assert parameter.grad is not None

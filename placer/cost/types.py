@@ -21,11 +21,17 @@ class StoredValue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingGradient:
-    """A gradient that the backward of node ``source`` made and that of node ``target`` consumes."""
+    """A gradient that the backward of node ``source`` made and that of node ``target`` consumes.
+
+    It may be a view of more than is needed (the part of a concatenation): when the backward of
+    ``sender`` hands it over to another device, ``surplus`` bytes of ``nbytes`` stay behind.
+    """
 
     nbytes: int
     source: int
     target: int
+    sender: int
+    surplus: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

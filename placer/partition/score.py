@@ -110,10 +110,14 @@ def build_tables(
         if producer >= 0:
             last = n + 1 if savers else max(users, default=producer) + 1
             forward.add(0, producer, producer + 1, v.nbytes, until=last)
+    surplus: list[_Surplus] = []
     for gradient in costs.gradients:
         source, target = int(place[gradient.source]), int(place[gradient.target])
         if target < source:
             waiting.add(0, target, target + 1, gradient.nbytes, until=source)
+            if gradient.surplus:
+                sender = int(place[gradient.sender])
+                surplus.append(_Surplus(target=target, sender=sender, nbytes=gradient.surplus))
     crossing = [
         *((int(place[i]), at(r), costs.nodes[i].output_nbytes) for i, r in enumerate(costs.readers)),
         *((-1, at(r), b) for r, b in zip(costs.input_readers, costs.input_nbytes, strict=True)),
@@ -146,11 +150,11 @@ def build_tables(
     # Gradients of (i, b): of what the stage trains, all that is not used in [a, i] as well.
     used_so_far = trained.table()
     trained_table = build.at_ends(used_so_far)
-    growing = build.running_max(live - used_so_far) + trained_table
+    growing = build.running_max(live - used_so_far, without=surplus) + trained_table
     # Gradients that stay are all there in a later backward; a mirror's went home and grow anew.
     owned_table = build.at_ends(owned.table())
     mirrored_so_far = used_so_far - owned.table()
-    grown = build.running_max(live - mirrored_so_far) + trained_table
+    grown = build.running_max(live - mirrored_so_far, without=surplus) + trained_table
     prefix = lambda field: np.concatenate(  # noqa: E731
         [[0.0], np.cumsum(_by_position(place, [getattr(c, field) for c in costs.nodes]))]
     )[[0, *build.ends]]
@@ -189,6 +193,15 @@ def _by_position(place: NDArray[np.int64], values: Sequence[float]) -> Table:
     return table
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Surplus:
+    """Bytes that position ``target`` waits with only if ``sender`` is in its own stage."""
+
+    target: int
+    sender: int
+    nbytes: int
+
+
 class _Builder:
     """Tables whose rows are the starts of stages and whose columns are positions of nodes."""
 
@@ -206,11 +219,29 @@ class _Builder:
         picked = table[:, np.asarray(self.ends) - 1]
         return np.where(self._valid(), picked, 0.0)
 
-    def running_max(self, table: Table) -> Table:
-        """The largest value of columns start … end - 1, per start and end."""
+    def running_max(self, table: Table, *, without: Sequence[_Surplus] = ()) -> Table:
+        """The largest value of columns start … end - 1, per start and end.
+
+        What ``without`` lists is taken off where its sender is in a later stage. Sorted by sender,
+        the ends fall into one group for each; a group is one accumulation, O(C * n).
+        """
         columns = np.arange(self.width)
         masked = np.where(columns[None, :] >= np.asarray(self.starts)[:, None], table, -np.inf)
-        picked = np.maximum.accumulate(masked, axis=1)[:, np.asarray(self.ends) - 1]
+        ends = np.asarray(self.ends)
+        picked = np.empty((len(self.starts), len(ends)))
+        pending = sorted(without, key=lambda item: item.sender)
+        upper = self.width + 1
+        while True:
+            lower = pending[-1].sender if pending else -1
+            group = np.flatnonzero((ends > lower) & (ends < upper))
+            if len(group):
+                picked[:, group] = np.maximum.accumulate(masked, axis=1)[:, ends[group] - 1]
+            if not pending:
+                break
+            item = pending.pop()
+            rows = np.asarray(self.starts) <= item.target
+            masked[rows, item.target :] -= item.nbytes
+            upper = lower + 1
         return np.where(self._valid(), picked, 0.0)
 
     def _valid(self) -> NDArray[np.bool_]:
