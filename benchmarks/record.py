@@ -1,0 +1,48 @@
+"""Write a benchmark's result: a Markdown page with its command, machine and versions."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+import torchvision
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def write_result(
+    name: str, title: str, command: str, header: Sequence[str], rows: Iterable[Sequence[object]], note: str = ""
+) -> Path:
+    """Write ``results/<name>.md`` with one table, and print it."""
+    lines = [f"| {' | '.join(header)} |", f"|{' --- |' * len(header)}"]
+    lines += [f"| {' | '.join(str(cell) for cell in row)} |" for row in rows]
+    page = [f"# {title}", "", f"`{command}`", "", *lines, "", *([note, ""] if note else []), machine(), ""]
+    path = RESULTS / f"{name}.md"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("\n".join(page))
+    print("\n".join(page))
+    return path
+
+
+def machine() -> str:
+    """One sentence: date, processor, cores, memory, versions."""
+    pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return (
+        f"Measured {datetime.date.today()} on {_processor()}, {os.cpu_count()} cores, "
+        f"{pages / 2**30:.0f} GiB, {gpu}; Python {platform.python_version()}, "
+        f"torch {torch.__version__}, torchvision {torchvision.__version__}."
+    )
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
