@@ -15,12 +15,27 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def write_result(
-    name: str, title: str, command: str, header: Sequence[str], rows: Iterable[Sequence[object]], note: str = ""
+    name: str,
+    title: str,
+    command: str,
+    header: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    note: str = "",
 ) -> Path:
     """Write ``results/<name>.md`` with one table, and print it."""
     lines = [f"| {' | '.join(header)} |", f"|{' --- |' * len(header)}"]
     lines += [f"| {' | '.join(str(cell) for cell in row)} |" for row in rows]
-    page = [f"# {title}", "", f"`{command}`", "", *lines, "", *([note, ""] if note else []), machine(), ""]
+    page = [
+        f"# {title}",
+        "",
+        f"`{command}`",
+        "",
+        *lines,
+        "",
+        *([note, ""] if note else []),
+        machine(),
+        "",
+    ]
     path = RESULTS / f"{name}.md"
     path.parent.mkdir(exist_ok=True)
     path.write_text("\n".join(page))

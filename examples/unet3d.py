@@ -68,10 +68,10 @@ class UNet3D(nn.Module):
 def double_conv(in_channels: int, out_channels: int, norm: str) -> nn.Sequential:
     """Twice: a 3 x 3 x 3 convolution, a norm and a ReLU."""
     return nn.Sequential(
-        nn.Conv3d(in_channels, out_channels, 3, padding=1),
+        nn.Conv3d(in_channels, out_channels, 3, padding=1, bias=False),
         NORMS[norm](out_channels),
         nn.ReLU(inplace=True),
-        nn.Conv3d(out_channels, out_channels, 3, padding=1),
+        nn.Conv3d(out_channels, out_channels, 3, padding=1, bias=False),
         NORMS[norm](out_channels),
         nn.ReLU(inplace=True),
     )
@@ -91,7 +91,9 @@ def unet3d(
 def main() -> None:
     model = unet3d(width=8, depth=3)
     output = model(torch.randn(1, 1, 32, 32, 32))
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters; output {tuple(output.shape)}")
+    print(
+        f"{sum(p.numel() for p in model.parameters()):,} parameters; output {tuple(output.shape)}"
+    )
 
 
 if __name__ == "__main__":

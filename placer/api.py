@@ -142,5 +142,3 @@ def _capture(
         args = (args,)
     capture = capture_model(model, tuple(args), dict(kwargs or {}))
     return capture, flatten_call(capture.call, tuple(args), dict(kwargs or {}))
-
-

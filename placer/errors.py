@@ -54,7 +54,15 @@ class PlanError(PlacerError):
 class BudgetError(PlacerError):
     """No placement fits the budgets; ``device`` overflows by ``missing_bytes`` at the least."""
 
-    def __init__(self, where: str, problem: str, remedy: str = "", *, device: str = "", missing_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        where: str,
+        problem: str,
+        remedy: str = "",
+        *,
+        device: str = "",
+        missing_bytes: int = 0,
+    ) -> None:
         super().__init__(where, problem, remedy)
         self.device = device
         self.missing_bytes = missing_bytes
@@ -64,7 +72,9 @@ class BudgetError(PlacerError):
         return _budget_error, parts
 
 
-def _budget_error(where: str, problem: str, remedy: str, device: str, missing_bytes: int) -> BudgetError:
+def _budget_error(
+    where: str, problem: str, remedy: str, device: str, missing_bytes: int
+) -> BudgetError:
     return BudgetError(where, problem, remedy, device=device, missing_bytes=missing_bytes)
 
 

@@ -26,7 +26,9 @@ def parse_bytes(text: str | int) -> int:
         return text
     match = _SIZE.fullmatch(text)
     if match is None or match[2].lower() not in _BYTE_FACTORS:
-        raise ValueError(f"{text!r} is not a size; write a number and a unit, such as '16GiB' or '500 MB'")
+        raise ValueError(
+            f"{text!r} is not a size; write a number and a unit, such as '16GiB' or '500 MB'"
+        )
     return int(float(match[1]) * _BYTE_FACTORS[match[2].lower()])
 
 

@@ -215,6 +215,8 @@ def _relative_error(found: Tensor | None, expected: Tensor | None) -> float:
     difference = (found - expected).abs().max().item()
     if difference != difference:
         same = torch.equal(found.isnan(), expected.isnan())
-        return 0.0 if same and torch.equal(found.nan_to_num(), expected.nan_to_num()) else float("inf")
+        return (
+            0.0 if same and torch.equal(found.nan_to_num(), expected.nan_to_num()) else float("inf")
+        )
     scale = expected.abs().max().item()
     return difference / scale if scale else (0.0 if difference == 0 else float("inf"))

@@ -33,7 +33,9 @@ class KeywordModel(nn.Module):
 class TiedTransformer(nn.Module):
     """A causal transformer whose embedding is its output layer's weight, with dropout."""
 
-    def __init__(self, vocabulary: int = 17, width: int = 8, depth: int = 3, length: int = 6) -> None:
+    def __init__(
+        self, vocabulary: int = 17, width: int = 8, depth: int = 3, length: int = 6
+    ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Parameter(torch.randn(1, length, width) * 0.1)
@@ -56,7 +58,9 @@ class Block(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         self.project = nn.Linear(width, width)
         self.norm2 = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -44,7 +44,9 @@ def gradient_noise(model: nn.Module) -> float:
 def mean_square(output: Any) -> Tensor:
     """A loss that is a mean over rows and depends on every floating-point result differently."""
     leaves = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
-    return torch.stack([(t.square().mean() + t.mean()) * (i + 1) for i, t in enumerate(leaves)]).sum()
+    return torch.stack(
+        [(t.square().mean() + t.mean()) * (i + 1) for i, t in enumerate(leaves)]
+    ).sum()
 
 
 def run_cuts(model: nn.Module, args: Any, kwargs: Any, replicas: int, microbatches: int) -> Any:
@@ -65,7 +67,9 @@ def run_cuts(model: nn.Module, args: Any, kwargs: Any, replicas: int, microbatch
             buffer.data = before[name].clone()
         for cut in row:
             part = [
-                t[cut[0] : cut[-1] + 1] if isinstance(t, Tensor) and t.dim() and len(t) == rows else t
+                t[cut[0] : cut[-1] + 1]
+                if isinstance(t, Tensor) and t.dim() and len(t) == rows
+                else t
                 for t in leaves
             ]
             part_args, part_kwargs = tree_unflatten(part, spec)
@@ -188,7 +192,9 @@ def _loss_over_cuts(
             buffer.data = before[name].clone()
         for cut in row.chunk(microbatches):
             part = [
-                t[cut[0] : cut[-1] + 1] if isinstance(t, Tensor) and t.dim() and len(t) == rows else t
+                t[cut[0] : cut[-1] + 1]
+                if isinstance(t, Tensor) and t.dim() and len(t) == rows
+                else t
                 for t in leaves
             ]
             part_args, part_kwargs = tree_unflatten(part, spec)

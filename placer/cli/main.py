@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Callable
@@ -39,10 +38,7 @@ class _Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in _COMMANDS:
             return None
-        home = f"placer.cli.{cmd_name}"
-        if importlib.util.find_spec(home) is None:
-            return None
-        function = getattr(importlib.import_module(home), cmd_name)
+        function = getattr(importlib.import_module(f"placer.cli.{cmd_name}"), cmd_name)
         single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         single.command(cmd_name)(_guarded(function))
         return typer.main.get_command(single)

@@ -31,7 +31,9 @@ class RecordedStorage:
     backward: bool
     users: set[int] = field(default_factory=set)
     savers: set[int] = field(default_factory=set)
-    freed_by: int | None = None  # the node in whose backward it went; None: it did not, or in forward
+    freed_by: int | None = (
+        None  # the node in whose backward it went; None: it did not, or in forward
+    )
     parameter_gradient: bool = False
     live: bool = True
     sent: list[tuple[int, int, int]] = field(default_factory=list)  # parts: (from, to node, bytes)

@@ -73,9 +73,7 @@ def _initialized(
         name: p if p is None else nn.Parameter(_empty(p), p.requires_grad)
         for name, p in module._parameters.items()
     }
-    alone._buffers = {
-        name: b if b is None else _empty(b) for name, b in module._buffers.items()
-    }
+    alone._buffers = {name: b if b is None else _empty(b) for name, b in module._buffers.items()}
     if initialize is not None:
         initialize(alone)
     else:

@@ -63,9 +63,7 @@ def _copy(model: nn.Module, device_of: Mapping[str, torch.device]) -> dict[str, 
     }
 
 
-def _read(
-    model: nn.Module, device_of: Mapping[str, torch.device], path: Path
-) -> dict[str, Tensor]:
+def _read(model: nn.Module, device_of: Mapping[str, torch.device], path: Path) -> dict[str, Tensor]:
     names_of: dict[int, list[str]] = {}
     everything = [
         *model.named_parameters(remove_duplicate=False),

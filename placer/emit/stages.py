@@ -48,7 +48,9 @@ def emit_stages(capture: Capture, stage_nodes: Iterable[Iterable[str]]) -> Stage
             outputs = returned
         else:
             outputs = tuple(name for name in own if name in last_use)
-        stages.append(_emit_stage(capture, index, [nodes[n] for n in own], tuple(reads[index]), outputs))
+        stages.append(
+            _emit_stage(capture, index, [nodes[n] for n in own], tuple(reads[index]), outputs)
+        )
     return StagedModel(
         stages=tuple(stages),
         graph_inputs=tuple(placeholders),
@@ -85,7 +87,11 @@ def _owners(capture: Capture, stage_of: Mapping[str, int]) -> dict[str, int]:
 
 
 def _emit_stage(
-    capture: Capture, index: int, own: list[fx.Node], inputs: tuple[str, ...], outputs: tuple[str, ...]
+    capture: Capture,
+    index: int,
+    own: list[fx.Node],
+    inputs: tuple[str, ...],
+    outputs: tuple[str, ...],
 ) -> StageCode:
     graph = fx.Graph()
     device = graph.placeholder(_DEVICE)
@@ -137,7 +143,9 @@ def _follow_stage_device(node: fx.Node, copied: fx.Node, device: fx.Node) -> fx.
     if node.op in ("call_function", "call_method"):
         is_device = lambda x: isinstance(x, torch.device)  # noqa: E731
         copied.args = fx.node.map_aggregate(copied.args, lambda x: device if is_device(x) else x)
-        copied.kwargs = fx.node.map_aggregate(copied.kwargs, lambda x: device if is_device(x) else x)
+        copied.kwargs = fx.node.map_aggregate(
+            copied.kwargs, lambda x: device if is_device(x) else x
+        )
         if "device" in copied.kwargs and copied.kwargs["device"] is not None:
             copied.kwargs = {**copied.kwargs, "device": device}
     return copied

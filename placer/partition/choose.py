@@ -196,9 +196,7 @@ def _solve(
         allowed = [h & (r <= limit) for h, r in zip(held, ratios, strict=True)]
         cuts = _fastest(times, allowed, empty, demands.objective)
     load = [times[q][x, y - 1] for q, (x, y) in enumerate(itertools.pairwise(cuts)) if y > x]
-    ratio = max(
-        ratios[q][x, y - 1] for q, (x, y) in enumerate(itertools.pairwise(cuts)) if y > x
-    )
+    ratio = max(ratios[q][x, y - 1] for q, (x, y) in enumerate(itertools.pairwise(cuts)) if y > x)
     step = max(load) * (demands.microbatches - 1) + sum(load)
     rank = (ratio if over or demands.objective == "memory" else 0.0, max(load), step)
     if demands.objective == "latency":
@@ -273,9 +271,7 @@ def _describe(best: _Candidate, capture: Capture, demands: Demands) -> Partition
                 device=slot,
                 nodes=tuple(capture.order[i] for i in names),
                 memory=memory,
-                replica_peak=int(
-                    replica_peak_bytes(t, count, training=demands.training)[x, y]
-                ),
+                replica_peak=int(replica_peak_bytes(t, count, training=demands.training)[x, y]),
                 forward_seconds=float(forward[x, y]),
                 backward_seconds=float(backward[x, y]) if demands.training else 0.0,
                 transfer_seconds=float(moved),

@@ -34,6 +34,7 @@ from placer.cost import CostTable, DeviceKind
 
 Table = NDArray[np.float64]
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerBytes:
     """Bytes per byte of parameter: ``state`` that stays, ``transient`` while one is updated."""
@@ -83,9 +84,7 @@ class IntervalTables:
     traffic: tuple[Table, Table]
 
 
-def build_tables(
-    costs: CostTable, order: Sequence[int], cuts: Sequence[int]
-) -> IntervalTables:
+def build_tables(costs: CostTable, order: Sequence[int], cuts: Sequence[int]) -> IntervalTables:
     """The tables for the stages that ``cuts`` of ``order`` (positions of nodes) allow.
 
     The loss is computed with the last node of the order.
@@ -119,7 +118,10 @@ def build_tables(
                 sender = int(place[gradient.sender])
                 surplus.append(_Surplus(target=target, sender=sender, nbytes=gradient.surplus))
     crossing = [
-        *((int(place[i]), at(r), costs.nodes[i].output_nbytes) for i, r in enumerate(costs.readers)),
+        *(
+            (int(place[i]), at(r), costs.nodes[i].output_nbytes)
+            for i, r in enumerate(costs.readers)
+        ),
         *((-1, at(r), b) for r, b in zip(costs.input_readers, costs.input_nbytes, strict=True)),
     ]
     for producer, readers, nbytes in crossing:
@@ -255,7 +257,9 @@ class _Rectangles:
         self._builder = builder
         self._steps = np.zeros((len(builder.starts) + 1, builder.width + 1))
 
-    def add(self, first: int, last: int, column: int, value: float, *, until: int | None = None) -> None:
+    def add(
+        self, first: int, last: int, column: int, value: float, *, until: int | None = None
+    ) -> None:
         """Add ``value`` for stages that start at positions first … last, in columns column … until - 1."""
         row_of, width = self._builder.row_of, self._builder.width
         top = int(row_of[first - 1]) if first > 0 else 0

@@ -195,18 +195,14 @@ def _device_peaks(
     return tuple(peaks)
 
 
-def _transfers(
-    capture: Capture, costs: CostTable, partition: Partition
-) -> tuple[Transfer, ...]:
+def _transfers(capture: Capture, costs: CostTable, partition: Partition) -> tuple[Transfer, ...]:
     stage_of = {name: s for s, stage in enumerate(partition.stages) for name in stage.nodes}
     last = len(partition.stages) - 1
     found = []
     for node, readers in enumerate(costs.readers):
         name = capture.order[node]
         source = stage_of[name]
-        targets = {
-            stage_of[capture.order[r]] if r < len(capture.order) else last for r in readers
-        }
+        targets = {stage_of[capture.order[r]] if r < len(capture.order) else last for r in readers}
         found += [
             Transfer(
                 value=name, source=source, target=target, nbytes=costs.nodes[node].output_nbytes
@@ -235,7 +231,9 @@ def _notes(
             "all micro-batches at once, as GPipe does, and needs GPipe's memory."
         )
     if any(stage.budget is None for stage in _budgets(spec)):
-        notes.append("A device without a memory size has no limit here: give one to have it checked.")
+        notes.append(
+            "A device without a memory size has no limit here: give one to have it checked."
+        )
     notes += [
         f"{whole.layer or 'the model'} stays whole on one device: {whole.reason}"
         for whole in capture.whole_modules

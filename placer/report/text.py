@@ -26,7 +26,7 @@ _BAR = 12  # characters
 def plan_table(
     plan: Plan, *, simulation: SimulationReport | Mapping[str, Any] | None = None
 ) -> RenderableType:
-    """``plan`` for ``rich``: stages, devices, transfers, notes and the verdict; 100 columns wide.
+    """``plan`` for ``rich``: stages, devices, transfers, notes and the verdict; for 80 columns.
 
     With a ``simulation`` (a report, or the JSON of one) the devices' simulated peaks stand beside
     the predicted ones.
@@ -61,23 +61,23 @@ def _headline(plan: Plan) -> Text:
 
 
 def _stages(plan: Plan) -> Table:
-    table = _table("stage", "layers", "device", "parameters", "saved", "peak", "budget", "headroom")
+    table = _table("stage", "layers", "device", "parameters", "saved", "peak", "budget")
     for column in (1, 2):
         table.columns[column].justify = "left"
     table.columns[1].overflow = "fold"
     table.columns[1].ratio = 1
-    peaks = {device.device: device for device in plan.devices}
+    table.columns[1].min_width = 20
+    fits = {device.device: device.fits for device in plan.devices}
     for stage, layers in zip(plan.stages, stage_layers(plan), strict=True):
-        device = peaks[stage.devices[0]]
+        over = not fits[stage.devices[0]]
         table.add_row(
             str(stage.index),
             compact_layers(layers, most=2),
             _devices_of(stage),
             format_bytes(stage.memory.parameters),
             format_bytes(stage.memory.saved),
-            format_bytes(stage.memory.peak),
+            Text(format_bytes(stage.memory.peak), style="bold red" if over else ""),
             _budget(stage.budget),
-            _headroom(device),
         )
     return table
 
@@ -132,10 +132,10 @@ def _budget(budget: int | None) -> str:
 
 
 def _reserve(plan: Plan) -> Text:
-    """What the headroom leaves out, in a line."""
+    """What stays free of a budget, in a line."""
     sizes = {d.reserve for d in plan.devices if d.budget is not None}
     amounts = " to ".join(format_bytes(size) for size in sorted({min(sizes), max(sizes)}))
-    return Text(f"headroom = budget - {amounts} reserve - peak", style="dim")
+    return Text(f"a plan fits when peak + {amounts} reserve stay within the budget", style="dim")
 
 
 def _headroom(device: DevicePeak) -> Text:

@@ -50,9 +50,7 @@ class PlacedModule(nn.Module):
         self.training = model.training
         self.plan = plan
         self._staged = staged
-        self._replicas = tuple(
-            Replica(staged, row, places[0], plan.precision) for row in places
-        )
+        self._replicas = tuple(Replica(staged, row, places[0], plan.precision) for row in places)
 
     @property
     def call_format(self) -> CallFormat:
@@ -175,9 +173,7 @@ class PlacedModule(nn.Module):
         self, target: Any, total: int | None, scattered: list[list[list[torch.Tensor]]]
     ) -> list[list[Any]]:
         """``target`` cut like the inputs; tensors whose dim 0 is not the batch go to all, whole."""
-        sizes = [
-            [batch_size(self._staged.call, leaves) for leaves in row] for row in scattered
-        ]
+        sizes = [[batch_size(self._staged.call, leaves) for leaves in row] for row in scattered]
         leaves, spec = tree_flatten(target)
         flat_sizes = [size for row in sizes for size in row]
         count = len(flat_sizes)

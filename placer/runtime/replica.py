@@ -72,9 +72,7 @@ class Replica:
             return nullcontext()
         # Cached casts of weights would pile up over the stage; only a backward has a use for them.
         kept = torch.is_grad_enabled()
-        return torch.autocast(
-            place.device.type, _AUTOCAST[self.precision], cache_enabled=kept
-        )
+        return torch.autocast(place.device.type, _AUTOCAST[self.precision], cache_enabled=kept)
 
     def constant(self, name: str, place: Place) -> torch.Tensor:
         key = (name, place)
@@ -121,10 +119,7 @@ class Replica:
 
         ``loss_of(m, result leaves)`` gives micro-batch ``m``'s (already weighted) loss.
         """
-        runs = [
-            _MicrobatchRun(self, trees, leaves, m)
-            for m, leaves in enumerate(microbatches)
-        ]
+        runs = [_MicrobatchRun(self, trees, leaves, m) for m, leaves in enumerate(microbatches)]
         for action in actions:
             if action.kind == "F":
                 runs[action.microbatch_index].forward(action.stage_index, loss_of)
@@ -163,9 +158,7 @@ class _MicrobatchRun:
         self._roots: dict[int, torch.Tensor] = {}  # stage -> where its backward starts
         self._grads: dict[tuple[str, int], torch.Tensor] = {}  # (value, which tensor of it) -> sum
 
-    def forward(
-        self, stage_index: int, loss_of: Callable[[int, list[Any]], torch.Tensor]
-    ) -> None:
+    def forward(self, stage_index: int, loss_of: Callable[[int, list[Any]], torch.Tensor]) -> None:
         replica, staged = self.replica, self.replica.staged
         stage, place = staged.stages[stage_index], replica.places[stage_index]
         arguments = []

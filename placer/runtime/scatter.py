@@ -47,7 +47,9 @@ def batch_size(call: CallFormat, leaves: Sequence[torch.Tensor]) -> int | None:
     if len(set(sizes)) > 1:
         found = ", ".join(f"{n}: {s}" for n, s in zip(names, sizes, strict=True))
         raise CaptureError(
-            "inputs", f"the batch (dim 0) differs between inputs: {found}", "give all of them the same"
+            "inputs",
+            f"the batch (dim 0) differs between inputs: {found}",
+            "give all of them the same",
         )
     return sizes[0] if sizes else None
 

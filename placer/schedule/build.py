@@ -74,7 +74,13 @@ _MAKERS: dict[str, Maker] = {
 
 
 def _alternate(
-    rank: int, num_ranks: int, num_stages: int, num_microbatches: int, *, hop: int, delay: int | None
+    rank: int,
+    num_ranks: int,
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    hop: int,
+    delay: int | None,
 ) -> list[Action]:
     """Warm-up forwards, then one forward and one backward in turn, then the remaining backwards.
 

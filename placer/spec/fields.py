@@ -53,7 +53,9 @@ def _patterns(value: Any) -> tuple[str, ...] | str:
     if value == "auto" and isinstance(value, str):
         return "auto"
     if not isinstance(value, list | tuple) or not all(isinstance(x, str) for x in value):
-        raise ValueError(f"{value!r} is not a list of layer patterns; write ['encoder.*'] or 'auto'")
+        raise ValueError(
+            f"{value!r} is not a list of layer patterns; write ['encoder.*'] or 'auto'"
+        )
     return tuple(value)
 
 

@@ -25,7 +25,9 @@ def _data(rows: int = 9) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, 1, 8, 8, dtype=D), torch.randint(0, 10, (rows,))
 
 
-def _pair(replicas: int = 2, microbatches: int = 2, **fields: Any) -> tuple[PlacedModule, nn.Module]:
+def _pair(
+    replicas: int = 2, microbatches: int = 2, **fields: Any
+) -> tuple[PlacedModule, nn.Module]:
     """A placed model and the plain one it came from, without dropout: both see the whole batch."""
     torch.manual_seed(0)
     model = models.ConvNet(p=0.0).double()

@@ -66,9 +66,7 @@ def _torchs_actions(
     return [str(action) for action in operations if action is not None]
 
 
-shapes = st.tuples(
-    st.sampled_from(NAMES), st.integers(1, 5), st.integers(1, 3), st.integers(1, 9)
-)
+shapes = st.tuples(st.sampled_from(NAMES), st.integers(1, 5), st.integers(1, 3), st.integers(1, 9))
 
 
 @given(shapes)
@@ -116,7 +114,9 @@ def test_bubble_of_gpipe_and_1f1b_is_the_textbooks(stages: int, microbatches: in
 
 
 def test_zero_bubble_has_less_bubble() -> None:
-    assert bubble(make_schedule("InterleavedZeroBubble", 4, 8)) < bubble(make_schedule("1F1B", 4, 8))
+    assert bubble(make_schedule("InterleavedZeroBubble", 4, 8)) < bubble(
+        make_schedule("1F1B", 4, 8)
+    )
 
 
 @pytest.mark.parametrize(

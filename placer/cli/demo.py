@@ -1,0 +1,22 @@
+"""``placer demo``: a real brain volume, planned, split, trained and checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def demo(
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder for spec.json, plan.json, report.html.")
+    ] = Path("demo_output"),
+    steps: Annotated[int, typer.Option(min=2, help="Training steps.")] = 150,
+) -> None:
+    """Plan a full brain volume, train a small 3D U-Net over 2 stages x 2 replicas, and check it."""
+    from rich.console import Console
+
+    from placer.demo.run import run_demo
+
+    run_demo(output, Console(), steps=steps)

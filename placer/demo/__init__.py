@@ -1,0 +1,1 @@
+"""Demo: a real brain volume planned, split over devices, trained and checked; ``placer demo``."""
