@@ -115,7 +115,13 @@ def _transfers(plan: Plan) -> Text:
 
 
 def _table(*headers: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, expand=False, pad_edge=False, show_edge=False)
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        expand=False,
+        pad_edge=False,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+    )
     for header in headers:
         table.add_column(header, justify="right", no_wrap=header != "layers")
     return table
