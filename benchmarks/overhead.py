@@ -51,15 +51,15 @@ def compare(model: nn.Module, x: Tensor, target: Tensor, repeats: int) -> tuple[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=40)
+    parser.add_argument("--repeats", type=int, default=60)
     repeats = parser.parse_args().repeats
     torch.manual_seed(0)
     random.seed(0)
     cases = {
-        "ResNet50, 4 x 3 x 64 x 64": (
+        "ResNet50, 8 x 3 x 64 x 64": (
             torchvision.models.resnet50(num_classes=10),
-            torch.randn(4, 3, 64, 64),
-            torch.randint(0, 10, (4,)),
+            torch.randn(8, 3, 64, 64),
+            torch.randint(0, 10, (8,)),
         ),
         "3D U-Net (width 8, depth 4), 1 x 1 x 48 x 48 x 48": (
             unet3d(width=8, depth=4, out_channels=3),

@@ -41,6 +41,10 @@ class Replica:
         self.mirrors = Mirrors()
         self.precision = precision
         self._constants: dict[tuple[str, Place], torch.Tensor] = {}
+        self._at_home = tuple(  # stages that find all their weights where they run
+            all(self.homes[staged.state_stage[name]] == place for name in stage.state)
+            for stage, place in zip(staged.stages, self.places, strict=True)
+        )
 
     @property
     def output_place(self) -> Place:
@@ -53,7 +57,7 @@ class Replica:
     def _tree(self, model: nn.Module, stage: StageCode) -> Any:
         place = self.places[stage.index]
         state_stage = self.staged.state_stage
-        if all(self.homes[state_stage[name]] == place for name in stage.state):
+        if self._at_home[stage.index]:
             return model
 
         def read(name: str, tensor: torch.Tensor) -> torch.Tensor:
