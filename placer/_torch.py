@@ -30,5 +30,5 @@ def next_sequence_number() -> int:
 
 def running_sequence_number() -> int | None:
     """The number of the autograd node whose backward runs now; None outside backward. Checked with 2.15."""
-    node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+    node = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()

@@ -207,7 +207,7 @@ class _Recorder(TorchFunctionMode):
         self.modes = Modes.current()
         self.saved_hooks = _saved_tensor_hooks()
         nn.Module.__call__ = module_call  # type: ignore[method-assign]
-        torch.autograd.Function.apply = classmethod(function_apply)  # type: ignore[assignment]
+        torch.autograd.Function.apply = classmethod(function_apply)
         try:
             with self:
                 yield
@@ -377,7 +377,8 @@ class _Recorder(TorchFunctionMode):
         if key not in self.sizes:
             args = (tensor,) if dim is None else (tensor, plain(dim))
             self.sizes[key] = self.node("call_method", name, args, {}, pure=True)
-        return self.number(self.sizes[key], value)
+        size: int = self.number(self.sizes[key], value)
+        return size
 
     def record_number(self, function: Callable[..., Any], args: tuple[Any, ...], value: Any) -> Any:
         if self.paused or isinstance(value, bool) or not isinstance(value, int | float):

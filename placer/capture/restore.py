@@ -59,12 +59,12 @@ class Snapshot:
 
 
 def _same(now: Any, before: Any) -> bool:
-    simple = (bool, int, float, complex, str, bytes, type(None), tuple)
-    if not isinstance(now, simple) or type(now) is not type(before):
+    if type(now) is not type(before):
         return False
     if isinstance(now, tuple):
         return len(now) == len(before) and all(map(_same, now, before))
-    return bool(now == before)
+    simple = (bool, int, float, complex, str, bytes, type(None))
+    return isinstance(now, simple) and bool(now == before)
 
 
 def _changed_keys(now: Any, before: Any) -> list[Any]:

@@ -96,7 +96,7 @@ class ApplyFunction:
         self.__module__ = __name__
 
     def __call__(self, *args: Any) -> Any:
-        return self.function.apply(*args)  # type: ignore[no-untyped-call]
+        return self.function.apply(*args)
 
     def __repr__(self) -> str:
         return f"ApplyFunction({self.function.__module__}.{self.function.__qualname__})"

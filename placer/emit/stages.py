@@ -44,10 +44,8 @@ def emit_stages(capture: Capture, stage_nodes: Iterable[Iterable[str]]) -> Stage
     stages = []
     for index in range(num_stages):
         own = [n for n in capture.order if stage_of.get(n) == index and n not in capture.constants]
-        if index == num_stages - 1:
-            outputs = returned
-        else:
-            outputs = tuple(name for name in own if name in last_use)
+        crossing = tuple(name for name in own if name in last_use)
+        outputs = returned if index == num_stages - 1 else crossing
         stages.append(
             _emit_stage(capture, index, [nodes[n] for n in own], tuple(reads[index]), outputs)
         )

@@ -54,7 +54,7 @@ def choose_partition(
         orders.append(grouped_order(units, pin_of))
     for order in orders:
         nodes = [i for unit in order for i in units.nodes[unit]["nodes"]]
-        cuts = _cuts(units, order, costs, {p for p in pin_of}, pin_of)
+        cuts = _cuts(units, order, costs, set(pin_of), pin_of)
         tables = build_tables(costs, nodes, cuts)
         pinned = [pin_of.get(unit) for unit in order for _ in units.nodes[unit]["nodes"]]
         for chain in _chains(devices, pinned, len(cuts) - 1):

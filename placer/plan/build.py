@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -74,7 +75,7 @@ def microbatch_inputs(
     for tensor, batched in zip(inputs, capture.call.batched, strict=True):
         shape = list(tensor.shape)
         if batched:
-            shape[0] = -(-(-(-shape[0] // replicas)) // microbatches)
+            shape[0] = math.ceil(math.ceil(shape[0] / replicas) / microbatches)
         meta = torch.empty(shape, dtype=tensor.dtype, device="meta")
         shaped.append(meta.requires_grad_(tensor.requires_grad))
     return shaped

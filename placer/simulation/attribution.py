@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import CodeType
+from types import CodeType, FrameType
 
 from placer._torch import next_sequence_number, running_sequence_number
 from placer.emit import StageCode
@@ -55,12 +55,12 @@ class Attribution:
         return Where(phase=phase, node=node, layer=self._layer_of.get(node, ""))
 
     def _forward_node(self) -> str:
-        frame = sys._getframe(2)
+        frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             lines = self._lines.get(frame.f_code)
             if lines is not None:
                 return lines.get(frame.f_lineno, "")
-            frame = frame.f_back  # type: ignore[assignment]
+            frame = frame.f_back
         return ""
 
 

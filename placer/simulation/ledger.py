@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ class Moment:
     """A device's peak: its bytes, where the step was, and how far the log had come."""
 
     nbytes: int = 0
-    where: Where = Where()
+    where: Where = field(default_factory=Where)
     operation: str = ""
     entries: int = 0
 
