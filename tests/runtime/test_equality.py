@@ -12,6 +12,7 @@ import torch
 import torchvision
 from oracle import assert_same
 from torch import nn
+from unet3d import unet3d
 
 from placer import PlacementSpec
 
@@ -28,9 +29,12 @@ SMALL: dict[str, Callable[[], Case]] = {
     "in place": lambda: (models.InPlace(), (torch.randn(8, 2, 5, 5, dtype=D),), {}),
     "recurrent": lambda: (models.Recurrent(), (torch.randn(7, 4, 3, dtype=D),), {}),
     "dropout": lambda: (models.ConvNet(), (torch.randn(9, 1, 8, 8, dtype=D),), {}),
+    "3D U-Net": lambda: _unet("group"),
 }
 
 LARGE: dict[str, Callable[[], Case]] = {
+    "3D U-Net, batch norm": lambda: _unet("batch"),
+    "3D U-Net, instance norm": lambda: _unet("instance"),
     "resnet18": lambda: (
         torchvision.models.resnet18(num_classes=5),
         (torch.randn(6, 3, 64, 64, dtype=D),),
@@ -53,6 +57,10 @@ CUTS = [(4, 1, 1), (2, 2, 1), (3, 1, 2)]  # stages, replicas, micro-batches; two
 
 def _video(build: Callable[..., nn.Module]) -> Case:
     return build(num_classes=4), (torch.randn(4, 3, 4, 32, 32, dtype=D),), {}
+
+
+def _unet(norm: str) -> Case:
+    return unet3d(width=2, depth=3, norm=norm), (torch.randn(5, 1, 8, 8, 8, dtype=D),), {}
 
 
 def _spec(stages: int, replicas: int, microbatches: int, schedule: str = "GPipe") -> PlacementSpec:
@@ -78,7 +86,7 @@ def test_small_models_over_all_cuts(name: str, stages: int) -> None:
 
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("name", LARGE)
-def test_torchvision_models(name: str, cut: tuple[int, int, int]) -> None:
+def test_larger_models(name: str, cut: tuple[int, int, int]) -> None:
     torch.manual_seed(0)
     model, args, kwargs = LARGE[name]()
     # A second step adds that replicas see the new weights.
