@@ -48,6 +48,18 @@ def format_bytes(nbytes: int | float) -> str:
     return f"{sign}{size:.0f} B"
 
 
+def spell_bytes(nbytes: int) -> str | int:
+    """``nbytes`` as a spec would have it, exactly: in the largest binary unit that divides it.
+
+    >>> spell_bytes(17179869184), spell_bytes(1536 * 2**20), spell_bytes(1001)
+    ('16GiB', '1536MiB', 1001)
+    """
+    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes and nbytes % factor == 0:
+            return f"{nbytes // factor}{unit}"
+    return nbytes
+
+
 def format_seconds(seconds: float) -> str:
     """``seconds`` in the unit that leaves one to three digits before the point.
 

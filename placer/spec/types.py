@@ -35,6 +35,7 @@ from placer.spec.fields import (
     ScheduleName,
 )
 from placer.spec.rows import shifted_rows
+from placer.units import spell_bytes
 
 _MODEL = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
@@ -61,7 +62,8 @@ class DeviceSpec(BaseModel):
 
     @model_serializer
     def _shortest(self) -> str | dict[str, Any]:
-        given = {"memory": self.memory, "kind": self.kind}
+        memory = None if self.memory is None else spell_bytes(self.memory)
+        given = {"memory": memory, "kind": self.kind}
         fields = {key: value for key, value in given.items() if value is not None}
         return {"name": self.name, **fields} if fields else self.name
 
@@ -201,6 +203,10 @@ class PlacementSpec(BaseModel):
         if problems:
             raise SpecError(source, problems)
         return spec
+
+    @field_serializer("reserve")
+    def _spelled_reserve(self, value: int | None) -> str | int | None:
+        return None if value is None else spell_bytes(value)
 
     @field_serializer("optimizer")
     def _plain_optimizer(self, value: str | OptimizerBytes) -> Any:

@@ -149,7 +149,7 @@ def test_round_trip_through_json() -> None:
     )
     text = spec.to_json()
     assert load_spec(text) == spec
-    assert json.loads(text)["devices"] == ["cuda:0", {"name": "cuda:1", "memory": 2**34}]
+    assert json.loads(text)["devices"] == ["cuda:0", {"name": "cuda:1", "memory": "16GiB"}]
     assert "replicas" not in json.loads(text)
 
 
