@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from placer.capture import Capture, FakeWorld
-from placer.cost.record import NodeTally, RecordedStorage, Recording, record_run
-from placer.cost.types import CostTable, NodeCost, PendingGradient, StoredValue
+from placer.cost.gradients import backward_transients, pending_gradients
+from placer.cost.record import Recording, record_run
+from placer.cost.types import CostTable, NodeCost, StoredValue
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -57,8 +58,7 @@ def _table(
     position = {name: i for i, name in enumerate(capture.order)}
     loss = len(capture.order)
     forward = [s for s in recording.storages if not s.backward]
-    backward = [s for s in recording.storages if s.backward and not s.parameter_gradient]
-    private = _private(forward)
+    transients, added = backward_transients(recording)
     names, nbytes, alias = _state(capture.model)
     reads: list[set[int]] = [set() for _ in range(loss)]
     input_reads: dict[str, set[int]] = {}
@@ -83,10 +83,10 @@ def _table(
                 forward_traffic=tally.forward_traffic,
                 backward_traffic=tally.backward_traffic,
                 forward_transient=tally.forward_transient,
-                backward_transient=_backward_transient(i, tally, backward, private.get(i, 0)),
+                backward_transient=transient,
                 output_nbytes=recording.output_nbytes[i],
             )
-            for i, tally in enumerate(recording.tallies)
+            for i, (tally, transient) in enumerate(zip(recording.tallies, transients, strict=True))
         ),
         values=tuple(
             StoredValue(
@@ -97,11 +97,8 @@ def _table(
             )
             for s in forward
         ),
-        gradients=tuple(
-            _pending(s, s.freed_by)
-            for s in backward
-            if s.freed_by is not None and 0 <= s.freed_by < s.made_by
-        ),
+        gradients=pending_gradients(recording),
+        added=added,
         readers=tuple(tuple(sorted(r)) for r in reads),
         input_readers=tuple(tuple(sorted(r)) for r in input_reads.values()),
         input_nbytes=tuple(t.numel() * t.element_size() for t in inputs),
@@ -114,46 +111,6 @@ def _table(
             (t.size(0) for t, b in zip(inputs, capture.call.batched, strict=True) if b), None
         ),
     )
-
-
-def _pending(stored: RecordedStorage, target: int) -> PendingGradient:
-    waiting = [(sender, nbytes) for sender, to, nbytes in stored.sent if to <= target]
-    needed = sum(nbytes for _, nbytes in waiting)
-    return PendingGradient(
-        nbytes=stored.nbytes,
-        source=stored.made_by,
-        target=target,
-        sender=min((sender for sender, _ in waiting), default=stored.made_by),
-        surplus=max(0, stored.nbytes - needed) if waiting else 0,
-    )
-
-
-def _private(forward: Sequence[RecordedStorage]) -> dict[int, int]:
-    """Node -> bytes that only its own backward needs."""
-    sums: dict[int, int] = {}
-    for stored in forward:
-        if len(stored.savers) == 1:
-            (saver,) = stored.savers
-            sums[saver] = sums.get(saver, 0) + stored.nbytes
-    return sums
-
-
-def _backward_transient(
-    node: int, tally: NodeTally, backward: Sequence[RecordedStorage], private: int
-) -> int:
-    """The most bytes live at once in the node's backward that no other node's backward needs.
-
-    Those are what it saved for itself, the gradients that came in and what it makes itself, the
-    gradients of its parameters among them.
-    """
-    incoming = sum(s.nbytes for s in backward if s.freed_by == node and s.made_by != node)
-    live = most = private + incoming
-    for stored, change in tally.events:
-        mine = stored.savers == {node} if not stored.backward else True
-        if mine:
-            live += change
-            most = max(most, live)
-    return most
 
 
 def _state(model: nn.Module) -> tuple[dict[str, bool], dict[str, int], dict[str, str]]:

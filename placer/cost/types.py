@@ -23,15 +23,30 @@ class StoredValue:
 class PendingGradient:
     """A gradient that the backward of node ``source`` made and that of node ``target`` consumes.
 
-    It may be a view of more than is needed (the part of a concatenation): when the backward of
-    ``sender`` hands it over to another device, ``surplus`` bytes of ``nbytes`` stay behind.
+    It belongs to the result of node ``home``: the target itself, or where the gradients of several
+    readers add up, ``target`` being the last of them. It waits on the device of its home. It may be
+    a view of more than is needed (the part of a concatenation): when the backward of ``sender``
+    hands it over to another device, ``surplus`` bytes of ``nbytes`` stay behind.
     """
 
     nbytes: int
     source: int
     target: int
+    home: int
     sender: int
     surplus: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddedGradient:
+    """Bytes that the backward of ``node`` needs on top in the stage that has ``home`` as well.
+
+    Where several nodes read the result of ``home``, their gradients are added up on its device.
+    """
+
+    node: int
+    home: int
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +74,7 @@ class CostTable:
     nodes: tuple[NodeCost, ...]  # one longer than names: the loss
     values: tuple[StoredValue, ...]
     gradients: tuple[PendingGradient, ...]
+    added: tuple[AddedGradient, ...]
     readers: tuple[tuple[int, ...], ...]  # per node: positions of the nodes that read its result
     input_readers: tuple[tuple[int, ...], ...]  # per tensor input of the model
     input_nbytes: tuple[int, ...]

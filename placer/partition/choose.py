@@ -24,7 +24,7 @@ from placer.partition.score import (
 from placer.partition.types import Demands, DeviceSlot, Partition, PartitionStage
 from placer.partition.units import grouped_order, program_order, unit_graph
 from placer.plan.types import StageMemory
-from placer.schedule import make_schedule, max_in_flight
+from placer.schedule import linearize, make_schedule, max_in_flight, merge_backward
 
 _MOST_CUTS = 400  # more candidate borders than this are thinned to the cheapest ones
 _SLACK = 1.005  # how far above the least bottleneck the next criterion may go
@@ -157,14 +157,30 @@ def in_flight(demands: Demands, num_stages: int, stage_index: int) -> InFlight:
         return InFlight(microbatches=1, most=1, after_backward=1)
     schedule = make_schedule(demands.schedule, num_stages, demands.microbatches)
     most = max_in_flight(schedule, stage_index)
-    held = after = 0
-    seen_backward = False
-    for action in schedule.actions[stage_index]:
-        held += 1 if action.kind == "F" else -1
+    held = after = waiting = 0
+    seen_backward = waits_first = waits_later = False
+    for action in linearize(merge_backward(schedule)):
+        if action.stage_index == stage_index + 1:
+            waiting += action.kind == "B"
+        if action.stage_index != stage_index:
+            continue
+        if action.kind == "F":
+            held += 1
+            waits_first |= waiting > 0 and not seen_backward
+            waits_later |= waiting > 0 and seen_backward
         if seen_backward:
-            after = max(after, held + (action.kind != "F"))
-        seen_backward = seen_backward or action.kind != "F"
-    return InFlight(microbatches=demands.microbatches, most=most, after_backward=max(after, 1))
+            after = max(after, held)
+        if action.kind == "B":
+            held -= 1
+            waiting -= 1
+            seen_backward = True
+    return InFlight(
+        microbatches=demands.microbatches,
+        most=most,
+        after_backward=max(after, 1),
+        waits_first=waits_first,
+        waits_later=waits_later,
+    )
 
 
 def _solve(

@@ -56,12 +56,15 @@ class InFlight:
     """Micro-batches at one position of the pipeline over a step.
 
     ``most`` whose activations are held at once; ``after_backward`` the same, counted from the moment
-    on when the first backward has run.
+    on when the first backward has run. ``waits_first`` and ``waits_later``: before and after that
+    moment, some forward runs while the gradient of another micro-batch has come already.
     """
 
     microbatches: int
     most: int
     after_backward: int
+    waits_first: bool = False
+    waits_later: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,14 +112,20 @@ def build_tables(costs: CostTable, order: Sequence[int], cuts: Sequence[int]) ->
         if producer >= 0:
             last = n + 1 if savers else max(users, default=producer) + 1
             forward.add(0, producer, producer + 1, v.nbytes, until=last)
+    for sum_ in costs.added:
+        home, position = int(place[sum_.home]), int(place[sum_.node])
+        if home < position:
+            waiting.add(0, home, position, sum_.nbytes, until=position + 1)
     surplus: list[_Surplus] = []
     for gradient in costs.gradients:
         source, target = int(place[gradient.source]), int(place[gradient.target])
         if target < source:
-            waiting.add(0, target, target + 1, gradient.nbytes, until=source)
+            home, sender = int(place[gradient.home]), int(place[gradient.sender])
+            waiting.add(0, home, target + 1, gradient.nbytes, until=source)
             if gradient.surplus:
-                sender = int(place[gradient.sender])
-                surplus.append(_Surplus(target=target, sender=sender, nbytes=gradient.surplus))
+                surplus.append(
+                    _Surplus(home=home, target=target, sender=sender, nbytes=gradient.surplus)
+                )
     crossing = [
         *(
             (int(place[i]), at(r), costs.nodes[i].output_nbytes)
@@ -197,8 +206,9 @@ def _by_position(place: NDArray[np.int64], values: Sequence[float]) -> Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Surplus:
-    """Bytes that position ``target`` waits with only if ``sender`` is in its own stage."""
+    """Bytes that wait for ``target`` in the stage of ``home`` only if ``sender`` is in it as well."""
 
+    home: int
     target: int
     sender: int
     nbytes: int
@@ -241,7 +251,7 @@ class _Builder:
             if not pending:
                 break
             item = pending.pop()
-            rows = np.asarray(self.starts) <= item.target
+            rows = np.asarray(self.starts) <= item.home
             masked[rows, item.target :] -= item.nbytes
             upper = lower + 1
         return np.where(self._valid(), picked, 0.0)
@@ -301,14 +311,14 @@ def peak_bytes(
     if not training:
         return static + tables.forward_live
     forward = waiting + tables.forward_live
+    if in_flight.waits_first:
+        forward = forward + tables.sent
     peak = np.maximum(forward, waiting + tables.backward_live_growing)
     if in_flight.microbatches > 1:
         later = (in_flight.after_backward - 1) * tables.saved
         peak = np.maximum(peak, later + tables.backward_live_grown)
-        if in_flight.most < in_flight.microbatches:
-            # A gradient from the next stage waits while the stage's turn is a forward.
-            forward = later + tables.owned + tables.forward_live + tables.sent
-            peak = np.maximum(peak, forward)
+        if in_flight.waits_later:
+            peak = np.maximum(peak, later + tables.owned + tables.forward_live + tables.sent)
     step = tables.owned + optimizer.transient * tables.largest_parameter
     return static + np.maximum(peak, step)
 

@@ -208,16 +208,22 @@ class _MicrobatchRun:
                 leaf = place.device
             elif isinstance(leaf, torch.Tensor) and leaf.requires_grad and torch.is_grad_enabled():
                 key = (name, sum(1 for x in _differentiable(leaves[:position])))
-                leaf = receive(leaf, home, place, partial(self._collect, key, home))
+                leaf = receive(leaf, home, place, partial(self._collect, key, home, place != home))
             elif isinstance(leaf, torch.Tensor):
                 leaf = transfer(leaf, home, place)
             received.append(leaf)
         return tree_unflatten(received, spec)
 
-    def _collect(self, key: tuple[str, int], home: Place, grad: torch.Tensor) -> None:
+    def _collect(self, key: tuple[str, int], home: Place, copied: bool, grad: torch.Tensor) -> None:
         """Add a gradient that has come home to those of the value's other readers."""
         with on(home):
-            self._grads[key] = self._grads[key] + grad if key in self._grads else grad
+            held = self._grads.get(key)
+            if held is None:
+                self._grads[key] = grad
+            elif copied and grad.layout == held.layout == torch.strided:
+                self._grads[key] = grad.add_(held)  # the copy is ours: no third tensor
+            else:
+                self._grads[key] = held + grad
 
     def backward(self, stage_index: int) -> None:
         """Run the stage's backward from the gradients that its readers sent home."""

@@ -11,6 +11,7 @@ import torch
 import torchvision
 from torch import nn
 from torch.nn import functional as F
+from unet3d import unet3d
 
 import placer
 
@@ -21,6 +22,7 @@ def _cases() -> dict[str, tuple[nn.Module, tuple[torch.Tensor, ...]]]:
     return {
         "convnet": (models.ConvNet(), (torch.randn(ROWS, 1, 8, 8),)),
         "tied": (models.TiedTransformer(width=32), (torch.randint(0, 17, (ROWS, 6)),)),
+        "unet": (unet3d(width=8, depth=4), (torch.randn(4, 1, 32, 32, 32),)),
         "resnet18": (torchvision.models.resnet18(num_classes=5), (torch.randn(ROWS, 3, 64, 64),)),
     }
 
@@ -31,7 +33,7 @@ def _plan(model: nn.Module, args: Any, **fields: Any) -> placer.Plan:
     return placer.make_plan(model, spec, args)
 
 
-@pytest.mark.parametrize("name", ["convnet", "resnet18"])
+@pytest.mark.parametrize("name", ["convnet", "unet", "resnet18"])
 def test_prediction_is_within_one_percent(name: str) -> None:
     model, args = _cases()[name]
     optimizers = itertools.cycle(["sgd", "sgd_momentum", "adam"])

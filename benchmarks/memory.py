@@ -1,0 +1,152 @@
+"""Peak memory three ways: predicted by the plan, simulated by the ledger, measured in a real step.
+
+The first table plans models too large for this machine: nothing is allocated, and prediction and
+simulation are compared device by device. The second runs a real step on the CPU, where the peak is
+read from the allocator's own events (``torch.profiler``), which share no code with the ledger; all
+stages are on the one CPU there, so it has one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torchvision
+from torch import nn
+from torch.nn import functional as F
+
+import placer
+from benchmarks.record import write_result
+from examples.unet3d import unet3d
+
+GIB, MIB = 2**30, 2**20
+Build = Callable[[], tuple[nn.Module, torch.Tensor]]
+
+
+def resnet50() -> tuple[nn.Module, torch.Tensor]:
+    return torchvision.models.resnet50(), torch.empty(10, 3, 1024, 1024)
+
+
+def unet_128() -> tuple[nn.Module, torch.Tensor]:
+    return unet3d(width=32, depth=4), torch.empty(1, 1, 128, 128, 128)
+
+
+def r3d_18() -> tuple[nn.Module, torch.Tensor]:
+    return torchvision.models.video.r3d_18(), torch.empty(4, 3, 16, 112, 112)
+
+
+def vit() -> tuple[nn.Module, torch.Tensor]:
+    return torchvision.models.vit_b_16(), torch.empty(16, 3, 224, 224)
+
+
+HAND = {
+    "ResNet50, layer2 | layer3": (resnet50, "specs/resnet50_two_devices.json"),
+    "3D U-Net 128^3, encoder | decoder": (unet_128, "specs/unet3d_two_devices.json"),
+}
+AUTO: dict[str, tuple[Build, str]] = {
+    "ResNet50, 10 x 1024^2": (resnet50, "sgd"),
+    "3D U-Net 128^3": (unet_128, "adam"),
+    "r3d_18, 4 x 16 x 112^2": (r3d_18, "adam"),
+    "ViT-B/16, 16 x 224^2": (vit, "adam"),
+}
+
+
+def predicted_and_simulated() -> Iterator[list[object]]:
+    """Rows of the first table."""
+    cases: list[tuple[str, Build, Any]] = [(n, b, path) for n, (b, path) in HAND.items()]
+    for name, (build, optimizer) in AUTO.items():
+        for count in (1, 2, 4):
+            devices = [f"cuda:{i}" for i in range(count)]
+            spec = {"devices": devices, "objective": "memory", "optimizer": optimizer}
+            cases.append((f"{name}, automatic", build, spec))
+    for name, build, spec in cases:
+        with torch.device("meta"):
+            model, x = build()
+        plan = placer.make_plan(model, spec, (x,))
+        report = placer.simulate(model, plan, (x,))
+        worst = max(abs(d.peak / d.predicted - 1) for d in report.devices)
+        yield [
+            name,
+            len(plan.stages),
+            " + ".join(f"{d.predicted / GIB:.2f}" for d in report.devices),
+            " + ".join(f"{d.peak / GIB:.2f}" for d in report.devices),
+            f"{worst:.2%}",
+        ]
+
+
+def measured() -> Iterator[list[object]]:
+    """Rows of the second table."""
+    cases: dict[str, tuple[nn.Module, torch.Tensor]] = {
+        "ResNet50, 4 x 128^2": (torchvision.models.resnet50(), torch.randn(4, 3, 128, 128)),
+        "3D U-Net (width 16) 64^3": (unet3d(width=16, depth=4), torch.randn(1, 1, 64, 64, 64)),
+        "r3d_18, 2 x 8 x 64^2": (
+            torchvision.models.video.r3d_18(),
+            torch.randn(2, 3, 8, 64, 64),
+        ),
+        "ViT-B/16, 2 x 224^2": (torchvision.models.vit_b_16(), torch.randn(2, 3, 224, 224)),
+    }
+    for name, (model, x) in cases.items():
+        spec = {"devices": ["cpu:0"], "optimizer": "sgd_momentum"}
+        plan = placer.make_plan(model, spec, (x,))
+        (simulated,) = placer.simulate(model, plan, (x,), loss_fn=_loss).devices
+        real = _allocator_peak(model, plan, x)
+        yield [
+            name,
+            f"{simulated.predicted / MIB:.1f}",
+            f"{simulated.peak / MIB:.1f}",
+            f"{real / MIB:.1f}",
+            f"{simulated.peak / real - 1:+.2%}",
+        ]
+
+
+def _loss(output: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output, output.new_zeros(output[:, 0].shape, dtype=torch.long))
+
+
+def _allocator_peak(model: nn.Module, plan: placer.Plan, x: torch.Tensor) -> int:
+    """Most bytes that the CPU allocator held in the second step, on top of weights and state."""
+    placed = placer.compile(model, plan, (x,), run_on="cpu")
+    optimizer = torch.optim.SGD(placed.parameters(), lr=0.01, momentum=0.9, foreach=False)
+
+    def step() -> None:
+        placed.step(x, loss_fn=_loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
+    before = sum(t.nbytes for t in (*placed.parameters(), *placed.buffers(), *state))
+    with torch.profiler.profile(profile_memory=True) as profile:
+        step()
+    live = most = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            most = max(most, live)
+    return before + most
+
+
+def main() -> None:
+    command = "python -m benchmarks.memory"
+    write_result(
+        "memory_simulated",
+        "Peak bytes per device, predicted by the plan and simulated by the ledger",
+        command,
+        ["model", "devices", "predicted, GiB", "simulated, GiB", "largest difference"],
+        predicted_and_simulated(),
+        "Training, fp32. Nothing is allocated: models and inputs are on meta.",
+    )
+    write_result(
+        "memory_measured",
+        "Peak bytes of a real training step on the CPU",
+        command,
+        ["model", "predicted, MiB", "simulated, MiB", "measured, MiB", "simulated / measured"],
+        measured(),
+        "SGD with momentum, second step; measured by the allocator's events through "
+        "`torch.profiler(profile_memory=True)`.",
+    )
+
+
+if __name__ == "__main__":
+    main()

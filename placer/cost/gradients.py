@@ -1,0 +1,112 @@
+"""What a recorded backward says about gradients: which wait, where, and what a node needs meanwhile."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from placer.cost.record import NodeTally, RecordedStorage, Recording
+from placer.cost.types import AddedGradient, PendingGradient
+
+
+def pending_gradients(recording: Recording) -> tuple[PendingGradient, ...]:
+    """The gradients that one node's backward made and that of another consumes."""
+    return tuple(
+        _pending(stored, stored.freed_by)
+        for stored in _gradients(recording)
+        if stored.freed_by is not None and 0 <= stored.freed_by < stored.made_by
+    )
+
+
+def backward_transients(
+    recording: Recording,
+) -> tuple[tuple[int, ...], tuple[AddedGradient, ...]]:
+    """Per node the most bytes live in its backward that no other node's backward needs.
+
+    Those are what it saved for itself, the gradients that came in and what it makes itself, the
+    gradients of its parameters among them. What it adds up for a node further up, the gradients of
+    several readers, comes second: that is on the device of the other node.
+    """
+    private = _private(recording)
+    incoming: dict[int, list[RecordedStorage]] = defaultdict(list)
+    sums: dict[int, list[RecordedStorage]] = defaultdict(list)
+    home_of: dict[int, int] = {}
+    for stored in _gradients(recording):
+        if stored.freed_by is not None and stored.made_by != stored.freed_by:
+            incoming[stored.freed_by].append(stored)
+        node, home = _adding(stored)
+        if node is not None:
+            sums[node].append(stored)
+            home_of[node] = max(home, home_of.get(node, 0))
+    alone, added = [], []
+    for node, tally in enumerate(recording.tallies):
+        elsewhere = {id(stored) for stored in sums[node]}
+        most = _most_live(node, tally, incoming[node], private.get(node, 0), elsewhere)
+        alone.append(most)
+        if elsewhere:
+            whole = _most_live(node, tally, incoming[node], private.get(node, 0), set())
+            added.append(AddedGradient(node=node, home=home_of[node], nbytes=whole - most))
+    return tuple(alone), tuple(added)
+
+
+def _gradients(recording: Recording) -> list[RecordedStorage]:
+    return [s for s in recording.storages if s.backward and not s.parameter_gradient]
+
+
+def _private(recording: Recording) -> dict[int, int]:
+    """Node -> bytes that only its own backward needs."""
+    sums: dict[int, int] = {}
+    for stored in recording.storages:
+        if not stored.backward and len(stored.savers) == 1:
+            (saver,) = stored.savers
+            sums[saver] = sums.get(saver, 0) + stored.nbytes
+    return sums
+
+
+def _most_live(
+    node: int,
+    tally: NodeTally,
+    incoming: Sequence[RecordedStorage],
+    private: int,
+    elsewhere: set[int],
+) -> int:
+    live = most = private + sum(s.nbytes for s in incoming if id(s) not in elsewhere)
+    for stored, change in tally.events:
+        if id(stored) not in elsewhere if stored.backward else stored.savers == {node}:
+            live += change
+            most = max(most, live)
+    return most
+
+
+def _pending(stored: RecordedStorage, target: int) -> PendingGradient:
+    waiting = _waiting(stored, target)
+    needed = sum(nbytes for *_, nbytes in waiting)
+    return PendingGradient(
+        nbytes=stored.nbytes,
+        source=stored.made_by,
+        target=target,
+        home=_home(stored, target),
+        sender=min((sender for sender, *_ in waiting), default=stored.made_by),
+        surplus=max(0, stored.nbytes - needed) if waiting else 0,
+    )
+
+
+def _waiting(stored: RecordedStorage, target: int) -> list[tuple[int, int, int]]:
+    """The parts (from, to, bytes) of a gradient that ``target`` or a node before it waits for."""
+    return [part for part in stored.sent if part[1] <= target]
+
+
+def _home(stored: RecordedStorage, target: int) -> int:
+    """The node whose result the gradient belongs to; ``target`` is the last that adds to it."""
+    return max((to for _, to, _ in _waiting(stored, target)), default=target)
+
+
+def _adding(stored: RecordedStorage) -> tuple[int | None, int]:
+    """The node in whose backward the gradient is part of a sum for another node, and that node."""
+    target = stored.freed_by
+    if target is None or target < 0:
+        return None, 0
+    if stored.made_by > target and not stored.sent:
+        return stored.made_by, target  # the sum itself: no node's backward handed it on
+    home = _home(stored, target)
+    return (target, home) if home < target < stored.made_by else (None, 0)
