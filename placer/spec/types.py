@@ -234,4 +234,8 @@ class PlacementSpec(BaseModel):
 
     def to_json(self) -> str:
         """The spec as JSON text without the fields that are at their defaults."""
-        return self.model_dump_json(by_alias=True, exclude_defaults=True, indent=2) + "\n"
+        # Of fields with a serializer of their own, pydantic's exclude_defaults keeps the defaults.
+        given = {
+            name for name, f in type(self).model_fields.items() if getattr(self, name) != f.default
+        }
+        return self.model_dump_json(by_alias=True, include=given, indent=2) + "\n"
