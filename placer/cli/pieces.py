@@ -11,9 +11,10 @@ from torch import Tensor
 from placer.capture import Capture
 from placer.cost import CostTable, estimate_costs
 from placer.partition import Demands, choose_partition
-from placer.partition.score import InFlight, build_tables, optimizer_bytes, peak_bytes
+from placer.partition.score import build_tables, optimizer_bytes, peak_bytes
 from placer.partition.units import program_order, unit_graph
 from placer.plan.build import device_slot
+from placer.schedule import InFlight
 from placer.spec import DeviceSpec, PlacementSpec
 
 _EXAMINED = 8  # largest pieces, by a rough measure, whose peak is computed exactly
@@ -53,7 +54,7 @@ def largest_piece(
     """The piece with the highest peak for the whole batch at once (``inputs``)."""
     costs = estimate_costs(capture, inputs, training=training)
     kept = optimizer_bytes(optimizer if training else "sgd")
-    alone = InFlight(microbatches=1, most=1, after_backward=1)
+    alone = InFlight()
     units = unit_graph(capture)
     members = {unit: tuple(units.nodes[unit]["nodes"]) for unit in program_order(units)}
     nodes = [i for group in members.values() for i in group]

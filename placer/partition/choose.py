@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from placer.capture import Capture
 from placer.cost import CostTable
 from placer.partition.chain import Mask, Table, best_cuts
 from placer.partition.score import (
-    InFlight,
     IntervalTables,
     build_tables,
     optimizer_bytes,
@@ -24,7 +24,7 @@ from placer.partition.score import (
 from placer.partition.types import Demands, DeviceSlot, Partition, PartitionStage
 from placer.partition.units import grouped_order, program_order, unit_graph
 from placer.plan.types import StageMemory
-from placer.schedule import linearize, make_schedule, max_in_flight, merge_backward
+from placer.schedule import InFlight, in_flight, make_schedule
 
 _MOST_CUTS = 400  # more candidate borders than this are thinned to the cheapest ones
 _SLACK = 1.005  # how far above the least bottleneck the next criterion may go
@@ -62,7 +62,7 @@ def choose_partition(
             if found is not None and (best is None or found.rank < best.rank):
                 best = replace(found, nodes=tuple(nodes))
     assert best is not None, "a chain that follows the pins is always feasible"
-    return _describe(best, capture, demands)
+    return _describe(best, capture, costs, demands)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,43 +151,18 @@ def _chains(
                 return
 
 
-def in_flight(demands: Demands, num_stages: int, stage_index: int) -> InFlight:
-    """Micro-batches that the schedule holds at a stage."""
+def _in_flight(demands: Demands, num_stages: int, stage_index: int) -> InFlight:
     if demands.microbatches == 1 or not demands.training:
-        return InFlight(microbatches=1, most=1, after_backward=1)
+        return InFlight()
     schedule = make_schedule(demands.schedule, num_stages, demands.microbatches)
-    most = max_in_flight(schedule, stage_index)
-    held = after = waiting = 0
-    seen_backward = waits_first = waits_later = False
-    for action in linearize(merge_backward(schedule)):
-        if action.stage_index == stage_index + 1:
-            waiting += action.kind == "B"
-        if action.stage_index != stage_index:
-            continue
-        if action.kind == "F":
-            held += 1
-            waits_first |= waiting > 0 and not seen_backward
-            waits_later |= waiting > 0 and seen_backward
-        if seen_backward:
-            after = max(after, held)
-        if action.kind == "B":
-            held -= 1
-            waiting -= 1
-            seen_backward = True
-    return InFlight(
-        microbatches=demands.microbatches,
-        most=most,
-        after_backward=max(after, 1),
-        waits_first=waits_first,
-        waits_later=waits_later,
-    )
+    return in_flight(schedule, stage_index)
 
 
 def _solve(
     tables: IntervalTables, chain: _Chain, pinned: Sequence[str | None], demands: Demands
 ) -> _Candidate | None:
     slots = chain.slots
-    counts = [in_flight(demands, len(slots), q) for q in range(len(slots))]
+    counts = [_in_flight(demands, len(slots), q) for q in range(len(slots))]
     kept = optimizer_bytes(demands.optimizer if demands.training else "sgd")
     peaks = [peak_bytes(tables, c, kept, training=demands.training) for c in counts]
     times = [_seconds(tables, slot, demands) for slot in slots]
@@ -256,15 +231,34 @@ def _pin_mask(tables: IntervalTables, pinned: Sequence[str | None], name: str) -
     return mask
 
 
-def _describe(best: _Candidate, capture: Capture, demands: Demands) -> Partition:
+def _sent_to(
+    best: _Candidate, used: Sequence[tuple[int, int, int]], costs: CostTable
+) -> NDArray[np.float64]:
+    """``[q, r]``: bytes of the values of stage q whose last reader is in stage r."""
+    cuts = best.tables.cuts
+    stage = np.empty(len(best.nodes) + 1, dtype=np.int64)
+    for index, (_, x, y) in enumerate(used):
+        stage[list(best.nodes[cuts[x] : cuts[y + 1]])] = index
+    stage[-1] = len(used) - 1  # the loss
+    sent = np.zeros((len(used), len(used)))
+    for node, readers in enumerate(costs.readers):
+        if readers:
+            sent[stage[node], max(stage[list(readers)])] += costs.nodes[node].output_nbytes
+    return sent
+
+
+def _describe(best: _Candidate, capture: Capture, costs: CostTable, demands: Demands) -> Partition:
     t = best.tables
     used = [(q, x, y - 1) for q, (x, y) in enumerate(itertools.pairwise(best.cuts)) if y > x]
     kept = optimizer_bytes(demands.optimizer if demands.training else "sgd")
+    sent_to = _sent_to(best, used, costs)
     stages, loads = [], []
     for index, (q, x, y) in enumerate(used):
         slot = best.slots[q]
-        count = in_flight(demands, len(used), index)
-        peak = int(peak_bytes(t, count, kept, training=demands.training)[x, y])
+        count = _in_flight(demands, len(used), index)
+        waiting = sent_to[index, index + 1 :].tolist()
+        table = peak_bytes(t, count, kept, training=demands.training, sent_to=waiting)
+        peak = int(table[x, y])
         saved = int(t.saved[x, y]) * count.most if demands.training else 0
         boundary = int(t.received[x, y] + (t.sent[x, y] if demands.training else 0))
         memory = StageMemory(
@@ -287,7 +281,9 @@ def _describe(best: _Candidate, capture: Capture, demands: Demands) -> Partition
                 device=slot,
                 nodes=tuple(capture.order[i] for i in names),
                 memory=memory,
-                replica_peak=int(replica_peak_bytes(t, count, training=demands.training)[x, y]),
+                replica_peak=int(
+                    replica_peak_bytes(t, count, training=demands.training, sent_to=waiting)[x, y]
+                ),
                 forward_seconds=float(forward[x, y]),
                 backward_seconds=float(backward[x, y]) if demands.training else 0.0,
                 transfer_seconds=float(moved),

@@ -26,11 +26,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from placer.cost import CostTable, DeviceKind
+from placer.schedule import Counts, InFlight
 
 Table = NDArray[np.float64]
 
@@ -49,22 +51,6 @@ _OPTIMIZERS = {  # as torch.optim keeps them; Adam's update makes a square root 
     "adam": OptimizerBytes(state=2, transient=2),
     "adamw": OptimizerBytes(state=2, transient=2),
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InFlight:
-    """Micro-batches at one position of the pipeline over a step.
-
-    ``most`` whose activations are held at once; ``after_backward`` the same, counted from the moment
-    on when the first backward has run. ``waits_first`` and ``waits_later``: before and after that
-    moment, some forward runs while the gradient of another micro-batch has come already.
-    """
-
-    microbatches: int
-    most: int
-    after_backward: int
-    waits_first: bool = False
-    waits_later: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,27 +289,54 @@ def optimizer_bytes(optimizer: str | Mapping[str, int]) -> OptimizerBytes:
 
 
 def peak_bytes(
-    tables: IntervalTables, in_flight: InFlight, optimizer: OptimizerBytes, *, training: bool
+    tables: IntervalTables,
+    in_flight: InFlight,
+    optimizer: OptimizerBytes,
+    *,
+    training: bool,
+    sent_to: Sequence[float] | None = None,
 ) -> Table:
-    """Peak bytes of every interval over a step, at a position with ``in_flight`` micro-batches."""
+    """Peak bytes of every interval over a step, at a position with ``in_flight`` micro-batches.
+
+    ``sent_to`` are the bytes of the values whose last reader is in the first, second, … stage after
+    this one; while these stages are not known, all are taken to go where the most gradients come
+    from early, an upper bound.
+    """
     static = tables.parameters + tables.buffers + optimizer.state * tables.owned
-    waiting = (in_flight.most - 1) * tables.saved
     if not training:
         return static + tables.forward_live
-    forward = waiting + tables.forward_live
-    if in_flight.waits_first:
-        forward = forward + tables.sent
-    peak = np.maximum(forward, waiting + tables.backward_live_growing)
+    waiting = (in_flight.most - 1) * tables.saved
+    early = partial(_early_gradients, tables, sent_to)
+    forward = waiting + tables.forward_live + early(in_flight.first_forwards)
+    backward = waiting + tables.backward_live_growing + early(in_flight.backwards)
+    peak = np.maximum(forward, backward)
     if in_flight.microbatches > 1:
         later = (in_flight.after_backward - 1) * tables.saved
-        peak = np.maximum(peak, later + tables.backward_live_grown)
-        if in_flight.waits_later:
-            peak = np.maximum(peak, later + tables.owned + tables.forward_live + tables.sent)
+        forward = tables.owned + tables.forward_live + early(in_flight.later_forwards)
+        backward = tables.backward_live_grown + early(in_flight.backwards)
+        peak = np.maximum(peak, later + np.maximum(forward, backward))
     step = tables.owned + optimizer.transient * tables.largest_parameter
     return static + np.maximum(peak, step)
 
 
-def replica_peak_bytes(tables: IntervalTables, in_flight: InFlight, *, training: bool) -> Table:
+def _early_gradients(
+    tables: IntervalTables, sent_to: Sequence[float] | None, counts: Counts
+) -> Table | float:
+    """The most bytes of gradients that wait for their micro-batch's turn, over all moments."""
+    if not counts:
+        return 0.0
+    if sent_to is None:
+        return max(map(max, counts)) * tables.sent
+    return float(max(np.dot(row, sent_to) for row in counts))
+
+
+def replica_peak_bytes(
+    tables: IntervalTables,
+    in_flight: InFlight,
+    *,
+    training: bool,
+    sent_to: Sequence[float] | None = None,
+) -> Table:
     """The same on a further replica: no optimizer state, and gradients go home after each backward.
 
     Autograd runs the copies' way home last (they were made before the stages ran), so that a
@@ -332,8 +345,10 @@ def replica_peak_bytes(tables: IntervalTables, in_flight: InFlight, *, training:
     static = tables.parameters + tables.buffers
     if not training:
         return static + tables.forward_live
-    waiting = (in_flight.most - 1) * tables.saved
-    return static + waiting + np.maximum(tables.forward_live, tables.backward_live_growing)
+    early = partial(_early_gradients, tables, sent_to)
+    forward = tables.forward_live + early((*in_flight.first_forwards, *in_flight.later_forwards))
+    backward = tables.backward_live_growing + early(in_flight.backwards)
+    return static + (in_flight.most - 1) * tables.saved + np.maximum(forward, backward)
 
 
 def stage_seconds(tables: IntervalTables, kind: DeviceKind, *, half: bool) -> tuple[Table, Table]:

@@ -1,14 +1,18 @@
 """Schedule: a name and two numbers in, a table of actions out; pure."""
 
 from placer.schedule.build import make_schedule
+from placer.schedule.in_flight import Counts, InFlight, in_flight
 from placer.schedule.order import bubble, draw, linearize, max_in_flight, merge_backward
 from placer.schedule.types import Action, Schedule
 
 __all__ = [
     "Action",
+    "Counts",
+    "InFlight",
     "Schedule",
     "bubble",
     "draw",
+    "in_flight",
     "linearize",
     "make_schedule",
     "max_in_flight",

@@ -11,10 +11,8 @@ from placer.schedule.types import Action, Schedule
 def linearize(schedule: Schedule) -> tuple[Action, ...]:
     """One order of all actions that keeps every rank's own order and the data dependencies.
 
-    The backwards of a micro-batch are done one after the other, earliest micro-batch first, and
-    before each only what must come before it (a depth-first topological sort): gradients wait for
-    as little as the ranks' orders allow. A forward that takes over what the stage before has made
-    goes at once when it is the rank's turn, so that boundary values do not wait either.
+    Of the actions that are ready, forwards that take over what another stage made go first, then
+    the earliest micro-batch, its backward before its forward: no value waits longer than it must.
 
     >>> from placer.schedule import make_schedule
     >>> print(*linearize(make_schedule("1F1B", 2, 2)))
@@ -23,38 +21,21 @@ def linearize(schedule: Schedule) -> tuple[Action, ...]:
     waiting = [list(reversed(actions)) for actions in schedule.actions]
     done: set[tuple[int, str, int]] = set()
     order: list[Action] = []
-
-    def run_next(rank: int) -> None:
-        action = waiting[rank][-1]
-        for needed in _needs(action, schedule):
-            run_until(needed)
-        if _key(action) in done:  # it followed what it needed at once
-            return
-        waiting[rank].pop()
-        done.add(_key(action))
-        order.append(action)
-        for near in (rank, (action.stage_index + 1) % len(waiting)):
-            if waiting[near] and _takes_over(waiting[near][-1], done):
-                run_next(near)
-
-    def run_until(key: tuple[int, str, int]) -> None:
-        rank = key[0] % len(waiting)
-        while key not in done:
-            assert waiting[rank], "the schedule waits for itself"
-            run_next(rank)
-
-    actions = [action for rank in schedule.actions for action in rank]
-    for goal in sorted(actions, key=lambda a: (a.microbatch_index, -a.stage_index)):
-        if goal.kind in "BI":
-            run_until(_key(goal))
-    for goal in actions:
-        run_until(_key(goal))
+    while any(waiting):
+        ready = [
+            actions[-1] for actions in waiting if actions and _is_ready(actions[-1], done, schedule)
+        ]
+        assert ready, "the schedule waits for itself"
+        chosen = min(ready, key=_urgency)
+        waiting[chosen.stage_index % len(waiting)].pop()
+        done.add(_key(chosen))
+        order.append(chosen)
     return tuple(order)
 
 
-def _takes_over(action: Action, done: set[tuple[int, str, int]]) -> bool:
-    before = action.stage_index - 1, "F", action.microbatch_index
-    return action.kind == "F" and before in done
+def _urgency(action: Action) -> tuple[bool, int, bool, int]:
+    takes_over = action.kind == "F" and action.stage_index > 0
+    return not takes_over, action.microbatch_index, action.kind == "F", -action.stage_index
 
 
 def merge_backward(schedule: Schedule) -> Schedule:
@@ -114,6 +95,10 @@ def draw(schedule: Schedule) -> str:
     """
     lines = [" ".join(map(str, actions)) for actions in schedule.actions]
     return "\n".join(f"rank {rank}  {line}" for rank, line in enumerate(lines))
+
+
+def _is_ready(action: Action, done: set[tuple[int, str, int]], schedule: Schedule) -> bool:
+    return all(key in done for key in _needs(action, schedule))
 
 
 def _needs(action: Action, schedule: Schedule) -> Iterator[tuple[int, str, int]]:
