@@ -28,8 +28,9 @@ def build_plan(
 ) -> Plan:
     """The plan for ``capture`` under ``spec``, for a batch shaped like ``inputs`` (any device).
 
-    ``pins`` are nodes and the devices they must be on, beyond what the spec's layers say. A plan that overflows a budget is returned with ``fits`` False. Raises ``SpecError`` when the
-    spec's layers or devices do not go with the model, ``PlacerError`` for what is not supported.
+    ``pins`` are nodes and the devices they must be on, beyond what the spec's layers say. A plan
+    that overflows a budget is returned with ``fits`` False. Raises ``SpecError`` when the spec's
+    layers or devices do not go with the model, ``PlacerError`` for what is not supported.
     """
     _check_supported(spec)
     pins = {**_pins(capture, spec), **(pins or {})}
