@@ -98,7 +98,7 @@ def _pins(capture: Capture, spec: PlacementSpec) -> dict[str, str]:
     paths = [name for name, _ in capture.model.named_modules(remove_duplicate=False)]
     placed, problems = resolve_layers(spec.layers, paths)
     if problems:
-        raise SpecError("placement spec", problems)
+        raise SpecError(SpecError.UNNAMED, problems)
     return {node: placed[layer] for node, layer in capture.layer_of.items() if layer in placed}
 
 
