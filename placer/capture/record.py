@@ -120,17 +120,31 @@ def record_model(
         raise TraceFailure(layer, describe(error), locate(error)) from error
     finally:
         snapshot.restore()
-    graph = recorder.finish(leaves)
-    names = {node.name for node in graph.nodes}
+    graph, names = _named_anew(recorder.finish(leaves))
     assert recorder.out_spec is not None
     return Recording(
         graph=graph,
-        layer_of={k: v for k, v in recorder.layer_of.items() if k in names},
-        location_of={k: v for k, v in recorder.location_of.items() if k in names},
-        constants={k: v for k, v in recorder.constants.items() if k in names},
+        layer_of={names[k]: v for k, v in recorder.layer_of.items() if k in names},
+        location_of={names[k]: v for k, v in recorder.location_of.items() if k in names},
+        constants={names[k]: v for k, v in recorder.constants.items() if k in names},
         out_spec=recorder.out_spec,
         side_effects=tuple(effects),
     )
+
+
+def _named_anew(graph: fx.Graph) -> tuple[fx.Graph, dict[str, str]]:
+    """The same graph with names that count only the nodes it has, and old name -> new name.
+
+    Erased nodes took numbers too, and how many there were may differ from run to run (einops works
+    a pattern out once per process). The same graph must always have the same names.
+    """
+    fresh = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
+        name = node.name if node.op == "placeholder" else None
+        copies[node] = fresh.create_node(node.op, node.target, args, kwargs, name, node.type)
+    return fresh, {old.name: new.name for old, new in copies.items()}
 
 
 @contextmanager
