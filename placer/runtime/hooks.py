@@ -17,7 +17,7 @@ def run_forward_pre_hooks(
     args, kwargs = tuple(args), dict(kwargs)
     for key, hook in list(module._forward_pre_hooks.items()):
         if key in module._forward_pre_hooks_with_kwargs:
-            both = hook(module, args, kwargs)  # type: ignore[call-arg, arg-type]
+            both = hook(module, args, kwargs)
             args, kwargs = args if both is None else both[0], kwargs if both is None else both[1]
             continue
         changed = hook(module, args)
