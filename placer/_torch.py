@@ -32,3 +32,8 @@ def running_sequence_number() -> int | None:
     """The number of the autograd node whose backward runs now; None outside backward. Checked with 2.15."""
     node = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
+
+
+def saved_tensor_hooks() -> object:
+    """The pack and unpack hooks in force, None outside of any. Checked with 2.15."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
