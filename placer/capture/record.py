@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -19,14 +19,15 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter
 
-from placer._torch import saved_tensor_hooks
+from placer._torch import REENTRANT_CHECKPOINT, is_checkpointing, saved_tensor_hooks
 from placer.capture.call import BoundCall, flat_forward
-from placer.capture.failure import ForwardFailure, TraceFailure, Untraceable, describe, locate
+from placer.capture.failure import ForwardFailure, TraceFailure, Untraceable, describe, locate, locate_caller
 from placer.capture.fake import FakeWorld, GuessData
+from placer.capture.fingerprint import spell_graph
 from placer.capture.leaves import is_torch_leaf
 from placer.capture.restore import Snapshot
 from placer.capture.sizes import SizeFloat, SizeInt, plain
-from placer.capture.targets import ApplyFunction, CallMethod, Modes, UnderModes, call_module
+from placer.capture.targets import ApplyFunction, CallMethod, Checkpointed, Modes, UnderModes, call_module
 from placer.capture.types import TENSOR
 from placer.capture.watch import watch_calls
 from placer.capture.writer import CPU, GraphWriter, executable
@@ -56,7 +57,8 @@ class Recording:
     location_of: dict[str, str]
     constants: dict[str, Tensor]
     out_spec: TreeSpec
-    side_effects: tuple[tuple[str, str], ...]  # attributes of the root that forward changed
+    side_effects: tuple[tuple[str, str], ...]  # (module path, attribute) that forward changes
+    checkpointed: dict[str, str]  # modules under activation checkpointing, with the line that says so
 
 
 def record_model(
@@ -73,26 +75,21 @@ def record_model(
     The twin is as before afterwards. Raises ``TraceFailure`` naming the innermost module that
     cannot be recorded, and ``ForwardFailure`` when the model fails by itself.
     """
-    recorder = _Recorder(world, model, twin, whole)
     snapshot = Snapshot(twin)
     try:
-        with _ambient(world), recorder.watching():
-            leaves = recorder.run(bound, inputs)
-        effects = []
-        for path, attribute in snapshot.changes():
-            if not path:
-                effects.append((path, attribute))
-            elif not any(path == w or path.startswith(w + ".") for w in recorder.kept):
-                raise TraceFailure(path, f"its forward changes its attribute {attribute!r}", "")
-    except (ForwardFailure, TraceFailure):
-        raise
-    except Exception as error:
-        layer = recorder.failed_in or ""
-        raise TraceFailure(layer, describe(error), locate(error)) from error
+        recorder, leaves = _run(world, model, twin, bound, inputs, whole)
+        effects = _replace_buffers(recorder, model, twin, snapshot.changes())
+        graph = recorder.writer.finish(leaves)
+        if effects:
+            # Does what forward left behind change the next one?
+            again, again_leaves = _run(world, model, twin, bound, inputs, whole)
+            settled = spell_graph(again.writer.finish(again_leaves)) == spell_graph(graph)
+            for path, attribute in effects:
+                if path and not settled:
+                    raise TraceFailure(path, f"its forward changes its attribute {attribute!r}", "")
     finally:
         snapshot.restore()
     writer = recorder.writer
-    graph = writer.finish(leaves)
     names = {node.name for node in graph.nodes}
     assert recorder.out_spec is not None
     return Recording(
@@ -102,7 +99,52 @@ def record_model(
         constants={k: v for k, v in writer.constants.items() if k in names},
         out_spec=recorder.out_spec,
         side_effects=tuple(effects),
+        checkpointed=recorder.checkpointed,
     )
+
+
+def _run(
+    world: FakeWorld,
+    model: nn.Module,
+    twin: nn.Module,
+    bound: BoundCall,
+    inputs: Sequence[Tensor],
+    whole: frozenset[str],
+) -> tuple[_Recorder, list[Any]]:
+    recorder = _Recorder(world, model, twin, whole)
+    try:
+        with _ambient(world), recorder.watching():
+            return recorder, recorder.run(bound, inputs)
+    except (ForwardFailure, TraceFailure):
+        raise
+    except Exception as error:
+        layer = recorder.failed_in or ""
+        raise TraceFailure(layer, describe(error), locate(error)) from error
+
+
+def _replace_buffers(
+    recorder: _Recorder, model: nn.Module, twin: nn.Module, changes: Iterable[tuple[str, str]]
+) -> list[tuple[str, str]]:
+    """Write down which buffers forward put other tensors in the place of; the other changes.
+
+    What changed in a module that stays whole is that module's own business.
+    """
+    others = []
+    for path, attribute in changes:
+        if any(path == w or path.startswith(w + ".") for w in recorder.kept):
+            continue
+        before = model.get_submodule(path)._buffers.get(attribute)
+        now = twin.get_submodule(path)._buffers.get(attribute)
+        if (
+            before is None
+            or now is None
+            or now.requires_grad
+            or (now.shape, now.dtype) != (before.shape, before.dtype)
+        ):
+            others.append((path, attribute))
+        else:
+            recorder.writer.replace_buffer(f"{path}.{attribute}".lstrip("."), now, path)
+    return others
 
 
 @contextmanager
@@ -133,6 +175,8 @@ class _Recorder(TorchFunctionMode):
         self.sizes: dict[tuple[fx.Node, str, Any], fx.Node] = {}
         self.modes = Modes(True, False, ())
         self.saved_hooks: Any = None
+        self.reentrant = False  # inside a reentrant checkpoint
+        self.checkpointed: dict[str, str] = {}
         self.paths = {id(module): path for path, module in twin.named_modules()}
         self.twins = dict(zip(map(id, model.modules()), twin.modules(), strict=True))
 
@@ -200,10 +244,8 @@ class _Recorder(TorchFunctionMode):
         self, op: str, target: Any, args: Any, kwargs: Any, value: Any, *, layer: str | None = None
     ) -> None:
         """Write a node under the modes (gradients, autocast) of this moment; it made ``value``."""
-        if saved_tensor_hooks() != self.saved_hooks:
-            raise Untraceable(
-                "it computes under saved-tensor hooks (such as activation checkpointing)"
-            )
+        if not isinstance(target, Checkpointed):
+            self.check_saving()
         modes = Modes.current()
         if modes != self.modes:
             if modes.inference:
@@ -212,13 +254,32 @@ class _Recorder(TorchFunctionMode):
             op, target = "call_function", UnderModes(function, modes, self.modes)
         self.writer.bind(value, self.writer.node(op, target, args, kwargs, layer=layer))
 
+    def checkpointing(self) -> Checkpointed | None:
+        """How the program checkpoints activations here, if it does."""
+        if self.reentrant:
+            return Checkpointed(use_reentrant=True)
+        if saved_tensor_hooks() != self.saved_hooks and is_checkpointing(saved_tensor_hooks()):
+            return Checkpointed(use_reentrant=False)
+        return None
+
+    def check_saving(self) -> None:
+        """Refuse an operation that saves activations in a way of its own, which a node cannot."""
+        if self.checkpointing() is not None:
+            if self.writer.layer:
+                raise Untraceable("it checkpoints activations of its own code")
+        elif saved_tensor_hooks() != self.saved_hooks:
+            raise Untraceable("it computes under saved-tensor hooks")
+
     def call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         module = self.twins.get(id(module), module)
         path = self.paths.get(id(module))
         if path is None:  # made in forward, such as nn.Softmax(dim=1)(x): a part of its caller
             return original(module, *args, **kwargs)
-        if path in self.whole or is_torch_leaf(module):
+        checkpointed = self.checkpointing() is not None and not is_torch_leaf(module)
+        if path in self.whole or is_torch_leaf(module) or checkpointed:
             self.kept.add(path)
+            if checkpointed:
+                self.checkpointed.setdefault(path, locate_caller())
             return self.call_whole(original, path, module, args, kwargs)
         caller, self.writer.layer = self.writer.layer, path
         try:
@@ -245,15 +306,21 @@ class _Recorder(TorchFunctionMode):
             self.paused = False
         if guess.guessed and any(isinstance(x, bool | int | float) for x in tree_iter(value)):
             raise Untraceable(f"{path} returns a number that depends on the values of tensors")
-        if Modes.current() != self.modes:
+        function: Any = None if is_torch_leaf(module) else self.checkpointing()
+        if function is None and Modes.current() != self.modes:
+            function = call_module
+        if function is not None:
             reference = self.writer.node("get_attr", path, layer=path)
             node_args = (reference, *node_args)
-            self.record("call_function", call_module, node_args, node_kwargs, value, layer=path)
+            self.record("call_function", function, node_args, node_kwargs, value, layer=path)
         else:
             self.record("call_module", path, node_args, node_kwargs, value, layer=path)
         return value
 
     def apply(self, original: Callable[..., Any], cls: Any, args: Any, kwargs: Any) -> Any:
+        if cls is REENTRANT_CHECKPOINT:
+            function, _, *inputs = args
+            return self.apply_checkpoint(function, inputs)
         if kwargs:
             raise Untraceable(f"it applies {cls.__name__} with keyword arguments")
         node_args = self.writer.argument(args)
@@ -264,6 +331,13 @@ class _Recorder(TorchFunctionMode):
             self.paused = False
         self.record("call_function", ApplyFunction(cls), node_args, {}, value)
         return value
+
+    def apply_checkpoint(self, function: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+        before, self.reentrant = self.reentrant, True
+        try:
+            return function(*inputs)
+        finally:
+            self.reentrant = before
 
     def get_property(self, func: Any, tensor: Tensor) -> Any:
         value, name = func(tensor), func.__self__.__name__

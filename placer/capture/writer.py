@@ -95,6 +95,20 @@ class GraphWriter:
         self.location_of[node.name] = locate_caller()
         return node
 
+    def replace_buffer(self, name: str, value: Tensor, layer: str) -> None:
+        """Forward put ``value`` in the place of the buffer ``name``: copy it there at the end.
+
+        What read the buffer reads a copy of it instead, so that the old values are there for
+        backward.
+        """
+        for read in self.graph.find_nodes(op="get_attr", target=name):
+            with self.graph.inserting_after(read):
+                kept = self.graph.call_method("clone", (read,))
+            read.replace_all_uses_with(kept, delete_user_cb=lambda user, kept=kept: user is not kept)
+            self._pure.add(kept)
+            self.layer_of[kept.name] = self.layer_of[read.name]
+        self.node("call_method", "copy_", (self.node("get_attr", name), value), layer=layer)
+
     def finish(self, leaves: list[Any]) -> fx.Graph:
         """The graph, with these results, without pure nodes that nothing uses."""
         self.graph.output(leaves)

@@ -382,16 +382,18 @@ class Checkpointed(nn.Module):
 
 
 class RootCheckpoints(nn.Module):
-    """The model itself checkpoints: there is no smaller module to keep whole."""
+    """The model itself checkpoints its blocks, and a line of its own code."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, use_reentrant: bool) -> None:
         super().__init__()
+        self.use_reentrant = use_reentrant
         self.blocks = nn.ModuleList(Linears() for _ in range(3))
         self.out = nn.Linear(WIDTH, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
+            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
+        x = checkpoint(lambda x: torch.tanh(x) * 2, x, use_reentrant=self.use_reentrant)
         return self.out(x)
 
 
@@ -441,6 +443,7 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "backward hooks on the model": lambda: backward_hooks(Chain()),
     "buffers": lambda: Chain(Buffers(), nn.Linear(WIDTH, WIDTH), Buffers()),
     "a buffer replaced": lambda: Chain(ReplacedBuffer(), ReplacedBuffer()),
+    "a buffer replaced by the model": RootReplacesBuffer,
     "views": lambda: Chain(Views(), Views()),
     "shared twice": lambda: Chain(SharedTwice()),
     "tied": lambda: Chain(Tied()),
@@ -451,6 +454,8 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "custom function": lambda: Chain(CustomFunction()),
     "checkpoint": lambda: Chain(Checkpointed(use_reentrant=False)),
     "reentrant checkpoint": lambda: Chain(Checkpointed(use_reentrant=True)),
+    "checkpoint by the model": lambda: RootCheckpoints(use_reentrant=False),
+    "reentrant checkpoint by the model": lambda: RootCheckpoints(use_reentrant=True),
     "normalized weights": lambda: Chain(normalized()),
     "factories": lambda: Chain(Factories()),
 }
