@@ -46,14 +46,12 @@ def main() -> None:
     module = importlib.import_module(f"benchmarks.zoo.{options.library}_models")
     subjects: dict[str, Subject] = {subject.name: subject for subject in module.subjects()}
     store = RESULTS / f"zoo_{options.library}.json"
-    verdicts: dict[str, dict[str, Any]] = json.loads(store.read_text()) if store.exists() else {}
-    verdicts = {name: verdict for name, verdict in verdicts.items() if name in subjects}
+    verdicts = _read(store)
     if not options.table:
         todo = _todo(options, subjects, verdicts)
         for verdict in _judge_all(todo, options.jobs, options.seconds, options.gib):
-            verdicts[verdict["name"]] = verdict
-            ordered = {name: verdicts[name] for name in subjects if name in verdicts}
-            _write(store, ordered)
+            verdicts = {**_read(store), verdict["name"]: verdict}  # another run may write it too
+            _write(store, {name: verdicts[name] for name in subjects if name in verdicts})
             _say(verdict)
     write_table(options.library, list(subjects), verdicts)
 
@@ -142,6 +140,10 @@ def _usage(pid: int) -> tuple[float, int]:
         return 0.0, 0
     pages = int(fields[21])
     return (int(fields[11]) + int(fields[12])) / _TICKS, pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _read(store: Path) -> dict[str, dict[str, Any]]:
+    return json.loads(store.read_text()) if store.exists() else {}
 
 
 def _write(store: Path, verdicts: dict[str, Any]) -> None:
