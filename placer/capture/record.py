@@ -21,13 +21,27 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter
 
 from placer._torch import REENTRANT_CHECKPOINT, is_checkpointing, saved_tensor_hooks
 from placer.capture.call import BoundCall, flat_forward
-from placer.capture.failure import ForwardFailure, TraceFailure, Untraceable, describe, locate, locate_caller
+from placer.capture.failure import (
+    ForwardFailure,
+    TraceFailure,
+    Untraceable,
+    describe,
+    locate,
+    locate_caller,
+)
 from placer.capture.fake import FakeWorld, GuessData
 from placer.capture.fingerprint import spell_graph
 from placer.capture.leaves import is_torch_leaf
 from placer.capture.restore import Snapshot
 from placer.capture.sizes import SizeFloat, SizeInt, plain
-from placer.capture.targets import ApplyFunction, CallMethod, Checkpointed, Modes, UnderModes, call_module
+from placer.capture.targets import (
+    ApplyFunction,
+    CallMethod,
+    Checkpointed,
+    Modes,
+    UnderModes,
+    call_module,
+)
 from placer.capture.types import TENSOR
 from placer.capture.watch import watch_calls
 from placer.capture.writer import CPU, GraphWriter, executable
@@ -58,7 +72,9 @@ class Recording:
     constants: dict[str, Tensor]
     out_spec: TreeSpec
     side_effects: tuple[tuple[str, str], ...]  # (module path, attribute) that forward changes
-    checkpointed: dict[str, str]  # modules under activation checkpointing, with the line that says so
+    checkpointed: dict[
+        str, str
+    ]  # modules under activation checkpointing, with the line that says so
 
 
 def record_model(

@@ -104,7 +104,9 @@ class GraphWriter:
         for read in self.graph.find_nodes(op="get_attr", target=name):
             with self.graph.inserting_after(read):
                 kept = self.graph.call_method("clone", (read,))
-            read.replace_all_uses_with(kept, delete_user_cb=lambda user, kept=kept: user is not kept)
+            read.replace_all_uses_with(
+                kept, delete_user_cb=lambda user, kept=kept: user is not kept
+            )
             self._pure.add(kept)
             self.layer_of[kept.name] = self.layer_of[read.name]
         self.node("call_method", "copy_", (self.node("get_attr", name), value), layer=layer)
