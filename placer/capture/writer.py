@@ -118,6 +118,10 @@ class GraphWriter:
             if node in self._pure and not node.users:
                 self.graph.erase_node(node)
         self.graph.lint()
+        self.graph, names = _named_anew(self.graph)
+        self.layer_of = {names[k]: v for k, v in self.layer_of.items() if k in names}
+        self.location_of = {names[k]: v for k, v in self.location_of.items() if k in names}
+        self.constants = {names[k]: v for k, v in self.constants.items() if k in names}
         return self.graph
 
     # -- which node made what --------------------------------------------------------------------
@@ -216,3 +220,18 @@ def executable(value: Any) -> Any:
     if isinstance(value, slice):
         return slice(*map(executable, (value.start, value.stop, value.step)))
     return value
+
+
+def _named_anew(graph: fx.Graph) -> tuple[fx.Graph, dict[str, str]]:
+    """The same graph with names that count only the nodes it has, and old name -> new name.
+
+    Erased nodes took numbers too, and how many there were may differ from run to run (einops works
+    a pattern out once per process). The same graph must always have the same names.
+    """
+    fresh = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
+        name = node.name if node.op == "placeholder" else None
+        copies[node] = fresh.create_node(node.op, node.target, args, kwargs, name, node.type)
+    return fresh, {old.name: new.name for old, new in copies.items()}

@@ -1,1 +1,0 @@
-"""The model zoo: what people bring, captured, planned, placed and compared with eager."""
