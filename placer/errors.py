@@ -28,6 +28,8 @@ class PlacerError(Exception):
 class SpecError(PlacerError):
     """A placement spec is wrong; ``problems`` holds every ``(where, problem, remedy)`` found in it."""
 
+    UNNAMED = "placement spec"  # the source of a spec that was not read from a file
+
     def __init__(self, source: str, problems: Iterable[tuple[str, str, str]]) -> None:
         self.source = source
         self.problems = tuple(problems)

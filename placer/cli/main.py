@@ -12,7 +12,7 @@ from typing import Any, cast
 import typer
 from typer.core import TyperGroup
 
-from placer.errors import BudgetError, PlacerError
+from placer.errors import BudgetError, PlacerError, SpecError
 
 _COMMANDS = (
     "auto",
@@ -57,7 +57,7 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(*args, **kwargs)
         except PlacerError as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {_with_source(error, kwargs.get('spec'))}", file=sys.stderr)
             raise typer.Exit(
                 EXIT_NO_FIT if isinstance(error, BudgetError) else EXIT_USAGE
             ) from None
@@ -73,6 +73,13 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(EXIT_USAGE) from None
 
     return run
+
+
+def _with_source(error: PlacerError, spec: object) -> PlacerError:
+    """``error``, naming the command's spec file when the spec does not go with the model."""
+    if isinstance(error, SpecError) and error.source == SpecError.UNNAMED and spec is not None:
+        return SpecError(str(spec), error.problems)
+    return error
 
 
 def _model_location(error: Exception) -> str:

@@ -19,14 +19,21 @@ from placer.spec import PlacementSpec, resolve_layers
 _MOST_MICROBATCHES = 32  # "auto" tries powers of two up to this
 
 
-def build_plan(capture: Capture, spec: PlacementSpec, inputs: Sequence[Tensor]) -> Plan:
+def build_plan(
+    capture: Capture,
+    spec: PlacementSpec,
+    inputs: Sequence[Tensor],
+    *,
+    pins: Mapping[str, str] | None = None,
+) -> Plan:
     """The plan for ``capture`` under ``spec``, for a batch shaped like ``inputs`` (any device).
 
-    A plan that overflows a budget is returned with ``fits`` False. Raises ``SpecError`` when the
-    spec's layers or devices do not go with the model, ``PlacerError`` for what is not supported.
+    ``pins`` are nodes and the devices they must be on, beyond what the spec's layers say. A plan
+    that overflows a budget is returned with ``fits`` False. Raises ``SpecError`` when the spec's
+    layers or devices do not go with the model, ``PlacerError`` for what is not supported.
     """
     _check_supported(spec)
-    pins = _pins(capture, spec)
+    pins = {**_pins(capture, spec), **(pins or {})}
     slots = [device_slot(device, spec) for device in spec.devices]
     replicas = _replicas(spec)
     rows = spec.device_rows(replicas)
@@ -98,7 +105,7 @@ def _pins(capture: Capture, spec: PlacementSpec) -> dict[str, str]:
     paths = [name for name, _ in capture.model.named_modules(remove_duplicate=False)]
     placed, problems = resolve_layers(spec.layers, paths)
     if problems:
-        raise SpecError("placement spec", problems)
+        raise SpecError(SpecError.UNNAMED, problems)
     return {node: placed[layer] for node, layer in capture.layer_of.items() if layer in placed}
 
 

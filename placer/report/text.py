@@ -54,10 +54,9 @@ def _headline(plan: Plan) -> Text:
         _count(plan.replicas, "replica"),
         _count(plan.microbatches, "micro-batch", "micro-batches") + f" ({plan.schedule})",
         f"{plan.precision}, {step}",
-        f"step {format_seconds(plan.step_seconds)}",
-        f"bubble {bubble(plan):.0%}",
     ]
-    return Text(" · ".join(words), style="bold")
+    times = [f"step {format_seconds(plan.step_seconds)}", f"bubble {bubble(plan):.0%}"]
+    return Text(" · ".join(words) + "\n" + " · ".join(times), style="bold")
 
 
 def _stages(plan: Plan) -> Table:

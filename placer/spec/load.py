@@ -19,7 +19,7 @@ def load_spec(source: str | Path | Mapping[str, Any]) -> PlacementSpec:
     if isinstance(source, Mapping):
         return PlacementSpec.model_validate(dict(source))
     if isinstance(source, str) and source.lstrip().startswith("{"):
-        return _validate(_parse(source, "placement spec"), "placement spec")
+        return _validate(_parse(source, SpecError.UNNAMED), SpecError.UNNAMED)
     path = Path(source)
     return _validate(_parse(_read(path), str(path)), str(path))
 

@@ -194,7 +194,7 @@ class PlacementSpec(BaseModel):
     def _all_problems(
         cls, data: Any, handler: ModelWrapValidatorHandler[PlacementSpec], info: ValidationInfo
     ) -> PlacementSpec:
-        source = (info.context or {}).get("source", "placement spec")
+        source = (info.context or {}).get("source", SpecError.UNNAMED)
         problems = [] if isinstance(data, PlacementSpec) else cross_problems(data)
         try:
             spec = handler(data)

@@ -45,6 +45,7 @@ CASES = [
     (("plan", "net.py:Net", "not.json", *X), "is not JSON"),
     (("plan", "net.py:Net", "unknown_key.json", *X), "did you mean 'replicas'?"),
     (("plan", "net.py:Net", "wrong.json", *X), "did you mean 'head'?"),
+    (("plan", "net.py:Net", "wrong.json", *X), "wrong.json: 1 problem in the placement spec"),
     (("simulate", "net.py:Net", "nothing.json", *X), "no such file"),
     (("report", "fits.json"), "is a placement spec, not a plan"),
     (("report", "fitz.json"), "did you mean 'fits.json'?"),

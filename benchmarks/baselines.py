@@ -1,0 +1,260 @@
+"""Rival placements: what other tools and people would do with the same model, as node -> device.
+
+Every function takes a capture, its costs and a number of devices, and answers a `Placement`: the
+index of a device for every node. `plan_placement` turns one into a plan of placer's, so that all
+rivals and placer are judged by the same prediction and the same ledger. A device may come up twice
+along the chain (accelerate's maps do that); the plan then has more stages than devices.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from placer.capture import Capture
+from placer.cost import CostTable
+from placer.plan.build import build_plan
+from placer.plan.types import Plan
+from placer.spec import PlacementSpec, resolve_layers
+
+Placement = dict[str, int]  # node name -> index of its device
+Rival = Callable[[Capture, CostTable, int], Placement]
+
+
+def equal_layer_counts(capture: Capture, costs: CostTable, k: int) -> Placement:
+    """As many module calls on every device as on the next (one more on the first where k does not
+    divide them), in program order."""
+    chain = layer_chain(capture)
+    share, more = divmod(len(chain), k)
+    return _place(chain, [share + (device < more) for device in range(k)])
+
+
+def equal_parameters(capture: Capture, costs: CostTable, k: int) -> Placement:
+    """Program order cut where the running sum of parameters is nearest to j / k of all of them.
+
+    A parameter counts where it is first read.
+    """
+    chain = layer_chain(capture)
+    weights = _parameter_bytes(chain, costs)
+    sums = [0, *itertools.accumulate(weights)]
+    cuts = [0]
+    for j in range(1, k):
+        free = range(cuts[-1] + 1, len(chain) - (k - j) + 1)
+        target = sums[-1] * j / k
+        cuts.append(min(free, key=lambda c: abs(sums[c] - target), default=cuts[-1]))
+    cuts.append(len(chain))
+    return _place(chain, [b - a for a, b in itertools.pairwise(cuts)])
+
+
+def balance_by_size(
+    capture: Capture, costs: CostTable, k: int, *, param_scale: float = 4.0
+) -> Placement:
+    """torchgpipe's `balance_by_size` over the chain of module calls.
+
+    A layer's size is the most bytes that its forward adds (what it saves and its result among
+    them) plus ``param_scale`` times its parameters; torchgpipe's guide takes 4 for Adam. The chain
+    is cut by `block_partition`. (torchgpipe 0.0.7, balance/profile.py and balance/__init__.py.)
+    """
+    chain = layer_chain(capture)
+    position = {name: i for i, name in enumerate(costs.names)}
+    kept = [0] * (len(costs.names) + 1)
+    for value in costs.values:
+        if value.producer >= 0 and value.savers:
+            kept[value.producer] += value.nbytes
+    sizes = []
+    parameters = _parameter_bytes(chain, costs)
+    for names, weights in zip(chain, parameters, strict=True):
+        live = most = 0
+        for node in (position[name] for name in names):
+            most = max(most, live + costs.nodes[node].forward_transient)
+            live += kept[node]
+        sizes.append(max(most, live) + param_scale * weights)
+    return _place(chain, block_partition(sizes, k))
+
+
+def balance_by_time(capture: Capture, costs: CostTable, k: int) -> Placement:
+    """torchgpipe's `balance_by_time` over the chain of module calls.
+
+    Here a layer's time is the larger of its FLOPs and its bytes of traffic, forward and backward,
+    at 10 FLOPs per byte (a GPU's usual ratio in fp32), instead of a stop watch.
+    """
+    chain = layer_chain(capture)
+    position = {name: i for i, name in enumerate(costs.names)}
+    times = []
+    for names in chain:
+        nodes = [costs.nodes[position[name]] for name in names]
+        times.append(
+            sum(max(n.forward_flops / 10, n.forward_traffic) for n in nodes)
+            + sum(max(n.backward_flops / 10, n.backward_traffic) for n in nodes)
+        )
+    return _place(chain, block_partition(times, k))
+
+
+def block_partition(sizes: Sequence[float], k: int) -> list[int]:
+    """Lengths of k consecutive blocks whose sums differ by at most the largest size.
+
+    I. Bárány and V. S. Grinberg, "Block partitions of sequences", Israel Journal of Mathematics 206
+    (2015), arXiv:1308.2452, as torchgpipe runs it: sizes are mapped to [0, 1] first, and the blocks
+    start with equal counts. O(k n^3). The bound holds for the mapped sizes only, where the smallest
+    layer weighs nothing; ties go to the later block. Raises ValueError for more blocks than sizes.
+
+    >>> block_partition([1, 2, 3, 4, 5, 6], 2)
+    [4, 2]
+    """
+    n = len(sizes)
+    if not 1 <= k <= n:
+        raise ValueError(f"{n} sizes cannot make {k} blocks")
+    low, high = min(sizes), max(sizes)
+    scaled = [(size - low) / (high - low) if high > low else 0.0 for size in sizes]
+    ends = [n // k * (block + 1) for block in range(k - 1)] + [n]
+
+    def total(block: int) -> float:
+        return sum(scaled[ends[block - 1] if block else 0 : ends[block]])
+
+    while True:
+        most, largest = max((total(block), block) for block in range(k))
+        while True:
+            least, smallest = min((total(block), block) for block in range(k))
+            if most <= least + 1:
+                return [b - a for a, b in itertools.pairwise([0, *ends])]
+            giver = smallest - 1 if largest < smallest else smallest + 1
+            ends[min(giver, smallest)] += -1 if giver < smallest else 1
+            if giver == largest:
+                break
+
+
+def accelerate_map(
+    capture: Capture, costs: CostTable, k: int, *, memory: int = 16 * 2**30
+) -> Placement:
+    """accelerate's `infer_auto_device_map` for k devices of ``memory`` bytes; it counts weights."""
+    from accelerate import infer_auto_device_map
+
+    with _quiet("accelerate.utils.modeling"):
+        found = infer_auto_device_map(capture.model, max_memory=dict.fromkeys(range(k), memory))
+    return _follow_modules(capture, found)
+
+
+def accelerate_balanced(
+    capture: Capture, costs: CostTable, k: int, *, memory: int = 16 * 2**30
+) -> Placement:
+    """The same under `get_balanced_memory`, which is ``device_map="balanced"`` in transformers."""
+    from accelerate import infer_auto_device_map
+    from accelerate.utils import get_balanced_memory
+
+    with _quiet("accelerate.utils.modeling"):
+        limits = get_balanced_memory(capture.model, max_memory=dict.fromkeys(range(k), memory))
+        found = infer_auto_device_map(capture.model, max_memory=limits)
+    return _follow_modules(capture, found)
+
+
+def hand_split(capture: Capture, layers: Mapping[str, int]) -> Placement:
+    """A split written by hand: patterns of layers (as in a spec) -> device."""
+    paths = [name for name, _ in capture.model.named_modules(remove_duplicate=False)]
+    placed, problems = resolve_layers({k: str(v) for k, v in layers.items()}, paths)
+    if problems:
+        raise ValueError("; ".join(map(str, problems)))
+    return _follow_modules(capture, {layer: int(device) for layer, device in placed.items()})
+
+
+RIVALS: dict[str, Rival] = {
+    "equal layer counts": equal_layer_counts,
+    "equal parameters": equal_parameters,
+    "torchgpipe balance_by_size": balance_by_size,
+    "torchgpipe balance_by_time": balance_by_time,
+    "accelerate auto": accelerate_map,
+    "accelerate balanced": accelerate_balanced,
+}
+
+
+def plan_placement(
+    capture: Capture, spec: PlacementSpec, inputs: Sequence[Tensor], placement: Placement
+) -> Plan:
+    """The plan with every node where ``placement`` puts it; ``spec`` names the devices.
+
+    Nodes that must stay together (a view and the write to its base, tied weights) go where the
+    first of them is.
+    """
+    names = [device.name for device in spec.devices]
+    used = {names[device] for device in placement.values()}
+    only = spec.with_devices([device for device in spec.devices if device.name in used])
+    pins = {node: names[device] for node, device in placement.items()}
+    return build_plan(capture, only, inputs, pins=pins)
+
+
+def layer_chain(capture: Capture) -> list[list[str]]:
+    """The nodes in program order, cut before every call of a torch.nn layer.
+
+    What a parent's forward does between two calls goes with the call before it.
+    """
+    calls = {node.name for node in capture.graph.nodes if node.op == "call_module"}
+    chain: list[list[str]] = [[]]
+    opened = False
+    for name in capture.order:
+        if name in calls and opened:
+            chain.append([])
+        opened = opened or name in calls
+        chain[-1].append(name)
+    return chain
+
+
+def _place(chain: Sequence[Sequence[str]], lengths: Iterable[int]) -> Placement:
+    devices = [device for device, length in enumerate(lengths) for _ in range(length)]
+    return {name: device for names, device in zip(chain, devices, strict=True) for name in names}
+
+
+def _parameter_bytes(chain: Sequence[Sequence[str]], costs: CostTable) -> list[int]:
+    position = {name: i for i, name in enumerate(costs.names)}
+    seen: set[str] = set()
+    found = []
+    for names in chain:
+        tensors = {costs.alias_of[p] for n in names for p in costs.parameters_of[position[n]]}
+        found.append(sum(costs.state_nbytes[t] for t in tensors - seen))
+        seen |= tensors
+    return found
+
+
+def _follow_modules(capture: Capture, devices: Mapping[str, Any]) -> Placement:
+    """Nodes of a module that the map covers go to its device, others where their input is.
+
+    That is what accelerate's hooks do: inputs are moved to a module's device, and what runs
+    between modules runs where the last module left its result.
+    """
+    nodes = {node.name: node for node in capture.graph.nodes}
+    placement: Placement = {}
+    unknown: list[str] = []
+    for name in capture.order:
+        path = capture.layer_of[name]
+        while path and path not in devices:
+            path = path.rpartition(".")[0]
+        inputs = [n.name for n in nodes[name].all_input_nodes if n.name in placement]
+        state = [s for s in capture.state_of.get(name, ()) if s in devices]  # a bare parameter
+        if path in devices:
+            placement[name] = int(devices[path])
+        elif state:
+            placement[name] = int(devices[state[0]])
+        elif inputs:
+            placement[name] = max((capture.order.index(n), placement[n]) for n in inputs)[1]
+        else:
+            unknown.append(name)
+    for name in reversed(unknown):  # nothing placed comes before it: with its first reader
+        readers = [placement[u.name] for u in nodes[name].users if u.name in placement]
+        placement[name] = readers[0] if readers else 0
+    return placement
+
+
+class _quiet:
+    """Without the warnings of a logger (accelerate's: that this machine has no such GPU)."""
+
+    def __init__(self, name: str) -> None:
+        self._logger = logging.getLogger(name)
+
+    def __enter__(self) -> None:
+        self._level = self._logger.level
+        self._logger.setLevel(logging.ERROR)
+
+    def __exit__(self, *_: object) -> None:
+        self._logger.setLevel(self._level)

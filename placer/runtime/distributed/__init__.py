@@ -1,0 +1,29 @@
+"""The same spec under ``torchrun``: one process per device, on PyTorch's own engine.
+
+Inside a job (``torchrun`` set the environment, or the default process group exists already)
+``placer.compile(model, spec, args)`` returns a `DistributedModule` instead of a `PlacedModule`; it
+builds only this rank's stages. Everything below works in both, so that one script serves both.
+
+==================================================  ==============================================
+``placed.step(x, target=t, loss_fn=f)``             forward and backward under the plan's schedule,
+                                                    gradients reduced; the loss on every rank
+``placed.step(x, …, own_rows=True)``                ``x`` and ``t`` are this replica's rows only
+``placed.step(x, …, scaler=scaler)``                the loss is scaled for fp16
+``placed(x)``                                       inference: the result on every rank
+``placed.parameters()``, ``placed.state_dict()``    this rank's part, under the original names
+``placed.clip_grad_norm_(max_norm)``                by the norm over all ranks; returns that norm
+``placed.grad_scaler()``                            a ``GradScaler`` whose ranks agree
+``placed.sampler(dataset, shuffle=…, seed=…)``      all stages of a replica see the same rows
+``placed.mesh``                                     ``DeviceMesh`` of dims ``("dp", "pp")``
+``placed.replica_index``, ``placed.num_replicas``   the row of the mesh, and how many there are
+``placed.stage_indices``, ``placed.device``         what this rank runs, and where
+``placed.plan``                                     the whole plan, the same on every rank
+``placed.tensor_names``                             local name -> the first of the tensor's names
+``placed.owned_names``                              what this rank saves: each tensor on one rank of
+                                                    the job, by the first of its names
+==================================================  ==============================================
+
+Rank ``r * P + p`` is device ``p`` of replica ``r``; ``P`` devices per replica. With an interleaved
+schedule, stage ``s`` runs on device ``s % P``. All ranks of a job call ``compile``, ``step`` and
+``forward`` alike. Without ``own_rows`` every rank is given the whole batch and uses its rows.
+"""
