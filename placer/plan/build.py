@@ -179,6 +179,8 @@ def _plan(
         devices=peaks,
         transfers=_transfers(capture, costs, partition),
         notes=_notes(capture, spec, demands, len(rows)),
+        optimality=partition.optimality,
+        boundaries=partition.boundaries,
         node_layers=dict(capture.layer_of),
     )
 
