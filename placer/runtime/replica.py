@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -45,6 +46,14 @@ class Replica:
             all(self.homes[staged.state_stage[name]] == place for name in stage.state)
             for stage, place in zip(staged.stages, self.places, strict=True)
         )
+
+    def with_program(self, staged: StagedModel) -> Replica:
+        """The same replica, its copies of weights too, running other stages."""
+        if staged is self.staged:
+            return self
+        other = Replica(staged, self.places, self.homes, self.precision)
+        other.mirrors = self.mirrors
+        return other
 
     @property
     def output_place(self) -> Place:
@@ -112,26 +121,34 @@ class Replica:
             del outputs
         return [values[x][0] if kind == "value" else x for kind, x in staged.result]
 
-    def step(
-        self,
-        trees: Sequence[Any],
-        actions: Sequence[Action],
-        microbatches: Sequence[Sequence[torch.Tensor]],
-        loss_of: Callable[[int, list[Any]], torch.Tensor],
-    ) -> list[torch.Tensor]:
-        """Run ``actions``; gradients are accumulated, and the losses come back detached.
 
-        ``loss_of(m, result leaves)`` gives micro-batch ``m``'s (already weighted) loss.
-        """
-        runs = [_MicrobatchRun(self, trees, leaves, m) for m, leaves in enumerate(microbatches)]
-        for action in actions:
-            if action.kind == "F":
-                runs[action.microbatch_index].forward(action.stage_index, loss_of)
-            else:
-                runs[action.microbatch_index].backward(action.stage_index)
-        for run in runs:
-            run.backward_inputs()
-        return [run.loss.detach() for run in runs if run.loss is not None]
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One micro-batch: the stages that serve it, their weights per stage, its inputs."""
+
+    replica: Replica
+    trees: Sequence[Any]
+    inputs: Sequence[torch.Tensor]
+
+
+def run_schedule(
+    runs: Sequence[Run],
+    actions: Sequence[Action],
+    loss_of: Callable[[int, list[Any]], torch.Tensor],
+) -> list[torch.Tensor]:
+    """Run ``actions`` over micro-batches; gradients accumulate, and the losses come back detached.
+
+    ``loss_of(m, result leaves)`` gives micro-batch ``m``'s (already weighted) loss.
+    """
+    started = [_MicrobatchRun(r.replica, r.trees, r.inputs, m) for m, r in enumerate(runs)]
+    for action in actions:
+        if action.kind == "F":
+            started[action.microbatch_index].forward(action.stage_index, loss_of)
+        else:
+            started[action.microbatch_index].backward(action.stage_index)
+    for run in started:
+        run.backward_inputs()
+    return [run.loss.detach() for run in started if run.loss is not None]
 
 
 def caller_place(value: Any, like: Place) -> Place:
