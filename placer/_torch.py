@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 
@@ -32,3 +35,8 @@ def running_sequence_number() -> int | None:
     """The number of the autograd node whose backward runs now; None outside backward. Checked with 2.15."""
     node = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
+
+
+def default_store() -> Any:
+    """The key-value store of the default process group. Checked with 2.15."""
+    return dist.distributed_c10d._get_default_store()
