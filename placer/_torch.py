@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 
@@ -40,3 +41,17 @@ def running_sequence_number() -> int | None:
 def default_store() -> Any:
     """The key-value store of the default process group. Checked with 2.15."""
     return dist.distributed_c10d._get_default_store()
+
+
+def is_checkpointing(hooks: object) -> bool:
+    """Are these the saved-tensor hooks of non-reentrant ``torch.utils.checkpoint``? Checked with 2.15."""
+    return isinstance(hooks, tuple) and hooks[0].__module__ == "torch.utils.checkpoint"
+
+
+REENTRANT_CHECKPOINT: type = torch.utils.checkpoint.CheckpointFunction
+"""What reentrant ``torch.utils.checkpoint`` applies: function, keep RNG state, inputs. Checked with 2.15."""
+
+
+def saved_tensor_hooks() -> object:
+    """The pack and unpack hooks in force, None outside of any. Checked with 2.15."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)

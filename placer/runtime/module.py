@@ -18,6 +18,7 @@ from placer.runtime.replica import Replica
 from placer.runtime.scaling import scale_of
 from placer.runtime.scatter import batch_cuts, batch_size, join_rows, split_rows, split_target
 from placer.runtime.transfer import transfer
+from placer.runtime.tree import write_back
 from placer.schedule import linearize, make_schedule, merge_backward
 
 _TABLES = (
@@ -105,6 +106,7 @@ class PlacedModule(nn.Module):
             for inputs in microbatches:
                 result = replica.forward(trees, inputs)
                 pieces.append(transfer(result, replica.output_place, home))
+            self._write_back(replica, trees)
         return unflatten_output(self._staged.call, join_rows(pieces))
 
     def _share(self, scattered: list[Any]) -> list[tuple[Replica, list[Any], Any]]:
@@ -115,6 +117,12 @@ class PlacedModule(nn.Module):
         replicas = self._replicas[: len(scattered)]
         trees = [replica.trees(self._tree) for replica in replicas]
         return list(zip(replicas, trees, scattered, strict=True))
+
+    def _write_back(self, replica: Replica, trees: list[Any]) -> None:
+        """Keep what the first replica's modules put into their buffers and attributes."""
+        if replica is self._replicas[0]:
+            for tree in trees:
+                write_back(tree)
 
     def step(
         self,
@@ -172,6 +180,7 @@ class PlacedModule(nn.Module):
             losses += self._replica_step(
                 replica, trees, microbatches, wanted, loss_fn, total, reduction, scale
             )
+            self._write_back(replica, trees)
         home = self._replicas[0].output_place
         loss = torch.stack([loss.to(home.device) for loss in losses]).sum()
         return loss if scale == 1.0 else loss / scale

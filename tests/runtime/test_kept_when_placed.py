@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -202,6 +202,29 @@ class RootReplacesBuffer(nn.Module):
         return self.b(y - self.average)
 
 
+class BorrowingChooser(nn.Module):
+    """Must stay whole, replaces a buffer and counts, and has a weight that another stage owns."""
+
+    def __init__(self, owner: nn.Linear) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.linear.weight = owner.weight
+        self.register_buffer("latest", torch.zeros(WIDTH))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y = self.linear(x) if x.sum() > 0 else self.linear(-x)
+        self.latest = 0.5 * self.latest + y.detach().mean(0)
+        return y + self.latest
+
+
+def borrowing() -> nn.Module:
+    chain = Chain()
+    chain.parts.append(BorrowingChooser(chain.inp))
+    return chain
+
+
 # -- memory that is shared -----------------------------------------------------------------------
 
 
@@ -382,16 +405,18 @@ class Checkpointed(nn.Module):
 
 
 class RootCheckpoints(nn.Module):
-    """The model itself checkpoints: there is no smaller module to keep whole."""
+    """The model itself checkpoints its blocks, and a line of its own code."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, use_reentrant: bool) -> None:
         super().__init__()
+        self.use_reentrant = use_reentrant
         self.blocks = nn.ModuleList(Linears() for _ in range(3))
         self.out = nn.Linear(WIDTH, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
+            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
+        x = checkpoint(lambda x: torch.tanh(x) * 2, x, use_reentrant=self.use_reentrant)
         return self.out(x)
 
 
@@ -441,6 +466,8 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "backward hooks on the model": lambda: backward_hooks(Chain()),
     "buffers": lambda: Chain(Buffers(), nn.Linear(WIDTH, WIDTH), Buffers()),
     "a buffer replaced": lambda: Chain(ReplacedBuffer(), ReplacedBuffer()),
+    "a buffer replaced by the model": RootReplacesBuffer,
+    "a whole module with a borrowed weight": borrowing,
     "views": lambda: Chain(Views(), Views()),
     "shared twice": lambda: Chain(SharedTwice()),
     "tied": lambda: Chain(Tied()),
@@ -451,6 +478,8 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "custom function": lambda: Chain(CustomFunction()),
     "checkpoint": lambda: Chain(Checkpointed(use_reentrant=False)),
     "reentrant checkpoint": lambda: Chain(Checkpointed(use_reentrant=True)),
+    "checkpoint by the model": lambda: RootCheckpoints(use_reentrant=False),
+    "reentrant checkpoint by the model": lambda: RootCheckpoints(use_reentrant=True),
     "normalized weights": lambda: Chain(normalized()),
     "factories": lambda: Chain(Factories()),
 }
@@ -474,6 +503,36 @@ def test_kept(name: str, cut: tuple[int, int, int]) -> None:
     assert len(placed.plan.stages) >= 2
     if stages == 2:
         assert_same(copy.deepcopy(model).eval(), spec, (_input(),), steps=1, scheduled=False)
+
+
+def test_what_a_whole_module_notes_is_kept_wherever_it_runs() -> None:
+    model = borrowing().double()
+    spec = {"devices": ["cpu:0", "cpu:1"], "layers": {"inp": "cpu:0", "parts": "cpu:1"}}
+    placed = assert_same(model, spec, (_input(),))
+    assert placed.parts[0].calls == 2
+    assert model.parts[0].calls == 0
+
+
+class Logged(Linears):
+    runs: ClassVar[list[str]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs.append(self.name)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_blocks_under_checkpoint_run_again_in_backward(use_reentrant: bool) -> None:
+    model = RootCheckpoints(use_reentrant=use_reentrant)
+    model.blocks = nn.ModuleList(Logged() for _ in range(3))
+    for index, block in enumerate(model.blocks):
+        block.name = str(index)
+    placed = placer.compile(model.double(), {"devices": ["cpu:0", "cpu:1"]}, _input())
+    Logged.runs.clear()
+    loss = placed(_input()).sum()
+    assert Logged.runs == ["0", "1", "2"]
+    loss.backward()
+    assert Logged.runs == ["0", "1", "2", "2", "1", "0"]
 
 
 def test_step_refuses_backward_hooks_on_the_model() -> None:
