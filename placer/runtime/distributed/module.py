@@ -66,7 +66,7 @@ class DistributedModule(PlacedModule):
         self._dp_group = mesh.get_group("dp")
         self._pp_group = mesh.get_group("pp")
         self._tied_groups = _make_tied_groups(holdings, plan.replicas, seat.num_devices)
-        self._finder = BoundaryFinder(capture.model, staged, plan.precision, device)
+        self._finder = BoundaryFinder(capture.model, plan, staged, device)
         self._alarm = Alarm(dist.get_rank())
         self._layer_of = dict(plan.node_layers)
         self._written = _written_names(capture, holdings, seat)
@@ -230,13 +230,16 @@ class DistributedModule(PlacedModule):
         start = sum(len(row) for row in cuts[:mine])
         count = len(cuts[mine]) if mine < len(cuts) else 0
         grad = training is not None
-        find = lambda piece: self._finder.find(piece, training=self.training, grad=grad)  # noqa: E731
-        needed = {name for i in self.stage_indices for name in self._staged.stages[i].inputs}
-        if len(self._staged.stages) - 1 in self.stage_indices:
-            needed.update(str(x) for kind, x in self._staged.result if kind == "value")
+        self._finder.follow_modes(self)
+        find = lambda piece: self._finder.find(piece, grad=grad)  # noqa: E731
         microbatches = []
         for position in range(start, start + count):
-            named = dict(zip(self._staged.graph_inputs, pieces[position], strict=True))
+            crossings = find(pieces[position])
+            staged = crossings.staged
+            needed = {name for i in self.stage_indices for name in staged.stages[i].inputs}
+            if len(staged.stages) - 1 in self.stage_indices:
+                needed.update(str(x) for kind, x in staged.result if kind == "value")
+            named = dict(zip(staged.graph_inputs, pieces[position], strict=True))
             microbatches.append(
                 Microbatch(
                     inputs={
@@ -244,7 +247,7 @@ class DistributedModule(PlacedModule):
                         for n, leaf in named.items()
                         if n in needed
                     },
-                    crossings=find(pieces[position]),
+                    crossings=crossings,
                     target=targets[position],
                     weight=1.0 if total is None else sizes[position] / total,
                 )
@@ -277,11 +280,11 @@ class DistributedModule(PlacedModule):
         for replica, row in enumerate(cuts):
             source = replica * self.seat.num_devices + last
             for index in range(len(row)):
-                crossings = self._finder.find(pieces[position], training=self.training, grad=False)
+                crossings = self._finder.find(pieces[position], grad=False)
                 given = run.results.get(index) if source == dist.get_rank() else None
                 gathered.append(self._broadcast(crossings.result, given, source))
                 position += 1
-        return unflatten_output(call, join_rows(gathered))
+        return unflatten_output(crossings.staged.call, join_rows(gathered))
 
     def _broadcast(
         self, expected: tuple[Any, ...], given: list[Any] | None, source: int
