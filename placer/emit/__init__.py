@@ -2,6 +2,6 @@
 
 from placer.emit.materialize import materialize
 from placer.emit.stages import emit_stages
-from placer.emit.types import StageCode, StagedModel
+from placer.emit.types import PieceCode, StageCode, StagedModel
 
-__all__ = ["StageCode", "StagedModel", "emit_stages", "materialize"]
+__all__ = ["PieceCode", "StageCode", "StagedModel", "emit_stages", "materialize"]

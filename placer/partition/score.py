@@ -32,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.cost import CostTable, DeviceKind
+from placer.partition.held import HeldInRegions
 from placer.schedule import Counts, InFlight
 
 Table = NDArray[np.float64]
@@ -71,6 +72,7 @@ class IntervalTables:
     largest_parameter: Table
     flops: tuple[Table, Table]  # forward, backward; of [0, x]: a prefix sum
     traffic: tuple[Table, Table]
+    hosted: Table  # bytes that wait on the host, of [0, x]
 
 
 def build_tables(costs: CostTable, order: Sequence[int], cuts: Sequence[int]) -> IntervalTables:
@@ -87,7 +89,10 @@ def build_tables(costs: CostTable, order: Sequence[int], cuts: Sequence[int]) ->
 
     saved, waiting = build.rectangles(), build.rectangles()
     forward, received, sent = build.rectangles(), build.rectangles(), build.rectangles()
+    regions = HeldInRegions(costs, place, build.starts, n + 1) if costs.keys else None
     for v in costs.values:
+        if regions is not None and regions.take(v):
+            continue
         savers, users = at(v.savers), at(v.users)
         producer = int(place[v.producer]) if v.producer >= 0 else -1
         saved.some(savers, v.nbytes)
@@ -143,7 +148,14 @@ def build_tables(costs: CostTable, order: Sequence[int], cuts: Sequence[int]) ->
 
     backward_transient = _by_position(place, [c.backward_transient for c in costs.nodes])
     forward_transient = _by_position(place, [c.forward_transient for c in costs.nodes])
-    live = waiting.table() + backward_transient
+    held, saved_table, forward_table = waiting.table(), saved.table(), forward.table()
+    live = held + backward_transient
+    if regions is not None:
+        live += regions.table("waiting")
+        incoming = _by_position(place, [c.backward_incoming for c in costs.nodes])
+        live = np.maximum(live, regions.recomputing(held, incoming, forward_transient))
+        saved_table = saved_table + regions.table("saved")
+        forward_table = forward_table + regions.table("forward")
     # Gradients of (i, b): of what the stage trains, all that is not used in [a, i] as well.
     used_so_far = trained.table()
     trained_table = build.at_ends(used_so_far)
@@ -161,16 +173,17 @@ def build_tables(costs: CostTable, order: Sequence[int], cuts: Sequence[int]) ->
         buffers=build.at_ends(buffers.table()),
         trained=trained_table,
         owned=owned_table,
-        saved=build.at_ends(saved.table()),
+        saved=build.at_ends(saved_table),
         received=build.at_ends(received.table()),
         sent=build.at_ends(sent.table()),
-        forward_live=build.running_max(forward.table() + forward_transient)
+        forward_live=build.running_max(forward_table + forward_transient)
         + build.at_ends(received.table()),
         backward_live_growing=growing,
         backward_live_grown=grown,
         largest_parameter=build.running_max(np.broadcast_to(largest_at, live.shape)),
         flops=(prefix("forward_flops"), prefix("backward_flops")),
         traffic=(prefix("forward_traffic"), prefix("backward_traffic")),
+        hosted=prefix("host_nbytes"),
     )
 
 
@@ -352,12 +365,16 @@ def replica_peak_bytes(
 
 
 def stage_seconds(tables: IntervalTables, kind: DeviceKind, *, half: bool) -> tuple[Table, Table]:
-    """Forward and backward seconds of every interval on a device, without transfers (a roofline)."""
+    """Forward and backward seconds of every interval on a device, without transfers (a roofline).
+
+    What waits on the host goes there in forward and comes back in backward, one after the rest.
+    """
+    away = _between(tables.hosted) / kind.host_bandwidth
     peak = kind.half_flops if half else kind.fp32_flops
     seconds = []
     for flops, traffic in zip(tables.flops, tables.traffic, strict=True):
         compute, memory = (_between(flops) / peak, _between(traffic) / kind.memory_bandwidth)
-        seconds.append(np.maximum(compute, memory))
+        seconds.append(np.maximum(compute, memory) + away)
     return seconds[0], seconds[1]
 
 

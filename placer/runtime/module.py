@@ -84,8 +84,10 @@ class PlacedModule(nn.Module):
         """`forward` for inputs that are flattened already."""
         home = self._replicas[0].output_place
         pieces = []
-        for replica, microbatches in zip(self._replicas, self._scatter(leaves), strict=False):
-            trees = replica.trees(self._tree)
+        scattered = self._scatter(leaves)
+        # All replicas read the state before the first one writes to it.
+        running = [(r, r.trees(self._tree)) for r in self._replicas[: len(scattered)]]
+        for (replica, trees), microbatches in zip(running, scattered, strict=True):
             for inputs in microbatches:
                 result = replica.forward(trees, inputs)
                 pieces.append(transfer(result, replica.output_place, home))
@@ -125,14 +127,18 @@ class PlacedModule(nn.Module):
         scattered = self._scatter(leaves)
         targets = self._scatter_target(target, total, scattered)
         losses = []
-        for replica, microbatches, wanted in zip(self._replicas, scattered, targets, strict=False):
-            losses += self._replica_step(replica, microbatches, wanted, loss_fn, total, reduction)
+        running = [(r, r.trees(self._tree)) for r in self._replicas[: len(scattered)]]
+        for (replica, trees), microbatches, wanted in zip(running, scattered, targets, strict=True):
+            losses += self._replica_step(
+                replica, trees, microbatches, wanted, loss_fn, total, reduction
+            )
         home = self._replicas[0].output_place
         return torch.stack([loss.to(home.device) for loss in losses]).sum()
 
     def _replica_step(
         self,
         replica: Replica,
+        trees: Sequence[Any],
         microbatches: list[list[torch.Tensor]],
         targets: list[Any],
         loss_fn: Callable[..., torch.Tensor],
@@ -157,7 +163,7 @@ class PlacedModule(nn.Module):
         schedule = merge_backward(
             make_schedule(self.plan.schedule, len(self._staged.stages), len(microbatches))
         )
-        return replica.step(replica.trees(self._tree), linearize(schedule), microbatches, loss_of)
+        return replica.step(trees, linearize(schedule), microbatches, loss_of)
 
     def _scatter(self, leaves: list[torch.Tensor]) -> list[list[list[torch.Tensor]]]:
         """Per replica that gets rows, per micro-batch: the input leaves."""

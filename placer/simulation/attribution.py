@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import CodeType, FrameType
 
 from placer._torch import next_sequence_number, running_sequence_number
-from placer.emit import StageCode
+from placer.emit import PieceCode, StageCode
 
 _ASSIGNMENT = re.compile(r"\s+(\w+)\s*(?::[^=]*)?=")
 
@@ -19,7 +19,7 @@ _ASSIGNMENT = re.compile(r"\s+(\w+)\s*(?::[^=]*)?=")
 class Where:
     """A point in a step: the phase, and the node and layer that run ("" between stages)."""
 
-    phase: str = ""  # "forward", "backward", "optimizer"
+    phase: str = ""  # "forward", "backward", "recompute" (a forward again), "optimizer"
     node: str = ""
     layer: str = ""
 
@@ -33,7 +33,8 @@ class Attribution:
     """
 
     def __init__(self, stages: Iterable[StageCode], layer_of: Mapping[str, str]) -> None:
-        self._lines = {stage.forward.__code__: _node_lines(stage) for stage in stages}
+        pieces = [piece for stage in stages for piece in stage.pieces]
+        self._lines = {piece.forward.__code__: _node_lines(piece) for piece in pieces}
         self._layer_of = layer_of
         self._numbers: list[int] = []
         self._nodes: list[str] = []
@@ -41,6 +42,9 @@ class Attribution:
     def where(self) -> Where:
         number = running_sequence_number()
         if number is not None:
+            again = self._forward_node()
+            if again:
+                return self._at("recompute", again)
             index = bisect.bisect_right(self._numbers, number) - 1
             return self._at("backward", self._nodes[index] if index >= 0 else "")
         node = self._forward_node()
@@ -64,10 +68,10 @@ class Attribution:
         return ""
 
 
-def _node_lines(stage: StageCode) -> dict[int, str]:
-    """Line of the stage's code -> the node that the line computes."""
-    code: CodeType = stage.forward.__code__
-    lines = stage.source.split("\n")
+def _node_lines(piece: PieceCode) -> dict[int, str]:
+    """Line of the piece's code -> the node that the line computes."""
+    code: CodeType = piece.forward.__code__
+    lines = piece.source.split("\n")
     start = next(i for i, line in enumerate(lines) if line.startswith("def forward("))
     first = code.co_firstlineno
     found: dict[int, str] = {}
