@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     )
     from placer.plan.store import load_plan
     from placer.plan.types import Plan
+    from placer.runtime.checkpoint import load, save
     from placer.runtime.module import PlacedModule
     from placer.spec import PlacementSpec, load_spec
     from placer.verification import verify
@@ -33,9 +34,11 @@ _HOMES = {
     "SpecError": "errors",
     "auto_spec": "api",
     "compile": "api",
+    "load": "runtime.checkpoint",
     "load_plan": "plan.store",
     "load_spec": "spec",
     "make_plan": "api",
+    "save": "runtime.checkpoint",
     "simulate": "api",
     "verify": "verification",
 }
@@ -52,9 +55,11 @@ __all__ = [
     "SpecError",
     "auto_spec",
     "compile",
+    "load",
     "load_plan",
     "load_spec",
     "make_plan",
+    "save",
     "simulate",
     "verify",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 
@@ -32,3 +33,17 @@ def running_sequence_number() -> int | None:
     """The number of the autograd node whose backward runs now; None outside backward. Checked with 2.15."""
     node = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
+
+
+def is_checkpointing(hooks: object) -> bool:
+    """Are these the saved-tensor hooks of non-reentrant ``torch.utils.checkpoint``? Checked with 2.15."""
+    return isinstance(hooks, tuple) and hooks[0].__module__ == "torch.utils.checkpoint"
+
+
+REENTRANT_CHECKPOINT: type = torch.utils.checkpoint.CheckpointFunction
+"""What reentrant ``torch.utils.checkpoint`` applies: function, keep RNG state, inputs. Checked with 2.15."""
+
+
+def saved_tensor_hooks() -> object:
+    """The pack and unpack hooks in force, None outside of any. Checked with 2.15."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)

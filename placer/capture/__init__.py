@@ -1,6 +1,6 @@
 """Capture: a model as a graph on fake tensors."""
 
-from placer.capture.call import flatten_call, unflatten_output
+from placer.capture.call import flatten_call, rebuild_call, unflatten_output
 from placer.capture.capture import capture_model
 from placer.capture.fake import FakeWorld
 from placer.capture.types import TENSOR, CallFormat, Capture, WholeModule
@@ -13,5 +13,6 @@ __all__ = [
     "WholeModule",
     "capture_model",
     "flatten_call",
+    "rebuild_call",
     "unflatten_output",
 ]

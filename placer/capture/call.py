@@ -113,6 +113,14 @@ def flatten_call(call: CallFormat, args: Sequence[Any], kwargs: Mapping[str, Any
     return tensors
 
 
+def rebuild_call(
+    call: BoundCall | CallFormat, tensors: Sequence[Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The ``(args, kwargs)`` whose tensor leaves are ``tensors``; the inverse of `flatten_call`."""
+    remaining = iter(tensors)
+    return rebuild_arguments(call, [next(remaining) if c is TENSOR else c for c in call.constants])
+
+
 def unflatten_output(call: CallFormat, leaves: Sequence[Any]) -> Any:
     """What ``forward`` would have returned, from the flat list of its leaves."""
     return tree_unflatten(list(leaves), call.out_spec)
@@ -124,9 +132,7 @@ def flat_forward(
     """``forward`` as a function ``(root, *tensors) -> flat list of the result's leaves``."""
 
     def forward(root: nn.Module, *tensors: Any) -> list[Any]:
-        remaining = iter(tensors)
-        leaves = [next(remaining) if c is TENSOR else c for c in bound.constants]
-        args, kwargs = rebuild_arguments(bound, leaves)
+        args, kwargs = rebuild_call(bound, tensors)
         return flatten_output(root.forward(*args, **kwargs))
 
     return forward

@@ -18,6 +18,8 @@ from placer.capture.record import Recording, record_model
 from placer.capture.types import Capture, WholeModule
 from placer.errors import CaptureError
 
+_CHECKPOINTED = "the model checkpoints its activations, so backward runs it again as a whole"
+
 
 def capture_model(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
@@ -172,6 +174,10 @@ def _assemble(
     graph = recording.graph
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     modules = dict(model.named_modules(remove_duplicate=False))
+    whole = {
+        path: WholeModule(layer=path, reason=_CHECKPOINTED, location=location)
+        for path, location in recording.checkpointed.items()
+    } | session.whole
     called = {str(node.target) for node in nodes if node.op in ("call_module", "get_attr")}
     return Capture(
         model=model,
@@ -184,17 +190,15 @@ def _assemble(
         constants=recording.constants,
         call=make_call_format(bound, recording.out_spec),
         whole_modules=tuple(
-            w
-            for w in session.whole.values()
-            if w.layer in called and not is_torch_leaf(modules[w.layer])
+            w for w in whole.values() if w.layer in called and not is_torch_leaf(modules[w.layer])
         ),
         fingerprint=fingerprint_graph(model, graph),
         training=model.training,
         fixed_batch=session.fixed_batch,
         location_of=recording.location_of,
         notes=tuple(
-            f"forward sets self.{attribute}; the placed model does not"
-            for _, attribute in recording.side_effects
+            f"forward of {path or 'the model'} sets self.{attribute}; the placed model does not"
+            for path, attribute in recording.side_effects
         ),
     )
 

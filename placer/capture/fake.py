@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,6 +47,12 @@ class FakeWorld:
     def original(self, twin: Tensor) -> Tensor | None:
         """The tensor that ``twin`` stands for, or None when it is not one of this world's twins."""
         return self._originals.get(id(twin))
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Run code on twins; the values of tensors that it looks at are guessed (`GuessData`)."""
+        with self.mode, GuessData():
+            yield
 
     def tree(self, value: Any) -> Any:
         """``value`` with every tensor in it (pytree) replaced by its twin."""

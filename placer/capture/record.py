@@ -3,25 +3,23 @@
 Python runs as always, so control flow, containers and attributes need no care. Three things are
 watched: torch functions and methods (a ``TorchFunctionMode``), calls of modules (a layer of
 ``torch.nn``, or a module that must stay whole, becomes one node), and arithmetic on sizes
-(``placer.capture.sizes``). Tensors are known by identity: each has the node that made it.
+(``placer.capture.sizes``).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
 import operator
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
-from torch.utils._pytree import SUPPORTED_NODES, TreeSpec, tree_flatten, tree_iter
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter
 
+from placer._torch import REENTRANT_CHECKPOINT, is_checkpointing, saved_tensor_hooks
 from placer.capture.call import BoundCall, flat_forward
 from placer.capture.failure import (
     ForwardFailure,
@@ -32,34 +30,22 @@ from placer.capture.failure import (
     locate_caller,
 )
 from placer.capture.fake import FakeWorld, GuessData
+from placer.capture.fingerprint import spell_graph
 from placer.capture.leaves import is_torch_leaf
 from placer.capture.restore import Snapshot
 from placer.capture.sizes import SizeFloat, SizeInt, plain
 from placer.capture.targets import (
     ApplyFunction,
-    BuildTree,
     CallMethod,
+    Checkpointed,
     Modes,
     UnderModes,
     call_module,
 )
 from placer.capture.types import TENSOR
+from placer.capture.watch import watch_calls
+from placer.capture.writer import CPU, GraphWriter, executable
 
-_CPU = torch.device("cpu")
-_PLAIN = (
-    str,
-    int,
-    float,
-    bool,
-    complex,
-    bytes,
-    type(None),
-    type(...),
-    torch.dtype,
-    torch.layout,
-    torch.memory_format,
-    enum.Enum,
-)
 _SIZES = ("size", "numel", "nelement", "stride", "storage_offset")
 _READS = (
     "item",
@@ -85,7 +71,10 @@ class Recording:
     location_of: dict[str, str]
     constants: dict[str, Tensor]
     out_spec: TreeSpec
-    side_effects: tuple[tuple[str, str], ...]  # attributes of the root that forward changed
+    side_effects: tuple[tuple[str, str], ...]  # (module path, attribute) that forward changes
+    checkpointed: dict[
+        str, str
+    ]  # modules under activation checkpointing, with the line that says so
 
 
 def record_model(
@@ -102,35 +91,76 @@ def record_model(
     The twin is as before afterwards. Raises ``TraceFailure`` naming the innermost module that
     cannot be recorded, and ``ForwardFailure`` when the model fails by itself.
     """
-    recorder = _Recorder(world, model, twin, bound, whole)
     snapshot = Snapshot(twin)
     try:
+        recorder, leaves = _run(world, model, twin, bound, inputs, whole)
+        effects = _replace_buffers(recorder, model, twin, snapshot.changes())
+        graph = recorder.writer.finish(leaves)
+        if effects:
+            # Does what forward left behind change the next one?
+            again, again_leaves = _run(world, model, twin, bound, inputs, whole)
+            settled = spell_graph(again.writer.finish(again_leaves)) == spell_graph(graph)
+            for path, attribute in effects:
+                if path and not settled:
+                    raise TraceFailure(path, f"its forward changes its attribute {attribute!r}", "")
+    finally:
+        snapshot.restore()
+    writer = recorder.writer
+    names = {node.name for node in graph.nodes}
+    assert recorder.out_spec is not None
+    return Recording(
+        graph=graph,
+        layer_of={k: v for k, v in writer.layer_of.items() if k in names},
+        location_of={k: v for k, v in writer.location_of.items() if k in names},
+        constants={k: v for k, v in writer.constants.items() if k in names},
+        out_spec=recorder.out_spec,
+        side_effects=tuple(effects),
+        checkpointed=recorder.checkpointed,
+    )
+
+
+def _run(
+    world: FakeWorld,
+    model: nn.Module,
+    twin: nn.Module,
+    bound: BoundCall,
+    inputs: Sequence[Tensor],
+    whole: frozenset[str],
+) -> tuple[_Recorder, list[Any]]:
+    recorder = _Recorder(world, model, twin, whole)
+    try:
         with _ambient(world), recorder.watching():
-            leaves = recorder.run(inputs)
-        effects = []
-        for path, attribute in snapshot.changes():
-            if not path:
-                effects.append((path, attribute))
-            elif not any(path == w or path.startswith(w + ".") for w in recorder.kept):
-                raise TraceFailure(path, f"its forward changes its attribute {attribute!r}", "")
+            return recorder, recorder.run(bound, inputs)
     except (ForwardFailure, TraceFailure):
         raise
     except Exception as error:
         layer = recorder.failed_in or ""
         raise TraceFailure(layer, describe(error), locate(error)) from error
-    finally:
-        snapshot.restore()
-    graph = recorder.finish(leaves)
-    names = {node.name for node in graph.nodes}
-    assert recorder.out_spec is not None
-    return Recording(
-        graph=graph,
-        layer_of={k: v for k, v in recorder.layer_of.items() if k in names},
-        location_of={k: v for k, v in recorder.location_of.items() if k in names},
-        constants={k: v for k, v in recorder.constants.items() if k in names},
-        out_spec=recorder.out_spec,
-        side_effects=tuple(effects),
-    )
+
+
+def _replace_buffers(
+    recorder: _Recorder, model: nn.Module, twin: nn.Module, changes: Iterable[tuple[str, str]]
+) -> list[tuple[str, str]]:
+    """Write down which buffers forward put other tensors in the place of; the other changes.
+
+    What changed in a module that stays whole is that module's own business.
+    """
+    others = []
+    for path, attribute in changes:
+        if any(path == w or path.startswith(w + ".") for w in recorder.kept):
+            continue
+        before = model.get_submodule(path)._buffers.get(attribute)
+        now = twin.get_submodule(path)._buffers.get(attribute)
+        if (
+            before is None
+            or now is None
+            or now.requires_grad
+            or (now.shape, now.dtype) != (before.shape, before.dtype)
+        ):
+            others.append((path, attribute))
+        else:
+            recorder.writer.replace_buffer(f"{path}.{attribute}".lstrip("."), now, path)
+    return others
 
 
 @contextmanager
@@ -140,105 +170,54 @@ def _ambient(world: FakeWorld) -> Iterator[None]:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(world.mode)
-        stack.enter_context(_CPU)
+        stack.enter_context(CPU)
         yield
 
 
 class _Recorder(TorchFunctionMode):
+    """Hears of every call, runs it on fakes, and has it written down."""
+
     def __init__(
-        self,
-        world: FakeWorld,
-        model: nn.Module,
-        twin: nn.Module,
-        bound: BoundCall,
-        whole: frozenset[str],
+        self, world: FakeWorld, model: nn.Module, twin: nn.Module, whole: frozenset[str]
     ) -> None:
         super().__init__()
-        self.world = world
         self.twin = twin
-        self.bound = bound
         self.whole = whole
-        self.graph = fx.Graph()
-        self.stack = [""]
+        self.writer = GraphWriter(world, twin)
         self.failed_in: str | None = None
         self.paused = False
         self.kept: set[str] = set()
-        self.layer_of: dict[str, str] = {}
-        self.location_of: dict[str, str] = {}
-        self.constants: dict[str, Tensor] = {}
         self.out_spec: TreeSpec | None = None
-        self.nodes: dict[int, fx.Node] = {}
-        self.alive: list[Tensor] = []  # keeps the ids in nodes valid
-        self.pure: set[fx.Node] = set()
         self.sizes: dict[tuple[fx.Node, str, Any], fx.Node] = {}
         self.modes = Modes(True, False, ())
         self.saved_hooks: Any = None
+        self.reentrant = False  # inside a reentrant checkpoint
+        self.checkpointed: dict[str, str] = {}
         self.paths = {id(module): path for path, module in twin.named_modules()}
         self.twins = dict(zip(map(id, model.modules()), twin.modules(), strict=True))
-        self.state = {
-            id(tensor): name for name, tensor in (*twin.named_buffers(), *twin.named_parameters())
-        }
-        self.attributes = {
-            id(value): f"{path}.{name}".lstrip(".")
-            for path, module in twin.named_modules()
-            for name, value in module.__dict__.items()
-            if isinstance(value, Tensor)
-        }
 
     # -- running ---------------------------------------------------------------------------------
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Modules, custom autograd functions and torch functions report here, in this thread."""
-        thread = threading.get_ident()
-        original_call = nn.Module.__call__
-        original_apply = torch.autograd.Function.__dict__["apply"]
-
-        def module_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self.paused or threading.get_ident() != thread:
-                return original_call(module, *args, **kwargs)
-            return self.call(original_call, module, args, kwargs)
-
-        def function_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.paused or threading.get_ident() != thread:
-                return original_apply.__get__(None, cls)(*args, **kwargs)
-            return self.apply(original_apply.__get__(None, cls), cls, args, kwargs)
-
         self.modes = Modes.current()
-        self.saved_hooks = _saved_tensor_hooks()
-        nn.Module.__call__ = module_call  # type: ignore[method-assign]
-        torch.autograd.Function.apply = classmethod(function_apply)
-        try:
-            with self:
-                yield
-        finally:
-            nn.Module.__call__ = original_call  # type: ignore[method-assign]
-            torch.autograd.Function.apply = original_apply
+        self.saved_hooks = saved_tensor_hooks()
+        with watch_calls(self), self:
+            yield
 
-    def run(self, inputs: Sequence[Tensor]) -> list[Any]:
-        names = (
-            name
-            for name, constant in zip(self.bound.leaf_names, self.bound.constants, strict=True)
-            if constant is TENSOR
-        )
-        taken: set[str] = set()
-        for leaf_name, tensor in zip(names, inputs, strict=True):
-            node = self.graph.placeholder(_identifier(leaf_name, taken))
-            self.bind(tensor, node)
+    def run(self, bound: BoundCall, inputs: Sequence[Tensor]) -> list[Any]:
+        """The result leaves of one run, as arguments of the graph's output."""
+        named = zip(bound.leaf_names, bound.constants, strict=True)
+        tensors = [name for name, constant in named if constant is TENSOR]
+        for name, tensor in zip(tensors, inputs, strict=True):
+            self.writer.placeholder(name, tensor)
 
         def flatten(result: Any) -> list[Any]:
             leaves, self.out_spec = tree_flatten(result)
-            return [self.argument(leaf) for leaf in leaves]
+            return [self.writer.argument(leaf) for leaf in leaves]
 
-        return flat_forward(self.bound, flatten)(self.twin, *inputs)
-
-    def finish(self, leaves: list[Any]) -> fx.Graph:
-        self.graph.output(leaves)
-        for node in reversed(self.graph.nodes):
-            if node in self.pure and not node.users:
-                self.graph.erase_node(node)
-        self.graph.lint()
-        return self.graph
+        return flat_forward(bound, flatten)(self.twin, *inputs)
 
     # -- what reports ----------------------------------------------------------------------------
 
@@ -259,16 +238,16 @@ class _Recorder(TorchFunctionMode):
         if method and name in _SIZES:
             return self.size(func, name, args, kwargs)
         if method and name == "cuda":
-            args, kwargs, func, name = (args[0], _CPU), {}, torch.Tensor.to, "to"
-        value = func(*_executable(args), **_executable(kwargs))
+            args, kwargs, func, name = (args[0], CPU), {}, torch.Tensor.to, "to"
+        value = func(*executable(args), **executable(kwargs))
         if value is NotImplemented or not self.is_recorded(value, args, kwargs):
             return value
         if method:
-            self.bind(value, self.node("call_method", name, args, kwargs))
+            self.record("call_method", name, args, kwargs, value)
         elif func is torch.Tensor.__getitem__:
-            self.bind(value, self.node("call_function", operator.getitem, args, kwargs))
+            self.record("call_function", operator.getitem, args, kwargs, value)
         else:
-            self.bind(value, self.node("call_function", func, args, kwargs))
+            self.record("call_function", func, args, kwargs, value)
         return value
 
     def is_recorded(self, value: Any, args: Any, kwargs: Any) -> bool:
@@ -277,15 +256,48 @@ class _Recorder(TorchFunctionMode):
         # Without a result it was called for its effect, on a tensor if the effect concerns us.
         return value is None and any(isinstance(x, Tensor) for x in tree_iter((args, kwargs)))
 
+    def record(
+        self, op: str, target: Any, args: Any, kwargs: Any, value: Any, *, layer: str | None = None
+    ) -> None:
+        """Write a node under the modes (gradients, autocast) of this moment; it made ``value``."""
+        if not isinstance(target, Checkpointed):
+            self.check_saving()
+        modes = Modes.current()
+        if modes != self.modes:
+            if modes.inference:
+                raise Untraceable("it computes under torch.inference_mode")
+            function = CallMethod(target) if op == "call_method" else target
+            op, target = "call_function", UnderModes(function, modes, self.modes)
+        self.writer.bind(value, self.writer.node(op, target, args, kwargs, layer=layer))
+
+    def checkpointing(self) -> Checkpointed | None:
+        """How the program checkpoints activations here, if it does."""
+        if self.reentrant:
+            return Checkpointed(use_reentrant=True)
+        if saved_tensor_hooks() != self.saved_hooks and is_checkpointing(saved_tensor_hooks()):
+            return Checkpointed(use_reentrant=False)
+        return None
+
+    def check_saving(self) -> None:
+        """Refuse an operation that saves activations in a way of its own, which a node cannot."""
+        if self.checkpointing() is not None:
+            if self.writer.layer:
+                raise Untraceable("it checkpoints activations of its own code")
+        elif saved_tensor_hooks() != self.saved_hooks:
+            raise Untraceable("it computes under saved-tensor hooks")
+
     def call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         module = self.twins.get(id(module), module)
         path = self.paths.get(id(module))
         if path is None:  # made in forward, such as nn.Softmax(dim=1)(x): a part of its caller
             return original(module, *args, **kwargs)
-        if path in self.whole or is_torch_leaf(module):
+        checkpointed = self.checkpointing() is not None and not is_torch_leaf(module)
+        if path in self.whole or is_torch_leaf(module) or checkpointed:
             self.kept.add(path)
+            if checkpointed:
+                self.checkpointed.setdefault(path, locate_caller())
             return self.call_whole(original, path, module, args, kwargs)
-        self.stack.append(path)
+        caller, self.writer.layer = self.writer.layer, path
         try:
             return original(module, *args, **kwargs)
         except Exception:
@@ -293,51 +305,62 @@ class _Recorder(TorchFunctionMode):
                 self.failed_in = path
             raise
         finally:
-            self.stack.pop()
+            self.writer.layer = caller
 
     def call_whole(
         self, original: Callable[..., Any], path: str, module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
-        node_args, node_kwargs = self.argument(args), self.argument(kwargs)
+        node_args, node_kwargs = self.writer.argument(args), self.writer.argument(kwargs)
         guess = GuessData()
         self.paused = True
         try:
             with guess:
-                value = original(module, *_executable(args), **_executable(kwargs))
+                value = original(module, *executable(args), **executable(kwargs))
         except Exception as error:
             raise ForwardFailure(path) from error
         finally:
             self.paused = False
         if guess.guessed and any(isinstance(x, bool | int | float) for x in tree_iter(value)):
             raise Untraceable(f"{path} returns a number that depends on the values of tensors")
-        if Modes.current() != self.modes:
-            reference = self.node("get_attr", path, (), {}, layer=path)
-            node = self.node(
-                "call_function", call_module, (reference, *node_args), node_kwargs, layer=path
-            )
+        function: Any = None if is_torch_leaf(module) else self.checkpointing()
+        if function is None and Modes.current() != self.modes:
+            function = call_module
+        if function is not None:
+            reference = self.writer.node("get_attr", path, layer=path)
+            node_args = (reference, *node_args)
+            self.record("call_function", function, node_args, node_kwargs, value, layer=path)
         else:
-            node = self.node("call_module", path, node_args, node_kwargs, layer=path)
-        self.bind(value, node)
+            self.record("call_module", path, node_args, node_kwargs, value, layer=path)
         return value
 
     def apply(self, original: Callable[..., Any], cls: Any, args: Any, kwargs: Any) -> Any:
+        if cls is REENTRANT_CHECKPOINT:
+            function, _, *inputs = args
+            return self.apply_checkpoint(function, inputs)
         if kwargs:
             raise Untraceable(f"it applies {cls.__name__} with keyword arguments")
-        node_args = self.argument(args)
+        node_args = self.writer.argument(args)
         self.paused = True
         try:
-            value = original(*_executable(args))
+            value = original(*executable(args))
         finally:
             self.paused = False
-        self.bind(value, self.node("call_function", ApplyFunction(cls), node_args, {}))
+        self.record("call_function", ApplyFunction(cls), node_args, {}, value)
         return value
+
+    def apply_checkpoint(self, function: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+        before, self.reentrant = self.reentrant, True
+        try:
+            return function(*inputs)
+        finally:
+            self.reentrant = before
 
     def get_property(self, func: Any, tensor: Tensor) -> Any:
         value, name = func(tensor), func.__self__.__name__
         if name == "shape":
             return self.shape(tensor, value)
         if isinstance(value, Tensor) and name not in ("grad", "_base"):
-            self.bind(value, self.node("call_function", getattr, (tensor, name), {}))
+            self.record("call_function", getattr, (tensor, name), {}, value)
         return value
 
     def set_property(self, func: Any, tensor: Tensor, value: Any) -> None:
@@ -345,11 +368,11 @@ class _Recorder(TorchFunctionMode):
         if name != "requires_grad":
             raise Untraceable(f"it assigns to the attribute {name!r} of a tensor")
         func(tensor, value)
-        self.bind(tensor, self.node("call_method", "requires_grad_", (tensor, value), {}))
+        self.record("call_method", "requires_grad_", (tensor, value), {}, tensor)
 
     def read(self, func: Any, args: Any, kwargs: Any) -> Any:
         try:
-            return func(*_executable(args), **_executable(kwargs))
+            return func(*executable(args), **executable(kwargs))
         except Exception as error:
             raise Untraceable("its Python code depends on the value of a tensor") from error
 
@@ -360,7 +383,7 @@ class _Recorder(TorchFunctionMode):
 
     def size(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         tensor = args[0]
-        value = func(*_executable(args), **_executable(kwargs))
+        value = func(*executable(args), **executable(kwargs))
         if isinstance(value, torch.Size):
             return self.shape(tensor, value)
         if isinstance(value, tuple):
@@ -370,163 +393,22 @@ class _Recorder(TorchFunctionMode):
         return self.dimension(tensor, name, dim, value)
 
     def dimension(self, tensor: Tensor, name: str, dim: Any, value: int) -> int:
-        source = self.node_of(tensor)
+        source = self.writer.node_of(tensor)
         if source.op == "get_attr":  # the shape of a parameter is a fact of the model
             return value
         key = source, name, dim
         if key not in self.sizes:
             args = (tensor,) if dim is None else (tensor, plain(dim))
-            self.sizes[key] = self.node("call_method", name, args, {}, pure=True)
+            self.sizes[key] = self.writer.node("call_method", name, args, pure=True)
         size: int = self.number(self.sizes[key], value)
         return size
 
     def record_number(self, function: Callable[..., Any], args: tuple[Any, ...], value: Any) -> Any:
         if self.paused or isinstance(value, bool) or not isinstance(value, int | float):
             return value
-        return self.number(self.node("call_function", function, args, {}, pure=True), value)
+        return self.number(self.writer.node("call_function", function, args, pure=True), value)
 
     def number(self, node: fx.Node, value: Any) -> Any:
         number: Any = SizeInt(value) if isinstance(value, int) else SizeFloat(value)
         number.node, number.recorder = node, self
         return number
-
-    # -- nodes -----------------------------------------------------------------------------------
-
-    def node(
-        self,
-        op: str,
-        target: Any,
-        args: Any,
-        kwargs: Any,
-        *,
-        pure: bool = False,
-        layer: str | None = None,
-    ) -> fx.Node:
-        node_args, node_kwargs = self.argument(tuple(args)), self.argument(dict(kwargs))
-        if not pure and op != "get_attr":
-            op, target = self.under_modes(op, target)
-        node = self.graph.create_node(op, target, node_args, node_kwargs)
-        if pure or op == "get_attr":
-            self.pure.add(node)
-        self.layer_of[node.name] = self.stack[-1] if layer is None else layer
-        self.location_of[node.name] = locate_caller()
-        return node
-
-    def under_modes(self, op: str, target: Any) -> tuple[str, Any]:
-        if _saved_tensor_hooks() != self.saved_hooks:
-            raise Untraceable(
-                "it computes under saved-tensor hooks (such as activation checkpointing)"
-            )
-        modes = Modes.current()
-        if modes == self.modes:
-            return op, target
-        if modes.inference:
-            raise Untraceable("it computes under torch.inference_mode")
-        function = CallMethod(target) if op == "call_method" else target
-        return "call_function", UnderModes(function, modes, self.modes)
-
-    def bind(self, value: Any, node: fx.Node) -> None:
-        """Remember that ``node`` made every tensor in ``value``."""
-        if isinstance(value, Tensor):
-            self.nodes[id(value)] = node
-            self.alive.append(value)
-        elif isinstance(value, Mapping):
-            for key, item in value.items():
-                self.bind_item(item, node, operator.getitem, key)
-        elif isinstance(value, tuple | list):
-            for index, item in enumerate(value):
-                self.bind_item(item, node, operator.getitem, index)
-        elif dataclasses.is_dataclass(value):
-            for field in dataclasses.fields(value):
-                self.bind_item(getattr(value, field.name), node, getattr, field.name)
-
-    def bind_item(self, item: Any, node: fx.Node, function: Callable[..., Any], key: Any) -> None:
-        if isinstance(item, Tensor | Mapping | tuple | list) or dataclasses.is_dataclass(item):
-            child = self.graph.call_function(function, (node, key))
-            self.pure.add(child)
-            self.layer_of[child.name] = self.layer_of.get(node.name, "")
-            self.location_of[child.name] = self.location_of.get(node.name, "")
-            self.bind(item, child)
-
-    def node_of(self, tensor: Tensor) -> fx.Node:
-        if id(tensor) in self.nodes:
-            return self.nodes[id(tensor)]
-        if id(tensor) in self.state:
-            node = self.node("get_attr", self.state[id(tensor)], (), {})
-        else:
-            original = self.world.original(tensor)
-            if original is None:
-                if type(tensor) not in (Tensor, nn.Parameter):
-                    raise Untraceable("it uses a tensor from code that cannot be recorded")
-                original = tensor  # a real tensor from outside the model, such as a global
-            path = self.attributes.get(id(tensor), f"_constant_{len(self.constants)}")
-            node = self.node("get_attr", path, (), {})
-            self.constants[node.name] = original
-        self.bind(tensor, node)
-        return node
-
-    def argument(self, value: Any) -> Any:
-        """``value`` as an argument of a node: tensors and recorded numbers become their nodes."""
-        if isinstance(value, fx.Node):
-            return value
-        if isinstance(value, SizeInt | SizeFloat):
-            return value.node if value.recorder is self else plain(value)
-        if isinstance(value, Tensor):
-            return self.node_of(value)
-        if isinstance(value, _PLAIN):
-            return value
-        if isinstance(value, torch.device):
-            return _CPU  # stands for the device of the stage, see Capture.graph
-        if isinstance(value, slice):
-            return slice(*map(self.argument, (value.start, value.stop, value.step)))
-        if isinstance(value, np.generic):
-            return value.item()
-        if type(value) in (list, dict) or type(value) in (tuple, torch.Size):
-            return self.container(value)
-        if isinstance(value, range):
-            return value
-        if type(value) in SUPPORTED_NODES or isinstance(value, tuple):
-            leaves, spec = tree_flatten(value)
-            target = BuildTree(spec, type(value))
-            return self.node("call_function", target, self.argument(tuple(leaves)), {}, pure=True)
-        raise Untraceable(f"it passes an object of type {type(value).__qualname__} to an operation")
-
-    def container(self, value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: self.argument(item) for key, item in value.items()}
-        items = [self.argument(item) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-
-
-def _executable(value: Any) -> Any:
-    """``value`` for the run on fakes: plain numbers, and every device is the CPU."""
-    if isinstance(value, SizeInt | SizeFloat):
-        return plain(value)
-    if isinstance(value, torch.device):
-        return _CPU
-    if type(value) in (tuple, list):
-        return type(value)(map(_executable, value))
-    if isinstance(value, torch.Size):
-        return tuple(map(_executable, value))
-    if type(value) is dict:
-        return {
-            key: _CPU if key == "device" and item is not None else _executable(item)
-            for key, item in value.items()
-        }
-    if isinstance(value, slice):
-        return slice(*map(_executable, (value.start, value.stop, value.step)))
-    return value
-
-
-def _saved_tensor_hooks() -> Any:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-
-def _identifier(leaf_name: str, taken: set[str]) -> str:
-    name = "".join(c if c.isalnum() else "_" for c in leaf_name)
-    if not name.isidentifier():
-        name = f"arg_{name}"
-    while name in taken:
-        name += "_"
-    taken.add(name)
-    return name

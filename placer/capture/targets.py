@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,8 @@ class UnderModes:
             if self.grad is not None:
                 stack.enter_context(torch.set_grad_enabled(self.grad))
             for kind, enabled, dtype in self.autocast:
+                if kind == "cuda" and not torch.cuda.is_available():
+                    continue  # it would only warn
                 stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))
             return self.function(*args, **kwargs)
 
@@ -85,6 +89,22 @@ class CallMethod:
 def call_module(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """``module(*args)`` where the module itself is an argument."""
     return module(*args, **kwargs)
+
+
+class Checkpointed:
+    """``module(*args)`` under activation checkpointing, as ``torch.utils.checkpoint`` was asked to."""
+
+    def __init__(self, *, use_reentrant: bool) -> None:
+        self.use_reentrant = use_reentrant
+        self.__name__ = self.__qualname__ = "checkpoint"
+        self.__module__ = __name__
+
+    def __call__(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        function = partial(module, **kwargs) if kwargs else module
+        return checkpoint(function, *args, use_reentrant=self.use_reentrant)
+
+    def __repr__(self) -> str:
+        return f"Checkpointed(use_reentrant={self.use_reentrant})"
 
 
 class ApplyFunction:

@@ -167,8 +167,9 @@ def _emit_piece(
         values[node.name] = _follow_stage_device(node, copied, device)
         if node.op == "call_module":
             modules[str(node.target)] = None
-        elif node.op == "get_attr":
-            attributes[str(node.target)] = None
+        elif node.op == "get_attr":  # a tensor, or a module that a function is given
+            is_module = isinstance(_attribute(capture.model, str(node.target)), nn.Module)
+            (modules if is_module else attributes)[str(node.target)] = None
     graph.output(tuple(values[name] for name in outputs))
     code = _compile(graph, capture.model, name)
     written = (n for node in own for n in capture.mutated_state_of.get(node.name, ()))

@@ -9,15 +9,32 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from placer.capture import CallFormat, flatten_call, unflatten_output
+from placer.capture import CallFormat, flatten_call, rebuild_call, unflatten_output
 from placer.emit import StagedModel
 from placer.errors import PlacerError
 from placer.plan.types import Plan
+from placer.runtime.hooks import refuse_backward_hooks, run_forward_hooks, run_forward_pre_hooks
 from placer.runtime.place import Place
 from placer.runtime.replica import Replica
 from placer.runtime.scatter import batch_cuts, batch_size, join_rows, split_rows
 from placer.runtime.transfer import transfer
+from placer.runtime.tree import write_back
 from placer.schedule import linearize, make_schedule, merge_backward
+
+_TABLES = (
+    "_modules",
+    "_parameters",
+    "_buffers",
+    "_non_persistent_buffers_set",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_is_full_backward_hook",
+)
 
 
 class PlacedModule(nn.Module):
@@ -30,7 +47,8 @@ class PlacedModule(nn.Module):
 
     A batch is cut along dim 0 into replicas, then micro-batches, by the sizes of ``torch.chunk``.
     What depends on the whole batch (BatchNorm statistics in train mode) sees one cut at a time.
-    Forward hooks fire on the module itself and on the modules that the captured graph calls.
+    Hooks fire on the module itself (the original's own came along) and on the modules that the
+    captured graph calls.
     """
 
     def __init__(
@@ -43,7 +61,7 @@ class PlacedModule(nn.Module):
     ) -> None:
         super().__init__()
         # The tables are shared, not copied: what is loaded, moved or swapped here is what runs.
-        for table in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+        for table in _TABLES:
             self.__dict__[table] = model.__dict__[table]
         self._tree: nn.Module
         self.__dict__["_tree"] = model  # not a submodule: its tables are this module's own
@@ -84,14 +102,27 @@ class PlacedModule(nn.Module):
         """`forward` for inputs that are flattened already."""
         home = self._replicas[0].output_place
         pieces = []
-        scattered = self._scatter(leaves)
-        # All replicas read the state before the first one writes to it.
-        running = [(r, r.trees(self._tree)) for r in self._replicas[: len(scattered)]]
-        for (replica, trees), microbatches in zip(running, scattered, strict=True):
+        for replica, trees, microbatches in self._share(self._scatter(leaves)):
             for inputs in microbatches:
                 result = replica.forward(trees, inputs)
                 pieces.append(transfer(result, replica.output_place, home))
+            self._write_back(replica, trees)
         return unflatten_output(self._staged.call, join_rows(pieces))
+
+    def _share(self, scattered: list[Any]) -> list[tuple[Replica, list[Any], Any]]:
+        """Each replica that gets rows, its trees, and its rows.
+
+        All replicas read the weights before any runs: the first one's forward may write buffers.
+        """
+        replicas = self._replicas[: len(scattered)]
+        trees = [replica.trees(self._tree) for replica in replicas]
+        return list(zip(replicas, trees, scattered, strict=True))
+
+    def _write_back(self, replica: Replica, trees: list[Any]) -> None:
+        """Keep what the first replica's modules put into their buffers and attributes."""
+        if replica is self._replicas[0]:
+            for tree in trees:
+                write_back(tree)
 
     def step(
         self,
@@ -111,6 +142,8 @@ class PlacedModule(nn.Module):
         """
         if reduction not in ("mean", "sum"):
             raise PlacerError("step", f"reduction is {reduction!r}", "use 'mean' or 'sum'")
+        refuse_backward_hooks(self)
+        args, kwargs = run_forward_pre_hooks(self, args, kwargs)
         leaves = flatten_call(self._staged.call, args, kwargs)
         return self.step_leaves(leaves, target=target, loss_fn=loss_fn, reduction=reduction)
 
@@ -127,18 +160,19 @@ class PlacedModule(nn.Module):
         scattered = self._scatter(leaves)
         targets = self._scatter_target(target, total, scattered)
         losses = []
-        running = [(r, r.trees(self._tree)) for r in self._replicas[: len(scattered)]]
-        for (replica, trees), microbatches, wanted in zip(running, scattered, targets, strict=True):
+        rows = self._share(list(zip(scattered, targets, strict=True)))
+        for replica, trees, (microbatches, wanted) in rows:
             losses += self._replica_step(
                 replica, trees, microbatches, wanted, loss_fn, total, reduction
             )
+            self._write_back(replica, trees)
         home = self._replicas[0].output_place
         return torch.stack([loss.to(home.device) for loss in losses]).sum()
 
     def _replica_step(
         self,
         replica: Replica,
-        trees: Sequence[Any],
+        trees: list[Any],
         microbatches: list[list[torch.Tensor]],
         targets: list[Any],
         loss_fn: Callable[..., torch.Tensor],
@@ -150,6 +184,9 @@ class PlacedModule(nn.Module):
 
         def loss_of(index: int, result: list[Any]) -> torch.Tensor:
             output = unflatten_output(call, result)
+            if self._forward_hooks:
+                arguments = rebuild_call(call, microbatches[index])
+                output = run_forward_hooks(self, *arguments, output)
             caller = Place("caller", torch.device("cpu"))
             wanted = transfer(targets[index], caller, place)
             loss = loss_fn(output) if wanted is None else loss_fn(output, wanted)

@@ -45,7 +45,7 @@ def simulate_plan(
     staged = emit_stages(capture, plan.stages)
     step = _StepWatch(Attribution(staged.stages, capture.layer_of))
     ledger = Ledger(step.where)
-    with world.mode:
+    with world.running():
         model = materialize(fake_model, dict.fromkeys(staged.state_stage, cpu))
         placed = PlacedModule(model, plan=plan, staged=staged, places=rows)
         _count_state(ledger, placed, staged, rows[0])

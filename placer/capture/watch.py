@@ -1,0 +1,50 @@
+"""Reports calls of modules and of custom autograd functions while a model runs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+
+class Watcher(Protocol):
+    """Who is told; while ``paused`` is true, calls go through unreported."""
+
+    paused: bool
+
+    def call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """``original(module, *args, **kwargs)`` is wanted."""
+
+    def apply(self, original: Callable[..., Any], cls: Any, args: Any, kwargs: Any) -> Any:
+        """``original(*args, **kwargs)``, which is ``cls.apply``, is wanted."""
+
+
+@contextmanager
+def watch_calls(watcher: Watcher) -> Iterator[None]:
+    """Calls of modules and ``autograd.Function.apply`` in this thread go to ``watcher``."""
+    thread = threading.get_ident()
+    original_call = nn.Module.__call__
+    original_apply = torch.autograd.Function.__dict__["apply"]
+
+    def module_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if watcher.paused or threading.get_ident() != thread:
+            return original_call(module, *args, **kwargs)
+        return watcher.call(original_call, module, args, kwargs)
+
+    def function_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        original = original_apply.__get__(None, cls)
+        if watcher.paused or threading.get_ident() != thread:
+            return original(*args, **kwargs)
+        return watcher.apply(original, cls, args, kwargs)
+
+    nn.Module.__call__ = module_call  # type: ignore[method-assign]
+    torch.autograd.Function.apply = classmethod(function_apply)
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = original_call  # type: ignore[method-assign]
+        torch.autograd.Function.apply = original_apply

@@ -1,0 +1,181 @@
+"""Save and load: the entries of a module and its optimizer to and from the folder of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.optim import Optimizer
+
+from placer.errors import PlacerError
+from placer.runtime.checkpoint import folder as folders
+from placer.runtime.checkpoint.crew import Crew, crew_of
+from placer.runtime.checkpoint.entries import (
+    Contents,
+    Entries,
+    model_entries,
+    optimizer_entries,
+    parameter_names,
+    random_entry,
+    restore_optimizer,
+    restore_random,
+)
+from placer.runtime.checkpoint.storage import (
+    read_entries,
+    read_table,
+    require_plain,
+    write_entries,
+)
+
+
+def save(
+    module: nn.Module,
+    optimizer: Optimizer | None,
+    path: str | Path,
+    *,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Save weights, optimizer state and random generators as the folder ``path``.
+
+    Everything is under the original model's parameter names, so any other placement, or the plain
+    model, can load it. It is written beside ``path`` and renamed when whole: an interrupted save
+    leaves the last checkpoint as it was. ``extra`` is kept with it (numbers, strings, tensors, lists
+    and dicts of them: an epoch, ``scheduler.state_dict()``). In a job all ranks call this, and
+    ``path`` is on a disk that all see. Raises ``PlacerError``.
+    """
+    path = Path(path)
+    crew = crew_of(module)
+    contents = crew.contents
+    entries = model_entries(module, contents)
+    if optimizer is not None:
+        entries.update(optimizer_entries(module, contents, optimizer))
+    own = {k: v for k, v in entries.items() if _is_saved_here(k, contents)}
+    own[f"random/{crew.rank}"] = random_entry(crew.devices, crew.layout)
+    if crew.rank == 0:
+        own["extra"] = dict(extra or {})
+    with crew.watch():
+        crew.agree(lambda: require_plain(dict(extra or {}), "extra"))
+        crew.lead(lambda: folders.begin(path))
+        saving = folders.saving_folder(path)
+        crew.agree(lambda: folders.require_shared(saving))
+        write_entries(own, saving, together=crew.together)
+        crew.lead(lambda: folders.commit(path))
+
+
+def load(module: nn.Module, optimizer: Optimizer | None, path: str | Path) -> dict[str, Any]:
+    """Load what `save` saved, under whatever placement, and return its ``extra``.
+
+    ``module`` is a placed module, in one process or (called by all ranks) in a job, or a plain
+    ``nn.Module``. The random generators go on where they were if the job has the same layout
+    (processes, replicas, stages). Nothing is changed when the checkpoint does not go with the
+    module: raises ``PlacerError`` that lists what is missing, left over or of another shape. Load
+    only checkpoints that you trust: DCP's table of contents is a pickle.
+    """
+    crew = crew_of(module)
+    with crew.watch():
+        return _load(module, optimizer, Path(path), crew)
+
+
+def _load(module: nn.Module, optimizer: Optimizer | None, path: Path, crew: Crew) -> dict[str, Any]:
+    contents = crew.contents
+    model = model_entries(module, contents)
+    entries: Entries = dict(model)
+    tables: list[tuple[Path, Metadata]] = []
+    problems: list[str] = []
+
+    def compare() -> None:
+        found = folders.find(path)
+        table = read_table(found)
+        tables.append((found, table))
+        problems.extend(_differences(model, table))
+        if optimizer is not None:
+            added, missing = _optimizer_templates(module, contents, optimizer, table)
+            entries.update(added)
+            problems.extend(missing)
+
+    crew.agree(compare)
+    known = {entry for part in crew.gather(sorted(model)) for entry in part}
+    all_problems = {p for part in crew.gather(problems) for p in part}
+    found, table = tables[0]
+    saved = {e for e in table.state_dict_metadata if e.startswith("model/")}
+    all_problems |= {f"{_name(e)} is not in the model" for e in saved - known}
+    if all_problems:
+        _refuse(path, sorted(all_problems))
+    random = f"random/{crew.rank}"
+    entries.update({e: None for e in ("extra", random) if e in table.state_dict_metadata})
+    read_entries(entries, found, together=crew.together)
+    _restore_extra_state(module, contents, model, entries)
+    if optimizer is not None:
+        crew.agree(lambda: restore_optimizer(module, contents, optimizer, entries))
+    restore_random(entries.get(random), crew.devices, crew.layout)
+    return dict(entries.get("extra") or {})
+
+
+def _is_saved_here(entry: str, contents: Contents) -> bool:
+    """Tensors by their owner; a module's extra state by all who have it (DCP writes it once)."""
+    kind, _, rest = entry.partition("/")
+    name = rest.rpartition("/")[0] if kind == "state" else rest
+    return name in contents.owned or (kind == "model" and name not in contents.first_name.values())
+
+
+def _differences(model: Entries, table: Metadata) -> list[str]:
+    problems = []
+    for entry, value in model.items():
+        saved = table.state_dict_metadata.get(entry)
+        if saved is None:
+            problems.append(f"{_name(entry)} is missing")
+        elif isinstance(value, Tensor) != isinstance(saved, TensorStorageMetadata):
+            problems.append(f"{_name(entry)} is a tensor in one of the two only")
+        elif isinstance(saved, TensorStorageMetadata) and saved.size != value.shape:
+            problems.append(
+                f"{_name(entry)} has shape {tuple(saved.size)}, the model's is {tuple(value.shape)}"
+            )
+    return problems
+
+
+def _optimizer_templates(
+    module: nn.Module, contents: Contents, optimizer: Optimizer, table: Metadata
+) -> tuple[Entries, list[str]]:
+    """Empty tensors to read the optimizer's state into, and the parameters that have none saved."""
+    wanted = {name for name, _ in parameter_names(module, contents, optimizer).values()}
+    entries: Entries = {}
+    for entry, saved in table.state_dict_metadata.items():
+        kind, _, rest = entry.partition("/")
+        name = rest.rpartition("/")[0] if kind == "state" else rest
+        if kind in ("state", "group") and name in wanted:
+            entries[entry] = None
+            if isinstance(saved, TensorStorageMetadata):
+                entries[entry] = torch.empty(saved.size, dtype=saved.properties.dtype)
+    missing = [n for n in sorted(wanted) if f"group/{n}" not in entries]
+    return entries, [f"{n} was saved without an optimizer" for n in missing]
+
+
+def _restore_extra_state(
+    module: nn.Module, contents: Contents, model: Entries, entries: Entries
+) -> None:
+    """Hand what is no tensor to the modules it belongs to; tensors were read in place."""
+    if all(isinstance(value, Tensor) for value in model.values()):
+        return
+    state = {
+        name: entries[f"model/{contents.first_name.get(name, name)}"]
+        for name in module.state_dict()
+    }
+    module.load_state_dict(state)
+
+
+def _name(entry: str) -> str:
+    return entry.partition("/")[2]
+
+
+def _refuse(path: Path, problems: list[str]) -> None:
+    shown = "\n    ".join(problems[:20])
+    more = f"\n    … and {len(problems) - 20} more" if len(problems) > 20 else ""
+    raise PlacerError(
+        f"checkpoint {path}",
+        f"does not go with the module and its optimizer:\n    {shown}{more}",
+        "load a checkpoint of this model; with optimizer=None only the weights are loaded",
+    )

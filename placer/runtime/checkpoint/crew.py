@@ -1,0 +1,66 @@
+"""The processes that save or load one checkpoint together: one alone, or all ranks of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from placer.errors import PlacerError
+from placer.runtime.checkpoint.entries import Contents, contents_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crew:
+    """This process's part in it; without ``together`` it is alone, and every step is a plain call."""
+
+    rank: int
+    together: bool
+    layout: str  # random states are for the same layout only
+    contents: Contents
+    devices: tuple[torch.device, ...]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in order of rank."""
+        if not self.together:
+            return [value]
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        return values
+
+    def agree(self, action: Callable[[], object]) -> None:
+        """Run ``action`` everywhere; where it fails on one rank, raise its error on all."""
+        failure: PlacerError | None = None
+        try:
+            action()
+        except PlacerError as error:
+            failure = error
+        except OSError as error:
+            failure = PlacerError(f"rank {self.rank}", f"{type(error).__name__}: {error}")
+            failure.__cause__ = error
+        failures = [error for error in self.gather(failure) if error is not None]
+        if failures:
+            raise failures[0] if failure is None else failure
+
+    def lead(self, action: Callable[[], object]) -> None:
+        """Run ``action`` on rank 0 only; the others wait for it, and for its error."""
+        self.agree(action if self.rank == 0 else lambda: None)
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Raise a lost connection as ``PeerError``."""
+        yield
+
+
+def crew_of(module: nn.Module) -> Crew:
+    """Who saves or loads ``module``: this process, which holds all of it."""
+    contents = contents_of(module)
+    devices = tuple(
+        dict.fromkeys(t.device for t in module.state_dict().values() if hasattr(t, "device"))
+    )
+    return Crew(rank=0, together=False, layout="one process", contents=contents, devices=devices)

@@ -1,0 +1,165 @@
+"""What a checkpoint holds, as a flat table from entry name to tensor or plain value.
+
+======================  ==========================================================================
+``model/NAME``          a parameter or buffer of the ``state_dict``, under the first of its names
+``state/NAME/KEY``      the optimizer's ``state[parameter][KEY]``
+``group/NAME``          the options (learning rate …) of the parameter group that NAME is in
+``random/RANK``         the random generators of that rank, and the layout they belong to
+``extra``               what the caller gave to ``save``
+======================  ==========================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from placer.errors import PlacerError
+
+Entries = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """The names of what a process holds: of every local name the first, and which of these it saves."""
+
+    first_name: Mapping[str, str]
+    owned: Collection[str]
+
+
+def contents_of(module: nn.Module) -> Contents:
+    """A module that is whole in this process: all of it is saved here."""
+    first_of: dict[int, str] = {}
+    named = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+    first_name = {name: first_of.setdefault(id(tensor), name) for name, tensor in named}
+    return Contents(first_name=first_name, owned=frozenset(first_name.values()))
+
+
+def model_entries(module: nn.Module, contents: Contents) -> Entries:
+    """The tensors of the ``state_dict`` themselves (no copies), and modules' extra state."""
+    found: Entries = {}
+    for name, value in module.state_dict().items():
+        found.setdefault(f"model/{contents.first_name.get(name, name)}", value)
+    return found
+
+
+def parameter_names(
+    module: nn.Module, contents: Contents, optimizer: Optimizer
+) -> dict[int, tuple[str, Tensor]]:
+    """Per parameter of the optimizer, by ``id``: its first name. Raises ``PlacerError`` for strangers."""
+    names = {id(p): contents.first_name[n] for n, p in module.named_parameters()}
+    found = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise PlacerError(
+                    f"optimizer, group {number}",
+                    f"a parameter of shape {tuple(parameter.shape)} is not one of the module's",
+                    "make the optimizer over the parameters() of the module that is saved or loaded",
+                )
+            found[id(parameter)] = (names[id(parameter)], parameter)
+    return found
+
+
+def optimizer_entries(module: nn.Module, contents: Contents, optimizer: Optimizer) -> Entries:
+    """State and group options of every parameter, under the parameter's name."""
+    names = parameter_names(module, contents, optimizer)
+    found: Entries = {}
+    for group in optimizer.param_groups:
+        options = {key: value for key, value in group.items() if key != "params"}
+        for parameter in group["params"]:
+            name, _ = names[id(parameter)]
+            found[f"group/{name}"] = options
+            for key, value in optimizer.state.get(parameter, {}).items():
+                found[f"state/{name}/{key}"] = value
+    return found
+
+
+def restore_optimizer(
+    module: nn.Module, contents: Contents, optimizer: Optimizer, entries: Entries
+) -> None:
+    """Give the optimizer what `optimizer_entries` found, through its own ``load_state_dict``."""
+    names = parameter_names(module, contents, optimizer)
+    state: dict[int, dict[str, Any]] = {}
+    groups = []
+    saved = by_parameter(entries)
+    index = 0
+    for number, group in enumerate(optimizer.param_groups):
+        own = [names[id(parameter)][0] for parameter in group["params"]]
+        options = [entries[f"group/{name}"] for name in own]
+        _require_one(number, own, options)
+        groups.append({**(options[0] if options else group), "params": []})
+        for name in own:
+            if name in saved:
+                state[index] = saved[name]
+            groups[-1]["params"].append(index)
+            index += 1
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def by_parameter(entries: Entries) -> dict[str, dict[str, Any]]:
+    """``state/NAME/KEY`` as a table of tables.
+
+    >>> by_parameter({"state/fc.weight/step": 3, "group/fc.weight": {}})
+    {'fc.weight': {'step': 3}}
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for entry, value in entries.items():
+        kind, _, rest = entry.partition("/")
+        if kind == "state":
+            name, _, key = rest.rpartition("/")
+            found.setdefault(name, {})[key] = value
+    return found
+
+
+def _require_one(number: int, names: list[str], options: list[Any]) -> None:
+    for name, option in zip(names, options, strict=True):
+        if not _same(option, options[0]):
+            raise PlacerError(
+                f"optimizer, group {number}",
+                f"{names[0]!r} and {name!r} were saved in groups with other options: "
+                f"{_show(options[0])} and {_show(option)}",
+                "make the parameter groups as they were when the checkpoint was saved",
+            )
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return bool(torch.equal(torch.as_tensor(one), torch.as_tensor(other)))
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_same(one[k], other[k]) for k in one)
+    return bool(one == other)
+
+
+def _show(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in list(options.items())[:4])
+
+
+def random_entry(devices: Iterable[torch.device], layout: str) -> dict[str, Any]:
+    """The states of torch's default generators of the CPU and of ``devices``."""
+    states = {"cpu": torch.get_rng_state()}
+    for device in devices:
+        if device.type != "cpu":
+            states[str(device)] = torch.get_device_module(device).get_rng_state(device)
+    return {"layout": layout, "states": states}
+
+
+def restore_random(
+    entry: Mapping[str, Any] | None, devices: Iterable[torch.device], layout: str
+) -> None:
+    """Go on with the saved generators; under another layout they say nothing and are left alone."""
+    if entry is None or entry["layout"] != layout:
+        return
+    torch.set_rng_state(entry["states"]["cpu"])
+    for device in devices:
+        if device.type != "cpu" and str(device) in entry["states"]:
+            module = torch.get_device_module(device)
+            module.set_rng_state(entry["states"][str(device)], device)

@@ -1,0 +1,233 @@
+"""A checkpoint of one placement loads under another, resumes bit for bit, and survives a kill."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+import placer
+from placer.runtime.checkpoint import checkpoint
+from placer.runtime.checkpoint import folder as folders
+
+IDS = torch.randint(0, 17, (8, 6), generator=torch.Generator().manual_seed(0))
+
+
+def _loss(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def _place(stages: int, replicas: int = 1, microbatches: int = 2) -> placer.PlacedModule:
+    torch.manual_seed(stages + 10 * replicas)  # other weights each time: they must be loaded
+    spec = {
+        "devices": [f"cpu:{i}" for i in range(stages)],
+        "replicas": replicas,
+        "microbatches": microbatches,
+    }
+    return placer.compile(models.TiedTransformer(depth=1).double(), spec, (IDS,))
+
+
+def _adam(module: nn.Module) -> Optimizer:
+    """Two groups with options of their own."""
+    norms = [p for n, p in module.named_parameters() if "norm" in n]
+    others = [p for n, p in module.named_parameters() if "norm" not in n]
+    return AdamW([{"params": norms, "weight_decay": 0.0, "lr": 3e-3}, {"params": others}], lr=1e-2)
+
+
+def _train(module: nn.Module, optimizer: Optimizer, steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        if isinstance(module, placer.PlacedModule):
+            loss = module.step(IDS, target=IDS, loss_fn=_loss)
+        else:
+            loss = _loss(module(IDS), IDS)
+            loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _same_state(one: nn.Module, other: nn.Module) -> None:
+    expected = other.state_dict()
+    assert one.state_dict().keys() == expected.keys()
+    for name, tensor in one.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("make", [_adam, lambda m: SGD(m.parameters(), lr=0.1, momentum=0.9)])
+def test_resume_is_bit_identical(tmp_path: Path, make: Callable[[nn.Module], Optimizer]) -> None:
+    """Dropout is on, so the generators must go on too; replicas read the loaded weights."""
+    placed = _place(2, replicas=2)
+    optimizer = make(placed)
+    _train(placed, optimizer, 2)
+    placer.save(placed, optimizer, tmp_path / "last", extra={"step": 2})
+    expected = _train(placed, optimizer, 3)
+
+    again = _place(3, replicas=2)
+    _train(again, optimizer := make(again), 1)  # what was there before is replaced
+    assert placer.load(again, optimizer, tmp_path / "last") == {"step": 2}
+    assert _train(again, optimizer, 3) == expected
+    _same_state(again, placed)
+
+
+def test_placed_to_plain_and_back(tmp_path: Path) -> None:
+    placed = _place(3, replicas=2).eval()  # no dropout: the micro-batches then change nothing
+    optimizer = _adam(placed)
+    _train(placed, optimizer, 2)
+    placer.save(placed, optimizer, tmp_path / "placed")
+    plain = models.TiedTransformer(depth=1).double().eval()
+    plain_optimizer = _adam(plain)
+    placer.load(plain, plain_optimizer, tmp_path / "placed")
+    _same_state(plain, placed)
+    assert plain.out.weight is plain.tokens.weight
+    torch.testing.assert_close(
+        _train(plain, plain_optimizer, 2), _train(placed, optimizer, 2), rtol=1e-10, atol=0
+    )
+    assert plain_optimizer.param_groups[0]["weight_decay"] == 0.0
+
+    placer.save(plain, plain_optimizer, tmp_path / "plain")
+    back = _place(2)
+    placer.load(back, None, tmp_path / "plain")  # the weights alone
+    _same_state(back, plain)
+
+
+class _Versioned(nn.Linear):
+    """A module with state that is no tensor."""
+
+    version = 1
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"version": self.version}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.version = state["version"]
+
+
+def test_buffers_and_extra_state_and_schedulers(tmp_path: Path) -> None:
+    def make() -> tuple[nn.Module, Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+        model = nn.Sequential(_Versioned(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        optimizer = Adam(model.parameters(), lr=torch.tensor(0.1))
+        return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+    model, optimizer, scheduler = make()
+    model[0].version = 2
+    model(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    scheduler.step()
+    extra = {"scheduler": scheduler.state_dict(), "losses": [1.5, torch.tensor(2.0)]}
+    placer.save(model, optimizer, tmp_path / "c", extra=extra)
+    other, other_optimizer, other_scheduler = make()
+    loaded = placer.load(other, other_optimizer, str(tmp_path / "c"))
+    other_scheduler.load_state_dict(loaded["scheduler"])
+    assert other[0].version == 2
+    _same_extra = loaded["losses"] == extra["losses"]
+    assert _same_extra and other_scheduler.last_epoch == 1
+    for one, two in zip(
+        model[1:].state_dict().values(), other[1:].state_dict().values(), strict=True
+    ):
+        assert torch.equal(one, two)
+    assert other_optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing in placer may catch it."""
+
+
+MOMENTS = {
+    "before the table of contents": (checkpoint, "write_entries", 0),
+    "before the last one is moved": (folders, "_move", 0),
+    "between the renames": (folders, "_move", 1),
+    "before the last one is deleted": (folders, "_delete", 2),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_an_interrupted_save_leaves_a_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = Adam(model.parameters())
+    first = model.weight.detach().clone()
+    placer.save(model, optimizer, tmp_path / "c")
+    with torch.no_grad():
+        model.weight.add_(1)
+    home, name, allowed = MOMENTS[moment]
+    original = getattr(home, name)
+    calls = 0
+
+    def killed(*values: Any, **options: Any) -> Any:
+        nonlocal calls
+        if calls < allowed:
+            calls += 1
+            return original(*values, **options)
+        if name == "write_entries":  # the tensors are on the disk, the table is not
+            original(*values, **options)
+            (values[1] / ".metadata").unlink()
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(home, name, killed)
+        placer.save(model, optimizer, tmp_path / "c")
+    found = nn.Linear(2, 2)
+    placer.load(found, None, tmp_path / "c")
+    second = moment == "before the last one is deleted"
+    assert torch.equal(found.weight, model.weight if second else first)
+    # The next save clears up and is whole.
+    placer.save(model, optimizer, tmp_path / "c")
+    placer.load(found, None, tmp_path / "c")
+    assert torch.equal(found.weight, model.weight)
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+
+
+def test_errors_say_what_does_not_go_together(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    optimizer = SGD(model[0].parameters(), lr=0.1)
+    placer.save(model, optimizer, tmp_path / "good")
+    other = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2, bias=False))
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(placer.PlacerError) as caught:
+        placer.load(other, Adam(other.parameters()), tmp_path / "good")
+    for part in (
+        "0.weight has shape (4, 3), the model's is (5, 3)",
+        "1.bias is not in the model",
+        "1.weight was saved without an optimizer",
+    ):
+        assert part in str(caught.value)
+    assert all(torch.equal(before[n], t) for n, t in other.state_dict().items())
+    wider = nn.Sequential(*model, nn.Linear(2, 2))
+    with pytest.raises(placer.PlacerError, match=r"2\.weight is missing"):
+        placer.load(wider, None, tmp_path / "good")
+    with pytest.raises(placer.PlacerError, match=r"did you mean .*good"):
+        placer.load(model, None, tmp_path / "goood")
+    (tmp_path / "other").mkdir()
+    with pytest.raises(placer.PlacerError, match=r"is no checkpoint of placer\.save"):
+        placer.load(model, None, tmp_path / "other")
+    with pytest.raises(placer.PlacerError, match="is there already and is no checkpoint"):
+        placer.save(model, None, tmp_path / "other")
+    with pytest.raises(placer.PlacerError, match="extra: cannot be read back as data"):
+        placer.save(model, None, tmp_path / "good", extra={"f": Path("x")})
+    with pytest.raises(placer.PlacerError, match=r"group 0: a parameter of shape \(2, 2\)"):
+        placer.save(model, SGD(nn.Linear(2, 2).parameters(), lr=0.1), tmp_path / "good")
+    groups = [{"params": [model[0].weight], "lr": 0.1}, {"params": [model[0].bias], "lr": 0.2}]
+    placer.save(model, SGD(groups), tmp_path / "good")
+    with pytest.raises(placer.PlacerError, match="saved in groups with other options"):
+        placer.load(model, SGD(model[0].parameters(), lr=0.1), tmp_path / "good")
+    data = next((tmp_path / "good").glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:100])
+    with pytest.raises(placer.PlacerError, match="cannot be read"):
+        placer.load(model, None, tmp_path / "good")
+
+
+def test_first_save_killed_leaves_no_checkpoint(tmp_path: Path) -> None:
+    folders.begin(tmp_path / "c")
+    with pytest.raises(placer.PlacerError, match="no such checkpoint"):
+        placer.load(nn.Linear(2, 2), None, tmp_path / "c")
