@@ -58,6 +58,7 @@ def _table(
     position = {name: i for i, name in enumerate(capture.order)}
     loss = len(capture.order)
     forward = [s for s in recording.storages if not s.backward]
+    number = {id(s): i for i, s in enumerate(forward)}
     transients, incoming, added = backward_transients(recording)
     names, nbytes, alias = _state(capture.model)
     reads: list[set[int]] = [set() for _ in range(loss)]
@@ -97,6 +98,10 @@ def _table(
                 savers=tuple(sorted(s.savers)) if training else (),
             )
             for s in forward
+        ),
+        results=tuple(
+            tuple(dict.fromkeys(number[id(s)] for s in held if id(s) in number))
+            for held in recording.output_storages[:loss]
         ),
         gradients=pending_gradients(recording),
         added=added,

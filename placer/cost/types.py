@@ -77,6 +77,7 @@ class CostTable:
     names: tuple[str, ...]
     nodes: tuple[NodeCost, ...]  # one longer than names: the loss
     values: tuple[StoredValue, ...]
+    results: tuple[tuple[int, ...], ...]  # per node: which of the values its result is held in
     gradients: tuple[PendingGradient, ...]
     added: tuple[AddedGradient, ...]
     readers: tuple[tuple[int, ...], ...]  # per node: positions of the nodes that read its result

@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 
 from placer.cost import CostTable, DeviceKind
 from placer.partition.held import HeldInRegions
+from placer.partition.received import last_keepers
 from placer.schedule import Counts, InFlight
 
 Table = NDArray[np.float64]
@@ -73,6 +74,7 @@ class IntervalTables:
     flops: tuple[Table, Table]  # forward, backward; of [0, x]: a prefix sum
     traffic: tuple[Table, Table]
     hosted: Table  # bytes that wait on the host, of [0, x]
+    results: Table  # what the stage gives to the caller
 
 
 def build_tables(costs: CostTable, order: Sequence[int], cuts: Sequence[int]) -> IntervalTables:
@@ -89,6 +91,7 @@ def build_tables(costs: CostTable, order: Sequence[int], cuts: Sequence[int]) ->
 
     saved, waiting = build.rectangles(), build.rectangles()
     forward, received, sent = build.rectangles(), build.rectangles(), build.rectangles()
+    released = build.rectangles()
     regions = HeldInRegions(costs, place, build.starts, n + 1) if costs.keys else None
     for v in costs.values:
         if regions is not None and regions.take(v):
@@ -117,18 +120,29 @@ def build_tables(costs: CostTable, order: Sequence[int], cuts: Sequence[int]) ->
                 surplus.append(
                     _Surplus(home=home, target=target, sender=sender, nbytes=gradient.surplus)
                 )
+    kept_until = last_keepers(costs, place)
     crossing = [
         *(
-            (int(place[i]), at(r), costs.nodes[i].output_nbytes)
+            (int(place[i]), at(r), costs.nodes[i].output_nbytes, kept_until.nodes[i])
             for i, r in enumerate(costs.readers)
         ),
-        *((-1, at(r), b) for r, b in zip(costs.input_readers, costs.input_nbytes, strict=True)),
+        *(
+            (-1, at(r), b, kept)
+            for r, b, kept in zip(
+                costs.input_readers, costs.input_nbytes, kept_until.inputs, strict=True
+            )
+        ),
     ]
-    for producer, readers, nbytes in crossing:
+    for producer, readers, nbytes, kept in crossing:
         received.some(readers, nbytes, after=producer)
+        if readers:  # a copy that no backward needs goes after its last reader
+            released.add(max(producer, kept) + 1, readers[-1], readers[-1] + 1, nbytes)
         if producer >= 0 and readers and readers[-1] > producer:
             sent.add(0, producer, producer, nbytes, until=readers[-1])
 
+    returned = sum(b for _, readers, b, _ in crossing if readers and readers[-1] == n)
+    results = build.rectangles()
+    results.add(0, n, n, returned)
     parameters, buffers = build.rectangles(), build.rectangles()
     trained, owned = build.rectangles(), build.rectangles()
     largest_at = np.zeros(n + 1)
@@ -176,7 +190,7 @@ def build_tables(costs: CostTable, order: Sequence[int], cuts: Sequence[int]) ->
         saved=build.at_ends(saved_table),
         received=build.at_ends(received.table()),
         sent=build.at_ends(sent.table()),
-        forward_live=build.running_max(forward_table + forward_transient)
+        forward_live=build.running_max(forward_table + forward_transient - released.table())
         + build.at_ends(received.table()),
         backward_live_growing=growing,
         backward_live_grown=grown,
@@ -184,6 +198,7 @@ def build_tables(costs: CostTable, order: Sequence[int], cuts: Sequence[int]) ->
         flops=(prefix("forward_flops"), prefix("backward_flops")),
         traffic=(prefix("forward_traffic"), prefix("backward_traffic")),
         hosted=prefix("host_nbytes"),
+        results=build.at_ends(results.table()),
     )
 
 
@@ -317,7 +332,10 @@ def peak_bytes(
     """
     static = tables.parameters + tables.buffers + optimizer.state * tables.owned
     if not training:
-        return static + tables.forward_live
+        # Results of earlier micro-batches wait for those of the last, and are put together.
+        waiting = (in_flight.microbatches - 1) * tables.results
+        joined = 2 * in_flight.microbatches * tables.results * (in_flight.microbatches > 1)
+        return static + np.maximum(tables.forward_live + waiting, joined)
     waiting = (in_flight.most - 1) * tables.saved
     early = partial(_early_gradients, tables, sent_to)
     forward = waiting + tables.forward_live + early(in_flight.first_forwards)
