@@ -64,7 +64,7 @@ def compile(
     else:
         plan = build_plan(capture, as_spec(spec_or_plan), leaves)
     require_fit(plan)
-    staged = emit_stages(capture, plan.stages)
+    staged = emit_stages(capture, *plan.parts)
     places = resolve_places(plan, run_on)
     homes = {name: places[0][stage].device for name, stage in staged.state_stage.items()}
     placed = materialize(

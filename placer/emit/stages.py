@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,21 +11,25 @@ from torch import fx, nn
 from placer.capture import Capture
 from placer.emit.boxed import BoxedCodeGen
 from placer.emit.types import PieceCode, StageCode, StagedModel
-from placer.plan.types import StagePlan
 from placer.regions import Region
 
 _DEVICE = "stage_device"
 
 
-def emit_stages(capture: Capture, stage_plans: Sequence[StagePlan]) -> StagedModel:
+def emit_stages(
+    capture: Capture,
+    stage_nodes: Iterable[Iterable[str]],
+    stage_regions: Sequence[Sequence[Region]],
+) -> StagedModel:
     """Code for each stage of ``capture`` from the nodes and regions that the plan gave it.
 
     A value that a later stage reads becomes an output of its stage and an input of every stage
     that reads it. The last stage returns the model's results: what earlier stages computed of
     them passes through it, so that all results are on one device.
     """
-    stage_of = {name: s for s, stage in enumerate(stage_plans) for name in stage.nodes}
-    num_stages = max(stage_of.values(), default=0) + 1
+    stages_of_plan = [list(names) for names in stage_nodes]
+    stage_of = {name: s for s, names in enumerate(stages_of_plan) for name in names}
+    num_stages = len(stages_of_plan)
     nodes = {node.name: node for node in capture.graph.nodes}
     placeholders = [node.name for node in capture.graph.nodes if node.op == "placeholder"]
     external = set(placeholders) | set(capture.constants)
@@ -56,7 +60,7 @@ def emit_stages(capture: Capture, stage_plans: Sequence[StagePlan]) -> StagedMod
                 [nodes[n] for n in own],
                 tuple(reads[index]),
                 outputs,
-                stage_plans[index].regions if index < len(stage_plans) else (),
+                stage_regions[index],
             )
         )
     return StagedModel(
@@ -67,6 +71,7 @@ def emit_stages(capture: Capture, stage_plans: Sequence[StagePlan]) -> StagedMod
         state_stage=_owners(capture, stage_of),
         constants=dict(capture.constants),
         call=capture.call,
+        conditions=capture.conditions,
     )
 
 

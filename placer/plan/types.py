@@ -97,3 +97,8 @@ class Plan:
     offload: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     node_layers: Mapping[str, str] = field(default_factory=dict)  # for the diff of a changed model
+
+    @property
+    def parts(self) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[Region, ...], ...]]:
+        """Per stage its nodes, and per stage its regions."""
+        return tuple(s.nodes for s in self.stages), tuple(s.regions for s in self.stages)
