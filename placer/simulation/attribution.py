@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import bisect
-import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import CodeType, FrameType
+from types import FrameType
 
 from placer._torch import next_sequence_number, running_sequence_number
-from placer.emit import PieceCode, StageCode
-
-_ASSIGNMENT = re.compile(r"\s+(\w+)\s*(?::[^=]*)?=")
+from placer.emit import StageCode, node_lines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +31,7 @@ class Attribution:
 
     def __init__(self, stages: Iterable[StageCode], layer_of: Mapping[str, str]) -> None:
         pieces = [piece for stage in stages for piece in stage.pieces]
-        self._lines = {piece.forward.__code__: _node_lines(piece) for piece in pieces}
+        self._lines = {piece.forward.__code__: node_lines(piece) for piece in pieces}
         self._layer_of = layer_of
         self._numbers: list[int] = []
         self._nodes: list[str] = []
@@ -66,17 +63,3 @@ class Attribution:
                 return lines.get(frame.f_lineno, "")
             frame = frame.f_back
         return ""
-
-
-def _node_lines(piece: PieceCode) -> dict[int, str]:
-    """Line of the piece's code -> the node that the line computes."""
-    code: CodeType = piece.forward.__code__
-    lines = piece.source.split("\n")
-    start = next(i for i, line in enumerate(lines) if line.startswith("def forward("))
-    first = code.co_firstlineno
-    found: dict[int, str] = {}
-    for offset, line in enumerate(lines[start + 1 :], 1):
-        match = _ASSIGNMENT.match(line)
-        if match:
-            found[first + offset] = match[1]
-    return found
