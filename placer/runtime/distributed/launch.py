@@ -39,7 +39,7 @@ def launch(
     device = choose_device(plan, job, run_on)
     join_job(device)
     compare_plans(plan)
-    staged = emit_stages(capture, [stage.nodes for stage in plan.stages])
+    staged = emit_stages(capture, *plan.parts)
     holdings = find_holdings(model, staged, seat.num_devices)
     part = build_part(
         model,
