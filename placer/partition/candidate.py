@@ -42,7 +42,7 @@ class Candidate:
 def waiting_at(demands: Demands, num_stages: int, stage_index: int) -> InFlight:
     """What waits at a stage under the schedule that is asked for."""
     if demands.microbatches == 1 or not demands.training:
-        return InFlight()
+        return InFlight(microbatches=demands.microbatches)
     schedule = make_schedule(demands.schedule, num_stages, demands.microbatches)
     return in_flight(schedule, stage_index)
 

@@ -133,7 +133,7 @@ def least_bytes(
 
     Parameters, buffers and optimizer state at their first use, and what stays until backward begins
     (saved activations times the micro-batches in flight) or until it has ended (gradients),
-    whichever is more in all.
+    whichever is more in all. What regions recompute or offload is left out.
     """
     static, saved, gradients = (np.zeros(len(model.order) + 1) for _ in range(3))
     kept = optimizer_bytes(demands.optimizer if demands.training else "sgd")
@@ -151,7 +151,7 @@ def least_bytes(
     if not demands.training:
         return static
     for value in costs.values:
-        if value.savers:
+        if value.savers and not any(s < len(costs.keys) and costs.keys[s] for s in value.savers):
             saved[min(int(model.unit_of[s]) for s in value.savers)] += value.nbytes
     saved *= waiting_at(demands, num_stages, stage_index).most
     total: Vector = static + (saved if saved.sum() >= gradients.sum() else gradients)

@@ -20,6 +20,7 @@ from placer.plan.types import (
     StagePlan,
     Transfer,
 )
+from placer.regions import Region
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
@@ -58,6 +59,7 @@ def plan_from_json(data: Mapping[str, Any], *, source: str = "plan") -> Plan:
             reserve=stage.reserve,
             forward_seconds=stage.forward_seconds,
             backward_seconds=stage.backward_seconds,
+            regions=tuple(Region(**region.model_dump()) for region in stage.regions),
         )
         for stage in file.stages
     )
