@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
@@ -47,3 +50,8 @@ REENTRANT_CHECKPOINT: type = torch.utils.checkpoint.CheckpointFunction
 def saved_tensor_hooks() -> object:
     """The pack and unpack hooks in force, None outside of any. Checked with 2.15."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def default_store() -> Any:
+    """The key-value store of the default process group. Checked with 2.15."""
+    return dist.distributed_c10d._get_default_store()

@@ -51,16 +51,33 @@ class Crew:
         """Run ``action`` on rank 0 only; the others wait for it, and for its error."""
         self.agree(action if self.rank == 0 else lambda: None)
 
-    @contextmanager
-    def watch(self) -> Iterator[None]:
-        """Raise a lost connection as ``PeerError``."""
-        yield
 
+@contextmanager
+def crew_of(module: nn.Module) -> Iterator[Crew]:
+    """Who saves or loads ``module``: all ranks of its job, or this process, which holds all of it.
 
-def crew_of(module: nn.Module) -> Crew:
-    """Who saves or loads ``module``: this process, which holds all of it."""
-    contents = contents_of(module)
-    devices = tuple(
-        dict.fromkeys(t.device for t in module.state_dict().values() if hasattr(t, "device"))
+    In a job, what goes wrong between the ranks in the block is raised as ``PeerError``.
+    """
+    tensors = [t for t in module.state_dict().values() if isinstance(t, torch.Tensor)]
+    devices = tuple(dict.fromkeys(t.device for t in tensors))
+    if dist.is_available() and dist.is_initialized():
+        from placer.runtime.distributed.module import DistributedModule
+
+        if isinstance(module, DistributedModule):
+            stages, replicas = len(module.plan.stages), module.num_replicas
+            with module.watch():
+                yield Crew(
+                    rank=dist.get_rank(),
+                    together=True,
+                    layout=f"{dist.get_world_size()} processes, {replicas} x {stages} stages",
+                    contents=Contents(first_name=module.tensor_names, owned=module.owned_names),
+                    devices=devices,
+                )
+            return
+    yield Crew(
+        rank=0,
+        together=False,
+        layout="one process",
+        contents=contents_of(module),
+        devices=devices,
     )
-    return Crew(rank=0, together=False, layout="one process", contents=contents, devices=devices)
