@@ -31,7 +31,6 @@ from placer.runtime.checkpoint.storage import (
     write_entries,
 )
 
-
 _SHOWN = 8  # problems of one kind in an error
 
 
