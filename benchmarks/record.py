@@ -25,17 +25,12 @@ def write_result(
     """Write ``results/<name>.md`` with one table, and print it."""
     lines = [f"| {' | '.join(header)} |", f"|{' --- |' * len(header)}"]
     lines += [f"| {' | '.join(str(cell) for cell in row)} |" for row in rows]
-    page = [
-        f"# {title}",
-        "",
-        f"`{command}`",
-        "",
-        *lines,
-        "",
-        *([note, ""] if note else []),
-        machine(),
-        "",
-    ]
+    return write_page(name, title, command, [*lines, "", *([note, ""] if note else [])])
+
+
+def write_page(name: str, title: str, command: str, lines: Sequence[str]) -> Path:
+    """Write ``results/<name>.md`` with the Markdown ``lines``, and print it."""
+    page = [f"# {title}", "", f"`{command}`", "", *lines, machine(), ""]
     path = RESULTS / f"{name}.md"
     path.parent.mkdir(exist_ok=True)
     path.write_text("\n".join(page))

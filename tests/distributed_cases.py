@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -20,11 +21,23 @@ import placer
 D = torch.float64
 Case = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
+
+class ThinResNet18(torchvision.models.ResNet):
+    """torchvision's ResNet-18 with an eighth of the channels after the stem."""
+
+    def __init__(self) -> None:
+        super().__init__(torchvision.models.resnet.BasicBlock, [2, 2, 2, 2])
+        self.fc = nn.Linear(64, 5)
+
+    def _make_layer(self, block: Any, planes: int, *args: Any, **kwargs: Any) -> nn.Sequential:
+        return super()._make_layer(block, planes // 8, *args, **kwargs)
+
+
 CASES: dict[str, Callable[[int], Case]] = {
     "convnet": lambda rows: (models.ConvNet(p=0.0), (torch.randn(rows, 1, 8, 8, dtype=D),), {}),
     "resnet18": lambda rows: (
-        torchvision.models.resnet18(num_classes=5),
-        (torch.randn(rows, 3, 32, 32, dtype=D),),
+        ThinResNet18(),
+        (torch.randn(rows, 3, 64, 64, dtype=D),),
         {},
     ),
     "3D U-Net": lambda rows: (
@@ -105,41 +118,44 @@ def reference_step(
 
 
 def check_equality(
-    name: str, spec: placer.PlacementSpec, batches: tuple[int, ...] = (8, 8, 8)
+    name: str, plan: placer.Plan, schedules: tuple[str, ...], batches: tuple[int, ...]
 ) -> dict[str, Any]:
-    """Train this rank's part and the plain model side by side: loss, gradients, weights, buffers."""
+    """Train this rank's part and the plain model side by side: loss, gradients, weights, buffers.
+
+    All schedules cut the batch alike, so one reference serves them all.
+    """
     torch.manual_seed(0)
     model, args, kwargs = CASES[name](batches[0])
     model = model.double()
-    placed = placer.compile(model, spec, args, kwargs)
-    assert isinstance(placed, placer.PlacedModule)
+    plans = [dataclasses.replace(plan, schedule=schedule) for schedule in schedules]
+    trained = [placer.compile(model, p, args, kwargs) for p in plans]
     plain = copy.deepcopy(model)
-    ours = torch.optim.SGD(placed.parameters(), lr=0.05, momentum=0.9)
-    theirs = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
+    ours = [torch.optim.SGD(placed.parameters(), lr=0.02, momentum=0.9) for placed in trained]
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.02, momentum=0.9)
     for step, rows in enumerate(batches):
         torch.manual_seed(step)
         _, args, kwargs = CASES[name](rows)
-        ours.zero_grad()
         theirs.zero_grad()
-        loss = placed.step(*args, loss_fn=mean_square, **kwargs)
-        expected = reference_step(
-            plain, args, kwargs, placed.plan.replicas, placed.plan.microbatches
-        )
-        assert_close(loss, expected, f"step {step}, loss")
-        compare_state(placed, plain, f"step {step}")
-        ours.step()
+        expected = reference_step(plain, args, kwargs, plan.replicas, plan.microbatches)
+        for placed, optimizer in zip(trained, ours, strict=True):
+            when = f"{placed.plan.schedule}, step {step}"
+            optimizer.zero_grad()
+            loss = placed.step(*args, loss_fn=mean_square, **kwargs)
+            assert_close(loss, expected, f"{when}, loss")
+            compare_state(placed, plain, when)
+            optimizer.step()
         theirs.step()
-        compare_state(placed, plain, f"after step {step}")
-    placed.eval()
+        for placed in trained:
+            compare_state(placed, plain, f"{placed.plan.schedule}, after step {step}")
     plain.eval()
     with torch.no_grad():
-        found, wanted = placed(*args, **kwargs), plain(*args, **kwargs)
-    for a, b in zip(tree_leaves(found), tree_leaves(wanted), strict=True):
-        if isinstance(b, Tensor):
-            assert_close(a, b, "inference")
-        else:
-            assert a == b
-    return {"names": list(placed.state_dict()), "stages": placed.stage_indices}
+        wanted = tree_leaves(plain(*args, **kwargs))
+        for placed in trained:
+            found = tree_leaves(placed.eval()(*args, **kwargs))
+            for a, b in zip(found, wanted, strict=True):
+                if isinstance(b, Tensor):
+                    assert_close(a, b, f"{placed.plan.schedule}, inference")
+    return {"names": list(trained[0].state_dict()), "stages": trained[0].stage_indices}
 
 
 def compare_state(placed: nn.Module, plain: nn.Module, when: str) -> None:

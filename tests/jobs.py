@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 _PRELOAD = ["torch", "torch.distributed.pipelining", "placer.api", "distributed_cases"]
-TIMEOUT_SECONDS = 60
+TIMEOUT_SECONDS = 120
 
 
 class Job:
@@ -26,6 +26,7 @@ class Job:
         store = str(Path(self._folder.name) / "store")
         self._ends: list[Connection] = []
         self._processes = []
+        self.closed = False
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -54,6 +55,7 @@ class Job:
 
     def close(self) -> None:
         """End the processes."""
+        self.closed = True
         for process in self._processes:
             process.kill()
         for process in self._processes:

@@ -229,7 +229,8 @@ def record_run(
         if training and loss.requires_grad:
             recorder.backward = True
             for parameter in model.parameters():
-                parameter.register_post_accumulate_grad_hook(owner.mark_gradient)
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(owner.mark_gradient)
             loss.backward()
         recorder.position = _INPUT
     return Recording(

@@ -1,6 +1,28 @@
 """Partition: costs, devices and pins in, stages on devices out."""
 
 from placer.partition.choose import choose_partition
+from placer.partition.problem import (
+    CrossingValue,
+    Optimality,
+    PartitionProblem,
+    Solution,
+    StageSlot,
+    stage_loads,
+)
+from placer.partition.solve import solve
 from placer.partition.types import Demands, DeviceSlot, Partition, PartitionStage
 
-__all__ = ["Demands", "DeviceSlot", "Partition", "PartitionStage", "choose_partition"]
+__all__ = [
+    "CrossingValue",
+    "Demands",
+    "DeviceSlot",
+    "Optimality",
+    "Partition",
+    "PartitionProblem",
+    "PartitionStage",
+    "Solution",
+    "StageSlot",
+    "choose_partition",
+    "solve",
+    "stage_loads",
+]

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from placer.capture import FakeWorld
@@ -117,12 +118,18 @@ class BoundaryFinder:
                 ]
                 try:
                     outputs = self._replica.run_stage(self._model, stage, inputs)
+                except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                    raise PlacerError(
+                        f"stage {stage.index}",
+                        f"what it hands on depends on the data, not on shapes alone ({error})",
+                        "place the layers that do so, and all after them, on the last device",
+                    ) from error
                 except Exception as error:
                     raise PlacerError(
                         f"stage {stage.index}",
-                        "what it hands to the next stage cannot be told before it runs "
-                        f"({type(error).__name__}: {str(error).splitlines()[0]})",
-                        "place the layers whose result's shape depends on data on the last device",
+                        f"fails for a micro-batch of inputs {[list(s) for s, _ in shapes]}: "
+                        f"{type(error).__name__}: {error}",
+                        "see whether the plain model takes such inputs in this mode",
                     ) from error
                 values.update(zip(stage.outputs, outputs, strict=True))
         result = [values[x] if kind == "value" else x for kind, x in staged.result]

@@ -44,6 +44,8 @@ class DistributedModule(PlacedModule):
     job construct it together.
     """
 
+    _placeholder: nn.Parameter
+
     def __init__(
         self,
         part: nn.Module,
@@ -78,9 +80,15 @@ class DistributedModule(PlacedModule):
             group=self._pp_group,
             device=device,
         )
+        self.__dict__["_placeholder"] = nn.Parameter(torch.empty(0, device=device))
         self._reducer: GradientReducer | None = None
         self._reduced: tuple[int, ...] = ()  # ids of the parameters that the reducer watches
         self._frozen = {n for n, p in self.named_parameters() if not p.requires_grad}
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """This rank's parameters; a rank without any has an empty one, for optimizers want one."""
+        own = list(super().parameters(recurse))
+        return iter(own or [self._placeholder])
 
     @property
     def replica_index(self) -> int:
@@ -415,8 +423,9 @@ def _make_tied_groups(
 
 
 def _new_group(ranks: list[int]) -> dist.ProcessGroup:
-    group: dist.ProcessGroup = dist.new_group(ranks)
-    return group
+    """Torch's own annotation has a number in it, for ranks that are not members."""
+    group: Any = dist.new_group(ranks)
+    return group  # type: ignore[no-any-return]
 
 
 def _written_names(capture: Capture, holdings: Holdings, seat: Seat) -> tuple[str, ...]:

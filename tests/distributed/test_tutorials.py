@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,13 +13,6 @@ from jobs import Job
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 OPTIONS = {"epochs": 2, "rows": 128, "dropout": 0.0, "dtype": torch.float64}
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Job]:
-    job = Job(4)
-    yield job
-    job.close()
 
 
 def _train(spec: str, **options: object) -> list[float]:
@@ -56,9 +49,9 @@ def _train_by_hand(*, epochs: int, rows: int, dropout: float, dtype: torch.dtype
     return history
 
 
-def test_per_rank_losses_are_those_of_the_tutorial(four: Job) -> None:
-    expected = four.run(_train_by_hand, **OPTIONS)
-    found = four.run(_train, "digits_data_parallel.json", **OPTIONS)
+def test_per_rank_losses_are_those_of_the_tutorial(job_of: Callable[[int], Job]) -> None:
+    expected = job_of(4).run(_train_by_hand, **OPTIONS)
+    found = job_of(4).run(_train, "digits_data_parallel.json", **OPTIONS)
     assert len({losses[0] for losses in expected}) == 4  # every rank has other rows
     for ours, theirs in zip(found, expected, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-10)
@@ -67,10 +60,10 @@ def test_per_rank_losses_are_those_of_the_tutorial(four: Job) -> None:
 
 
 def test_pipeline_trains_as_one_process_and_goes_on_from_its_checkpoint(
-    four: Job, tmp_path: Path
+    job_of: Callable[[int], Job], tmp_path: Path
 ) -> None:
     spec = "digits_torchrun_pipeline.json"
-    found = four.run(_train, spec, checkpoint=tmp_path / "c", **OPTIONS)
+    found = job_of(4).run(_train, spec, checkpoint=tmp_path / "c", **OPTIONS)
     assert [bool(losses) for losses in found] == [False, True, False, True]
     # Two micro-batches each, a loss for every one of them: the mean over all is one process's.
     one_process = _train(spec, checkpoint=tmp_path / "c", **{**OPTIONS, "epochs": 3})

@@ -1,0 +1,354 @@
+"""How large a volume trains: the largest cube whose training step fits, by placement and device.
+
+Adam, batch 1, fp32. The referee is the ledger: a dry run of the emitted module on simulated
+devices, whose fullest device must stay within the memory given; nothing is kept back for an
+allocator. The search walks by prediction and lets the ledger decide at the border: the edge that is
+reported passed it, the next one did not. Nothing is allocated.
+
+    python -m benchmarks.capacity [MODEL ...]    MODEL: U-Net, SegResNet, DynUNet, SwinUNETR, r3d_18
+
+Models that are not named keep the figures of results/capacity.json.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torchvision
+from torch import nn
+
+from benchmarks.baselines import (
+    Placement,
+    accelerate_balanced,
+    accelerate_map,
+    balance_by_size,
+    hand_split,
+    plan_placement,
+)
+from benchmarks.record import RESULTS, write_page
+from examples.unet3d import unet3d
+from placer.capture import Capture, capture_model
+from placer.cost import CostTable, estimate_costs
+from placer.plan.build import build_plan
+from placer.plan.types import Plan
+from placer.simulation import simulate_plan
+from placer.spec import PlacementSpec
+
+GIB = 2**30
+DEVICES = (1, 2, 4, 8)
+MEMORIES = (8, 16, 24)  # GiB per device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A model that takes cubes whose edge is a multiple of ``step``, and its split by hand."""
+
+    build: Callable[[], nn.Module]
+    channels: int
+    hand: Mapping[str, int]  # layer -> device, two devices
+    step: int = 16
+
+
+def _segresnet() -> nn.Module:
+    from monai.networks.nets import SegResNet
+
+    return SegResNet(
+        spatial_dims=3,
+        init_filters=32,
+        in_channels=1,
+        out_channels=3,
+        blocks_down=(1, 2, 2, 4),
+        blocks_up=(1, 1, 1),
+    )
+
+
+def _dynunet() -> nn.Module:
+    from monai.networks.nets import DynUNet
+
+    strides = [1, 2, 2, 2, 2]
+    return DynUNet(3, 1, 3, [3] * 5, strides, strides[1:])
+
+
+def _swin_unetr() -> nn.Module:
+    from monai.networks.nets import SwinUNETR
+
+    return SwinUNETR(in_channels=1, out_channels=3, feature_size=48)
+
+
+SUBJECTS = {
+    "U-Net": Subject(
+        build=lambda: unet3d(width=32, depth=4),
+        channels=1,
+        hand={"encoder": 0, "bottleneck": 0, "upsample": 1, "decoder": 1, "head": 1},
+    ),
+    "SegResNet": Subject(
+        build=_segresnet,
+        channels=1,
+        hand={"convInit": 0, "down_layers": 0, "up_samples": 1, "up_layers": 1, "conv_final": 1},
+    ),
+    "DynUNet": Subject(
+        build=_dynunet,
+        channels=1,
+        hand={
+            "input_block": 0,
+            "downsamples": 0,
+            "bottleneck": 0,
+            "upsamples": 1,
+            "output_block": 1,
+        },
+    ),
+    "SwinUNETR": Subject(
+        build=_swin_unetr,
+        channels=1,
+        hand={"swinViT": 0, "encoder*": 0, "decoder*": 1, "out": 1},
+        step=32,  # five halvings
+    ),
+    "r3d_18": Subject(
+        build=lambda: torchvision.models.video.r3d_18(),
+        channels=3,
+        hand={"stem": 0, "layer1": 0, "layer2": 1, "layer3": 1, "layer4": 1, "fc": 1},
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model captured at one edge, with its costs."""
+
+    capture: Capture
+    costs: CostTable
+    inputs: list[torch.Tensor]
+
+
+Planner = Callable[[Case, int, int], Plan]  # case, devices, GiB per device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """A row: how it places a model; on how many devices; does the answer depend on their memory."""
+
+    plan: Planner
+    devices: tuple[int, ...]
+    by_memory: bool = False
+    sharded: bool = False
+
+
+def _spec(devices: int, **fields: Any) -> PlacementSpec:
+    names = [f"cuda:{i}" for i in range(devices)]
+    return PlacementSpec.model_validate({"devices": names, "objective": "memory", **fields})
+
+
+def _placed(find: Callable[[Capture, CostTable, int], Placement]) -> Planner:
+    def plan(case: Case, devices: int, memory: int) -> Plan:
+        placement = find(case.capture, case.costs, devices)
+        return plan_placement(case.capture, _spec(devices), case.inputs, placement)
+
+    return plan
+
+
+def _automatic(case: Case, devices: int, memory: int, **fields: Any) -> Plan:
+    return build_plan(case.capture, _spec(devices, **fields), case.inputs)
+
+
+def methods(subject: Subject) -> dict[str, Method]:
+    """The rows of the table, rivals first."""
+    by_hand = lambda capture, costs, k: hand_split(capture, subject.hand)  # noqa: E731
+    several = tuple(n for n in DEVICES if n > 1)
+    return {
+        "one device": Method(plan=_automatic, devices=(1,)),
+        "split by hand (encoder, decoder)": Method(plan=_placed(by_hand), devices=(2,)),
+        "accelerate, device_map auto": Method(plan=_placed(accelerate_map), devices=several),
+        "accelerate, balanced": Method(plan=_placed(accelerate_balanced), devices=several),
+        "torchgpipe, balance_by_size": Method(plan=_placed(balance_by_size), devices=several),
+        "parameters sharded (FSDP2)": Method(
+            plan=lambda case, devices, memory: _automatic(case, 1, memory),
+            devices=several,
+            sharded=True,
+        ),
+        "placer, objective memory": Method(plan=_automatic, devices=DEVICES),
+    }
+
+
+@dataclass(slots=True)
+class Search:
+    """Peaks of one model by edge, placement and device; every answer is kept."""
+
+    subject: Subject
+    cases: dict[int, Case] = field(default_factory=dict)
+    model: nn.Module | None = None
+    plans: dict[tuple[object, ...], Plan] = field(default_factory=dict)
+    refereed: dict[tuple[object, ...], list[int]] = field(default_factory=dict)
+
+    def case(self, edge: int) -> Case:
+        if self.model is None:
+            self.model = self.subject.build().to("meta")
+        if edge not in self.cases:
+            x = torch.empty(1, self.subject.channels, edge, edge, edge, device="meta")
+            capture = capture_model(self.model, (x,))
+            costs = estimate_costs(capture, [x])
+            self.cases[edge] = Case(capture=capture, costs=costs, inputs=[x])
+        return self.cases[edge]
+
+    def plan(self, name: str, method: Method, edge: int, devices: int, memory: int) -> Plan:
+        key = (name, edge, devices, memory if method.by_memory else 0)
+        if key not in self.plans:
+            self.plans[key] = method.plan(self.case(edge), devices, memory)
+        return self.plans[key]
+
+    def predicted(
+        self, name: str, method: Method, edge: int, devices: int, memory: int
+    ) -> list[int]:
+        plan = self.plan(name, method, edge, devices, memory)
+        return self._peaks(method, edge, devices, [d.peak for d in plan.devices])
+
+    def simulated(
+        self, name: str, method: Method, edge: int, devices: int, memory: int
+    ) -> list[int]:
+        plan = self.plan(name, method, edge, devices, memory)
+        placed = (edge, *(stage.nodes for stage in plan.stages), plan.checkpoint, plan.offload)
+        if placed not in self.refereed:
+            case = self.case(edge)
+            report = simulate_plan(case.capture, plan, case.inputs)
+            self.refereed[placed] = [d.peak for d in report.devices]
+        return self._peaks(method, edge, devices, self.refereed[placed])
+
+    def _peaks(self, method: Method, edge: int, devices: int, peaks: list[int]) -> list[int]:
+        """Sharded: parameter, gradient and Adam's two states are divided, activations are not.
+
+        A bound in favour of sharding: the parameters gathered for the running layer count nothing,
+        and all gradients count as there at the peak.
+        """
+        if not method.sharded:
+            return peaks
+        state = 4 * sum(
+            self.case(edge).costs.state_nbytes[p] for p in self.case(edge).costs.trained
+        )
+        (peak,) = peaks
+        return [max(peak - state, 0) + state // devices]
+
+    def largest(self, name: str, method: Method, devices: int, memory: int) -> dict[str, Any]:
+        """The largest edge that fits, its peaks, and what the next edge would need."""
+        step, limit = self.subject.step, memory * GIB
+        start = 128
+        peak = max(self.predicted(name, method, start, devices, memory))
+        edge = max(step, int(start * (limit / peak) ** (1 / 3)) // step * step)
+
+        def fits(measure: Callable[..., list[int]], edge: int) -> bool:
+            return max(measure(name, method, edge, devices, memory)) <= limit
+
+        for measure in (self.predicted, self.simulated):
+            while edge and not fits(measure, edge):
+                edge -= step
+            while fits(measure, edge + step):
+                edge += step
+        measured = partial(self.simulated, name, method, devices=devices, memory=memory)
+        return {
+            "method": name,
+            "devices": devices,
+            "memory_gib": memory,
+            "edge": edge,
+            "peaks": measured(edge) if edge else [],
+            "next_peaks": measured(edge + step),
+        }
+
+
+def run(names: list[str]) -> dict[str, list[dict[str, Any]]]:
+    """Results per model, those of the file kept for models that are not in ``names``."""
+    path = RESULTS / "capacity.json"
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    for name in names:
+        subject = SUBJECTS[name]
+        search = Search(subject)
+        rows = []
+        for memory in MEMORIES:
+            for label, method in methods(subject).items():
+                for devices in method.devices:
+                    began = time.perf_counter()
+                    rows.append(search.largest(label, method, devices, memory))
+                    took = time.perf_counter() - began
+                    edge = rows[-1]["edge"]
+                    print(f"{name}, {memory} GiB x {devices}, {label}: {edge} ({took:.0f} s)")
+        found[name] = rows
+        path.write_text(json.dumps({k: found[k] for k in SUBJECTS if k in found}, indent=1) + "\n")
+    return {k: found[k] for k in SUBJECTS if k in found}
+
+
+def write(results: Mapping[str, list[dict[str, Any]]]) -> None:
+    """The page with a table per model, and the plot."""
+    blocks = []
+    for name, rows in results.items():
+        edge = {(r["method"], r["devices"], r["memory_gib"]): r["edge"] for r in rows}
+        blocks += [f"## {name}", ""]
+        heads = [f"{n} device{'s' * (n > 1)}" for n in DEVICES]
+        blocks += [f"| edge in {', '.join(map(str, MEMORIES))} GiB | {' | '.join(heads)} |"]
+        blocks += [f"|{' --- |' * (1 + len(DEVICES))}"]
+        for label in dict.fromkeys(r["method"] for r in rows):
+            cells = []
+            for n in DEVICES:
+                edges = [edge.get((label, n, memory)) for memory in MEMORIES]
+                cells.append(", ".join(map(str, edges)) if edges[0] is not None else "")
+            blocks.append(f"| {label} | {' | '.join(cells)} |")
+        blocks.append("")
+    blocks.append(
+        "A cell is the edge of the largest cube (a multiple of 16; SwinUNETR takes multiples of 32) "
+        "that one training step fits on devices of 8, 16 and 24 GiB each: Adam, batch 1, fp32, the "
+        "fullest device's peak by the ledger, nothing kept back. The hand split is made for two "
+        "devices. Sharding divides parameters, gradients and Adam's states; the parameters gathered "
+        "for the running layer are left out, in its favour."
+    )
+    blocks += ["", "![edges on 16 GiB devices](capacity.png)", ""]
+    write_page(
+        "capacity", "The largest volume that trains", "python -m benchmarks.capacity", blocks
+    )
+    plot(results)
+
+
+def plot(results: Mapping[str, list[dict[str, Any]]], memory: int = 16) -> None:
+    """A panel per model: edge over the number of devices of ``memory`` GiB, a line per method."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, len(results), figsize=(3.2 * len(results), 3.6), squeeze=False)
+    for axis, (name, rows) in zip(axes[0], results.items(), strict=True):
+        for index, label in enumerate(dict.fromkeys(r["method"] for r in rows)):
+            points = [r for r in rows if r["method"] == label and r["memory_gib"] == memory]
+            ours = label.startswith("placer")
+            axis.plot(
+                [DEVICES.index(r["devices"]) for r in points],
+                [r["edge"] for r in points],
+                marker="o" if ours else "osv^Dx*"[index % 7],
+                markersize=6 if ours else 4,
+                linewidth=2 if ours else 0.8,
+                color=f"C{index}",
+                label=label,
+            )
+        axis.set_title(name)
+        axis.set_xticks(range(len(DEVICES)), [str(n) for n in DEVICES])
+        axis.set_xlabel(f"devices of {memory} GiB")
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("edge of the largest cube")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncols=4, frameon=False, fontsize=8)
+    figure.tight_layout(rect=(0, 0.13, 1, 1))
+    figure.savefig(RESULTS / "capacity.png", dpi=110)
+
+
+def main() -> None:
+    names = sys.argv[1:] or list(SUBJECTS)
+    unknown = [name for name in names if name not in SUBJECTS]
+    if unknown:
+        sys.exit(f"no model {unknown[0]!r}; there are {', '.join(SUBJECTS)}")
+    write(run(names))
+
+
+if __name__ == "__main__":
+    main()

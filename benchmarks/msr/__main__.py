@@ -1,0 +1,108 @@
+"""``python -m benchmarks.msr FILE.json [--json]``: place one workload; ``--all``: the table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import time
+from pathlib import Path
+
+from benchmarks.msr.workload import check_placement, partition_problem, read_workload
+from benchmarks.record import write_result
+from placer.partition import solve
+
+_PLACES = [parent / "shared" / "workloads" / "msr" for parent in Path(__file__).parents]
+FOLDER = next((place for place in _PLACES if place.exists()), _PLACES[3])
+
+
+def place(path: str | Path) -> dict[str, object]:
+    """Place the workload in ``path`` and check the answer from the file alone."""
+    workload = read_workload(path)
+    start, cpu = time.perf_counter(), time.process_time()
+    solution = solve(partition_problem(workload))
+    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
+    if solution is None:
+        raise SystemExit(f"{path}: no placement was found that meets the memory limit")
+    devices: list[list[int]] = [[] for _ in range(workload.num_devices)]
+    for node, stage in zip(workload.data["nodes"], solution.stage_of, strict=True):
+        devices[stage].append(node["id"])
+    optimality = solution.optimality
+    return {
+        "file": str(path),
+        "max_load": check_placement(workload, devices),
+        "lower_bound": optimality.lower_bound,
+        "proven": optimality.proven,
+        "seconds": round(seconds, 3),
+        "cpu_seconds": round(cpu_seconds, 3),
+        "devices": devices,
+    }
+
+
+def write_table(folder: Path) -> None:
+    """Place every workload of ``folder`` and write ``results/msr.md``."""
+    optima = json.loads((folder / "optima.json").read_text())
+    rows = []
+    for name, known in sorted(optima.items()):
+        found = place(folder / f"{name}.json")
+        exact = known["exact_seconds"]
+        rows.append(
+            [
+                name,
+                known["k"],
+                known["optimum"],
+                f"{found['max_load']:.6g}",
+                f"{found['max_load'] / known['optimum']:.6f}",  # type: ignore[operator]
+                f"{found['lower_bound']:.6g}",
+                "yes" if found["proven"] else "no",
+                f"{found['cpu_seconds']:.2f}",
+                "did not finish" if exact is None else f"{exact:.2f}",
+            ]
+        )
+    write_result(
+        "msr",
+        "Published placement workloads: largest load, its bound, and the time to find both",
+        "python -m benchmarks.msr --all",
+        [
+            "workload",
+            "devices",
+            "optimum",
+            "largest load",
+            "load / optimum",
+            "lower bound",
+            "proven",
+            "CPU seconds",
+            "the authors' C++, seconds",
+        ],
+        rows,
+        "Loads are recomputed by a checker from the file alone. CPU seconds are of the partitioner, "
+        "on one core that it shared with others, without imports and reading the file. Peak memory "
+        "of the process, torch included: "
+        f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB.",
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.msr", description=__doc__)
+    parser.add_argument("file", nargs="?", help="a workload file")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--all", action="store_true", help="place all published workloads")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="where the workloads are")
+    options = parser.parse_args()
+    if options.all:
+        write_table(options.folder)
+        return
+    if options.file is None:
+        parser.error("a workload file, or --all")
+    found = place(options.file)
+    if options.json:
+        print(json.dumps(found))
+        return
+    proof = "proven optimal" if found["proven"] else f"lower bound {found['lower_bound']:.6g}"
+    print(f"{found['file']}: largest load {found['max_load']:.6g}, {proof}, {found['seconds']} s")
+    for d, ids in enumerate(found["devices"]):  # type: ignore[arg-type]
+        print(f"  device {d}: {len(ids)} nodes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""A workload file as a partition problem, and a checker that knows nothing of the partitioner."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import networkx as nx
+import numpy as np
+
+from placer.partition import CrossingValue, PartitionProblem, StageSlot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """A file, as read."""
+
+    name: str
+    data: dict[str, Any]
+
+    @property
+    def num_devices(self) -> int:
+        return int(self.data["maxFPGAs"])
+
+
+def read_workload(path: str | Path) -> Workload:
+    path = Path(path)
+    return Workload(name=path.stem, data=json.loads(path.read_text()))
+
+
+def partition_problem(workload: Workload) -> PartitionProblem:
+    """Units are the file's nodes, in its order; only forward edges order the stages."""
+    nodes, edges = workload.data["nodes"], workload.data["edges"]
+    index = {node["id"]: i for i, node in enumerate(nodes)}
+    backward = [bool(node["isBackwardNode"]) for node in nodes]
+    consumers: dict[int, set[int]] = {}
+    cost: dict[int, float] = {}
+    forward = set()
+    for edge in edges:
+        source, target = index[edge["sourceId"]], index[edge["destId"]]
+        consumers.setdefault(source, set()).add(target)
+        cost[source] = float(edge["cost"])
+        if not backward[source] and not backward[target]:
+            forward.add((source, target))
+    classes: dict[Any, list[int]] = {}
+    for i, node in enumerate(nodes):
+        if node.get("colorClass") is not None:
+            classes.setdefault(node["colorClass"], []).append(i)
+    slot = StageSlot(
+        device="accelerator",
+        seconds=np.array([float(node["fpgaLatency"]) for node in nodes]),
+        seconds_per_byte=1.0,  # a file gives the time to move an output, not its bytes
+        nbytes=np.array([float(node["size"]) for node in nodes]),
+        budget=float(workload.data["maxSizePerFPGA"]),
+    )
+    return PartitionProblem(
+        num_units=len(nodes),
+        edges=tuple(sorted(forward)),
+        values=tuple(
+            CrossingValue(nbytes=cost[i], units=(i, *sorted(consumers[i] - {i})))
+            for i in sorted(consumers)
+        ),
+        slots=(slot,) * workload.num_devices,
+        together=tuple(map(tuple, classes.values())),
+        may_be_empty=True,
+    )
+
+
+def check_placement(workload: Workload, devices: Sequence[Sequence[int]]) -> float:
+    """The largest load of ``devices`` (node ids of each), from the file alone.
+
+    Raises ``ValueError`` where a rule of the workloads is broken: every node once, colours
+    together, sizes within the limit, and an order of the devices in which forward edges go forwards.
+    """
+    nodes, edges = workload.data["nodes"], workload.data["edges"]
+    home: dict[int, int] = {}
+    for d, ids in enumerate(devices):
+        for i in ids:
+            if i in home:
+                raise ValueError(f"node {i} is on devices {home[i]} and {d}")
+            home[i] = d
+    missing = {node["id"] for node in nodes} ^ set(home)
+    if missing or len(devices) > workload.num_devices:
+        raise ValueError(f"nodes {sorted(missing)[:5]} are not placed, or too many devices")
+    colours: dict[Any, set[int]] = {}
+    sizes, loads = [0.0] * len(devices), [0.0] * len(devices)
+    for node in nodes:
+        d = home[node["id"]]
+        sizes[d] += node["size"]
+        loads[d] += node["fpgaLatency"]
+        if node.get("colorClass") is not None:
+            colours.setdefault(node["colorClass"], set()).add(d)
+    for colour, found in colours.items():
+        if len(found) > 1:
+            raise ValueError(f"colour class {colour} is on devices {sorted(found)}")
+    if max(sizes) > workload.data["maxSizePerFPGA"]:
+        raise ValueError(f"a device holds {max(sizes)} bytes")
+    backward = {node["id"] for node in nodes if node["isBackwardNode"]}
+    chain: nx.DiGraph = nx.DiGraph()
+    outputs: dict[int, tuple[float, set[int]]] = {}
+    for edge in edges:
+        a, b = edge["sourceId"], edge["destId"]
+        outputs.setdefault(a, (edge["cost"], {home[a]}))[1].add(home[b])
+        if a not in backward and b not in backward and home[a] != home[b]:
+            chain.add_edge(home[a], home[b])
+    if not nx.is_directed_acyclic_graph(chain):
+        raise ValueError("the devices cannot be put in an order: not contiguous")
+    for cost, found in outputs.values():
+        if len(found) > 1:
+            for d in found:
+                loads[d] += cost
+    return max(loads)

@@ -1,0 +1,69 @@
+"""The table of a zoo, from its verdicts."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.record import write_result
+
+_NOTE = """\
+Every model has random weights from its configuration and a small input (batch of two); nothing is
+downloaded. *Passed*: planned for 2 and 4 stages from an instance on `meta`; under both plans equal to
+eager in train mode (outputs, loss, every gradient and buffer) and in eval mode (outputs), in float64 to
+1e-9 of each tensor's largest value where the model runs in float64, else float32 to 1e-4; at least five
+pieces to cut between; and of two stages none with more than 60% of the seconds of forward and backward
+(the plan's own figures), unless no cut of the program's order is better by a hundredth.
+*Another batch*: three rows through the module that was captured with two, in eval mode.
+Each model ran in its own process with limits on processor time and memory.
+"""
+
+
+def write_table(
+    library: str, names: Sequence[str], verdicts: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Write ``results/zoo_<library>.md``."""
+    judged = [verdicts[name] for name in names if name in verdicts]
+    passed = sum(v["passed"] for v in judged)
+    equal = sum(v["other_batch"] == "equal" for v in judged)
+    eager = sum(v["other_batch"] not in ("", "eager fails") for v in judged)
+    version = importlib.metadata.version(library)
+    summary = (
+        f"{passed} of {len(judged)} models passed ({len(names)} in the zoo, {library} {version}); "
+        f"another batch size: {equal} of {eager}."
+    )
+    write_result(
+        f"zoo_{library}",
+        f"Model zoo: {library}",
+        f"python -m benchmarks.zoo {library}",
+        ["model", "nodes", "pieces", "share of 2", "of 4", "dtype", "another batch", "s", "passed"],
+        [_row(v) for v in judged],
+        f"{summary}\n\n{_NOTE}",
+    )
+
+
+def _row(v: Mapping[str, Any]) -> list[object]:
+    verdict = "yes" if v["passed"] else f"**no**: {_short(v['problem'])}"
+    if v["passed"] and v["whole"]:
+        verdict += f" (whole: {_short(', '.join(v['whole']), 60)})"
+    share = f"{v['largest_share']:.0%}" if v["nodes"] else ""
+    if v["largest_share"] > 0.6:
+        share += f" (best {v['best_share']:.0%})"
+    four = f"{v['largest_share_4']:.0%}" if v["nodes"] else ""
+    return [
+        v["name"],
+        v["nodes"],
+        v["pieces"],
+        share,
+        four,
+        v["dtype"],
+        _short(v["other_batch"], 60),
+        v["seconds"],
+        verdict,
+    ]
+
+
+def _short(text: str, most: int = 200) -> str:
+    text = " ".join(text.replace("|", "\\|").split())
+    return text if len(text) <= most else f"{text[: most - 1]}…"

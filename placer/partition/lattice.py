@@ -1,0 +1,195 @@
+"""A partition problem made ready for numpy: units in a topological order, downsets as bitsets.
+
+A downset is a row of 64-bit words, bit u set where unit u (numbered along the order) is in it; the
+same for the values that it touches. Sums of weights over a bitset are looked up byte by byte.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placer.partition.problem import PartitionProblem, Vector
+
+Words = NDArray[np.uint64]
+Flags = NDArray[np.bool_]
+_ONE = np.uint64(1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Float:
+    """A unit without edges: it may go to any stage, and is left out of the downsets.
+
+    A stage pays at least the smaller of what it costs to have the unit, and not to have it: its
+    seconds and the values that others of their units share, or the values that units here share.
+    """
+
+    unit: int  # of the problem
+    values: tuple[tuple[int, ...], ...]  # the other units of each value, by position
+    nbytes: Vector
+
+    @property
+    def shared(self) -> tuple[int, ...]:
+        """All units that it shares a value with."""
+        return tuple(sorted({u for units in self.values for u in units}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Lattice:
+    """``problem`` with its units renumbered along ``order``; values with one unit are left out.
+
+    ``values[e]`` are the units of value e; a value of the caller's is in ``external``, not here,
+    and one that a float shares is in ``floats``. After the first ``num_paid`` there is one per
+    float: a border that parts the units it shares values with costs its cheapest value at least.
+    """
+
+    problem: PartitionProblem
+    order: NDArray[np.int64]  # position -> unit of the problem
+    preds: tuple[tuple[int, ...], ...]
+    succs: tuple[tuple[int, ...], ...]
+    values: tuple[tuple[int, ...], ...]
+    value_nbytes: Vector
+    num_paid: int
+    values_of: tuple[tuple[int, ...], ...]  # unit -> values
+    external: tuple[tuple[int, ...], ...]
+    external_nbytes: Vector
+    floats: tuple[Float, ...]
+    solid: Flags  # units that can make a stage by themselves
+
+    @property
+    def num_units(self) -> int:
+        return len(self.order)
+
+
+def floating_units(problem: PartitionProblem) -> list[int]:
+    """Units without edges that share values with others, where stages may be empty."""
+    if problem.relayed or not problem.may_be_empty:
+        return []
+    tied = {u for edge in problem.edges for u in edge} | {*problem.pins} | problem.hollow
+    tied |= {u for value in problem.values if value.external for u in value.units}
+    free = {u for v in problem.values if len(v.units) > 1 for u in v.units} - tied
+    return sorted(free) if len(free) < problem.num_units else []
+
+
+def build_lattice(problem: PartitionProblem, order: Sequence[int]) -> Lattice:
+    """The lattice of ``problem`` along ``order``, a topological order of all but its floats."""
+    n = len(order)
+    place = np.full(problem.num_units, -1, dtype=np.int64)
+    place[np.asarray(order, dtype=np.int64)] = np.arange(n)
+    preds: list[set[int]] = [set() for _ in range(n)]
+    succs: list[set[int]] = [set() for _ in range(n)]
+    for a, b in problem.edges:
+        preds[place[b]].add(int(place[a]))
+        succs[place[a]].add(int(place[b]))
+    merged: dict[tuple[bool, tuple[int, ...]], float] = {}
+    of_float: dict[int, list[tuple[tuple[int, ...], float]]] = {}
+    for value in problem.values:
+        units = tuple(sorted({int(place[u]) for u in value.units} - {-1}))
+        floats = [u for u in value.units if place[u] < 0]
+        if floats:
+            if units and len(floats) == 1:  # between floats: nothing is certain, nothing is paid
+                of_float.setdefault(floats[0], []).append((units, value.nbytes))
+        elif value.nbytes and (value.external or len(units) > 1):
+            key = value.external, units
+            merged[key] = merged.get(key, 0.0) + value.nbytes
+    inner = sorted(units for external, units in merged if not external)
+    outer = sorted(units for external, units in merged if external)
+    floating = [
+        Float(
+            unit=u,
+            values=tuple(units for units, _ in of_float[u]),
+            nbytes=np.array([nbytes for _, nbytes in of_float[u]]),
+        )
+        for u in sorted(of_float)
+    ]
+    num_paid = len(inner)
+    nbytes = [merged[False, units] for units in inner]
+    inner += [f.shared for f in floating]
+    nbytes += [float(f.nbytes.min()) for f in floating]
+    values_of: list[list[int]] = [[] for _ in range(n)]
+    for e, units in enumerate(inner):
+        for u in units:
+            values_of[u].append(e)
+    solid = np.ones(n, dtype=bool)
+    solid[[int(place[u]) for u in sorted(problem.hollow)]] = False
+    return Lattice(
+        problem=problem,
+        order=np.asarray(order, dtype=np.int64),
+        preds=tuple(tuple(sorted(p)) for p in preds),
+        succs=tuple(tuple(sorted(s)) for s in succs),
+        values=tuple(inner),
+        value_nbytes=np.array(nbytes),
+        num_paid=num_paid,
+        values_of=tuple(map(tuple, values_of)),
+        external=tuple(outer),
+        external_nbytes=np.array([merged[True, units] for units in outer]),
+        floats=tuple(floating),
+        solid=solid,
+    )
+
+
+def num_words(bits: int) -> int:
+    """Words of 64 bits that hold ``bits``; at least one."""
+    return max(1, -(-bits // 64))
+
+
+def bit_row(members: Iterable[int], bits: int) -> Words:
+    """One row with the bits of ``members`` set."""
+    flags = np.zeros(num_words(bits) * 64, dtype=bool)
+    flags[list(members)] = True
+    row: Words = pack(flags[None])[0]
+    return row
+
+
+def pack(flags: Flags) -> Words:
+    """Rows of booleans (a multiple of 64 columns) as rows of words."""
+    packed = np.packbits(flags, axis=1, bitorder="little")
+    rows: Words = packed.view("<u8").astype(np.uint64, copy=False)
+    return rows
+
+
+def unpack(rows: Words, bits: int) -> NDArray[np.uint8]:
+    """Rows of words as 0/1 columns."""
+    packed = np.ascontiguousarray(rows).astype("<u8", copy=False).view(np.uint8)
+    return np.unpackbits(packed, axis=1, count=bits, bitorder="little")
+
+
+class WeightLookup:
+    """Sums of weights over bitsets, eight bits at a time: O(bits / 8) per row."""
+
+    def __init__(self, weights: Vector) -> None:
+        bits = len(weights)
+        padded = np.zeros((num_words(bits) * 8, 8))
+        padded.reshape(-1)[:bits] = weights
+        patterns = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+        self._used = np.flatnonzero(padded.any(axis=1))
+        self._table = padded @ patterns.T.astype(np.float64)
+
+    def __call__(self, rows: Words) -> Vector:
+        packed = np.ascontiguousarray(rows).astype("<u8", copy=False).view(np.uint8)
+        total = np.zeros(len(rows))
+        for column in self._used:
+            total += self._table[column][packed[:, column]]
+        return total
+
+
+def topological_order(
+    preds: Sequence[Iterable[int]], succs: Sequence[Iterable[int]], priority: Sequence[float]
+) -> list[int]:
+    """Kahn's algorithm, the ready unit of least priority (then number) first; O(E + n log n)."""
+    waiting = [len(set(p)) for p in preds]
+    ready = [(priority[u], u) for u, count in enumerate(waiting) if not count]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        _, unit = heapq.heappop(ready)
+        order.append(unit)
+        for reader in succs[unit]:
+            waiting[reader] -= 1
+            if not waiting[reader]:
+                heapq.heappush(ready, (priority[reader], reader))
+    return order

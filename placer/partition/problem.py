@@ -1,0 +1,113 @@
+"""A partition problem, free of models: units, what they cost on each stage's device, what crosses.
+
+A placement puts every unit on one of the stages 0 … k - 1 so that no edge goes back. Stage q pays
+
+    load(q) = sum of seconds[q][u] over its units u + seconds_per_byte[q] * bytes that cross
+
+where a value crosses if the stage holds some, but not all, of the units that make and need it
+(Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators", NeurIPS 2020,
+section 3). With ``relayed`` a value passes through every stage between its first and its last unit,
+and each of its borders is paid: once out, once in. The largest load is the criterion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Vector = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrossingValue:
+    """A value and the units that make and need it; a stage that holds only some of them pays.
+
+    ``external``: the caller makes it, every stage that needs it receives it.
+    """
+
+    nbytes: float
+    units: tuple[int, ...]
+    external: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StageSlot:
+    """A stage's device, and what every unit costs at that position of the chain.
+
+    ``nbytes[u]`` is what unit u holds there at the peak: what stays, and what waits for backward
+    times the micro-batches in flight at this position. ``budget`` None: no limit.
+    """
+
+    device: str
+    seconds: Vector
+    seconds_per_byte: float
+    nbytes: Vector
+    budget: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PartitionProblem:
+    """Units 0 … n - 1 with edges between them, and the chain of stages to put them on.
+
+    ``pins``: unit -> device; ``together``: groups that share a stage. ``hollow`` units make no
+    stage by themselves (the loss). Without ``may_be_empty`` each stage gets some unit.
+    """
+
+    num_units: int
+    edges: tuple[tuple[int, int], ...]
+    values: tuple[CrossingValue, ...]
+    slots: tuple[StageSlot, ...]
+    pins: Mapping[int, str] = field(default_factory=dict)
+    together: tuple[tuple[int, ...], ...] = ()
+    hollow: frozenset[int] = frozenset()
+    may_be_empty: bool = False
+    relayed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optimality:
+    """How good an answer is: no placement of the problem has a smaller value than ``lower_bound``.
+
+    ``criterion`` says what ``value`` measures. ``gap`` is 0 when the answer is proven optimal.
+    """
+
+    criterion: str
+    value: float
+    lower_bound: float
+
+    @property
+    def proven(self) -> bool:
+        return self.gap <= 1e-9
+
+    @property
+    def gap(self) -> float:
+        """(value - lower bound) / value."""
+        return max(0.0, (self.value - self.lower_bound) / self.value) if self.value else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """The stage of every unit, and how good that is."""
+
+    stage_of: tuple[int, ...]
+    optimality: Optimality
+
+
+def stage_loads(problem: PartitionProblem, stage_of: NDArray[np.int64]) -> Vector:
+    """The load of every stage, recomputed from the definition (no tables), O(units + uses)."""
+    loads = np.zeros(len(problem.slots))
+    for q, slot in enumerate(problem.slots):
+        loads[q] = slot.seconds[stage_of == q].sum()
+    for value in problem.values:
+        held = sorted({int(stage_of[u]) for u in value.units})
+        if problem.relayed and not value.external:
+            for q in range(held[0], held[-1] + 1):
+                borders = (q > held[0]) + (q < held[-1])
+                loads[q] += borders * value.nbytes * problem.slots[q].seconds_per_byte
+        elif value.external or len(held) > 1:
+            for q in held:
+                loads[q] += value.nbytes * problem.slots[q].seconds_per_byte
+    return loads

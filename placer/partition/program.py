@@ -1,0 +1,230 @@
+"""The dynamic program over nested downsets: f(I, q) = min over J in I of max(f(J, q-1), load(I - J)).
+
+It is given a family of downsets, and is exact over the placements whose borders are in the family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placer.partition.families import Window
+from placer.partition.lattice import Lattice, WeightLookup, Words, unpack
+from placer.partition.problem import StageSlot, Vector
+
+Indices = NDArray[np.int64]
+
+_BLOCK = 64  # rows whose stages are looked at together
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Borders:
+    """The best placement of a family: the downset that each stage ends with, and its largest load."""
+
+    rows: tuple[NDArray[np.uint64], ...]
+    value: float
+
+
+def _counts(flags: NDArray[np.uint8], groups: Sequence[Sequence[int]]) -> NDArray[np.int16]:
+    """How many units of each group every row has."""
+    counts = np.empty((len(flags), len(groups)), dtype=np.int16)
+    for g, units in enumerate(groups):
+        counts[:, g] = flags[:, list(units)].sum(axis=1)
+    return counts
+
+
+class _Family:
+    """Downsets sorted by size, with what the loads of their differences are made of."""
+
+    def __init__(self, lattice: Lattice, rows: Words, cut_nbytes: Vector) -> None:
+        self.lattice, self.rows = lattice, rows
+        n = lattice.num_units
+        flags = unpack(rows, n)
+        self.solid = flags[:, lattice.solid].sum(axis=1, dtype=np.int64)
+        counts = _counts(flags, lattice.values)
+        sizes = np.array([len(v) for v in lattice.values], dtype=np.int16)
+        self.cut = ((counts > 0) & (counts < sizes)) @ cut_nbytes
+        self.counts, self.sizes = counts[:, : lattice.num_paid], sizes[: lattice.num_paid]
+        self.paid = lattice.value_nbytes[: lattice.num_paid]
+        self.cut_paid = ((self.counts > 0) & (self.counts < self.sizes)) @ self.paid
+        self.outer = _counts(flags, lattice.external)
+        shared = [units for f in lattice.floats for units in f.values]
+        self.floating = _counts(flags, shared)
+        self._float_sizes = np.array([len(units) for units in shared], dtype=np.int16)
+        self._starts = np.cumsum([0, *(len(f.values) for f in lattice.floats)])[:-1]
+        self._sums: dict[bytes, Vector] = {}
+
+    def sums(self, weights: Vector) -> Vector:
+        key = weights.tobytes()
+        if key not in self._sums:
+            self._sums[key] = WeightLookup(weights)(self.rows)
+        return self._sums[key]
+
+    def loads(self, before: Indices, after: Indices, slot: StageSlot) -> Vector:
+        """``[i, j]``: the load on ``slot`` of the stage ``after[i] - before[j]``, if these nest.
+
+        A value is paid if it crosses one border or the other, less where it crosses both and the
+        stage has none of its units, which is so where both have as many of them: all sums of
+        products, over the values that cross in ``after`` only. With floats it is a lower bound:
+        each is taken to be where that is cheapest for the stage.
+        """
+        lattice = self.lattice
+        seconds = self.sums(slot.seconds[lattice.order])
+        load: Vector = seconds[after, None] - seconds[None, before]
+        crossing = self.cut_paid[after, None] + self.cut_paid[None, before]
+        if not lattice.problem.relayed:
+            crossing -= self._both(before, after)
+        for e, nbytes in enumerate(lattice.external_nbytes):
+            crossing += nbytes * (self.outer[after, None, e] != self.outer[None, before, e])
+        load += slot.seconds_per_byte * crossing
+        if lattice.floats:
+            load += self._floats(before, after, slot)
+        return load
+
+    def _both(self, before: Indices, after: Indices) -> Vector:
+        """Bytes that cross both borders, and again those of them that the stage has nothing of."""
+        last = self.counts[after]
+        crossing = (last > 0) & (last < self.sizes)
+        columns = np.flatnonzero(crossing.any(axis=0))
+        last, crossing = last[:, columns], crossing[:, columns]
+        first = self.counts[np.ix_(before, columns)]
+        nbytes, sizes = self.paid[columns], self.sizes[columns]
+        found: Vector = (crossing * nbytes) @ ((first > 0) & (first < sizes)).T.astype(np.float64)
+        for count in range(1, int(last.max(initial=0)) + 1):
+            equal = crossing & (last == count)
+            some = np.flatnonzero(equal.any(axis=0))
+            if len(some):
+                same = (first[:, some] == count).T.astype(np.float64)
+                found += (equal[:, some] * nbytes[some]) @ same
+        return found
+
+    def _floats(self, before: Indices, after: Indices, slot: StageSlot) -> Vector:
+        total = np.zeros((len(after), len(before)))
+        last, first = self.floating[after], self.floating[before]
+        for f, start in zip(self.lattice.floats, self._starts, strict=True):
+            columns = slice(start, start + len(f.values))
+            sizes = self._float_sizes[columns]
+            rows = np.flatnonzero((last[:, columns] > 0).any(axis=1))
+            others = np.flatnonzero((first[:, columns] < sizes).any(axis=1))
+            if not len(rows) or not len(others):
+                continue  # the stage has none of the units that it shares values with
+            without = np.zeros((len(rows), len(others)))
+            within = without.copy()
+            for e in range(len(f.values)):
+                held = last[rows, None, start + e] - first[None, others, start + e]
+                without += f.nbytes[e] * (held > 0)
+                within += f.nbytes[e] * (held < sizes[e])
+            own = slot.seconds[f.unit] + slot.seconds_per_byte * within
+            total[np.ix_(rows, others)] += np.minimum(slot.seconds_per_byte * without, own)
+        return total
+
+
+def best_borders(lattice: Lattice, rows: Words, bound: float) -> Borders | None:
+    """The placement of least largest load, below ``bound``, with its borders among ``rows``.
+
+    ``rows`` are distinct and sorted by size, the empty and the full set among them. Ties go to the
+    earlier row. O(pairs of nested rows whose difference is within the bound * values).
+    """
+    slots, order = lattice.problem.slots, lattice.order
+    window = Window(lattice, bound)
+    family = _Family(lattice, rows, window.cut_nbytes)
+    inside = np.stack([family.sums(w) for w in window.columns], axis=1)
+    outside = np.array([w.sum() for w in window.columns]) - inside
+    last = len(rows) - 1
+    opens = [window.open(q, inside, outside, family.cut) for q in range(1, len(slots))]
+    opens.append(np.arange(len(rows)) == last)
+    ends = np.array([np.arange(len(rows)) == 0, *opens])
+    alive = np.flatnonzero(ends.any(axis=0))
+    first = np.argmax(ends, axis=0)
+    final = len(slots) - np.argmax(ends[::-1], axis=0)
+    value = np.full(len(rows), np.inf)
+    value[0] = 0.0
+    choices: list[Indices] = []
+    tables: dict[tuple[bytes, float], _Pairs] = {}
+    for slot, may_end in zip(slots, opens, strict=True):
+        key = slot.seconds.tobytes(), slot.seconds_per_byte
+        if key not in tables:
+            tables[key] = _nested_pairs(family, alive, first, final, slot, bound)
+        pairs = tables[key]
+        reached = np.maximum(pairs.load, value[pairs.before])
+        for sums, limit in _limits(family, slot, order):
+            reached[sums[pairs.after] - sums[pairs.before] > limit] = np.inf
+        following = np.full(len(rows), np.inf)
+        choice = np.full(len(rows), -1, dtype=np.int64)
+        if lattice.problem.may_be_empty:
+            following, choice = np.where(may_end, value, np.inf), np.arange(len(rows))
+        if len(pairs.starts):
+            least = np.minimum.reduceat(reached, pairs.starts)
+            sizes = np.diff([*pairs.starts, len(reached)])
+            where = np.where(reached == np.repeat(least, sizes), pairs.before, len(rows))
+            source = np.minimum.reduceat(where, pairs.starts)
+            targets = pairs.after[pairs.starts]
+            better = (least < np.minimum(following[targets], bound)) & may_end[targets]
+            following[targets[better]] = least[better]
+            choice[targets[better]] = source[better]
+        value = following
+        choices.append(choice)
+    if not value[last] < bound:
+        return None
+    at, borders = last, []
+    for choice in reversed(choices):
+        borders.append(rows[at])
+        at = int(choice[at])
+    return Borders(rows=tuple(borders[::-1]), value=float(value[last]))
+
+
+def _limits(family: _Family, slot: StageSlot, order: Indices) -> list[tuple[Vector, float]]:
+    """Sums over a stage's units that must not exceed a limit there: bytes, units pinned elsewhere."""
+    limits = []
+    pins = family.lattice.problem.pins
+    if slot.budget is not None:
+        limits.append((family.sums(slot.nbytes[order]), slot.budget * (1 + 1e-12)))
+    foreign = np.array([pins.get(int(u), slot.device) != slot.device for u in order])
+    if foreign.any():
+        limits.append((family.sums(foreign.astype(np.float64)), 0.5))
+    return limits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Pairs:
+    """Nested rows whose difference is a stage within the bound, sorted by ``after``."""
+
+    before: Indices
+    after: Indices
+    load: Vector
+    starts: Indices  # where the pairs of each ``after`` begin
+
+
+def _nested_pairs(
+    family: _Family, alive: Indices, first: Indices, final: Indices, slot: StageSlot, bound: float
+) -> _Pairs:
+    """Pairs of ``alive`` rows; a row may end the stages ``first`` to ``final`` (0: none begun)."""
+    seconds = family.sums(slot.seconds[family.lattice.order])
+    parts = []
+    for start in range(0, len(alive), _BLOCK):
+        block = alive[start : start + _BLOCK]
+        may = family.solid[block, None] > family.solid[None, alive]
+        may &= seconds[block, None] - seconds[None, alive] < bound
+        may &= first[None, alive] < final[block, None]
+        may &= final[None, alive] >= first[block, None] - 1
+        chosen = may.any(axis=0)
+        sources = alive[chosen]
+        if not len(sources):
+            continue
+        loads = family.loads(sources, block, slot)
+        second, earlier = np.nonzero(may[:, chosen] & (loads < bound))
+        before, after = sources[earlier], block[second]
+        load = loads[second, earlier]
+        for word in range(family.rows.shape[1]):
+            column = family.rows[:, word]
+            nested = (column[before] & ~column[after]) == 0
+            before, after, load = before[nested], after[nested], load[nested]
+        parts.append((before, after, load))
+    if not parts:
+        parts.append((np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0)))
+    before, after, load = (np.concatenate(column) for column in zip(*parts, strict=True))
+    changes = np.concatenate([[True], after[1:] != after[:-1]])[: len(after)]
+    return _Pairs(before=before, after=after, load=load, starts=np.flatnonzero(changes))

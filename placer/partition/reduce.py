@@ -1,0 +1,139 @@
+"""Make a partition problem smaller without changing its answer: join units that belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import networkx as nx
+import numpy as np
+from numpy.typing import NDArray
+
+from placer.partition.problem import CrossingValue, PartitionProblem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Reduction:
+    """A smaller problem, and which of its units each original unit became."""
+
+    problem: PartitionProblem
+    unit_of: NDArray[np.int64]
+
+
+def join_together(problem: PartitionProblem) -> Reduction:
+    """Units of one ``together`` group become one; so do those that then depend on each other."""
+    joined: nx.Graph = nx.Graph()
+    joined.add_nodes_from(range(problem.num_units))
+    for group in problem.together:
+        nx.add_path(joined, group)
+    group_of = {u: min(g) for g in nx.connected_components(joined) for u in g}
+    graph: nx.DiGraph = nx.DiGraph()
+    graph.add_nodes_from(sorted(set(group_of.values())))
+    graph.add_edges_from((group_of[a], group_of[b]) for a, b in problem.edges)
+    leader = {}
+    for component in nx.strongly_connected_components(graph):
+        for vertex in component:
+            leader[vertex] = min(component)
+    return contract(problem, [leader[group_of[u]] for u in range(problem.num_units)])
+
+
+def contract(problem: PartitionProblem, leaders: Sequence[int]) -> Reduction:
+    """The problem with the units of one leader as one unit; leaders keep their relative order."""
+    names, unit_of = np.unique(np.asarray(leaders, dtype=np.int64), return_inverse=True)
+    count = len(names)
+    edges = sorted(
+        {(int(unit_of[a]), int(unit_of[b])) for a, b in problem.edges if unit_of[a] != unit_of[b]}
+    )
+    values = []
+    for value in problem.values:
+        units = tuple(sorted({int(unit_of[u]) for u in value.units}))
+        if value.external or len(units) > 1:
+            values.append(CrossingValue(nbytes=value.nbytes, units=units, external=value.external))
+    slots = tuple(
+        replace(
+            slot,
+            seconds=np.bincount(unit_of, weights=slot.seconds, minlength=count).astype(np.float64),
+            nbytes=np.bincount(unit_of, weights=slot.nbytes, minlength=count).astype(np.float64),
+        )
+        for slot in problem.slots
+    )
+    pins = {int(unit_of[u]): problem.pins[u] for u in sorted(problem.pins, reverse=True)}
+    solid = {int(unit_of[u]) for u in range(problem.num_units) if u not in problem.hollow}
+    reduced = PartitionProblem(
+        num_units=count,
+        edges=tuple(edges),
+        values=tuple(values),
+        slots=slots,
+        pins=pins,
+        hollow=frozenset(range(count)) - solid,
+        may_be_empty=problem.may_be_empty,
+        relayed=problem.relayed,
+    )
+    return Reduction(problem=reduced, unit_of=unit_of)
+
+
+def fold_dominated(problem: PartitionProblem, *, relaxed: bool = False) -> Reduction:
+    """Join a unit with its only reader (or only source) where no stage is ever better off without.
+
+    Let v be the only successor (or predecessor) of u, or any unit if u has neither. Moving u to the
+    stage of v keeps all edges forward, unloads the stage it leaves, and changes the load of v's by
+    at most the seconds of u, plus the bytes of u's values that v does not share, less those that u
+    and v share with nobody. Where that is <= 0 on every device some best placement has them
+    together, memory apart: ``relaxed`` forgets the bytes that u holds, so that the best of the
+    reduced problem is no worse than the original's. Only done where stages may be empty.
+    """
+    unit_of = np.arange(problem.num_units)
+    if not problem.may_be_empty or problem.relayed:
+        return Reduction(problem=problem, unit_of=unit_of)
+    while True:
+        leaders, folded = _foldable(problem)
+        if not folded:
+            return Reduction(problem=problem, unit_of=unit_of)
+        if relaxed:
+            problem = _without_bytes(problem, folded)
+        step = contract(problem, leaders)
+        problem, unit_of = step.problem, step.unit_of[unit_of]
+
+
+def _without_bytes(problem: PartitionProblem, units: Sequence[int]) -> PartitionProblem:
+    keep = np.ones(problem.num_units)
+    keep[list(units)] = 0.0
+    slots = tuple(replace(slot, nbytes=slot.nbytes * keep) for slot in problem.slots)
+    return replace(problem, slots=slots)
+
+
+def _foldable(problem: PartitionProblem) -> tuple[list[int], list[int]]:
+    """A leader per unit, and the units that fold into another; every unit is in one fold at most."""
+    n = problem.num_units
+    preds: list[set[int]] = [set() for _ in range(n)]
+    succs: list[set[int]] = [set() for _ in range(n)]
+    for a, b in problem.edges:
+        preds[b].add(a)
+        succs[a].add(b)
+    values_of: list[list[CrossingValue]] = [[] for _ in range(n)]
+    for value in problem.values:
+        for u in value.units:
+            values_of[u].append(value)
+    costs = {(s.seconds.tobytes(), s.seconds_per_byte): s for s in problem.slots}
+    leaders, taken, folded = list(range(n)), [False] * n, []
+    for u in range(n):
+        if taken[u]:
+            continue
+        options = set()
+        if len(succs[u]) == 1:
+            options |= succs[u]
+        if len(preds[u]) == 1:
+            options |= preds[u]
+        if not succs[u] and not preds[u]:
+            options |= {w for value in values_of[u] for w in value.units} - {u}
+        for v in sorted(options):
+            if taken[v] or problem.pins.get(u) != problem.pins.get(v):
+                continue
+            alone = sum(x.nbytes for x in values_of[u] if set(x.units) == {u, v} and not x.external)
+            new = sum(x.nbytes for x in values_of[u] if v not in x.units)
+            if all(s.seconds[u] + s.seconds_per_byte * (new - alone) <= 0 for s in costs.values()):
+                leaders[u] = leaders[v] = min(u, v)
+                taken[u] = taken[v] = True
+                folded.append(u)
+                break
+    return leaders, folded

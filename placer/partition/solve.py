@@ -1,0 +1,234 @@
+"""Solve a partition problem: a family of downsets for the first answer, all of them for the proof."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placer.partition.families import beam_rows, chain_rows, distinct, surviving_rows
+from placer.partition.floats import assign_floats
+from placer.partition.lattice import (
+    Lattice,
+    Words,
+    build_lattice,
+    floating_units,
+    topological_order,
+    unpack,
+)
+from placer.partition.problem import (
+    CrossingValue,
+    Optimality,
+    PartitionProblem,
+    Solution,
+    stage_loads,
+)
+from placer.partition.program import Borders, best_borders
+from placer.partition.reduce import fold_dominated, join_together
+
+StageOf = NDArray[np.int64]
+
+_WIDTH = 8  # of the beam; measured: 16 finds nothing better on the published graphs
+_MOST_ALIVE = 150_000  # partly decided downsets at a time in a proof; about a second
+_TOLERANCE = 1e-10
+_NEAR = 0.8  # share of a budget from which on it may bind
+
+
+def solve(problem: PartitionProblem, *, most_alive: int = _MOST_ALIVE) -> Solution | None:
+    """The placement of least largest load, with a lower bound on the load of any placement.
+
+    Chains of a few topological orders and a beam of width 8 give an answer; if at most
+    ``most_alive`` partly decided downsets could be better at a time, all of these are tried and
+    the answer is optimal (`Optimality.proven`), floats and tight budgets apart, where the bound is
+    that of a relaxation. Deterministic. None when no placement was found that meets the budgets.
+    """
+    joined = join_together(problem)
+    folded = fold_dominated(joined.problem)
+    relaxed = fold_dominated(joined.problem, relaxed=True)
+    best = _Best(joined.problem)
+    best.offer(_heuristic(folded.problem), folded.unit_of)
+    bound, found = _prove(_lattice(relaxed.problem), best.value, most_alive)
+    best.offer(found, relaxed.unit_of)
+    if not _reached(best.value, bound) and joined.problem.may_be_empty:
+        # Folds and floats are exact but for budgets, and for what floats cost among themselves.
+        itself = np.arange(joined.problem.num_units)
+        if best.stage_of is None or _is_tight(joined.problem, best.stage_of):
+            best.offer(_heuristic(joined.problem), itself)
+        whole, found = _prove(_lattice(joined.problem, floats=False), best.value, most_alive)
+        bound = max(bound, whole)
+        best.offer(found, itself)
+    if best.stage_of is None:
+        return None
+    stage_of = best.stage_of[joined.unit_of]
+    value = _largest(problem, stage_of)
+    return Solution(
+        stage_of=tuple(stage_of.tolist()),
+        optimality=Optimality(
+            criterion="largest stage load", value=value, lower_bound=min(bound, value)
+        ),
+    )
+
+
+class _Best:
+    """The best placement so far that meets the budgets."""
+
+    def __init__(self, problem: PartitionProblem) -> None:
+        self._problem = problem
+        self.stage_of: StageOf | None = None
+        self.value = np.inf
+
+    def offer(self, stage_of: StageOf | None, unit_of: StageOf) -> None:
+        """Take ``stage_of`` (of the units that ``unit_of`` maps to) if it is better."""
+        if stage_of is None:
+            return
+        stage_of = stage_of[unit_of]
+        value = _largest(self._problem, stage_of)
+        if value < self.value and _is_feasible(self._problem, stage_of):
+            self.stage_of, self.value = stage_of, value
+
+
+def _reached(value: float, bound: float) -> bool:
+    return value <= bound * (1 + _TOLERANCE)
+
+
+def _heuristic(problem: PartitionProblem) -> StageOf | None:
+    """The best placement with borders among a few chains and a beam."""
+    lattice = _lattice(problem)
+    orders = [np.arange(lattice.num_units), *_deep_orders(lattice)]
+    chains = distinct(np.concatenate([chain_rows(lattice, order) for order in orders]))
+    best, value = _try(lattice, chains, None, np.inf)
+    rows = distinct(np.concatenate([chains, beam_rows(lattice, _WIDTH)]))
+    best, value = _try(lattice, rows, best, value)
+    if best is None or _is_tight(problem, best):
+        smallest = _smallest(problem)
+        if smallest is not None:
+            order = np.lexsort((np.arange(lattice.num_units), smallest[lattice.order]))
+            rows = distinct(np.concatenate([rows, chain_rows(lattice, order)]))
+            best, value = _try(lattice, rows, best, value)
+    return best
+
+
+def _try(
+    lattice: Lattice, rows: Words, best: StageOf | None, value: float
+) -> tuple[StageOf | None, float]:
+    """The better of ``best`` and the best placement with borders among ``rows``."""
+    limit = value * (1 - _TOLERANCE) if np.isfinite(value) else _above_all(lattice.problem)
+    borders = best_borders(lattice, rows, limit)
+    if borders is None:
+        return best, value
+    stage_of = _stages(lattice, borders)
+    reached = _largest(lattice.problem, stage_of)
+    if reached < value and _is_feasible(lattice.problem, stage_of):
+        return stage_of, reached
+    return best, value
+
+
+def _prove(lattice: Lattice, value: float, most_alive: int) -> tuple[float, StageOf | None]:
+    """A lower bound on all placements, and a placement below ``value`` if one was found.
+
+    Should there be too many downsets for a proof at ``value``, smaller bounds are tried.
+    """
+    problem = lattice.problem
+    least = _trivial_bound(problem)
+    if _reached(value, least):
+        return least, None
+    if not np.isfinite(value):
+        value = _above_all(problem)
+    for share in (1.0, 0.75, 0.5, 0.25):
+        limit = least + share * (value - least)
+        rows = surviving_rows(lattice, limit * (1 - _TOLERANCE), most=most_alive)
+        if rows is None:
+            most_alive //= 2
+            continue
+        borders = best_borders(lattice, rows, limit * (1 - _TOLERANCE))
+        if borders is None:
+            return limit, None
+        return borders.value, _stages(lattice, borders)
+    return least, None
+
+
+def _trivial_bound(problem: PartitionProblem) -> float:
+    """No placement can be better than its largest unit, or than all work spread evenly."""
+    seconds = np.min([slot.seconds for slot in problem.slots], axis=0)
+    return max(float(seconds.max(initial=0.0)), float(seconds.sum()) / len(problem.slots))
+
+
+def _above_all(problem: PartitionProblem) -> float:
+    crossing = 2 * sum(value.nbytes for value in problem.values)
+    return 1.0 + max(float(s.seconds.sum() + s.seconds_per_byte * crossing) for s in problem.slots)
+
+
+def _lattice(problem: PartitionProblem, *, floats: bool = True) -> Lattice:
+    loose = set(floating_units(problem)) if floats else set()
+    preds: list[list[int]] = [[] for _ in range(problem.num_units)]
+    succs: list[list[int]] = [[] for _ in range(problem.num_units)]
+    for a, b in problem.edges:
+        preds[b].append(a)
+        succs[a].append(b)
+    order = topological_order(preds, succs, range(problem.num_units))
+    return build_lattice(problem, [u for u in order if u not in loose])
+
+
+def _deep_orders(lattice: Lattice) -> list[NDArray[np.int64]]:
+    """Newest first: the unit that became ready last, from the front and from the back."""
+    front = _newest_first(lattice.preds, lattice.succs)
+    back = _newest_first(lattice.succs, lattice.preds)
+    return [np.array(front, dtype=np.int64), np.array(back[::-1], dtype=np.int64)]
+
+
+def _newest_first(preds: Sequence[Sequence[int]], succs: Sequence[Sequence[int]]) -> list[int]:
+    waiting = [len(p) for p in preds]
+    ready = [u for u in reversed(range(len(preds))) if not waiting[u]]
+    order = []
+    while ready:
+        unit = ready.pop()
+        order.append(unit)
+        for reader in reversed(succs[unit]):
+            waiting[reader] -= 1
+            if not waiting[reader]:
+                ready.append(reader)
+    return order
+
+
+def _smallest(problem: PartitionProblem) -> StageOf | None:
+    """A placement whose largest share of a budget is small: memory as the load, no values."""
+    slots = tuple(
+        replace(
+            slot,
+            seconds=slot.nbytes / slot.budget if slot.budget else np.zeros(problem.num_units),
+            seconds_per_byte=0.0,
+            budget=None,
+        )
+        for slot in problem.slots
+    )
+    ties = tuple(CrossingValue(nbytes=v.nbytes, units=v.units) for v in problem.values)
+    return _heuristic(replace(problem, slots=slots, values=ties))
+
+
+def _is_tight(problem: PartitionProblem, stage_of: StageOf) -> bool:
+    """Whether some stage is near its budget, so that budgets may have shaped the answer."""
+    return any(
+        slot.budget is not None and slot.nbytes[stage_of == q].sum() > _NEAR * slot.budget
+        for q, slot in enumerate(problem.slots)
+    )
+
+
+def _stages(lattice: Lattice, borders: Borders) -> StageOf:
+    """The stage of every unit: the first whose border holds it; floats where they cost least."""
+    held = unpack(np.stack(borders.rows), lattice.num_units)
+    stage_of = np.full(lattice.problem.num_units, -1, dtype=np.int64)
+    stage_of[lattice.order] = np.argmax(held, axis=0)
+    return assign_floats(lattice.problem, stage_of)
+
+
+def _largest(problem: PartitionProblem, stage_of: StageOf) -> float:
+    return float(stage_loads(problem, stage_of).max())
+
+
+def _is_feasible(problem: PartitionProblem, stage_of: StageOf) -> bool:
+    return all(
+        slot.budget is None or slot.nbytes[stage_of == q].sum() <= slot.budget * (1 + 1e-12)
+        for q, slot in enumerate(problem.slots)
+    )
