@@ -38,14 +38,11 @@ def running_sequence_number() -> int | None:
     return None if node is None else node._sequence_nr()
 
 
-<<<<<<< HEAD
-=======
 def default_store() -> Any:
     """The key-value store of the default process group. Checked with 2.15."""
     return dist.distributed_c10d._get_default_store()
 
 
->>>>>>> issue-5
 def is_checkpointing(hooks: object) -> bool:
     """Are these the saved-tensor hooks of non-reentrant ``torch.utils.checkpoint``? Checked with 2.15."""
     return isinstance(hooks, tuple) and hooks[0].__module__ == "torch.utils.checkpoint"
@@ -58,11 +55,3 @@ REENTRANT_CHECKPOINT: type = torch.utils.checkpoint.CheckpointFunction
 def saved_tensor_hooks() -> object:
     """The pack and unpack hooks in force, None outside of any. Checked with 2.15."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
-<<<<<<< HEAD
-
-
-def default_store() -> Any:
-    """The key-value store of the default process group. Checked with 2.15."""
-    return dist.distributed_c10d._get_default_store()
-=======
->>>>>>> issue-5
