@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 def clone_shallow(
@@ -55,3 +57,8 @@ REENTRANT_CHECKPOINT: type = torch.utils.checkpoint.CheckpointFunction
 def saved_tensor_hooks() -> object:
     """The pack and unpack hooks in force, None outside of any. Checked with 2.15."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def without_modes() -> AbstractContextManager[object]:
+    """Outside of every dispatch mode that is active (a ledger, fake tensors). Checked with 2.15."""
+    return _disable_current_modes()

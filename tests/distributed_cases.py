@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -168,3 +169,39 @@ def compare_state(placed: nn.Module, plain: nn.Module, when: str) -> None:
     buffers = dict(plain.named_buffers(remove_duplicate=False))
     for name, buffer in placed.named_buffers(remove_duplicate=False):
         assert_close(buffer, buffers[name], f"{when}, rank {dist.get_rank()}, buffer {name}")
+
+
+def fail_in_a_step(
+    spec: placer.PlacementSpec, fault: str, rank: int, *, catch: bool = True
+) -> tuple[str, ...]:
+    """The error that this rank ends a step with, when ``fault`` happens on ``rank`` in the second."""
+    torch.manual_seed(0)
+    model = _no_dropout(models.TiedTransformer()).double()
+    ids = torch.randint(0, 17, (8, 6))
+    placed = placer.compile(model, spec, (ids,))
+    placed.step(ids, target=ids, loss_fn=token_loss)
+    if dist.get_rank() == rank:
+        if fault == "layer":
+            ids = ids + 17
+        elif fault == "hook":
+            placed.get_submodule("blocks.2.mlp.0").register_forward_pre_hook(_explode)
+        elif fault == "backward":
+            next(placed.parameters()).register_hook(_explode)
+        elif fault == "killed":
+            os._exit(3)
+    target = ids + 17 if fault == "loss" else ids
+    try:
+        placed.step(ids, target=target, loss_fn=token_loss)
+    except placer.StageError as error:
+        return "StageError", str(error), error.layer, str(error.stage), str(error.rank)
+    except placer.PeerError as error:
+        return "PeerError", str(error)
+    return ("none",)
+
+
+def _explode(*_: Any) -> None:
+    raise ArithmeticError("boom")
+
+
+def token_loss(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())

@@ -3,16 +3,27 @@
 from placer.capture.call import flatten_call, rebuild_call, unflatten_output
 from placer.capture.capture import capture_model
 from placer.capture.fake import FakeWorld
-from placer.capture.types import TENSOR, CallFormat, Capture, WholeModule
+from placer.capture.types import TENSOR, CallFormat, Capture, Conditions, WholeModule
+from placer.capture.validity import (
+    captured_key,
+    condition_key,
+    find_difference,
+    require_same_program,
+)
 
 __all__ = [
     "TENSOR",
     "CallFormat",
     "Capture",
+    "Conditions",
     "FakeWorld",
     "WholeModule",
     "capture_model",
+    "captured_key",
+    "condition_key",
+    "find_difference",
     "flatten_call",
     "rebuild_call",
+    "require_same_program",
     "unflatten_output",
 ]

@@ -1,4 +1,4 @@
-"""Which nodes share memory: one run of the graph on fake tensors, watching every write."""
+"""Which nodes share memory or draw random numbers: one run of the graph on fake tensors."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from placer.capture.fake import FakeWorld, GuessData
+from placer.capture.fake import FakeWorld
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aliasing:
-    """What the run found: state that nodes write, and nodes that must stay together."""
+    """What the run found: state that nodes write, nodes that must stay together, nodes that draw."""
 
     mutated_state_of: dict[str, tuple[str, ...]]
     together: tuple[tuple[str, ...], ...]
+    draws: tuple[str, ...]
 
 
 class NodeFailure(Exception):
@@ -57,7 +58,7 @@ def analyze_aliasing(
     }
     interpreter = _Watcher(twin, graph, {name: world.tensor(t) for name, t in constants.items()})
     fakes = [world.tensor(tensor) for tensor in inputs]
-    with torch.enable_grad(), world.mode, GuessData(), interpreter.writes:
+    with torch.enable_grad(), world.running(), interpreter.writes:
         interpreter.run(*fakes)
     mutated = {
         name: tuple(sorted({state[key] for key in keys if key in state}))
@@ -66,18 +67,21 @@ def analyze_aliasing(
     return Aliasing(
         mutated_state_of={name: names for name, names in mutated.items() if names},
         together=_groups(graph, interpreter, set(state)),
+        draws=tuple(interpreter.draws),
     )
 
 
 class _WriteLog(TorchDispatchMode):
-    """Collects the storages that operators write, by their schemas."""
+    """Collects the storages that operators write, by their schemas; sees random numbers drawn."""
 
     def __init__(self) -> None:
         super().__init__()
         self.written: set[int] = set()
+        self.drew = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self.drew = self.drew or torch.Tag.nondeterministic_seeded in func.tags
         for index, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[index] if index < len(args) else kwargs.get(argument.name)
@@ -105,6 +109,7 @@ class _Watcher(fx.Interpreter):
         self.writes = _WriteLog()
         self.touched: dict[str, set[int]] = {}
         self.written: dict[str, set[int]] = {}
+        self.draws: list[str] = []
         self.known: set[int] = set()
         self.given: set[int] = set()
         for tensor in (*model.parameters(), *model.buffers()):
@@ -125,10 +130,13 @@ class _Watcher(fx.Interpreter):
         for module in (x for x in tree_iter(args) if isinstance(x, nn.Module)):
             reads.update(_storages([*module.parameters(), *module.buffers()]))
         self.writes.written.clear()
+        self.writes.drew = False
         try:
             value = super().run_node(n)
         except Exception as error:
             raise NodeFailure(n) from error
+        if self.writes.drew:
+            self.draws.append(n.name)
         gives = set(_storages(value))
         if n.op == "placeholder":
             self.given |= gives

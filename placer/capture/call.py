@@ -48,6 +48,12 @@ def bind_call(
     return _bind(inspect.signature(model.forward), args, kwargs or {})
 
 
+def describe_shapes(inputs: Sequence[Tensor | torch.Size]) -> str:
+    """Sizes as people write them: ``1x3x64x64, 1x64``."""
+    shapes = [x.shape if isinstance(x, Tensor) else x for x in inputs]
+    return ", ".join("x".join(map(str, shape)) or "a scalar" for shape in shapes)
+
+
 def rebuild_arguments(
     call: BoundCall | CallFormat, leaves: Sequence[Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:

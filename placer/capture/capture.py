@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from placer.capture.alias import Aliasing, NodeFailure, analyze_aliasing
-from placer.capture.call import BoundCall, bind_call, make_call_format
-from placer.capture.failure import ForwardFailure, TraceFailure, describe, locate
+from placer.capture.call import BoundCall, bind_call, describe_shapes, make_call_format
+from placer.capture.failure import ForwardFailure, TraceFailure, describe
 from placer.capture.fake import FakeWorld
 from placer.capture.fingerprint import fingerprint_graph, spell_graph
 from placer.capture.leaves import find_whole_modules, is_torch_leaf
 from placer.capture.record import Recording, record_model
-from placer.capture.types import Capture, WholeModule
+from placer.capture.types import Capture, Conditions, WholeModule, training_flags
 from placer.errors import CaptureError
 
 _CHECKPOINTED = "the model checkpoints its activations, so backward runs it again as a whole"
@@ -89,14 +89,10 @@ class _Session:
         try:
             return record_model(self.world, self.model, self.twin, self.bound, inputs, whole)
         except ForwardFailure as failure:
-            error = failure.__cause__
-            assert error is not None
-            raise CaptureError(
-                failure.layer or type(self.model).__name__,
-                f"forward fails on these inputs: {type(error).__name__}: {error}"
-                + (f" ({locate(error)})" if locate(error) else ""),
+            raise failure.as_error(
+                f"on these inputs ({describe_shapes(inputs)})",
                 "check the example inputs: shapes, dtypes, and the mode of the model",
-            ) from error
+            ) from failure.__cause__
 
     def _keep_whole(self, failure: TraceFailure) -> None:
         if not failure.layer or failure.layer in self.whole:
@@ -187,12 +183,22 @@ def _assemble(
         state_of={node.name: _state_of(node, modules, recording.constants) for node in nodes},
         mutated_state_of=aliasing.mutated_state_of,
         together=aliasing.together,
+        draws=aliasing.draws,
         constants=recording.constants,
         call=make_call_format(bound, recording.out_spec),
         whole_modules=tuple(
             w for w in whole.values() if w.layer in called and not is_torch_leaf(modules[w.layer])
         ),
         fingerprint=fingerprint_graph(model, graph),
+        conditions=Conditions(
+            modes=training_flags(model),
+            shapes=tuple(tensor.shape for tensor in bound.tensors),
+            dtypes=tuple(tensor.dtype for tensor in bound.tensors),
+            any_batch=not session.fixed_batch,
+            whole=frozenset(session.whole),
+            program=tuple(spell_graph(graph)),
+            locations=tuple(recording.location_of.get(node.name, "") for node in graph.nodes),
+        ),
         training=model.training,
         fixed_batch=session.fixed_batch,
         location_of=recording.location_of,

@@ -9,6 +9,8 @@ from types import CodeType
 
 import torch
 
+from placer.errors import CaptureError
+
 _TORCH = os.path.dirname(torch.__file__) + os.sep  # noqa: PTH120 - compared with frame file names
 _OURS = os.path.dirname(__file__) + os.sep  # noqa: PTH120
 
@@ -30,9 +32,20 @@ class Untraceable(Exception):
 class ForwardFailure(Exception):
     """The model itself fails on these inputs, recorded or not; the cause is ``__cause__``."""
 
-    def __init__(self, layer: str) -> None:
-        super().__init__(layer)
+    def __init__(self, layer: str, location: str) -> None:
+        super().__init__(layer, location)
         self.layer = layer
+        self.location = location
+
+    def as_error(self, situation: str, remedy: str) -> CaptureError:
+        """The error for the user: "forward fails ``situation``", with the line of their own code."""
+        where = f" ({self.location})" if self.location else ""
+        text = str(self.__cause__).strip().split("\n")[0]
+        return CaptureError(
+            self.layer or "the model",
+            f"forward fails {situation}: {type(self.__cause__).__name__}: {text}{where}",
+            remedy,
+        )
 
 
 def describe(error: BaseException) -> str:

@@ -7,6 +7,7 @@ parameters, views of one storage) its copy shares too, and nothing is allocated.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -51,7 +52,7 @@ class FakeWorld:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Run code on twins; the values of tensors that it looks at are guessed (`GuessData`)."""
-        with self.mode, GuessData():
+        with self.mode, GuessData(), quiet_fakes():
             yield
 
     def tree(self, value: Any) -> Any:
@@ -102,6 +103,18 @@ class FakeWorld:
             count = original.untyped_storage().nbytes() // original.element_size()
             self._bases[key] = torch.empty(count, dtype=original.dtype, device="cpu")
         return self._bases[key]
+
+
+@contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """What fails on fake tensors is told once, by an error: torch would log a traceback as well."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 _ONE_OF: dict[torch.dtype, Any] = {

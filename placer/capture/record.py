@@ -29,7 +29,7 @@ from placer.capture.failure import (
     locate,
     locate_caller,
 )
-from placer.capture.fake import FakeWorld, GuessData
+from placer.capture.fake import FakeWorld, GuessData, quiet_fakes
 from placer.capture.fingerprint import spell_graph
 from placer.capture.leaves import is_torch_leaf
 from placer.capture.restore import Snapshot
@@ -170,6 +170,7 @@ def _ambient(world: FakeWorld) -> Iterator[None]:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(world.mode)
+        stack.enter_context(quiet_fakes())
         stack.enter_context(CPU)
         yield
 
@@ -317,7 +318,7 @@ class _Recorder(TorchFunctionMode):
             with guess:
                 value = original(module, *executable(args), **executable(kwargs))
         except Exception as error:
-            raise ForwardFailure(path) from error
+            raise ForwardFailure(path, locate(error) or locate_caller()) from error
         finally:
             self.paused = False
         if guess.guessed and any(isinstance(x, bool | int | float) for x in tree_iter(value)):

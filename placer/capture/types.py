@@ -40,6 +40,19 @@ class CallFormat:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Conditions:
+    """What a graph was captured under; under other conditions the model may be another program."""
+
+    modes: tuple[bool, ...]  # the training flag of every module, in the order of ``modules()``
+    shapes: tuple[torch.Size, ...]  # per tensor input
+    dtypes: tuple[torch.dtype, ...]
+    any_batch: bool  # does the graph serve every batch size?
+    whole: frozenset[str]  # modules that stay whole
+    program: tuple[str, ...]  # the graph spelled, a line per node
+    locations: tuple[str, ...]  # "file.py:123" or "" of each of these lines
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Capture:
     """A model as a graph on fake tensors; owns no weights (``model`` is the caller's own).
 
@@ -59,14 +72,21 @@ class Capture:
     state_of: Mapping[str, tuple[str, ...]]  # node -> names of the parameters and buffers it reads
     mutated_state_of: Mapping[str, tuple[str, ...]]  # node -> names of those it writes in forward
     together: tuple[tuple[str, ...], ...]  # groups of nodes that must share a stage
+    draws: tuple[str, ...]  # nodes that draw random numbers, in program order
     constants: Mapping[str, torch.Tensor]  # get_attr node -> tensor that tracing burned in
     call: CallFormat
     whole_modules: tuple[WholeModule, ...]
     fingerprint: str  # changes when the graph, or a name, shape or dtype of the state does
+    conditions: Conditions
     training: bool  # the mode that the model was in; the graph is the program of that mode
     fixed_batch: str = ""  # why only the captured batch size works, "" when every size does
     location_of: Mapping[str, str] = field(default_factory=dict)  # node -> "file.py:123" or ""
     notes: tuple[str, ...] = ()  # what the graph leaves out, in sentences
+
+
+def training_flags(model: nn.Module) -> tuple[bool, ...]:
+    """The mode (train or eval) of every module of ``model``."""
+    return tuple(module.training for module in model.modules())
 
 
 class _Tensor:

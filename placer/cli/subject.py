@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,8 +31,6 @@ class Subject:
 
     def capture(self) -> tuple[Capture, list[Tensor]]:
         """The captured model, and the tensors of the call as the capture has them."""
-        # What fails on fake tensors is told once, by the error: torch would log a traceback too.
-        logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
         capture = capture_model(self.model, self.args, self.kwargs)
         return capture, flatten_call(capture.call, self.args, dict(self.kwargs))
 

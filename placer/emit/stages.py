@@ -21,8 +21,9 @@ def emit_stages(capture: Capture, stage_nodes: Iterable[Iterable[str]]) -> Stage
     that reads it. The last stage returns the model's results: what earlier stages computed of
     them passes through it, so that all results are on one device.
     """
-    stage_of = {name: s for s, names in enumerate(stage_nodes) for name in names}
-    num_stages = max(stage_of.values(), default=0) + 1
+    stages_of_plan = [list(names) for names in stage_nodes]
+    stage_of = {name: s for s, names in enumerate(stages_of_plan) for name in names}
+    num_stages = len(stages_of_plan)
     nodes = {node.name: node for node in capture.graph.nodes}
     placeholders = [node.name for node in capture.graph.nodes if node.op == "placeholder"]
     external = set(placeholders) | set(capture.constants)
@@ -57,6 +58,7 @@ def emit_stages(capture: Capture, stage_nodes: Iterable[Iterable[str]]) -> Stage
         state_stage=_owners(capture, stage_of),
         constants=dict(capture.constants),
         call=capture.call,
+        conditions=capture.conditions,
     )
 
 

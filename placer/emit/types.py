@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from placer.capture import CallFormat
+from placer.capture import CallFormat, Conditions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,3 +45,4 @@ class StagedModel:
     state_stage: Mapping[str, int]
     constants: Mapping[str, torch.Tensor]
     call: CallFormat
+    conditions: Conditions  # under which these stages are the model's program

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import operator
 from collections.abc import Iterable, Mapping
 
@@ -16,8 +17,9 @@ def unit_graph(capture: Capture) -> nx.DiGraph:
     """The DAG of units of ``capture``; each vertex is its smallest node position, with ``nodes``.
 
     A unit joins what aliasing ties together (``capture.together``), a result with the ``getitem``
-    calls that take it apart, and a parameter or constant with its first reader. Units that would
-    depend on each other both ways become one (the condensation of the graph).
+    calls that take it apart, and a parameter or constant with its first reader. Units that draw
+    random numbers depend on each other in program order. Units that would depend on each other both
+    ways become one (the condensation of the graph).
     """
     position = {name: i for i, name in enumerate(capture.order)}
     joined: nx.Graph = nx.Graph()
@@ -34,6 +36,8 @@ def unit_graph(capture: Capture) -> nx.DiGraph:
         for user in node.users:
             if _takes_apart(user):
                 joined.add_edge(here, position[user.name])
+    draws = [position[name] for name in capture.draws]
+    depends += itertools.pairwise(draws)
     for group in capture.together:
         nx.add_path(joined, [position[name] for name in group])
     unit_of = {i: min(group) for group in nx.connected_components(joined) for i in group}

@@ -14,7 +14,8 @@ from placer.errors import PlacerError
 from placer.plan.types import Plan
 from placer.runtime.hooks import refuse_backward_hooks, run_forward_hooks, run_forward_pre_hooks
 from placer.runtime.place import Place
-from placer.runtime.replica import Replica
+from placer.runtime.programs import Programs
+from placer.runtime.replica import Replica, Run, run_schedule
 from placer.runtime.sampler import ReplicaSampler
 from placer.runtime.scaling import scale_of
 from placer.runtime.scatter import batch_cuts, batch_size, join_rows, split_rows, split_target
@@ -70,6 +71,7 @@ class PlacedModule(nn.Module):
         self.plan = plan
         self._staged = staged
         self._replicas = tuple(Replica(staged, row, places[0], plan.precision) for row in places)
+        self._programs = Programs(model, plan, staged)
 
     @property
     def call_format(self) -> CallFormat:
@@ -103,27 +105,36 @@ class PlacedModule(nn.Module):
         """`forward` for inputs that are flattened already."""
         home = self._replicas[0].output_place
         pieces = []
-        for replica, trees, microbatches in self._share(self._scatter(leaves)):
-            for inputs in microbatches:
-                result = replica.forward(trees, inputs)
-                pieces.append(transfer(result, replica.output_place, home))
-            self._write_back(replica, trees)
-        return unflatten_output(self._staged.call, join_rows(pieces))
+        for runs in self._runs(self._scatter(leaves)):
+            for run in runs:
+                result = run.replica.forward(run.trees, run.inputs)
+                pieces.append(transfer(result, run.replica.output_place, home))
+            self._write_back(runs)
+        return unflatten_output(run.replica.staged.call, join_rows(pieces))
 
-    def _share(self, scattered: list[Any]) -> list[tuple[Replica, list[Any], Any]]:
-        """Each replica that gets rows, its trees, and its rows.
+    def _runs(self, scattered: list[list[list[torch.Tensor]]]) -> list[list[Run]]:
+        """Per replica, its micro-batches with the stages and weights that each needs.
 
         All replicas read the weights before any runs: the first one's forward may write buffers.
         """
-        replicas = self._replicas[: len(scattered)]
-        trees = [replica.trees(self._tree) for replica in replicas]
-        return list(zip(replicas, trees, scattered, strict=True))
+        runs: list[list[Run]] = []
+        for replica, microbatches in zip(self._replicas, scattered, strict=False):
+            runs.append([])
+            trees: dict[int, tuple[Replica, list[Any]]] = {}
+            for inputs in microbatches:
+                staged = self._programs.find(inputs)
+                if id(staged) not in trees:
+                    variant = replica.with_program(staged)
+                    trees[id(staged)] = variant, variant.trees(self._tree)
+                runs[-1].append(Run(*trees[id(staged)], inputs))
+        return runs
 
-    def _write_back(self, replica: Replica, trees: list[Any]) -> None:
+    def _write_back(self, runs: list[Run]) -> None:
         """Keep what the first replica's modules put into their buffers and attributes."""
-        if replica is self._replicas[0]:
-            for tree in trees:
-                write_back(tree)
+        if runs[0].replica.mirrors is self._replicas[0].mirrors:
+            for run in runs:
+                for tree in run.trees:
+                    write_back(tree)
 
     def step(
         self,
@@ -176,12 +187,9 @@ class PlacedModule(nn.Module):
         targets = self._scatter_target(target, total, scattered)
         scale = 1.0 if scaler is None else scale_of(scaler, self.output_device)
         losses = []
-        rows = self._share(list(zip(scattered, targets, strict=True)))
-        for replica, trees, (microbatches, wanted) in rows:
-            losses += self._replica_step(
-                replica, trees, microbatches, wanted, loss_fn, total, reduction, scale
-            )
-            self._write_back(replica, trees)
+        for runs, wanted in zip(self._runs(scattered), targets, strict=True):
+            losses += self._replica_step(runs, wanted, loss_fn, total, reduction, scale)
+            self._write_back(runs)
         home = self._replicas[0].output_place
         loss = torch.stack([loss.to(home.device) for loss in losses]).sum()
         return loss if scale == 1.0 else loss / scale
@@ -227,38 +235,34 @@ class PlacedModule(nn.Module):
 
     def _replica_step(
         self,
-        replica: Replica,
-        trees: list[Any],
-        microbatches: list[list[torch.Tensor]],
+        runs: list[Run],
         targets: list[Any],
         loss_fn: Callable[..., torch.Tensor],
         total: int | None,
         reduction: str,
         scale: float,
     ) -> list[torch.Tensor]:
-        call = self._staged.call
-        place = replica.output_place
-
         def loss_of(index: int, result: list[Any]) -> torch.Tensor:
+            inputs, call = runs[index].inputs, runs[index].replica.staged.call
             output = unflatten_output(call, result)
             if self._forward_hooks:
-                arguments = rebuild_call(call, microbatches[index])
+                arguments = rebuild_call(call, inputs)
                 output = run_forward_hooks(self, *arguments, output)
             caller = Place("caller", torch.device("cpu"))
-            wanted = transfer(targets[index], caller, place)
+            wanted = transfer(targets[index], caller, runs[index].replica.output_place)
             loss = loss_fn(output) if wanted is None else loss_fn(output, wanted)
             weight = scale
             if reduction == "mean" and total is not None:
-                rows = batch_size(call, microbatches[index])
+                rows = batch_size(call, inputs)
                 assert rows is not None
                 weight *= rows / total
             return loss if weight == 1.0 else loss * weight
 
         # One process gains nothing from splitting a backward into its halves.
         schedule = merge_backward(
-            make_schedule(self.plan.schedule, len(self._staged.stages), len(microbatches))
+            make_schedule(self.plan.schedule, len(self._staged.stages), len(runs))
         )
-        return replica.step(trees, linearize(schedule), microbatches, loss_of)
+        return run_schedule(runs, linearize(schedule), loss_of)
 
     def _scatter(self, leaves: list[torch.Tensor]) -> list[list[list[torch.Tensor]]]:
         """Per replica that gets rows, per micro-batch: the input leaves."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from placer.emit import StageCode, StagedModel
 from placer.runtime.mirror import Mirrors
 from placer.runtime.place import Place, on
-from placer.runtime.transfer import copy_to, gather_root, receive, transfer
+from placer.runtime.transfer import copy_to, gradient_root, receive, transfer
 from placer.runtime.tree import build_tree
 from placer.schedule import Action
 
@@ -45,6 +46,14 @@ class Replica:
             all(self.homes[staged.state_stage[name]] == place for name in stage.state)
             for stage, place in zip(staged.stages, self.places, strict=True)
         )
+
+    def with_program(self, staged: StagedModel) -> Replica:
+        """The same replica, its copies of weights too, running other stages."""
+        if staged is self.staged:
+            return self
+        other = Replica(staged, self.places, self.homes, self.precision)
+        other.mirrors = self.mirrors
+        return other
 
     @property
     def output_place(self) -> Place:
@@ -112,26 +121,34 @@ class Replica:
             del outputs
         return [values[x][0] if kind == "value" else x for kind, x in staged.result]
 
-    def step(
-        self,
-        trees: Sequence[Any],
-        actions: Sequence[Action],
-        microbatches: Sequence[Sequence[torch.Tensor]],
-        loss_of: Callable[[int, list[Any]], torch.Tensor],
-    ) -> list[torch.Tensor]:
-        """Run ``actions``; gradients are accumulated, and the losses come back detached.
 
-        ``loss_of(m, result leaves)`` gives micro-batch ``m``'s (already weighted) loss.
-        """
-        runs = [_MicrobatchRun(self, trees, leaves, m) for m, leaves in enumerate(microbatches)]
-        for action in actions:
-            if action.kind == "F":
-                runs[action.microbatch_index].forward(action.stage_index, loss_of)
-            else:
-                runs[action.microbatch_index].backward(action.stage_index)
-        for run in runs:
-            run.backward_inputs()
-        return [run.loss.detach() for run in runs if run.loss is not None]
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One micro-batch: the stages that serve it, their weights per stage, its inputs."""
+
+    replica: Replica
+    trees: Sequence[Any]
+    inputs: Sequence[torch.Tensor]
+
+
+def run_schedule(
+    runs: Sequence[Run],
+    actions: Sequence[Action],
+    loss_of: Callable[[int, list[Any]], torch.Tensor],
+) -> list[torch.Tensor]:
+    """Run ``actions`` over micro-batches; gradients accumulate, and the losses come back detached.
+
+    ``loss_of(m, result leaves)`` gives micro-batch ``m``'s (already weighted) loss.
+    """
+    started = [_MicrobatchRun(r.replica, r.trees, r.inputs, m) for m, r in enumerate(runs)]
+    for action in actions:
+        if action.kind == "F":
+            started[action.microbatch_index].forward(action.stage_index, loss_of)
+        else:
+            started[action.microbatch_index].backward(action.stage_index)
+    for run in started:
+        run.backward_inputs()
+    return [run.loss.detach() for run in started if run.loss is not None]
 
 
 def caller_place(value: Any, like: Place) -> Place:
@@ -159,7 +176,8 @@ class _MicrobatchRun:
         self._values: dict[str, Any] = dict(named)
         self._homes = {name: Place("caller", leaf.device) for name, leaf in named.items()}
         self._graph_inputs = {name: leaf for name, leaf in named.items() if leaf.requires_grad}
-        self._roots: dict[int, torch.Tensor] = {}  # stage -> where its backward starts
+        # stage -> where its backward starts: (value, which tensor of it) -> root
+        self._roots: dict[int, dict[tuple[str, int], torch.Tensor]] = {}
         self._grads: dict[tuple[str, int], torch.Tensor] = {}  # (value, which tensor of it) -> sum
 
     def forward(self, stage_index: int, loss_of: Callable[[int, list[Any]], torch.Tensor]) -> None:
@@ -185,18 +203,14 @@ class _MicrobatchRun:
             with on(place):
                 self.loss = loss_of(self.index, result)
         else:
-            crossing = [
-                ((name, position), tensor)
-                for name, value in zip(stage.outputs, outputs, strict=True)
-                for position, tensor in enumerate(_differentiable(value))
-            ]
-            if crossing:
-                keys = [key for key, _ in crossing]
-                with on(place):
-                    self._roots[stage_index] = gather_root(
-                        [tensor for _, tensor in crossing],
-                        lambda: [self._grads.pop(key, None) for key in keys],
+            with on(place):
+                self._roots[stage_index] = {
+                    (name, position): gradient_root(
+                        tensor, partial(self._grads.pop, (name, position))
                     )
+                    for name, value in zip(stage.outputs, outputs, strict=True)
+                    for position, tensor in enumerate(_differentiable(value))
+                }
 
     def _receive(self, name: str, place: Place) -> Any:
         """The value on ``place``, its gradient sent home when it comes."""
@@ -226,14 +240,20 @@ class _MicrobatchRun:
                 self._grads[key] = held + grad
 
     def backward(self, stage_index: int) -> None:
-        """Run the stage's backward from the gradients that its readers sent home."""
-        root = self._roots.pop(stage_index, None)
+        """Run the stage's backward from the gradients that its readers sent home.
+
+        A value that got none is no start: what only it depends on has no gradient, as in eager.
+        """
+        waiting = self._roots.pop(stage_index, {})
+        roots = [root for key, root in waiting.items() if key in self._grads]
+        del waiting
         if stage_index == len(self.replica.staged.stages) - 1:
             assert self.loss is not None
-            root, self.loss = self.loss, self.loss.detach()
-        if root is not None and root.requires_grad:
+            roots = [self.loss] if self.loss.requires_grad else []
+            self.loss = self.loss.detach()
+        if roots:
             with on(self.replica.places[stage_index]):
-                root.backward()
+                torch.autograd.backward(roots)
 
     def backward_inputs(self) -> None:
         """Hand the gradients of the caller's own inputs on to the caller's graph."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ class _Transfer(torch.autograd.Function):
     def forward(ctx: Any, tensor: torch.Tensor, source: Place, target: Place) -> torch.Tensor:
         ctx.source = source
         ctx.target = target
+        ctx.set_materialize_grads(False)
         return copy_to(target, tensor)
 
     @staticmethod
@@ -67,12 +68,14 @@ class _Receive(torch.autograd.Function):
         ctx.source = source
         ctx.target = target
         ctx.deliver = deliver
+        ctx.set_materialize_grads(False)
         return tensor.detach() if source == target else copy_to(target, tensor)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None, None, None]:
-        ctx.deliver(grads[0] if ctx.source == ctx.target else copy_to(ctx.source, grads[0]))
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None, None, None]:
+        if grads[0] is not None:
+            ctx.deliver(grads[0] if ctx.source == ctx.target else copy_to(ctx.source, grads[0]))
         return None, None, None, None, None
 
 
@@ -85,36 +88,29 @@ def receive(
     return _Receive.apply(anchor, tensor.detach(), source, target, deliver)  # type: ignore[no-any-return]
 
 
-class _Gather(torch.autograd.Function):
-    """A scalar root over several tensors; in backward their gradients are what ``collect`` gives.
+class _Root(torch.autograd.Function):
+    """A scalar over a tensor; in backward the tensor's gradient is what ``take`` gives.
 
-    Given to ``torch.autograd.backward`` directly, the gradients would be held to the end of it.
+    Given to ``torch.autograd.backward`` directly, the gradient would be held to the end of it.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        collect: Callable[[], Sequence[torch.Tensor | None]],
-        *tensors: torch.Tensor,
-    ) -> torch.Tensor:
-        ctx.collect = collect
-        ctx.set_materialize_grads(False)
-        return tensors[0].new_zeros(())
+    def forward(ctx: Any, tensor: torch.Tensor, take: Callable[[], torch.Tensor]) -> torch.Tensor:
+        ctx.take = take
+        return tensor.new_zeros(())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, *ctx.collect()
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.take(), None
 
 
-def gather_root(
-    tensors: Sequence[torch.Tensor], collect: Callable[[], Sequence[torch.Tensor | None]]
-) -> torch.Tensor:
-    """A scalar whose backward starts that of ``tensors`` with the gradients from ``collect()``.
+def gradient_root(tensor: torch.Tensor, take: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """A scalar whose backward starts that of ``tensor`` with the gradient from ``take()``.
 
-    It keeps none of the tensors alive, only their graph.
+    It does not keep the tensor alive, only its graph.
     """
-    return _Gather.apply(collect, *tensors)  # type: ignore[no-any-return]
+    return _Root.apply(tensor, take)  # type: ignore[no-any-return]
 
 
 class _Mirror(torch.autograd.Function):
@@ -125,12 +121,13 @@ class _Mirror(torch.autograd.Function):
         ctx: Any, primary: torch.Tensor, mirrored: torch.Tensor, home: Place
     ) -> torch.Tensor:
         ctx.home = home
+        ctx.set_materialize_grads(False)
         return mirrored.detach()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return copy_to(ctx.home, grads[0]), None, None
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
+        return None if grads[0] is None else copy_to(ctx.home, grads[0]), None, None
 
 
 def attach(primary: torch.Tensor, mirrored: torch.Tensor, home: Place) -> torch.Tensor:

@@ -7,7 +7,7 @@ same answer by running the stages on fake tensors, so no metadata is exchanged.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from placer.capture import FakeWorld
 from placer.emit import StagedModel
 from placer.errors import PlacerError
+from placer.plan.types import Plan
 from placer.runtime.place import Place
+from placer.runtime.programs import Programs
 from placer.runtime.replica import Replica
 
 
@@ -51,8 +53,12 @@ class CrossingValue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crossings:
-    """All boundaries for one shape of micro-batch; ``boundaries[s]`` is between stage s and s + 1."""
+    """All boundaries for one shape of micro-batch; ``boundaries[s]`` is between stage s and s + 1.
 
+    ``staged`` are the stages that serve micro-batches of that shape in the present mode.
+    """
+
+    staged: StagedModel
     boundaries: tuple[tuple[CrossingValue, ...], ...]
     result: tuple[Any, ...]  # per leaf of the model's result: a ``Wire``, or the leaf itself
 
@@ -79,33 +85,45 @@ def crossing_names(staged: StagedModel) -> tuple[tuple[str, ...], ...]:
 
 
 class BoundaryFinder:
-    """Finds `Crossings` by running a fake copy of the whole model; answers are kept per shape."""
+    """Finds `Crossings` by running a copy of the whole model without data; answers are kept per shape."""
 
     def __init__(
-        self, model: nn.Module, staged: StagedModel, precision: str, device: torch.device
+        self, model: nn.Module, plan: Plan, staged: StagedModel, device: torch.device
     ) -> None:
-        self._staged = staged
         self._mode = FakeWorld().mode
         self._place = Place(str(device), device)
-        self._model = _fake_copy(model, self._mode, device)
+        self._shadow = _copy_with(model, lambda t: _empty_like(t, torch.device("meta")))
+        with self._mode, torch.no_grad():
+            self._fake = _copy_with(self._shadow, lambda t: _empty_like(t, device))
+        self._programs = Programs(self._shadow, plan, staged)
         places = [self._place] * len(staged.stages)
-        self._replica = Replica(staged, places, places, precision)
-        self._names = crossing_names(staged)
+        self._replica = Replica(staged, places, places, plan.precision)
         self._found: dict[Any, Crossings] = {}
 
-    def find(self, leaves: Sequence[Tensor], *, training: bool, grad: bool) -> Crossings:
+    def follow_modes(self, part: nn.Module) -> None:
+        """Take over the training flags of ``part``; those of modules that it lacks follow its own."""
+        modes = {path: module.training for path, module in part.named_modules()}
+        for copied in (self._shadow, self._fake):
+            for path, module in copied.named_modules():
+                module.training = modes.get(path, part.training)
+
+    def find(self, leaves: Sequence[Tensor], *, grad: bool) -> Crossings:
         """What crosses for a micro-batch shaped like ``leaves`` (the flattened tensor inputs).
 
         Raises ``PlacerError`` when that depends on the data.
         """
-        key = (tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves), training, grad)
+        staged = self._programs.find([leaf.detach() for leaf in leaves])
+        shapes = tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
+        modes = tuple(module.training for module in self._fake.modules())
+        key = (id(staged), shapes, modes, grad)
         if key not in self._found:
-            self._model.train(training)
-            self._found[key] = self._run(key[0], grad)
+            self._found[key] = self._run(staged, shapes, grad)
         return self._found[key]
 
-    def _run(self, shapes: Sequence[tuple[Any, torch.dtype]], grad: bool) -> Crossings:
-        staged = self._staged
+    def _run(
+        self, staged: StagedModel, shapes: Sequence[tuple[Any, torch.dtype]], grad: bool
+    ) -> Crossings:
+        replica = self._replica.with_program(staged)
         values: dict[str, Any] = {}
         with self._mode, torch.set_grad_enabled(grad), torch.random.fork_rng(devices=[]):
             device = self._place.device
@@ -113,11 +131,11 @@ class BoundaryFinder:
                 values[name] = torch.empty(shape, dtype=dtype, device=device)
             for stage in staged.stages:
                 inputs = [
-                    self._replica.constant(n, self._place) if n in staged.constants else values[n]
+                    replica.constant(n, self._place) if n in staged.constants else values[n]
                     for n in stage.inputs
                 ]
                 try:
-                    outputs = self._replica.run_stage(self._model, stage, inputs)
+                    outputs = replica.run_stage(self._fake, stage, inputs)
                 except (DataDependentOutputException, DynamicOutputShapeException) as error:
                     raise PlacerError(
                         f"stage {stage.index}",
@@ -134,8 +152,10 @@ class BoundaryFinder:
                 values.update(zip(stage.outputs, outputs, strict=True))
         result = [values[x] if kind == "value" else x for kind, x in staged.result]
         return Crossings(
+            staged=staged,
             boundaries=tuple(
-                tuple(_describe(name, values[name]) for name in names) for names in self._names
+                tuple(_describe(name, values[name]) for name in names)
+                for names in crossing_names(staged)
             ),
             result=tuple(_wire(leaf) for leaf in result),
         )
@@ -159,15 +179,16 @@ def rebuild(value: CrossingValue, tensors: Sequence[Tensor]) -> Any:
     return tree_unflatten(leaves, value.spec)
 
 
-def _fake_copy(model: nn.Module, mode: Any, device: torch.device) -> nn.Module:
-    """A deep copy whose parameters and buffers are fake tensors on ``device``."""
+def _copy_with(model: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A deep copy whose parameters and buffers are what ``make`` makes of them."""
     memo: dict[int, Any] = {}
-    with mode, torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
-            twin = torch.empty_strided(
-                tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device
-            )
-            if isinstance(tensor, nn.Parameter):
-                twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
-            memo[id(tensor)] = twin
+    for tensor in [*model.parameters(), *model.buffers()]:
+        twin = make(tensor)
+        if isinstance(tensor, nn.Parameter):
+            twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = twin
     return copy.deepcopy(model, memo)
+
+
+def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)

@@ -55,9 +55,10 @@ class Engine:
         self._stage_indices = stage_indices
         self._group: dist.ProcessGroup | None = group
         self._device = device
-        self._schedules: dict[bool, Any] = {}  # by whether there is a backward
-        self._widths: dict[bool, Widths] = {}
-        self._stages: dict[bool, list[StageModule]] = {}
+        # By whether there is a backward, and by what kinds of tensors cross:
+        self._schedules: dict[Any, Any] = {}
+        self._widths: dict[Any, Widths] = {}
+        self._stages: dict[Any, list[StageModule]] = {}
         self._pipeline_stages: list[Any] = []
 
     @property
@@ -71,19 +72,21 @@ class Engine:
         ``largest`` is what crosses for the largest micro-batch of any rank of this replica.
         """
         training = run.loss_of is not None
-        self._widen(training, [largest, *(m.crossings for m in run.microbatches if m.crossings)])
-        for stage in self._stages[training]:
+        key = self._widen(
+            training, [largest, *(m.crossings for m in run.microbatches if m.crossings)]
+        )
+        for stage in self._stages[key]:
             stage.run = run
         count = self._microbatches
         try:
-            self._schedules[training].step(
+            self._schedules[key].step(
                 arg_mbs=[() for _ in range(count)],
                 kwarg_mbs=[{"microbatch": index} for index in range(count)],
                 target_mbs=[None] * count if training else None,
                 return_outputs=False,
             )
         finally:
-            for stage in self._stages[training]:
+            for stage in self._stages[key]:
                 stage.run = None
         for pipeline_stage in self._pipeline_stages:
             pipeline_stage.clear_runtime_states()
@@ -97,23 +100,33 @@ class Engine:
         self._pipeline_stages.clear()
         self._group = None
 
-    def _widen(self, training: bool, crossings: Sequence[Crossings]) -> None:
-        widths = self._widths.get(training)
-        known = [] if widths is None else [widths]
-        needed = _widest([*known, *(_widths(c) for c in crossings)])
-        if needed != widths:
-            self._widths[training] = needed
-            self._build(training, needed)
+    def _widen(self, training: bool, crossings: Sequence[Crossings]) -> Any:
+        """Make the wires wide enough; returns the key of the schedule to use."""
+        needed = [_widths(c) for c in crossings]
+        kinds = [_kinds(widths) for widths in needed]
+        if any(kind != kinds[0] for kind in kinds):
+            raise PlacerError(
+                "micro-batches",
+                "of this batch run different programs, which hand on different values",
+                "give a batch that divides evenly, or another number of micro-batches",
+            )
+        key = (training, kinds[0])
+        known = [self._widths[key]] if key in self._widths else []
+        widest = _widest([*known, *needed])
+        if [widest] != known:
+            self._widths[key] = widest
+            self._build(key, widest)
+        return key
 
-    def _build(self, training: bool, widths: Widths) -> None:
+    def _build(self, key: Any, widths: Widths) -> None:
+        training = key[0]
         num_stages = len(self._replica.staged.stages)
         assert self._group is not None
         modules, stages = [], []
         for index in self._stage_indices:
             before = widths[index - 1] if index else ()
             after = widths[index] if index < num_stages - 1 else None
-            code = self._replica.staged.stages[index]
-            module = StageModule(code, self._replica, self._part, before, after)
+            module = StageModule(index, self._replica, self._part, after)
             result = (torch.empty((), device="meta"),)
             stages.append(
                 pipelining.PipelineStage(
@@ -133,7 +146,7 @@ class Engine:
             kind = pipelining.ScheduleGPipe if len(stages) == 1 else pipelining.ScheduleLoopedBFS
         single = issubclass(kind, pipelining.schedules.PipelineScheduleSingle)
         try:
-            self._schedules[training] = kind(
+            self._schedules[key] = kind(
                 stages[0] if single else stages,
                 self._microbatches,
                 loss_fn=_own_loss if training else None,
@@ -145,7 +158,7 @@ class Engine:
                 f"torch refuses {self._microbatches} micro-batches over {num_stages} stages: {error}",
                 "choose another number of micro-batches, or GPipe",
             ) from error
-        self._stages[training] = modules
+        self._stages[key] = modules
         self._pipeline_stages += stages
 
 
@@ -166,6 +179,10 @@ def _widths(crossings: Crossings) -> Widths:
         tuple(Wire((w.numel,), w.dtype, w.requires_grad) for w in crossings.wires(boundary))
         for boundary in range(len(crossings.boundaries))
     )
+
+
+def _kinds(widths: Widths) -> Any:
+    return tuple(tuple((wire.dtype, wire.requires_grad) for wire in row) for row in widths)
 
 
 def _widest(all_widths: Sequence[Widths]) -> Widths:

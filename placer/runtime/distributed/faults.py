@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -152,6 +154,23 @@ def _lost(rank: int, error: BaseException) -> dict[str, str]:
         f"({_last_line(error)})",
         "remedy": "look at that rank's own output for the first error",
     }
+
+
+def close_groups(error: BaseException, groups: Iterable[dist.ProcessGroup]) -> None:
+    """Close the connections of ``groups``, so that ranks that wait for this one are woken up.
+
+    Gloo closes them when the last reference goes: those in the frames of ``error`` are let go too.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__cause__
+    for group in groups:
+        try:
+            dist.destroy_process_group(group)
+        except (ValueError, AssertionError, RuntimeError):
+            continue  # it is closed already
+    gc.collect()
 
 
 def _find_cause(error: BaseException, kind: type[Any]) -> Any:

@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from placer.capture import Capture, unflatten_output
 from placer.emit import StagedModel
-from placer.errors import PlacerError
+from placer.errors import PeerError, PlacerError
 from placer.plan.types import Plan
 from placer.runtime.distributed.boundary import BoundaryFinder, Crossings, Wire
 from placer.runtime.distributed.engine import Engine
-from placer.runtime.distributed.faults import Alarm
+from placer.runtime.distributed.faults import Alarm, close_groups
 from placer.runtime.distributed.gradients import GradientReducer, Shared
 from placer.runtime.distributed.job import Seat
 from placer.runtime.distributed.part import Holdings
@@ -66,8 +66,9 @@ class DistributedModule(PlacedModule):
         self._holdings = holdings
         self._dp_group = mesh.get_group("dp")
         self._pp_group = mesh.get_group("pp")
+        self._world_group = _new_group(list(range(dist.get_world_size())))
         self._tied_groups = _make_tied_groups(holdings, plan.replicas, seat.num_devices)
-        self._finder = BoundaryFinder(capture.model, staged, plan.precision, device)
+        self._finder = BoundaryFinder(capture.model, plan, staged, device)
         self._alarm = Alarm(dist.get_rank())
         self._layer_of = dict(plan.node_layers)
         self._written = _written_names(capture, holdings, seat)
@@ -136,6 +137,7 @@ class DistributedModule(PlacedModule):
                 "train with placed.step(x, target=t, loss_fn=f); for results call placed.eval() or "
                 "use torch.no_grad()",
             )
+        self._check_alive()
         total = batch_size(self._staged.call, leaves)
         cuts = self._cuts(total, self.num_replicas)
         with torch.no_grad(), self._own_random_state():
@@ -157,6 +159,7 @@ class DistributedModule(PlacedModule):
         scaler: torch.amp.GradScaler | None = None,
     ) -> Tensor:
         """`step` for inputs that are flattened already."""
+        self._check_alive()
         self._check_frozen()
         total = batch_size(self._staged.call, leaves)
         try:
@@ -235,13 +238,16 @@ class DistributedModule(PlacedModule):
         start = sum(len(row) for row in cuts[:mine])
         count = len(cuts[mine]) if mine < len(cuts) else 0
         grad = training is not None
-        find = lambda piece: self._finder.find(piece, training=self.training, grad=grad)  # noqa: E731
-        needed = {name for i in self.stage_indices for name in self._staged.stages[i].inputs}
-        if len(self._staged.stages) - 1 in self.stage_indices:
-            needed.update(str(x) for kind, x in self._staged.result if kind == "value")
+        self._finder.follow_modes(self)
+        find = lambda piece: self._finder.find(piece, grad=grad)  # noqa: E731
         microbatches = []
         for position in range(start, start + count):
-            named = dict(zip(self._staged.graph_inputs, pieces[position], strict=True))
+            crossings = find(pieces[position])
+            staged = crossings.staged
+            needed = {name for i in self.stage_indices for name in staged.stages[i].inputs}
+            if len(staged.stages) - 1 in self.stage_indices:
+                needed.update(str(x) for kind, x in staged.result if kind == "value")
+            named = dict(zip(staged.graph_inputs, pieces[position], strict=True))
             microbatches.append(
                 Microbatch(
                     inputs={
@@ -249,7 +255,7 @@ class DistributedModule(PlacedModule):
                         for n, leaf in named.items()
                         if n in needed
                     },
-                    crossings=find(pieces[position]),
+                    crossings=crossings,
                     target=targets[position],
                     weight=1.0 if total is None else sizes[position] / total,
                 )
@@ -282,11 +288,11 @@ class DistributedModule(PlacedModule):
         for replica, row in enumerate(cuts):
             source = replica * self.seat.num_devices + last
             for index in range(len(row)):
-                crossings = self._finder.find(pieces[position], training=self.training, grad=False)
+                crossings = self._finder.find(pieces[position], grad=False)
                 given = run.results.get(index) if source == dist.get_rank() else None
                 gathered.append(self._broadcast(crossings.result, given, source))
                 position += 1
-        return unflatten_output(call, join_rows(gathered))
+        return unflatten_output(crossings.staged.call, join_rows(gathered))
 
     def _broadcast(
         self, expected: tuple[Any, ...], given: list[Any] | None, source: int
@@ -298,7 +304,7 @@ class DistributedModule(PlacedModule):
                     leaf = given[position].detach().contiguous()
                 else:
                     leaf = torch.empty(leaf.shape, dtype=leaf.dtype, device=self.device)
-                dist.broadcast(leaf, source)
+                dist.broadcast(leaf, source, group=self._world_group)
             elif given is not None:
                 leaf = given[position]
             received.append(leaf)
@@ -317,7 +323,7 @@ class DistributedModule(PlacedModule):
             message[0] = loss
             if self.replica_index == 0:
                 message[1] = _DTYPES.index(loss.dtype)
-        dist.all_reduce(message)
+        dist.all_reduce(message, group=self._world_group)
         return message[0].to(_DTYPES[int(message[1].item())])
 
     def _share_buffers(self) -> None:
@@ -367,6 +373,14 @@ class DistributedModule(PlacedModule):
             readers=max(readers, 1),
         )
 
+    def _check_alive(self) -> None:
+        if self._world_group is None:
+            raise PeerError(
+                f"rank {dist.get_rank()}",
+                "an earlier call failed, and the connections of this module are closed",
+                "end the job; torchrun --max-restarts starts it anew",
+            )
+
     def _check_frozen(self) -> None:
         frozen = {n for n, p in self.named_parameters() if not p.requires_grad}
         if frozen != self._frozen:
@@ -391,7 +405,7 @@ class DistributedModule(PlacedModule):
             self._fail(error)
 
     def _fail(self, error: Exception) -> NoReturn:
-        """Tell the other ranks, close the connections so that none waits, and raise."""
+        """Tell the other ranks, close the connections so that none waits for this one, and raise."""
         try:
             self._alarm.raise_for(
                 error,
@@ -403,6 +417,15 @@ class DistributedModule(PlacedModule):
             self._engine.close()
             if self._reducer is not None:
                 self._reducer.close()
+            groups = [
+                self._world_group,
+                self._pp_group,
+                self._dp_group,
+                *self._tied_groups.values(),
+            ]
+            self._tied_groups = {}
+            self.__dict__.update(_world_group=None, _pp_group=None, _dp_group=None, _reducer=None)
+            close_groups(error, groups)
 
 
 def _to_device(value: Any, device: torch.device) -> Any:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from placer.capture import unflatten_output
-from placer.emit import StageCode
 from placer.runtime.distributed.boundary import Crossings, Wire, rebuild
 from placer.runtime.distributed.faults import locate_layer
 from placer.runtime.distributed.wire import from_wire, to_wire
@@ -47,18 +47,17 @@ class StageModule(nn.Module):
 
     def __init__(
         self,
-        code: StageCode,
+        index: int,
         replica: Replica,
         part: nn.Module,
-        before: tuple[Wire, ...],
         after: tuple[Wire, ...] | None,
     ) -> None:
         super().__init__()
-        self._code = code
+        self._index = index
         self._replica = replica
         self.__dict__["_part"] = part  # its parameters are those of the rank's part
-        self._weights = [part.get_parameter(n) for n in code.state if _is_parameter(part, n)]
-        self.before = before
+        state = replica.staged.stages[index].state
+        self._weights = [part.get_parameter(n) for n in state if _is_parameter(part, n)]
         self.after = after  # None for the last stage
         self.run: Run | None = None
 
@@ -72,57 +71,60 @@ class StageModule(nn.Module):
         given = run.microbatches[microbatch]
         if given.crossings is None:
             return self._nothing(run)
-        with locate_layer(self._code):
+        with locate_layer(given.crossings.staged.stages[self._index]):
             values = self._compute(wires, given, given.crossings)
-        if self.after is not None:
-            tensors = [t for value in values for t in value]
-            return tuple(to_wire(t, w.numel) for t, w in zip(tensors, self.after, strict=True))
-        return self._finish(run, given, microbatch, values[0])
+        if self.after is None:
+            return self._finish(run, given, given.crossings, microbatch, values)
+        return tuple(to_wire(t, w.numel) for t, w in zip(values, self.after, strict=True))
 
     def _compute(
         self, wires: tuple[Tensor, ...], given: Microbatch, crossings: Crossings
     ) -> list[Any]:
-        """Per value that crosses next: its tensors; for the last stage the list of results alone."""
-        staged, index = self._replica.staged, self._code.index
-        place = self._replica.places[index]
+        """The tensors that cross next; for the last stage the leaves of the result."""
+        staged, index = crossings.staged, self._index
+        replica, code = self._replica.with_program(staged), staged.stages[index]
+        place = replica.places[index]
         values: dict[str, Any] = {}
         remaining = iter(wires)
         for value in crossings.boundaries[index - 1] if index else ():
             tensors = [from_wire(next(remaining), wire.shape) for wire in value.wires]
             values[value.name] = rebuild(value, tensors)
         inputs = [
-            self._replica.constant(name, place)
+            replica.constant(name, place)
             if name in staged.constants
             else given.inputs[name]
             if name in given.inputs
             else values[name]
-            for name in self._code.inputs
+            for name in code.inputs
         ]
-        outputs = self._replica.run_stage(self._part, self._code, inputs)
-        values.update(zip(self._code.outputs, outputs, strict=True))
+        outputs = replica.run_stage(self._part, code, inputs)
+        values.update(zip(code.outputs, outputs, strict=True))
         if self.after is None:
             values.update(given.inputs)
-            return [[values[x] if kind == "value" else x for kind, x in staged.result]]
-        from torch.utils._pytree import tree_leaves
+            return [values[x] if kind == "value" else x for kind, x in staged.result]
+        crossing = [values[value.name] for value in crossings.boundaries[index]]
+        return [leaf for leaf in tree_leaves(crossing) if isinstance(leaf, Tensor)]
 
-        return [
-            [leaf for leaf in tree_leaves(values[value.name]) if isinstance(leaf, Tensor)]
-            for value in crossings.boundaries[index]
-        ]
-
-    def _finish(self, run: Run, given: Microbatch, microbatch: int, result: list[Any]) -> Tensor:
+    def _finish(
+        self,
+        run: Run,
+        given: Microbatch,
+        crossings: Crossings,
+        microbatch: int,
+        result: list[Any],
+    ) -> Tensor:
         if run.loss_of is None:
             run.results[microbatch] = result
             return torch.zeros(1)
-        output = unflatten_output(self._replica.staged.call, result)
-        with locate_layer(self._code, "loss_fn"):
+        output = unflatten_output(crossings.staged.call, result)
+        with locate_layer(crossings.staged.stages[self._index], "loss_fn"):
             loss = run.loss_of(output, given.target) * given.weight
         run.losses.append(loss.detach())
         return loss * run.scale
 
     def _nothing(self, run: Run) -> Any:
         grad = run.loss_of is not None
-        device = self._replica.places[self._code.index].device
+        device = self._replica.places[self._index].device
         if self.after is None:
             return torch.zeros(() if grad else 1, device=device, requires_grad=grad)
         return tuple(

@@ -1,0 +1,119 @@
+"""Is a captured graph the model's program under other conditions too: other sizes, another mode?"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from placer.capture.call import bind_call, describe_shapes
+from placer.capture.failure import ForwardFailure, TraceFailure
+from placer.capture.fake import FakeWorld
+from placer.capture.fingerprint import spell_graph
+from placer.capture.record import record_model
+from placer.capture.types import TENSOR, CallFormat, Conditions
+from placer.errors import CaptureError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """Where the program first becomes another one: the line of code and the operation there."""
+
+    location: str  # "file.py:123", "" if unknown
+    operation: str
+
+
+def condition_key(
+    conditions: Conditions, call: CallFormat, modes: tuple[bool, ...], tensors: Sequence[Tensor]
+) -> Hashable:
+    """What the program may depend on: equal keys, the same program.
+
+    Modes, dtypes and sizes; the size of the batch only where the capture found that it matters.
+    """
+    shapes = tuple(
+        tensor.shape[1:] if batched and conditions.any_batch else tensor.shape
+        for tensor, batched in zip(tensors, call.batched, strict=True)
+    )
+    return modes, shapes, tuple(tensor.dtype for tensor in tensors)
+
+
+def captured_key(conditions: Conditions, call: CallFormat) -> Hashable:
+    """The `condition_key` of the captured call itself."""
+    tensors = [
+        torch.empty(shape, dtype=dtype, device="meta")
+        for shape, dtype in zip(conditions.shapes, conditions.dtypes, strict=True)
+    ]
+    return condition_key(conditions, call, conditions.modes, tensors)
+
+
+def find_difference(
+    model: nn.Module,
+    conditions: Conditions,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+) -> Difference | None:
+    """Record ``model`` called with these arguments, on fake tensors, and compare the programs.
+
+    None when it is the captured program. One recording (a forward on fake tensors); nothing is
+    allocated. Raises ``CaptureError`` when the model itself fails.
+    """
+    bound = bind_call(model, args, kwargs)
+    world = FakeWorld()
+    twin = world.module(model)
+    inputs = [world.tensor(tensor) for tensor in bound.tensors]
+    try:
+        recording = record_model(world, model, twin, bound, inputs, conditions.whole)
+    except ForwardFailure as failure:
+        raise failure.as_error(
+            f"on inputs of {describe_shapes(inputs)}",
+            f"the model was captured with {describe_shapes(conditions.shapes)}",
+        ) from failure.__cause__
+    except TraceFailure as failure:
+        return Difference(location=failure.location, operation=failure.reason)
+    nodes = list(recording.graph.nodes)
+    program = spell_graph(recording.graph)
+    for index, (was, now) in enumerate(zip(conditions.program, program, strict=False)):
+        if was != now:
+            location = conditions.locations[index] or recording.location_of.get(
+                nodes[index].name, ""
+            )
+            return Difference(location=location, operation=nodes[index].name)
+    if len(program) != len(conditions.program):
+        return Difference(location="", operation=nodes[-1].name)
+    return None
+
+
+def require_same_program(
+    model: nn.Module,
+    conditions: Conditions,
+    call: CallFormat,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+) -> None:
+    """Raise ``CaptureError`` when the captured graph is not the program of this call.
+
+    The error names the dimensions that differ from the captured ones, the line of code at which the
+    program becomes another one, and what to do.
+    """
+    difference = find_difference(model, conditions, args, kwargs)
+    if difference is None:
+        return
+    tensors = bind_call(model, args, kwargs).tensors
+    names = [n for n, c in zip(call.leaf_names, call.constants, strict=True) if c is TENSOR]
+    changed = [
+        f"dimension {dim} of {name} is {now}, captured as {was}"
+        for name, tensor, shape in zip(names, tensors, conditions.shapes, strict=True)
+        for dim, (now, was) in enumerate(zip(tensor.shape, shape, strict=True))
+        if now != was
+    ]
+    where = f" ({difference.location})" if difference.location else ""
+    what = "; ".join(changed) or "the model is in another mode (train or eval) than captured"
+    raise CaptureError(
+        "inputs",
+        f"{what}, and the model computes something else then: it differs from "
+        f"{difference.operation!r} on{where}",
+        "compile again with inputs like these: placer.compile(model, spec, args)",
+    )
