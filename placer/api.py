@@ -81,7 +81,7 @@ def compile(
             initialize=initialize,
             run_on=run_on,
         )
-    staged = emit_stages(capture, [stage.nodes for stage in plan.stages])
+    staged = emit_stages(capture, *plan.parts)
     places = resolve_places(plan, run_on)
     homes = {name: places[0][stage].device for name, stage in staged.state_stage.items()}
     placed = materialize(

@@ -67,22 +67,6 @@ def lose_a_rank(folder: Path, rank: int) -> dict[str, Any]:
     raise AssertionError("nothing was lost")
 
 
-def other_on_rank_1(what: str) -> str:
-    """The error of a job whose rank 1 has another model or another plan."""
-    model: nn.Module = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-    spec = make_spec(2, 1, 2)
-    if dist.get_rank() == 1:
-        if what == "model":
-            model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2))
-        else:
-            spec = make_spec(2, 1, 4)
-    try:
-        placer.compile(model, spec, (torch.randn(4, 4),))
-    except placer.PlanError as error:
-        return str(error)
-    raise AssertionError("not noticed")
-
-
 def start_late(seconds: float) -> bool:
     """Rank 1 comes to ``compile``, and to the first step, after the others have."""
     x = torch.rand(4, 4, generator=torch.Generator().manual_seed(0))

@@ -23,12 +23,13 @@ def check(
     schedules: tuple[str, ...],
     microbatches: int = 4,
     batches: tuple[int, ...] = (8, 5, 3),
+    **fields: object,
 ) -> None:
     """Batches of 8, 5 and 3: the second divides into nothing, the third leaves micro-batches empty."""
     stages, replicas = shape
     torch.manual_seed(0)
     model, args, kwargs = cases.CASES[name](batches[0])
-    spec = cases.make_spec(stages, replicas, microbatches)
+    spec = cases.make_spec(stages, replicas, microbatches).model_copy(update=fields)
     plan = placer.make_plan(model.double(), spec, args, kwargs)
     found = job_of(stages * replicas).run(cases.check_equality, name, plan, schedules, batches)
     assert [rank["stages"] for rank in found] == [(s,) for s in range(stages)] * replicas
@@ -52,3 +53,8 @@ def test_three_steps_of_resnet18(job_of: Callable[[int], Job], shape: tuple[int,
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_splitting_gets_wrong_easily(job_of: Callable[[int], Job], name: str) -> None:
     check(job_of, name, (2, 2), ("1F1B", "InterleavedZeroBubble"))
+
+
+def test_recomputed_and_offloaded_regions(job_of: Callable[[int], Job]) -> None:
+    regions = {"checkpoint": ("encoder.*",), "offload": ("decoder.*",)}
+    check(job_of, "3D U-Net", (2, 1), ("1F1B", "InterleavedZeroBubble"), **regions)

@@ -101,14 +101,6 @@ def test_a_port_already_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "choose another MASTER_PORT" in caught.value.remedy
 
 
-@pytest.mark.parametrize("what", ["model", "plan"])
-def test_another_model_or_plan_on_one_rank(job_of: Callable[[int], Job], what: str) -> None:
-    messages = job_of(2).run(cases.other_on_rank_1, what)
-    for rank, message in enumerate(messages):
-        assert message.startswith(f"rank {rank}: the {what}")
-        assert "rank 1 is another than that of rank 0" in message
-
-
 def test_a_rank_that_starts_late_is_waited_for(job_of: Callable[[int], Job]) -> None:
     assert job_of(2).run(cases.start_late, seconds=2.0) == [True, True]
 

@@ -67,7 +67,7 @@ def save(
         crew.agree(collect)
         crew.lead(lambda: folders.begin(path))
         crew.agree(lambda: folders.require_shared(saving))
-        write_entries(own, saving, together=crew.together)
+        write_entries(own, saving, group=crew.group)
         crew.lead(lambda: folders.commit(path))
 
 
@@ -111,7 +111,7 @@ def _load(module: nn.Module, optimizer: Optimizer | None, path: Path, crew: Crew
         _refuse(path, sorted(all_problems))
     random = f"random/{crew.rank}"
     entries.update({e: None for e in ("extra", random) if e in table.state_dict_metadata})
-    read_entries(entries, found, together=crew.together)
+    read_entries(entries, found, group=crew.group)
     _restore_extra_state(module, contents, model, entries)
     if optimizer is not None:
         crew.agree(lambda: restore_optimizer(module, contents, optimizer, entries))

@@ -17,20 +17,20 @@ from placer.runtime.checkpoint.entries import Contents, contents_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crew:
-    """This process's part in it; without ``together`` it is alone, and every step is a plain call."""
+    """This process's part in it; without a ``group`` it is alone, and every step is a plain call."""
 
     rank: int
-    together: bool
+    group: dist.ProcessGroup | None  # None: alone
     layout: str  # random states are for the same layout only
     contents: Contents
     devices: tuple[torch.device, ...]
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in order of rank."""
-        if not self.together:
+        if self.group is None:
             return [value]
-        values: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value)
+        values: list[Any] = [None] * self.group.size()
+        dist.all_gather_object(values, value, group=self.group)
         return values
 
     def agree(self, action: Callable[[], object]) -> None:
@@ -68,7 +68,7 @@ def crew_of(module: nn.Module) -> Iterator[Crew]:
             with module.watch():
                 yield Crew(
                     rank=dist.get_rank(),
-                    together=True,
+                    group=module.world_group,
                     layout=f"{dist.get_world_size()} processes, {replicas} x {stages} stages",
                     contents=Contents(first_name=module.tensor_names, owned=module.owned_names),
                     devices=devices,
@@ -76,7 +76,7 @@ def crew_of(module: nn.Module) -> Iterator[Crew]:
             return
     yield Crew(
         rank=0,
-        together=False,
+        group=None,
         layout="one process",
         contents=contents_of(module),
         devices=devices,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import re
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,7 +13,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from placer._torch import default_store
-from placer.emit import StageCode
+from placer.emit import StageCode, node_lines
 from placer.errors import PeerError, PlacerError, StageError
 
 _PATIENCE_SECONDS = 2.0  # how long a rank that lost its neighbour waits to be told why
@@ -42,15 +41,12 @@ def locate_layer(code: StageCode, phase: str = "forward") -> Iterator[None]:
 
 def _failing_node(code: StageCode, error: BaseException) -> str:
     """The node whose line of the generated code the traceback goes through; "" if none."""
+    lines = {piece.forward.__code__: node_lines(piece) for piece in code.pieces}
     trace = error.__traceback__
     while trace is not None:
-        if trace.tb_frame.f_code is code.forward.__code__:
-            lines = code.source.splitlines()
-            first = next((i for i, line in enumerate(lines) if line.startswith("def forward")), 0)
-            index = first + trace.tb_lineno - code.forward.__code__.co_firstlineno
-            line = lines[index] if 0 <= index < len(lines) else ""
-            match = re.match(r"\s*(\w+)(\s*:[^=]*)?\s*=", line)
-            return match.group(1) if match else ""
+        found = lines.get(trace.tb_frame.f_code)
+        if found is not None:
+            return found.get(trace.tb_lineno, "")
         trace = trace.tb_next
     return ""
 

@@ -41,7 +41,7 @@ def launch(
     join_job(device)
     with lost_peers(job.rank):
         compare_plans(plan)
-    staged = emit_stages(capture, [stage.nodes for stage in plan.stages])
+    staged = emit_stages(capture, *plan.parts)
     holdings = find_holdings(model, staged, seat.num_devices)
     part = build_part(
         model,

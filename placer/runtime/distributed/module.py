@@ -101,6 +101,15 @@ class DistributedModule(PlacedModule):
         return self.plan.replicas
 
     @property
+    def world_group(self) -> dist.ProcessGroup:
+        """All ranks of the job; closed when this module has failed. Raises ``PeerError`` then."""
+        if self._world_group is None:
+            raise PeerError(
+                f"rank {dist.get_rank()}", "the job has failed before", "start it again"
+            )
+        return self._world_group
+
+    @property
     def own_share(self) -> tuple[int, int]:
         return self.replica_index, self.num_replicas
 
