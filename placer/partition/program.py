@@ -249,11 +249,10 @@ class _Stages:
                 column = family.rows[:, word]
                 nested = (column[before] & ~column[after]) == 0
                 before, after, load = before[nested], after[nested], load[nested]
-            parts.append((before, after, load))
-        before, after, load = (
-            (np.concatenate(c) for c in zip(*parts, strict=True)) if parts else ((),) * 3
-        )
-        if not len(before):
+            if len(before):
+                parts.append((before, after, load))
+        if not parts:
             return None
+        before, after, load = (np.concatenate(column) for column in zip(*parts, strict=True))
         changes = np.concatenate([[True], after[1:] != after[:-1]])
         return _Pairs(before=before, after=after, load=load, starts=np.flatnonzero(changes))
