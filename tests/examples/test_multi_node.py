@@ -39,7 +39,7 @@ def test_two_hosts_train_as_one_process(capfd: pytest.CaptureFixture[str]) -> No
     environment = {**os.environ, "PYTHON": sys.executable, "NPROC": "1", "LATE": "1"}
     options = ["--epochs", "2", "--size", "8"]
     ran = subprocess.run(
-        [FOLDER / "run.sh", *options], env=environment, capture_output=True, text=True, timeout=120
+        [FOLDER / "run.sh", *options], env=environment, capture_output=True, text=True, timeout=300
     )
     assert ran.returncode == 0, ran.stderr
     assert "rank 0 on host-a: replica 0, stage 0" in ran.stdout
