@@ -15,7 +15,13 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from placer.emit import StageCode, StagedModel
 from placer.runtime.mirror import Mirrors
 from placer.runtime.place import Place, on
-from placer.runtime.transfer import copy_to, gather_root, receive, transfer
+from placer.runtime.transfer import (
+    WaitingGradients,
+    copy_to,
+    gather_root,
+    receive,
+    transfer,
+)
 from placer.runtime.tree import build_tree
 from placer.schedule import Action
 
@@ -110,7 +116,8 @@ class Replica:
                     inputs.append(self.constant(name, place))
                     continue
                 value, source = values[name]
-                inputs.append(transfer(value, source or caller_place(value, place), place))
+                home = source or caller_place(value, place)
+                inputs.append(transfer(value, home, place, gradients_wait=source is not None))
                 del value
                 if staged.last_use[name] == stage.index:
                     del values[name]
@@ -177,7 +184,7 @@ class _MicrobatchRun:
         self._homes = {name: Place("caller", leaf.device) for name, leaf in named.items()}
         self._graph_inputs = {name: leaf for name, leaf in named.items() if leaf.requires_grad}
         self._roots: dict[int, torch.Tensor] = {}  # stage -> where its backward starts
-        self._grads: dict[tuple[str, int], torch.Tensor] = {}  # (value, which tensor of it) -> sum
+        self._grads: dict[tuple[str, int], WaitingGradients] = {}  # by value, which tensor of it
 
     def forward(self, stage_index: int, loss_of: Callable[[int, list[Any]], torch.Tensor]) -> None:
         replica, staged = self.replica, self.replica.staged
@@ -208,15 +215,13 @@ class _MicrobatchRun:
                 for position, tensor in enumerate(_differentiable(value))
             ]
             if crossing:
-                keys = [key for key, _ in crossing]
+                waiting = [WaitingGradients(place, tensor) for _, tensor in crossing]
+                self._grads.update(zip((key for key, _ in crossing), waiting, strict=True))
                 with on(place):
-                    self._roots[stage_index] = gather_root(
-                        [tensor for _, tensor in crossing],
-                        lambda: [self._grads.pop(key, None) for key in keys],
-                    )
+                    self._roots[stage_index] = gather_root([t for _, t in crossing], waiting)
 
     def _receive(self, name: str, place: Place) -> Any:
-        """The value on ``place``, its gradient sent home when it comes."""
+        """The value on ``place``; its gradient waits there."""
         leaves, spec = tree_flatten(self._values[name])
         home = self._homes[name]
         received = []
@@ -225,25 +230,23 @@ class _MicrobatchRun:
                 leaf = place.device
             elif isinstance(leaf, torch.Tensor) and leaf.requires_grad and torch.is_grad_enabled():
                 key = (name, sum(1 for x in _differentiable(leaves[:position])))
-                leaf = receive(leaf, home, place, partial(self._collect, key, home, place != home))
+                leaf = receive(leaf, home, place, partial(self._hold, key, place))
             elif isinstance(leaf, torch.Tensor):
                 leaf = transfer(leaf, home, place)
             received.append(leaf)
         return tree_unflatten(received, spec)
 
-    def _collect(self, key: tuple[str, int], home: Place, copied: bool, grad: torch.Tensor) -> None:
-        """Add a gradient that has come home to those of the value's other readers."""
-        with on(home):
-            held = self._grads.get(key)
-            if held is None:
-                self._grads[key] = grad
-            elif copied and grad.layout == held.layout == torch.strided:
-                self._grads[key] = grad.add_(held)  # the copy is ours: no third tensor
-            else:
-                self._grads[key] = held + grad
+    def _hold(self, key: tuple[str, int], place: Place, grad: torch.Tensor) -> None:
+        """A gradient waits where it was made; the caller's own tensors get theirs at once."""
+        if key[0] in self._graph_inputs:
+            home = self._homes[key[0]]
+            waiting = self._grads.setdefault(key, WaitingGradients(home, grad))
+            waiting.hold(home, transfer(grad, place, home))
+        else:
+            self._grads[key].hold(place, grad)
 
     def backward(self, stage_index: int) -> None:
-        """Run the stage's backward from the gradients that its readers sent home."""
+        """Run the stage's backward from the gradients that wait for it."""
         root = self._roots.pop(stage_index, None)
         if stage_index == len(self.replica.staged.stages) - 1:
             assert self.loss is not None
@@ -255,9 +258,9 @@ class _MicrobatchRun:
     def backward_inputs(self) -> None:
         """Hand the gradients of the caller's own inputs on to the caller's graph."""
         for name, leaf in self._graph_inputs.items():
-            grad = self._grads.pop((name, 0), None)
-            if grad is not None:
-                torch.autograd.backward(leaf, grad)
+            waiting = self._grads.pop((name, 0), None)
+            if waiting:
+                torch.autograd.backward(leaf, waiting.add_to(None))
 
 
 def _differentiable(value: Any) -> list[torch.Tensor]:
