@@ -153,7 +153,7 @@ def _chains(
 
 def _in_flight(demands: Demands, num_stages: int, stage_index: int) -> InFlight:
     if demands.microbatches == 1 or not demands.training:
-        return InFlight()
+        return InFlight(microbatches=demands.microbatches)
     schedule = make_schedule(demands.schedule, num_stages, demands.microbatches)
     return in_flight(schedule, stage_index)
 

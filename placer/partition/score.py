@@ -32,6 +32,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.cost import CostTable, DeviceKind
+from placer.partition.held import HeldInRegions
+from placer.partition.received import last_keepers
 from placer.schedule import Counts, InFlight
 
 Table = NDArray[np.float64]
@@ -71,6 +73,8 @@ class IntervalTables:
     largest_parameter: Table
     flops: tuple[Table, Table]  # forward, backward; of [0, x]: a prefix sum
     traffic: tuple[Table, Table]
+    hosted: Table  # bytes that wait on the host, of [0, x]
+    results: Table  # what the stage gives to the caller
 
 
 def build_tables(costs: CostTable, order: Sequence[int], cuts: Sequence[int]) -> IntervalTables:
@@ -87,7 +91,11 @@ def build_tables(costs: CostTable, order: Sequence[int], cuts: Sequence[int]) ->
 
     saved, waiting = build.rectangles(), build.rectangles()
     forward, received, sent = build.rectangles(), build.rectangles(), build.rectangles()
+    released = build.rectangles()
+    regions = HeldInRegions(costs, place, build.starts, n + 1) if costs.keys else None
     for v in costs.values:
+        if regions is not None and regions.take(v):
+            continue
         savers, users = at(v.savers), at(v.users)
         producer = int(place[v.producer]) if v.producer >= 0 else -1
         saved.some(savers, v.nbytes)
@@ -112,18 +120,29 @@ def build_tables(costs: CostTable, order: Sequence[int], cuts: Sequence[int]) ->
                 surplus.append(
                     _Surplus(home=home, target=target, sender=sender, nbytes=gradient.surplus)
                 )
+    kept_until = last_keepers(costs, place)
     crossing = [
         *(
-            (int(place[i]), at(r), costs.nodes[i].output_nbytes)
+            (int(place[i]), at(r), costs.nodes[i].output_nbytes, kept_until.nodes[i])
             for i, r in enumerate(costs.readers)
         ),
-        *((-1, at(r), b) for r, b in zip(costs.input_readers, costs.input_nbytes, strict=True)),
+        *(
+            (-1, at(r), b, kept)
+            for r, b, kept in zip(
+                costs.input_readers, costs.input_nbytes, kept_until.inputs, strict=True
+            )
+        ),
     ]
-    for producer, readers, nbytes in crossing:
+    for producer, readers, nbytes, kept in crossing:
         received.some(readers, nbytes, after=producer)
+        if readers:  # a copy that no backward needs goes after its last reader
+            released.add(max(producer, kept) + 1, readers[-1], readers[-1] + 1, nbytes)
         if producer >= 0 and readers and readers[-1] > producer:
             sent.add(0, producer, producer, nbytes, until=readers[-1])
 
+    returned = sum(b for _, readers, b, _ in crossing if readers and readers[-1] == n)
+    results = build.rectangles()
+    results.add(0, n, n, returned)
     parameters, buffers = build.rectangles(), build.rectangles()
     trained, owned = build.rectangles(), build.rectangles()
     largest_at = np.zeros(n + 1)
@@ -143,7 +162,14 @@ def build_tables(costs: CostTable, order: Sequence[int], cuts: Sequence[int]) ->
 
     backward_transient = _by_position(place, [c.backward_transient for c in costs.nodes])
     forward_transient = _by_position(place, [c.forward_transient for c in costs.nodes])
-    live = waiting.table() + backward_transient
+    held, saved_table, forward_table = waiting.table(), saved.table(), forward.table()
+    live = held + backward_transient
+    if regions is not None:
+        live += regions.table("waiting")
+        incoming = _by_position(place, [c.backward_incoming for c in costs.nodes])
+        live = np.maximum(live, regions.recomputing(held, incoming, forward_transient))
+        saved_table = saved_table + regions.table("saved")
+        forward_table = forward_table + regions.table("forward")
     # Gradients of (i, b): of what the stage trains, all that is not used in [a, i] as well.
     used_so_far = trained.table()
     trained_table = build.at_ends(used_so_far)
@@ -161,16 +187,18 @@ def build_tables(costs: CostTable, order: Sequence[int], cuts: Sequence[int]) ->
         buffers=build.at_ends(buffers.table()),
         trained=trained_table,
         owned=owned_table,
-        saved=build.at_ends(saved.table()),
+        saved=build.at_ends(saved_table),
         received=build.at_ends(received.table()),
         sent=build.at_ends(sent.table()),
-        forward_live=build.running_max(forward.table() + forward_transient)
+        forward_live=build.running_max(forward_table + forward_transient - released.table())
         + build.at_ends(received.table()),
         backward_live_growing=growing,
         backward_live_grown=grown,
         largest_parameter=build.running_max(np.broadcast_to(largest_at, live.shape)),
         flops=(prefix("forward_flops"), prefix("backward_flops")),
         traffic=(prefix("forward_traffic"), prefix("backward_traffic")),
+        hosted=prefix("host_nbytes"),
+        results=build.at_ends(results.table()),
     )
 
 
@@ -304,7 +332,10 @@ def peak_bytes(
     """
     static = tables.parameters + tables.buffers + optimizer.state * tables.owned
     if not training:
-        return static + tables.forward_live
+        # Results of earlier micro-batches wait for those of the last, and are put together.
+        waiting = (in_flight.microbatches - 1) * tables.results
+        joined = 2 * in_flight.microbatches * tables.results * (in_flight.microbatches > 1)
+        return static + np.maximum(tables.forward_live + waiting, joined)
     waiting = (in_flight.most - 1) * tables.saved
     early = partial(_early_gradients, tables, sent_to)
     forward = waiting + tables.forward_live + early(in_flight.first_forwards)
@@ -352,12 +383,16 @@ def replica_peak_bytes(
 
 
 def stage_seconds(tables: IntervalTables, kind: DeviceKind, *, half: bool) -> tuple[Table, Table]:
-    """Forward and backward seconds of every interval on a device, without transfers (a roofline)."""
+    """Forward and backward seconds of every interval on a device, without transfers (a roofline).
+
+    What waits on the host goes there in forward and comes back in backward, one after the rest.
+    """
+    away = _between(tables.hosted) / kind.host_bandwidth
     peak = kind.half_flops if half else kind.fp32_flops
     seconds = []
     for flops, traffic in zip(tables.flops, tables.traffic, strict=True):
         compute, memory = (_between(flops) / peak, _between(traffic) / kind.memory_bandwidth)
-        seconds.append(np.maximum(compute, memory))
+        seconds.append(np.maximum(compute, memory) + away)
     return seconds[0], seconds[1]
 
 

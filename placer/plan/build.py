@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from placer.capture import Capture
-from placer.cost import CostTable, device_kind, estimate_costs
+from placer.cost import CostTable, device_kind, estimate_costs, with_regions
 from placer.errors import PlacerError, SpecError
 from placer.partition import Demands, DeviceSlot, Partition, choose_partition
 from placer.plan.types import DevicePeak, Plan, StagePlan, Transfer
-from placer.spec import PlacementSpec, resolve_layers
+from placer.regions import RegionKey, find_regions, region_keys
+from placer.spec import PlacementSpec, resolve_layers, resolve_patterns
 
 _MOST_MICROBATCHES = 32  # "auto" tries powers of two up to this
 
@@ -37,13 +38,17 @@ def build_plan(
     slots = [device_slot(device, spec) for device in spec.devices]
     replicas = _replicas(spec)
     rows = spec.device_rows(replicas)
+    keys = _region_keys(capture, spec)
     plans = []
     for microbatches in _microbatch_choices(spec, capture, replicas):
-        costs = estimate_costs(
-            capture,
-            microbatch_inputs(capture, inputs, replicas, microbatches),
-            training=spec.training,
-            precision=spec.precision,
+        costs = with_regions(
+            estimate_costs(
+                capture,
+                microbatch_inputs(capture, inputs, replicas, microbatches),
+                training=spec.training,
+                precision=spec.precision,
+            ),
+            keys,
         )
         demands = Demands(
             objective=spec.objective,
@@ -94,10 +99,23 @@ def _check_supported(spec: PlacementSpec) -> None:
             "/batch_norm", f"{spec.batch_norm!r} is not available yet", "use 'per_microbatch'"
         )
     for where, patterns in (("/checkpoint", spec.checkpoint), ("/offload", spec.offload)):
-        if patterns:
+        if patterns == "auto":
             raise PlacerError(
-                where, "is not available yet", "leave it out, or use more devices or micro-batches"
+                where, "'auto' is not available yet", "name the layers: ['encoder.*']"
             )
+
+
+def _region_keys(capture: Capture, spec: PlacementSpec) -> tuple[RegionKey | None, ...]:
+    """Per node what the spec's patterns say of its saved activations; nothing where none are made."""
+    paths = [name for name, _ in capture.model.named_modules(remove_duplicate=False)]
+    chosen, problems = {}, []
+    for field, patterns in (("checkpoint", spec.checkpoint), ("offload", spec.offload)):
+        found, unmatched = resolve_patterns(field, () if patterns == "auto" else patterns, paths)
+        chosen[field] = found if spec.training else set()
+        problems += unmatched
+    if problems:
+        raise SpecError("placement spec", problems)
+    return region_keys(capture, chosen["checkpoint"], chosen["offload"])
 
 
 def _pins(capture: Capture, spec: PlacementSpec) -> dict[str, str]:
@@ -145,6 +163,7 @@ def _plan(
     rows: Sequence[Sequence[str]],
 ) -> Plan:
     index_of = {device.name: i for i, device in enumerate(spec.devices)}
+    key_of = dict(zip(costs.names, costs.keys, strict=True)) if costs.keys else {}
     stages = []
     for index, stage in enumerate(partition.stages):
         column = index_of[stage.device.name]
@@ -160,6 +179,7 @@ def _plan(
                 reserve=stage.device.reserve,
                 forward_seconds=stage.forward_seconds,
                 backward_seconds=stage.backward_seconds,
+                regions=find_regions(stage.nodes, key_of),
             )
         )
     peaks = _device_peaks(partition, rows, index_of)
@@ -178,9 +198,17 @@ def _plan(
         stages=tuple(stages),
         devices=peaks,
         transfers=_transfers(capture, costs, partition),
+        checkpoint=_labels(costs.keys, "recompute"),
+        offload=_labels(costs.keys, "offload"),
         notes=_notes(capture, spec, demands, len(rows)),
         node_layers=dict(capture.layer_of),
     )
+
+
+def _labels(keys: Sequence[RegionKey | None], treatment: str) -> tuple[str, ...]:
+    """The layers that are recomputed, or offloaded, in program order."""
+    chosen = (key.label for key in keys if key is not None and getattr(key, treatment))
+    return tuple(dict.fromkeys(chosen))
 
 
 def _device_peaks(

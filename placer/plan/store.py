@@ -12,6 +12,7 @@ from typing import Any
 from placer.errors import PlanError, nearest
 from placer.plan.format import VERSION, PlanFile, read_plan_file
 from placer.plan.types import DevicePeak, Plan, StageMemory, StagePlan, Transfer
+from placer.regions import Region
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
@@ -48,6 +49,7 @@ def plan_from_json(data: Mapping[str, Any], *, source: str = "plan") -> Plan:
             reserve=stage.reserve,
             forward_seconds=stage.forward_seconds,
             backward_seconds=stage.backward_seconds,
+            regions=tuple(Region(**region.model_dump()) for region in stage.regions),
         )
         for stage in file.stages
     )

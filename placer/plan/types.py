@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from placer.regions.types import Region
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
@@ -41,6 +43,7 @@ class StagePlan:
     reserve: int  # bytes of it that are kept free
     forward_seconds: float
     backward_seconds: float
+    regions: tuple[Region, ...] = ()  # in the order of nodes; they do not overlap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,3 +97,8 @@ class Plan:
     offload: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     node_layers: Mapping[str, str] = field(default_factory=dict)  # for the diff of a changed model
+
+    @property
+    def parts(self) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[Region, ...], ...]]:
+        """Per stage its nodes, and per stage its regions."""
+        return tuple(s.nodes for s in self.stages), tuple(s.regions for s in self.stages)

@@ -14,11 +14,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from placer.emit import StageCode, StagedModel
 from placer.runtime.mirror import Mirrors
+from placer.runtime.pieces import run_pieces
 from placer.runtime.place import Place, on
 from placer.runtime.transfer import (
     WaitingGradients,
     copy_to,
-    gather_root,
+    gradient_root,
     receive,
     transfer,
 )
@@ -80,11 +81,11 @@ class Replica:
 
         return build_tree(model, stage.modules, stage.attributes, read)
 
-    def run_stage(self, tree: Any, stage: StageCode, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """The stage's outputs; ``inputs`` are on its place already."""
+    def run_stage(self, tree: Any, stage: StageCode, inputs: list[Any]) -> tuple[Any, ...]:
+        """The stage's outputs; ``inputs`` are on its place already, and the list is emptied."""
         place = self.places[stage.index]
         with on(place), self._autocast(place):
-            return stage.forward(tree, place.device, *inputs)
+            return run_pieces(stage, tree, place, inputs)
 
     def _autocast(self, place: Place) -> AbstractContextManager[Any]:
         if self.precision == "fp32":
@@ -121,9 +122,7 @@ class Replica:
                 del value
                 if staged.last_use[name] == stage.index:
                     del values[name]
-            arguments, inputs = tuple(inputs), []
-            outputs = self.run_stage(tree, stage, arguments)
-            del arguments
+            outputs = self.run_stage(tree, stage, inputs)
             values.update((n, (v, place)) for n, v in zip(stage.outputs, outputs, strict=True))
             del outputs
         return [values[x][0] if kind == "value" else x for kind, x in staged.result]
@@ -183,8 +182,9 @@ class _MicrobatchRun:
         self._values: dict[str, Any] = dict(named)
         self._homes = {name: Place("caller", leaf.device) for name, leaf in named.items()}
         self._graph_inputs = {name: leaf for name, leaf in named.items() if leaf.requires_grad}
-        self._roots: dict[int, torch.Tensor] = {}  # stage -> where its backward starts
-        self._grads: dict[tuple[str, int], WaitingGradients] = {}  # by value, which tensor of it
+        # stage -> where its backward starts: (value, which tensor of it) -> root
+        self._roots: dict[int, dict[tuple[str, int], torch.Tensor]] = {}
+        self._grads: dict[tuple[str, int], WaitingGradients] = {}  # (value, which tensor of it)
 
     def forward(self, stage_index: int, loss_of: Callable[[int, list[Any]], torch.Tensor]) -> None:
         replica, staged = self.replica, self.replica.staged
@@ -197,9 +197,7 @@ class _MicrobatchRun:
             arguments.append(self._receive(name, place))
             if staged.last_use[name] == stage_index:
                 del self._values[name]
-        packed, arguments = tuple(arguments), []
-        outputs = replica.run_stage(self.trees[stage_index], stage, packed)
-        del packed
+        outputs = replica.run_stage(self.trees[stage_index], stage, arguments)
         for name, value in zip(stage.outputs, outputs, strict=True):
             self._values[name] = value
             self._homes[name] = place
@@ -209,16 +207,16 @@ class _MicrobatchRun:
             with on(place):
                 self.loss = loss_of(self.index, result)
         else:
-            crossing = [
-                ((name, position), tensor)
+            crossing = {
+                (name, position): tensor
                 for name, value in zip(stage.outputs, outputs, strict=True)
                 for position, tensor in enumerate(_differentiable(value))
-            ]
-            if crossing:
-                waiting = [WaitingGradients(place, tensor) for _, tensor in crossing]
-                self._grads.update(zip((key for key, _ in crossing), waiting, strict=True))
-                with on(place):
-                    self._roots[stage_index] = gather_root([t for _, t in crossing], waiting)
+            }
+            self._grads.update((k, WaitingGradients(place, t)) for k, t in crossing.items())
+            with on(place):
+                self._roots[stage_index] = {
+                    key: gradient_root(tensor, self._grads[key]) for key, tensor in crossing.items()
+                }
 
     def _receive(self, name: str, place: Place) -> Any:
         """The value on ``place``; its gradient waits there."""
@@ -246,14 +244,20 @@ class _MicrobatchRun:
             self._grads[key].hold(place, grad)
 
     def backward(self, stage_index: int) -> None:
-        """Run the stage's backward from the gradients that wait for it."""
-        root = self._roots.pop(stage_index, None)
+        """Run the stage's backward from the gradients that wait for it.
+
+        A value that got none is no start: what only it depends on has no gradient, as in eager.
+        """
+        waiting = self._roots.pop(stage_index, {})
+        roots = [root for key, root in waiting.items() if self._grads[key]]
+        del waiting
         if stage_index == len(self.replica.staged.stages) - 1:
             assert self.loss is not None
-            root, self.loss = self.loss, self.loss.detach()
-        if root is not None and root.requires_grad:
+            roots = [self.loss] if self.loss.requires_grad else []
+            self.loss = self.loss.detach()
+        if roots:
             with on(self.replica.places[stage_index]):
-                root.backward()
+                torch.autograd.backward(roots)
 
     def backward_inputs(self) -> None:
         """Hand the gradients of the caller's own inputs on to the caller's graph."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -85,11 +85,14 @@ class _Transfer(torch.autograd.Function):
         ctx.source = source
         ctx.target = target
         ctx.waiting = waiting
+        ctx.set_materialize_grads(False)
         return copy_to(target, tensor)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        if ctx.waiting is None:
+    def backward(
+        ctx: Any, *grads: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, None, None, None]:
+        if grads[0] is None or ctx.waiting is None:
             return transfer(grads[0], ctx.target, ctx.source), None, None, None
         ctx.waiting.hold(ctx.target, grads[0])
         return ctx.waiting.stand_in(), None, None, None
@@ -138,12 +141,14 @@ class _Receive(torch.autograd.Function):
         deliver: Callable[[torch.Tensor], None],
     ) -> torch.Tensor:
         ctx.deliver = deliver
+        ctx.set_materialize_grads(False)
         return tensor.detach() if source == target else copy_to(target, tensor)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None, None, None]:
-        ctx.deliver(grads[0])
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None, None, None]:
+        if grads[0] is not None:
+            ctx.deliver(grads[0])
         return None, None, None, None, None
 
 
@@ -156,48 +161,32 @@ def receive(
     return _Receive.apply(anchor, tensor.detach(), source, target, deliver)  # type: ignore[no-any-return]
 
 
-class _Gather(torch.autograd.Function):
-    """A scalar root over several tensors; in backward their gradients are what ``start`` gives.
+class _Root(torch.autograd.Function):
+    """A scalar over a tensor; in backward the tensor's gradient is what ``start`` gives.
 
-    Given to ``torch.autograd.backward`` directly, the gradients would be held to the end of it.
+    Given to ``torch.autograd.backward`` directly, the gradient would be held to the end of it.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        start: Callable[[], Sequence[torch.Tensor | None]],
-        *tensors: torch.Tensor,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, start: Callable[[], Any]) -> torch.Tensor:
         ctx.start = start
-        ctx.set_materialize_grads(False)
-        return tensors[0].new_zeros(())
+        return tensor.new_zeros(())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, *ctx.start()
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        return ctx.start(), None
 
 
-def gather_root(
-    tensors: Sequence[torch.Tensor], waiting: Sequence[WaitingGradients]
-) -> torch.Tensor:
-    """A scalar whose backward starts that of ``tensors`` with what waits for each of them.
+def gradient_root(tensor: torch.Tensor, waiting: WaitingGradients) -> torch.Tensor:
+    """A scalar whose backward starts that of ``tensor``; what waits for it is added when it runs.
 
-    It keeps none of the tensors alive, only their graph. What waits for a tensor that other
-    tensors of the stage were computed from is added when these have handed in theirs.
+    It does not keep the tensor alive, only its graph.
     """
-    late = [has_backward(tensor) for tensor in tensors]
-    for tensor, gradients in zip(tensors, waiting, strict=True):
-        if has_backward(tensor):
-            tensor.register_hook(gradients.add_to)
-
-    def start() -> list[torch.Tensor | None]:
-        return [
-            (gradients.stand_in() if is_late else gradients.add_to(None)) if gradients else None
-            for gradients, is_late in zip(waiting, late, strict=True)
-        ]
-
-    return _Gather.apply(start, *tensors)  # type: ignore[no-any-return]
+    if not has_backward(tensor):
+        return _Root.apply(tensor, lambda: waiting.add_to(None))  # type: ignore[no-any-return]
+    tensor.register_hook(waiting.add_to)
+    return _Root.apply(tensor, waiting.stand_in)  # type: ignore[no-any-return]
 
 
 class _Mirror(torch.autograd.Function):
@@ -208,12 +197,13 @@ class _Mirror(torch.autograd.Function):
         ctx: Any, primary: torch.Tensor, mirrored: torch.Tensor, home: Place
     ) -> torch.Tensor:
         ctx.home = home
+        ctx.set_materialize_grads(False)
         return mirrored.detach()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return copy_to(ctx.home, grads[0]), None, None
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
+        return None if grads[0] is None else copy_to(ctx.home, grads[0]), None, None
 
 
 def attach(primary: torch.Tensor, mirrored: torch.Tensor, home: Place) -> torch.Tensor:

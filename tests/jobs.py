@@ -1,0 +1,84 @@
+"""Jobs of several real processes for tests: started once per world size, given many things to do."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+_PRELOAD = ["torch", "torch.distributed.pipelining", "placer.api", "distributed_cases"]
+TIMEOUT_SECONDS = 120
+
+
+class Job:
+    """``world_size`` processes with a gloo process group, waiting for functions to run."""
+
+    def __init__(self, world_size: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOAD)
+        self._folder = tempfile.TemporaryDirectory()
+        store = str(Path(self._folder.name) / "store")
+        self._ends: list[Connection] = []
+        self._processes = []
+        self.closed = False
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_work, args=(rank, world_size, store, theirs), daemon=True
+            )
+            process.start()
+            self._ends.append(ours)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """What ``function(*args, **kwargs)`` returns on each rank; raises if any rank does."""
+        for end in self._ends:
+            end.send((function, args, kwargs))
+        results, problems = [], []
+        for rank, end in enumerate(self._ends):
+            if not end.poll(TIMEOUT_SECONDS):
+                self.close()
+                raise TimeoutError(f"rank {rank} did not answer in {TIMEOUT_SECONDS} s")
+            ok, value = end.recv()
+            results.append(value)
+            if not ok:
+                problems.append(f"rank {rank}: {value}")
+        if problems:
+            raise AssertionError("\n".join(problems))
+        return results
+
+    def close(self) -> None:
+        """End the processes."""
+        self.closed = True
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._folder.cleanup()
+
+
+def _work(rank: int, world_size: int, store: str, end: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ["LOCAL_RANK"] = str(rank)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=TIMEOUT_SECONDS / 2),
+    )
+    while True:
+        function, args, kwargs = end.recv()
+        try:
+            end.send((True, function(*args, **kwargs)))
+        except Exception:
+            end.send((False, traceback.format_exc()))
