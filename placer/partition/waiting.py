@@ -8,7 +8,8 @@ belongs and ``target`` the last node that adds to it (``home`` itself, or anothe
     stage has sender, not target  a copy of the part that is needed waits from sender on, to the end
     stage has target, not sender  it comes when the backward of home runs; nothing waits
 
-That is the rule of `placer.runtime.transfer.WaitingGradients`. Whether a stage has its sender
+That is the rule of `placer.runtime.transfer.WaitingGradients`. Where values are relayed from stage
+to stage, under torchrun, gradients come with the others and wait in the stage of ``home``. Whether a stage has its sender
 depends on its end, so the tables, which have a row per start and a column per node, hold what is
 there if it has, and `Elsewhere` what changes where the stage ends before.
 """
@@ -41,7 +42,9 @@ class Elsewhere:
     nbytes: float
 
 
-def waiting_gradients(costs: CostTable, place: NDArray[np.int64], add: Add) -> list[Elsewhere]:
+def waiting_gradients(
+    costs: CostTable, place: NDArray[np.int64], add: Add, *, relayed: bool = False
+) -> list[Elsewhere]:
     """Fill a table by ``add`` for stages that have all senders; the answer is for those that do not.
 
     ``place`` gives every node's position. O(parts of gradients).
@@ -50,7 +53,7 @@ def waiting_gradients(costs: CostTable, place: NDArray[np.int64], add: Add) -> l
     sender_of: dict[int, int] = {}  # of what is added at a node, the first that hands it on
     for gradient in costs.gradients:
         if place[gradient.target] < place[gradient.source]:
-            _wait(gradient, costs, place, add, elsewhere)
+            (_come if relayed else _wait)(gradient, costs, place, add, elsewhere)
             node = gradient.target
             sender = int(place[gradient.sender])
             sender_of[node] = min(sender, sender_of.get(node, sender))
@@ -58,7 +61,7 @@ def waiting_gradients(costs: CostTable, place: NDArray[np.int64], add: Add) -> l
         home, node = int(place[sum_.home]), int(place[sum_.node])
         if home < node:
             add(0, node, node, node + 1, sum_.nbytes)
-            sender = sender_of.get(sum_.node, node)
+            sender = len(costs.nodes) if relayed else sender_of.get(sum_.node, node)
             _change(elsewhere, home + 1, node, node, node + 1, sender, -sum_.nbytes)
     return elsewhere
 
@@ -103,6 +106,20 @@ def _wait(
         last = to
     add(target + 1, last, last, source, whole)
     _change(elsewhere, target + 1, last, last, source, sender, -whole)
+
+
+def _come(
+    gradient: PendingGradient,
+    costs: CostTable,
+    place: NDArray[np.int64],
+    add: Add,
+    elsewhere: list[Elsewhere],
+) -> None:
+    """It waits in the stage of its home, wherever it was made."""
+    home, target = int(place[gradient.home]), int(place[gradient.target])
+    source, sender = int(place[gradient.source]), int(place[gradient.sender])
+    add(0, home, target + 1, source, gradient.nbytes)
+    _change(elsewhere, 0, home, target, len(costs.nodes), sender, -gradient.surplus)
 
 
 def _change(

@@ -201,6 +201,8 @@ def _plan(
         checkpoint=_labels(costs.keys, "recompute"),
         offload=_labels(costs.keys, "offload"),
         notes=_notes(capture, spec, demands, len(rows)),
+        optimality=partition.optimality,
+        boundaries=partition.boundaries,
         node_layers=dict(capture.layer_of),
     )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -79,12 +81,13 @@ class Engine:
             stage.run = run
         count = self._microbatches
         try:
-            self._schedules[key].step(
-                arg_mbs=[() for _ in range(count)],
-                kwarg_mbs=[{"microbatch": index} for index in range(count)],
-                target_mbs=[None] * count if training else None,
-                return_outputs=False,
-            )
+            with _without_schedule_dump():
+                self._schedules[key].step(
+                    arg_mbs=[() for _ in range(count)],
+                    kwarg_mbs=[{"microbatch": index} for index in range(count)],
+                    target_mbs=[None] * count if training else None,
+                    return_outputs=False,
+                )
         finally:
             for stage in self._stages[key]:
                 stage.run = None
@@ -160,6 +163,17 @@ class Engine:
             ) from error
         self._stages[key] = modules
         self._pipeline_stages += stages
+
+
+@contextmanager
+def _without_schedule_dump() -> Iterator[None]:
+    """Torch logs its whole schedule when a stage fails, on every rank; the error itself says more."""
+    logger = logging.getLogger("torch.distributed.pipelining.schedules")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _own_loss(output: Tensor, _: Any) -> Tensor:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
-from collections.abc import Iterator, Mapping
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -81,12 +83,7 @@ class Alarm:
         if failure is None and not backward:
             if isinstance(error, PlacerError):
                 raise error
-            lost = {
-                "where": f"rank {self._rank}",
-                "problem": "lost the connection to another rank, which ended or does not answer "
-                f"({_last_line(error)})",
-                "remedy": "look at that rank's own output for the first error",
-            }
+            lost = _lost(self._rank, error)
             self._tell(lost)
             raise PeerError(**lost) from error
         cause: BaseException = error
@@ -133,6 +130,43 @@ class Alarm:
             if time.monotonic() > end:
                 return None
             time.sleep(0.05)
+
+
+@contextmanager
+def lost_peers(rank: int) -> Iterator[None]:
+    """Raise the loss of another rank inside the block, before any module is there, as ``PeerError``."""
+    try:
+        yield
+    except PlacerError:
+        raise
+    except RuntimeError as error:
+        raise PeerError(**_lost(rank, error)) from error
+
+
+def _lost(rank: int, error: BaseException) -> dict[str, str]:
+    return {
+        "where": f"rank {rank}",
+        "problem": "lost the connection to another rank, which ended or does not answer "
+        f"({_last_line(error)})",
+        "remedy": "look at that rank's own output for the first error",
+    }
+
+
+def close_groups(error: BaseException, groups: Iterable[dist.ProcessGroup]) -> None:
+    """Close the connections of ``groups``, so that ranks that wait for this one are woken up.
+
+    Gloo closes them when the last reference goes: those in the frames of ``error`` are let go too.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__cause__
+    for group in groups:
+        try:
+            dist.destroy_process_group(group)
+        except (ValueError, AssertionError, RuntimeError):
+            continue  # it is closed already
+    gc.collect()
 
 
 def _find_cause(error: BaseException, kind: type[Any]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -12,11 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from placer.capture import Capture, unflatten_output
 from placer.emit import StagedModel
-from placer.errors import PlacerError
+from placer.errors import PeerError, PlacerError
 from placer.plan.types import Plan
 from placer.runtime.distributed.boundary import BoundaryFinder, Crossings, Wire
 from placer.runtime.distributed.engine import Engine
-from placer.runtime.distributed.faults import Alarm
+from placer.runtime.distributed.faults import Alarm, close_groups
 from placer.runtime.distributed.gradients import GradientReducer, Shared
 from placer.runtime.distributed.job import Seat
 from placer.runtime.distributed.part import Holdings
@@ -65,6 +66,7 @@ class DistributedModule(PlacedModule):
         self._holdings = holdings
         self._dp_group = mesh.get_group("dp")
         self._pp_group = mesh.get_group("pp")
+        self._world_group = _new_group(list(range(dist.get_world_size())))
         self._tied_groups = _make_tied_groups(holdings, plan.replicas, seat.num_devices)
         self._finder = BoundaryFinder(capture.model, plan, staged, device)
         self._alarm = Alarm(dist.get_rank())
@@ -99,6 +101,19 @@ class DistributedModule(PlacedModule):
         return self.plan.replicas
 
     @property
+    def world_group(self) -> dist.ProcessGroup:
+        """All ranks of the job; closed when this module has failed. Raises ``PeerError`` then."""
+        if self._world_group is None:
+            raise PeerError(
+                f"rank {dist.get_rank()}", "the job has failed before", "start it again"
+            )
+        return self._world_group
+
+    @property
+    def own_share(self) -> tuple[int, int]:
+        return self.replica_index, self.num_replicas
+
+    @property
     def stage_indices(self) -> tuple[int, ...]:
         """The stages that this rank runs."""
         return self.seat.stage_indices
@@ -131,6 +146,7 @@ class DistributedModule(PlacedModule):
                 "train with placed.step(x, target=t, loss_fn=f); for results call placed.eval() or "
                 "use torch.no_grad()",
             )
+        self._check_alive()
         total = batch_size(self._staged.call, leaves)
         cuts = self._cuts(total, self.num_replicas)
         with torch.no_grad(), self._own_random_state():
@@ -152,6 +168,7 @@ class DistributedModule(PlacedModule):
         scaler: torch.amp.GradScaler | None = None,
     ) -> Tensor:
         """`step` for inputs that are flattened already."""
+        self._check_alive()
         self._check_frozen()
         total = batch_size(self._staged.call, leaves)
         try:
@@ -296,7 +313,7 @@ class DistributedModule(PlacedModule):
                     leaf = given[position].detach().contiguous()
                 else:
                     leaf = torch.empty(leaf.shape, dtype=leaf.dtype, device=self.device)
-                dist.broadcast(leaf, source)
+                dist.broadcast(leaf, source, group=self._world_group)
             elif given is not None:
                 leaf = given[position]
             received.append(leaf)
@@ -315,7 +332,7 @@ class DistributedModule(PlacedModule):
             message[0] = loss
             if self.replica_index == 0:
                 message[1] = _DTYPES.index(loss.dtype)
-        dist.all_reduce(message)
+        dist.all_reduce(message, group=self._world_group)
         return message[0].to(_DTYPES[int(message[1].item())])
 
     def _share_buffers(self) -> None:
@@ -365,6 +382,14 @@ class DistributedModule(PlacedModule):
             readers=max(readers, 1),
         )
 
+    def _check_alive(self) -> None:
+        if self._world_group is None:
+            raise PeerError(
+                f"rank {dist.get_rank()}",
+                "an earlier call failed, and the connections of this module are closed",
+                "end the job; torchrun --max-restarts starts it anew",
+            )
+
     def _check_frozen(self) -> None:
         frozen = {n for n, p in self.named_parameters() if not p.requires_grad}
         if frozen != self._frozen:
@@ -375,8 +400,21 @@ class DistributedModule(PlacedModule):
                 "freeze parameters of the model before placer.compile",
             )
 
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Raise what goes wrong between the ranks inside the block as ``PeerError``.
+
+        What a rank says itself (``PlacerError``) is raised as it is.
+        """
+        try:
+            yield
+        except PlacerError:
+            raise
+        except Exception as error:
+            self._fail(error)
+
     def _fail(self, error: Exception) -> NoReturn:
-        """Tell the other ranks, close the connections so that none waits, and raise."""
+        """Tell the other ranks, close the connections so that none waits for this one, and raise."""
         try:
             self._alarm.raise_for(
                 error,
@@ -388,6 +426,15 @@ class DistributedModule(PlacedModule):
             self._engine.close()
             if self._reducer is not None:
                 self._reducer.close()
+            groups = [
+                self._world_group,
+                self._pp_group,
+                self._dp_group,
+                *self._tied_groups.values(),
+            ]
+            self._tied_groups = {}
+            self.__dict__.update(_world_group=None, _pp_group=None, _dp_group=None, _reducer=None)
+            close_groups(error, groups)
 
 
 def _to_device(value: Any, device: torch.device) -> Any:
