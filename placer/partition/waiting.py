@@ -9,9 +9,11 @@ belongs and ``target`` the last node that adds to it (``home`` itself, or anothe
     stage has target, not sender  it comes when the backward of home runs; nothing waits
 
 That is the rule of `placer.runtime.transfer.WaitingGradients`. Where values are relayed from stage
-to stage, under torchrun, gradients come with the others and wait in the stage of ``home``. Whether a stage has its sender
-depends on its end, so the tables, which have a row per start and a column per node, hold what is
-there if it has, and `Elsewhere` what changes where the stage ends before.
+to stage, under torchrun, gradients come with the others and wait in the stage of ``home``.
+
+Whether a stage has its sender depends on its end, so the tables, which have a row per start and a
+column per node, hold what is there if it has, and `Elsewhere` what changes where the stage ends
+before.
 """
 
 from __future__ import annotations
