@@ -44,9 +44,9 @@ class ReplicaSampler(Sampler[list[int]]):
             raise PlacerError(
                 "sampler",
                 f"a batch of {smallest} rows is not enough for {num_replicas} replicas",
-                "choose another batch_size, or drop_last=True"
-                if smallest == last
-                else "choose a larger batch_size: it counts the rows of all replicas",
+                "choose a larger batch_size: it counts the rows of all replicas"
+                if batch_size < num_replicas
+                else "choose another batch_size, or drop_last=True",
             )
         self._num_rows = len(dataset)
         self._batch_size = batch_size
