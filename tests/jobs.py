@@ -98,5 +98,6 @@ def _work(rank: int, world_size: int, store: str, end: Connection) -> None:
         except Exception:
             answer = False, traceback.format_exc()
         gc.collect()
-        dist.destroy_process_group()
+        if dist.is_initialized():  # a job that failed has closed its groups
+            dist.destroy_process_group()
         end.send(answer)
