@@ -212,6 +212,8 @@ def measure_memory() -> list[dict[str, Any]]:
             }
             placed = placer.compile(model, spec, x)
             optimizer = torch.optim.Adam(placed.parameters())
+            placed.step(x, target=target, loss_fn=loss_of)  # finds what crosses, on fake tensors
+            optimizer.zero_grad()
             ledger = RankLedger()
             for kind, tensors in (("parameter", placed.parameters()), ("buffer", placed.buffers())):
                 for tensor in tensors:
@@ -363,6 +365,7 @@ def plot(stages: Mapping[str, Mapping[str, list[float]]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--only", default="", help="replicas, stages or memory")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:

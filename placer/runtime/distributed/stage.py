@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from placer.capture import unflatten_output
 from placer.runtime.distributed.boundary import Crossings, Wire, rebuild
 from placer.runtime.distributed.faults import locate_layer
-from placer.runtime.distributed.wire import from_wire, to_wire
+from placer.runtime.distributed.wire import from_wire, hollow, to_wire
 from placer.runtime.place import Place
 from placer.runtime.replica import Replica
 from placer.runtime.transfer import transfer
@@ -93,6 +93,9 @@ class StageModule(nn.Module):
         for value in crossings.boundaries[index - 1] if index else ():
             tensors = [from_wire(next(remaining), wire.shape) for wire in value.wires]
             values[value.name] = rebuild(value, tensors)
+            del tensors
+        for wire in wires:
+            hollow(wire)
         last = index == len(staged.stages) - 1
         after = () if last else crossings.boundaries[index]
         kept = {value.name for value in after}
