@@ -53,6 +53,18 @@ class Job:
             raise AssertionError("\n".join(problems))
         return results
 
+    def ask(self, function: Callable[..., Any], *args: Any) -> dict[int, tuple[bool, Any] | None]:
+        """Per rank what ``run`` would look at; None for a rank that ended or does not answer."""
+        for end in self._ends:
+            end.send((function, args, {}))
+        answers: dict[int, tuple[bool, Any] | None] = {}
+        for rank, end in enumerate(self._ends):
+            try:
+                answers[rank] = end.recv() if end.poll(TIMEOUT_SECONDS) else None
+            except EOFError:
+                answers[rank] = None
+        return answers
+
     def close(self) -> None:
         """End the processes."""
         self.closed = True

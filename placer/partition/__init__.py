@@ -3,7 +3,6 @@
 from placer.partition.choose import choose_partition
 from placer.partition.problem import (
     CrossingValue,
-    Optimality,
     PartitionProblem,
     Solution,
     StageSlot,
@@ -11,6 +10,7 @@ from placer.partition.problem import (
 )
 from placer.partition.solve import solve
 from placer.partition.types import Demands, DeviceSlot, Partition, PartitionStage
+from placer.plan.types import Optimality
 
 __all__ = [
     "CrossingValue",

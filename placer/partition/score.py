@@ -71,16 +71,19 @@ class IntervalTables:
     backward_live_growing: Table  # with gradients, in the first backward
     backward_live_grown: Table  # the same in a later one
     largest_parameter: Table
-    flops: tuple[Table, Table]  # forward, backward; of [0, x]: a prefix sum
+    flops: tuple[Table, Table]  # forward, backward; of every node along the order, the loss last
     traffic: tuple[Table, Table]
-    hosted: Table  # bytes that wait on the host, of [0, x]
+    hosted: Table  # bytes that wait on the host, of every node along the order
     results: Table  # what the stage gives to the caller
 
 
-def build_tables(costs: CostTable, order: Sequence[int], cuts: Sequence[int]) -> IntervalTables:
+def build_tables(
+    costs: CostTable, order: Sequence[int], cuts: Sequence[int], *, relayed: bool = False
+) -> IntervalTables:
     """The tables for the stages that ``cuts`` of ``order`` (positions of nodes) allow.
 
-    The loss is computed with the last node of the order.
+    The loss is computed with the last node of the order. ``relayed``: values pass through every
+    stage between their producer and their last reader; else they go there directly.
     """
     n = len(order)
     place = np.empty(n + 1, dtype=np.int64)  # node -> position; the loss stays last
@@ -134,6 +137,10 @@ def build_tables(costs: CostTable, order: Sequence[int], cuts: Sequence[int]) ->
         ),
     ]
     for producer, readers, nbytes, kept in crossing:
+        if relayed and producer >= 0 and readers and readers[-1] > producer:
+            received.add(producer + 1, readers[-1], 0, nbytes)
+            sent.add(0, readers[-1], producer, nbytes, until=readers[-1])
+            continue
         received.some(readers, nbytes, after=producer)
         if readers:  # a copy that no backward needs goes after its last reader
             released.add(max(producer, kept) + 1, readers[-1], readers[-1] + 1, nbytes)
@@ -178,9 +185,7 @@ def build_tables(costs: CostTable, order: Sequence[int], cuts: Sequence[int]) ->
     owned_table = build.at_ends(owned.table())
     mirrored_so_far = used_so_far - owned.table()
     grown = build.running_max(live - mirrored_so_far, without=surplus) + trained_table
-    prefix = lambda field: np.concatenate(  # noqa: E731
-        [[0.0], np.cumsum(_by_position(place, [getattr(c, field) for c in costs.nodes]))]
-    )[[0, *build.ends]]
+    along = lambda field: _by_position(place, [getattr(c, field) for c in costs.nodes])  # noqa: E731
     return IntervalTables(
         cuts=tuple(cuts),
         parameters=build.at_ends(parameters.table()),
@@ -195,9 +200,9 @@ def build_tables(costs: CostTable, order: Sequence[int], cuts: Sequence[int]) ->
         backward_live_growing=growing,
         backward_live_grown=grown,
         largest_parameter=build.running_max(np.broadcast_to(largest_at, live.shape)),
-        flops=(prefix("forward_flops"), prefix("backward_flops")),
-        traffic=(prefix("forward_traffic"), prefix("backward_traffic")),
-        hosted=prefix("host_nbytes"),
+        flops=(along("forward_flops"), along("backward_flops")),
+        traffic=(along("forward_traffic"), along("backward_traffic")),
+        hosted=along("host_nbytes"),
         results=build.at_ends(results.table()),
     )
 
@@ -383,17 +388,37 @@ def replica_peak_bytes(
 
 
 def stage_seconds(tables: IntervalTables, kind: DeviceKind, *, half: bool) -> tuple[Table, Table]:
-    """Forward and backward seconds of every interval on a device, without transfers (a roofline).
-
-    What waits on the host goes there in forward and comes back in backward, one after the rest.
-    """
-    away = _between(tables.hosted) / kind.host_bandwidth
-    peak = kind.half_flops if half else kind.fp32_flops
-    seconds = []
+    """Forward and backward seconds of every interval on a device, without transfers."""
+    ends = [*tables.cuts[1:-1], len(tables.hosted)]
+    found = []
     for flops, traffic in zip(tables.flops, tables.traffic, strict=True):
-        compute, memory = (_between(flops) / peak, _between(traffic) / kind.memory_bandwidth)
-        seconds.append(np.maximum(compute, memory) + away)
-    return seconds[0], seconds[1]
+        seconds = node_seconds(flops, traffic, tables.hosted, kind, half=half)
+        found.append(_between(np.concatenate([[0.0], np.cumsum(seconds)])[[0, *ends]]))
+    return found[0], found[1]
+
+
+def node_seconds(
+    flops: Table, traffic: Table, hosted: Table, kind: DeviceKind, *, half: bool
+) -> Table:
+    """Seconds of every node on a device: the larger of its compute and its memory traffic.
+
+    The roofline of S. Williams, A. Waterman and D. Patterson (CACM 2009), node by node. What waits
+    on the host goes there in forward and comes back in backward, one after the rest.
+    """
+    peak = kind.half_flops if half else kind.fp32_flops
+    seconds: Table = np.maximum(flops / peak, traffic / kind.memory_bandwidth)
+    return seconds + hosted / kind.host_bandwidth
+
+
+def unit_seconds(costs: CostTable, kind: DeviceKind, *, half: bool, training: bool) -> Table:
+    """Seconds of every node (the loss last) on a device, forward and, in training, backward."""
+    column = lambda field: np.array([getattr(c, field) for c in costs.nodes], dtype=np.float64)  # noqa: E731
+    hosted = column("host_nbytes")
+    seconds = np.zeros(len(costs.nodes))
+    for way in ("forward", "backward") if training else ("forward",):
+        flops, traffic = column(f"{way}_flops"), column(f"{way}_traffic")
+        seconds += node_seconds(flops, traffic, hosted, kind, half=half)
+    return seconds
 
 
 def transfer_seconds(tables: IntervalTables, kind: DeviceKind, *, training: bool) -> Table:

@@ -20,13 +20,13 @@ from placer.partition.lattice import (
 )
 from placer.partition.problem import (
     CrossingValue,
-    Optimality,
     PartitionProblem,
     Solution,
     stage_loads,
 )
 from placer.partition.program import Borders, best_borders
 from placer.partition.reduce import fold_dominated, join_together
+from placer.plan.types import Optimality
 
 StageOf = NDArray[np.int64]
 
@@ -132,7 +132,7 @@ def _prove(lattice: Lattice, value: float, most_alive: int) -> tuple[float, Stag
     """
     problem = lattice.problem
     least = _trivial_bound(problem)
-    if _reached(value, least):
+    if _reached(value, least) or not most_alive:
         return least, None
     if not np.isfinite(value):
         value = _above_all(problem)
@@ -147,6 +147,11 @@ def _prove(lattice: Lattice, value: float, most_alive: int) -> tuple[float, Stag
             return limit, None
         return borders.value, _stages(lattice, borders)
     return least, None
+
+
+def lower_bound(problem: PartitionProblem) -> float:
+    """No placement can be better than its largest unit, or than all work spread evenly; O(n)."""
+    return _trivial_bound(join_together(problem).problem)
 
 
 def _trivial_bound(problem: PartitionProblem) -> float:

@@ -83,6 +83,29 @@ class DeviceFile(_File):
     reserve: NonNegativeInt
 
 
+class OptimalityFile(_File):
+    """`Optimality`; ``proven`` and ``gap`` follow from the rest."""
+
+    criterion: str
+    value: float
+    lower_bound: float
+    proven: bool
+    gap: float
+
+
+class BoundaryFile(_File):
+    """`Boundary`."""
+
+    index: NonNegativeInt
+    last: str
+    first: str
+    left: float
+    right: float
+    nbytes: NonNegativeInt
+    next_best: str | None
+    next_value: float | None
+
+
 class PlanFile(_File):
     """`Plan`, in the order in which the file has its keys."""
 
@@ -104,6 +127,8 @@ class PlanFile(_File):
     checkpoint: list[str]
     offload: list[str]
     notes: list[str]
+    optimality: OptimalityFile | None
+    boundaries: list[BoundaryFile]
     node_layers: dict[str, str]
 
 

@@ -32,6 +32,28 @@ def region_keys(capture: Capture, recomputed: Collection[str], offloaded: Collec
     return whole_groups(capture, keys)
 
 
+def cuttable_nodes(capture: Capture) -> tuple[frozenset[int], frozenset[int]]:
+    """Positions before which a region may begin or end, and those of nodes that no region may have.
+
+    See `whole_groups`.
+    """
+    groups, unsafe = _groups(capture)
+    torn = {i for group in groups for i in range(min(group) + 1, max(group) + 1)}
+    return frozenset(range(len(capture.order))) - torn, frozenset(unsafe)
+
+
+def _groups(capture: Capture) -> tuple[list[list[int]], set[int]]:
+    """The groups of nodes that share written memory, and the nodes of those that read an input."""
+    position = {name: i for i, name in enumerate(capture.order)}
+    nodes = {node.name: node for node in capture.graph.nodes}
+    inputs = {node.name for node in capture.graph.nodes if node.op == "placeholder"}
+    unsafe: set[int] = set()
+    for names in capture.together:
+        if any(source.name in inputs for n in names for source in nodes[n].all_input_nodes):
+            unsafe |= {position[name] for name in names}
+    return [[position[name] for name in group] for group in capture.together], unsafe
+
+
 def whole_groups(capture: Capture, keys: Sequence[RegionKey | None]) -> Keys:
     """``keys`` without those nodes that a region would hold without the others of their group.
 
@@ -39,15 +61,8 @@ def whole_groups(capture: Capture, keys: Sequence[RegionKey | None]) -> Keys:
     it would read what was written since; regions that it links are joined where they are treated
     alike. A group that reads the model's inputs is in none: it may be they that are written to.
     """
-    position = {name: i for i, name in enumerate(capture.order)}
-    nodes = {node.name: node for node in capture.graph.nodes}
-    inputs = {node.name for node in capture.graph.nodes if node.op == "placeholder"}
-    groups = [[position[name] for name in group] for group in capture.together]
-    found = list(keys)
-    for group, names in zip(groups, capture.together, strict=True):
-        if any(source.name in inputs for n in names for source in nodes[n].all_input_nodes):
-            for i in group:
-                found[i] = None
+    groups, unsafe = _groups(capture)
+    found = [None if i in unsafe else key for i, key in enumerate(keys)]
     while True:
         runs = list(accumulate(i == 0 or key != found[i - 1] for i, key in enumerate(found)))
         torn = next(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from typing import Any, Literal
 
 import torch
@@ -16,6 +16,7 @@ from placer.runtime.hooks import refuse_backward_hooks, run_forward_hooks, run_f
 from placer.runtime.place import Place
 from placer.runtime.programs import Programs
 from placer.runtime.replica import Replica, Run, run_schedule
+from placer.runtime.sampler import ReplicaSampler
 from placer.runtime.scaling import scale_of
 from placer.runtime.scatter import batch_cuts, batch_size, join_rows, split_rows, split_target
 from placer.runtime.transfer import transfer
@@ -192,6 +193,37 @@ class PlacedModule(nn.Module):
         home = self._replicas[0].output_place
         loss = torch.stack([loss.to(home.device) for loss in losses]).sum()
         return loss if scale == 1.0 else loss / scale
+
+    @property
+    def own_share(self) -> tuple[int, int]:
+        """Which share of a batch's rows this process loads, of how many: all of them in one process."""
+        return 0, 1
+
+    def sampler(
+        self,
+        dataset: Sized,
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> ReplicaSampler:
+        """A ``batch_sampler`` for a ``DataLoader`` whose batches go into ``step(…, own_rows=True)``.
+
+        ``batch_size`` counts the rows of all replicas: training does not depend on how many there
+        are. Call ``set_epoch(epoch)`` on it before each epoch. Raises ``PlacerError`` when a batch
+        has fewer rows than there are replicas.
+        """
+        index, shares = self.own_share
+        return ReplicaSampler(
+            dataset,
+            batch_size,
+            num_replicas=shares,
+            replica_index=index,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+        )
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their norm is at most ``max_norm``; returns the norm before."""

@@ -83,12 +83,7 @@ class Alarm:
         if failure is None and not backward:
             if isinstance(error, PlacerError):
                 raise error
-            lost = {
-                "where": f"rank {self._rank}",
-                "problem": "lost the connection to another rank, which ended or does not answer "
-                f"({_last_line(error)})",
-                "remedy": "look at that rank's own output for the first error",
-            }
+            lost = _lost(self._rank, error)
             self._tell(lost)
             raise PeerError(**lost) from error
         cause: BaseException = error
@@ -135,6 +130,26 @@ class Alarm:
             if time.monotonic() > end:
                 return None
             time.sleep(0.05)
+
+
+@contextmanager
+def lost_peers(rank: int) -> Iterator[None]:
+    """Raise the loss of another rank inside the block, before any module is there, as ``PeerError``."""
+    try:
+        yield
+    except PlacerError:
+        raise
+    except RuntimeError as error:
+        raise PeerError(**_lost(rank, error)) from error
+
+
+def _lost(rank: int, error: BaseException) -> dict[str, str]:
+    return {
+        "where": f"rank {rank}",
+        "problem": "lost the connection to another rank, which ended or does not answer "
+        f"({_last_line(error)})",
+        "remedy": "look at that rank's own output for the first error",
+    }
 
 
 def close_groups(error: BaseException, groups: Iterable[dist.ProcessGroup]) -> None:

@@ -117,12 +117,45 @@ def choose_device(plan: Plan, job: Job, run_on: str | None) -> torch.device:
 
 
 def join_job(device: torch.device) -> None:
-    """Make the default process group, if the program has not: NCCL for CUDA, gloo for the CPU."""
+    """Make the default process group, if the program has not: NCCL for CUDA, gloo for the CPU.
+
+    Raises ``PlacerError`` when the processes do not find each other.
+    """
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
     if not dist.is_initialized():
         backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
-        dist.init_process_group(backend)
+        try:
+            dist.init_process_group(backend)
+        except (RuntimeError, ValueError) as error:
+            raise _not_joined(error) from error
+
+
+def _not_joined(error: Exception) -> PlacerError:
+    """What ``init_process_group`` means by ``error``."""
+    env = os.environ
+    where = f"rank {env.get('RANK', '?')}"
+    address = f"{env.get('MASTER_ADDR', '?')}:{env.get('MASTER_PORT', '?')}"
+    reason = f"({str(error).splitlines()[0]})"
+    if "EADDRINUSE" in str(error):
+        return PlacerError(
+            where,
+            f"port {env['MASTER_PORT']} is taken already, by another job or program {reason}",
+            "choose another MASTER_PORT, or start with torchrun --standalone, which finds one",
+        )
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and "onnect" in str(error):
+        # https://github.com/pytorch/pytorch/issues/135712
+        return PlacerError(
+            where,
+            f"was sent to the address of a process that has ended {reason}; after a restart "
+            "torchrun's store still has those of the processes before",
+            "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is started",
+        )
+    return PlacerError(
+        where,
+        f"did not find the other processes of the job by {address} {reason}",
+        "start as many as WORLD_SIZE says, and check that they reach that address",
+    )
 
 
 def make_mesh(plan: Plan, seat: Seat, device: torch.device) -> DeviceMesh:

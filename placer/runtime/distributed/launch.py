@@ -14,6 +14,7 @@ from placer.emit import emit_stages
 from placer.errors import PlanError
 from placer.plan.store import plan_text
 from placer.plan.types import Plan
+from placer.runtime.distributed.faults import lost_peers
 from placer.runtime.distributed.job import Job, choose_device, join_job, make_mesh, take_seat
 from placer.runtime.distributed.module import DistributedModule
 from placer.runtime.distributed.part import build_part, find_holdings
@@ -38,7 +39,8 @@ def launch(
     seat = take_seat(plan, job)
     device = choose_device(plan, job, run_on)
     join_job(device)
-    compare_plans(plan)
+    with lost_peers(job.rank):
+        compare_plans(plan)
     staged = emit_stages(capture, *plan.parts)
     holdings = find_holdings(model, staged, seat.num_devices)
     part = build_part(
@@ -50,16 +52,17 @@ def launch(
         weights=weights,
         initialize=initialize,
     )
-    return DistributedModule(
-        part,
-        capture=capture,
-        plan=plan,
-        staged=staged,
-        holdings=holdings,
-        seat=seat,
-        device=device,
-        mesh=make_mesh(plan, seat, device),
-    )
+    with lost_peers(job.rank):
+        return DistributedModule(
+            part,
+            capture=capture,
+            plan=plan,
+            staged=staged,
+            holdings=holdings,
+            seat=seat,
+            device=device,
+            mesh=make_mesh(plan, seat, device),
+        )
 
 
 def compare_plans(plan: Plan) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -99,6 +100,19 @@ class DistributedModule(PlacedModule):
     @property
     def num_replicas(self) -> int:
         return self.plan.replicas
+
+    @property
+    def world_group(self) -> dist.ProcessGroup:
+        """All ranks of the job; closed when this module has failed. Raises ``PeerError`` then."""
+        if self._world_group is None:
+            raise PeerError(
+                f"rank {dist.get_rank()}", "the job has failed before", "start it again"
+            )
+        return self._world_group
+
+    @property
+    def own_share(self) -> tuple[int, int]:
+        return self.replica_index, self.num_replicas
 
     @property
     def stage_indices(self) -> tuple[int, ...]:
@@ -383,6 +397,19 @@ class DistributedModule(PlacedModule):
                 "requires_grad was changed after placer.compile, and the other ranks cannot know",
                 "freeze parameters of the model before placer.compile",
             )
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Raise what goes wrong between the ranks inside the block as ``PeerError``.
+
+        What a rank says itself (``PlacerError``) is raised as it is.
+        """
+        try:
+            yield
+        except PlacerError:
+            raise
+        except Exception as error:
+            self._fail(error)
 
     def _fail(self, error: Exception) -> NoReturn:
         """Tell the other ranks, close the connections so that none waits for this one, and raise."""
