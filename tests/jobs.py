@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import gc
+import itertools
 import multiprocessing
 import os
 import tempfile
@@ -81,16 +83,21 @@ def _work(rank: int, world_size: int, store: str, end: Connection) -> None:
 
     torch.set_num_threads(1)
     os.environ["LOCAL_RANK"] = str(rank)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=world_size,
-        timeout=datetime.timedelta(seconds=TIMEOUT_SECONDS / 2),
-    )
-    while True:
+    for number in itertools.count():
         function, args, kwargs = end.recv()
+        # A process group for each function: every group of gloo has threads that never rest.
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{store}{number}",
+            rank=rank,
+            world_size=world_size,
+            timeout=datetime.timedelta(seconds=TIMEOUT_SECONDS / 2),
+        )
         try:
-            end.send((True, function(*args, **kwargs)))
+            answer = True, function(*args, **kwargs)
         except Exception:
-            end.send((False, traceback.format_exc()))
+            answer = False, traceback.format_exc()
+        gc.collect()
+        if dist.is_initialized():  # a job that failed has closed its groups
+            dist.destroy_process_group()
+        end.send(answer)

@@ -8,7 +8,7 @@ from placer.partition.problem import (
     StageSlot,
     stage_loads,
 )
-from placer.partition.solve import solve
+from placer.partition.solver import solve
 from placer.partition.types import Demands, DeviceSlot, Partition, PartitionStage
 from placer.plan.types import Optimality
 

@@ -63,7 +63,7 @@ def candidate_cuts(
                 previous = (pin, end)
         chosen.update(ends[count - 1] for count in kept if 0 < count < len(order))
         borders = sorted(chosen)
-    return [0, *borders, ends[-1]]
+    return [0, *borders, ends[-1] if ends else 0]  # a model may have no operations
 
 
 def device_chains(

@@ -21,7 +21,7 @@ from placer.partition.model import (
 )
 from placer.partition.problem import Solution
 from placer.partition.score import build_tables
-from placer.partition.solve import lower_bound, solve
+from placer.partition.solver import lower_bound, solve
 from placer.partition.types import Demands, DeviceSlot, Partition
 from placer.partition.units import grouped_order, program_order, unit_graph
 

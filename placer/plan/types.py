@@ -144,3 +144,9 @@ class Plan:
     def parts(self) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[Region, ...], ...]]:
         """Per stage its nodes, and per stage its regions."""
         return tuple(s.nodes for s in self.stages), tuple(s.regions for s in self.stages)
+
+    def explain(self) -> str:
+        """Why each stage ends where it does: loads, bytes crossing, what the next-best cut costs."""
+        from placer.plan.explain import explain_plan
+
+        return explain_plan(self)

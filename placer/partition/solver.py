@@ -101,7 +101,8 @@ def _heuristic(problem: PartitionProblem) -> StageOf | None:
     best, value = _try(lattice, chains, None, np.inf)
     rows = distinct(np.concatenate([chains, beam_rows(lattice, _WIDTH)]))
     best, value = _try(lattice, rows, best, value)
-    if best is None or _is_tight(problem, best):
+    limited = any(slot.budget is not None for slot in problem.slots)
+    if limited and (best is None or _is_tight(problem, best)):
         smallest = _smallest(problem)
         if smallest is not None:
             order = np.lexsort((np.arange(lattice.num_units), smallest[lattice.order]))
