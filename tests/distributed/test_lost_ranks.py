@@ -57,8 +57,6 @@ def test_torchrun_restarts_from_the_last_checkpoint_to_the_same_weights(
         "PYTHONPATH": os.pathsep.join(
             [str(TESTS.parent), str(TESTS), str(TESTS.parent / "examples")]
         ),
-        # https://github.com/pytorch/pytorch/issues/135712
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     script = [str(TESTS / "fault_cases.py"), str(tmp_path)]
     subprocess.run([*launcher, *script], env=environment, check=True, timeout=300)
