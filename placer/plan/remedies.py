@@ -109,8 +109,7 @@ def _own_placement(
 def _microbatches(
     capture: Capture, spec: PlacementSpec, inputs: Sequence[Tensor]
 ) -> Iterator[Tried]:
-    """The fewest micro-batches that fit, as the schedule is or under 1F1B, which holds fewer of them
-    at once; where none do, what comes nearest."""
+    """The fewest micro-batches that fit, under the given schedule or 1F1B; else the nearest."""
     if spec.microbatches == "auto":
         return
     replicas = spec.replicas if isinstance(spec.replicas, int) else 1
