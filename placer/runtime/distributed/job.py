@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
+from placer._torch import default_timeout
 from placer.errors import DeviceError, PlacerError
 from placer.plan.types import Plan
 from placer.runtime.distributed.rendezvous import fresh_store
@@ -169,5 +171,17 @@ def _not_joined(error: Exception) -> PlacerError:
 
 def make_mesh(plan: Plan, seat: Seat, device: torch.device) -> DeviceMesh:
     """The mesh replicas x devices; a collective call."""
-    shape = (plan.replicas, seat.num_devices)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("dp", "pp"))
+    ranks = torch.arange(plan.replicas * seat.num_devices).view(plan.replicas, seat.num_devices)
+    columns = [make_group(column, device) for column in ranks.T.tolist()]
+    rows = [make_group(row, device) for row in ranks.tolist()]
+    own = [columns[seat.device_index], rows[seat.replica_index]]
+    return DeviceMesh.from_group(own, device.type, ranks, mesh_dim_names=("dp", "pp"))
+
+
+def make_group(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup:
+    """A group of ``ranks`` that waits as long as the default group does; a collective call.
+
+    Left to itself torch gives every new group half an hour, whatever the program chose.
+    """
+    group: Any = dist.new_group(list(ranks), timeout=default_timeout(device))
+    return group  # type: ignore[no-any-return]
