@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check lint benchmarks clean
+.PHONY: demo test check lint benchmarks multi_node clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -25,6 +25,10 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 check: lint test
+
+# Two hosts on this machine (network namespaces); needs root or user namespaces.
+multi_node: $(READY)
+	PYTHON=$(abspath $(BIN)/python) examples/multi_node/run.sh
 
 clean:
 	rm -rf $(VENV) demo_output

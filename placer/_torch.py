@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
@@ -36,6 +38,11 @@ def running_sequence_number() -> int | None:
     """The number of the autograd node whose backward runs now; None outside backward. Checked with 2.15."""
     node = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
+
+
+def default_store() -> Any:
+    """The key-value store of the default process group. Checked with 2.15."""
+    return dist.distributed_c10d._get_default_store()
 
 
 def is_checkpointing(hooks: object) -> bool:

@@ -15,6 +15,7 @@ from placer.plan.auto import choose_spec
 from placer.plan.build import build_plan
 from placer.plan.check import check_fingerprint
 from placer.plan.types import Plan
+from placer.runtime.distributed.job import find_job
 from placer.runtime.module import PlacedModule
 from placer.runtime.places import resolve_places
 from placer.simulation import SimulationReport, simulate_plan
@@ -54,8 +55,11 @@ def compile(
     The caller's model is left as it is: parameters are copied to their devices, one at a time.
     Parameters on ``meta`` are read from ``weights`` (a safetensors or torch file) or made by their
     modules' initialisers. ``run_on`` runs every stage on that one device (``"cpu"`` to try a spec
-    without its GPUs). Raises ``SpecError``, ``CaptureError``, ``DeviceError``, ``PlanError`` when a
-    plan belongs to another model, and ``BudgetError`` when the placement does not fit.
+    without its GPUs). In a job of several processes (``torchrun``) the result is this rank's part of
+    the model, and every rank makes the call: see `placer.runtime.distributed`.
+
+    Raises ``SpecError``, ``CaptureError``, ``DeviceError``, ``PlanError`` when a plan belongs to
+    another model, and ``BudgetError`` when the placement does not fit.
     """
     capture, leaves = _capture(model, args, kwargs)
     if isinstance(spec_or_plan, Plan):
@@ -64,7 +68,20 @@ def compile(
     else:
         plan = build_plan(capture, as_spec(spec_or_plan), leaves)
     require_fit(plan)
-    staged = emit_stages(capture, [stage.nodes for stage in plan.stages])
+    job = find_job()
+    if job is not None:
+        from placer.runtime.distributed.launch import launch  # pipelining takes a while to import
+
+        return launch(
+            model,
+            capture,
+            plan,
+            job,
+            weights=Path(weights) if weights is not None else None,
+            initialize=initialize,
+            run_on=run_on,
+        )
+    staged = emit_stages(capture, *plan.parts)
     places = resolve_places(plan, run_on)
     homes = {name: places[0][stage].device for name, stage in staged.state_stage.items()}
     placed = materialize(

@@ -74,6 +74,39 @@ class BudgetError(PlacerError):
         return _budget_error, parts
 
 
+class StageError(PlacerError):
+    """A stage's own code raised on this rank; ``layer`` is "" where it is not known (backward)."""
+
+    def __init__(
+        self,
+        where: str,
+        problem: str,
+        remedy: str = "",
+        *,
+        stage: int = -1,
+        layer: str = "",
+        rank: int = -1,
+    ) -> None:
+        super().__init__(where, problem, remedy)
+        self.stage = stage
+        self.layer = layer
+        self.rank = rank
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        parts = (self.where, self.problem, self.remedy, self.stage, self.layer, self.rank)
+        return _stage_error, parts
+
+
+class PeerError(PlacerError):
+    """Another rank of the job failed or ended; what it said is in ``where`` and ``problem``."""
+
+
+def _stage_error(
+    where: str, problem: str, remedy: str, stage: int, layer: str, rank: int
+) -> StageError:
+    return StageError(where, problem, remedy, stage=stage, layer=layer, rank=rank)
+
+
 def _budget_error(
     where: str, problem: str, remedy: str, device: str, missing_bytes: int
 ) -> BudgetError:

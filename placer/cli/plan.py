@@ -17,6 +17,10 @@ Page = Annotated[
     Path | None, typer.Option("--html", metavar="PAGE", help="Write the plan as a page here.")
 ]
 
+Explain = Annotated[
+    bool, typer.Option("--explain", help="Say for every boundary why the stage ends there.")
+]
+
 
 def plan(
     model: Model,
@@ -27,6 +31,7 @@ def plan(
     evaluation: Evaluation = False,
     output: Output = None,
     html: Page = None,
+    explain: Explain = False,
     as_json: AsJson = False,
 ) -> None:
     """Show on which device everything goes and what it costs; nothing is allocated."""
@@ -49,6 +54,8 @@ def plan(
     capture, leaves = subject.capture()
     made = build_plan(capture, wanted, leaves)
     console.print(plan_table(made))
+    if explain:
+        console.print("\n" + made.explain(), markup=False, highlight=False, soft_wrap=True)
     if output is not None:
         save_plan(made, output)
         console.print(f"plan written to {output}")

@@ -3,6 +3,7 @@
 from placer.cost.devices import DeviceKind, device_kind
 from placer.cost.estimate import estimate_costs
 from placer.cost.record import stand_in_loss
+from placer.cost.regions import with_regions
 from placer.cost.types import CostTable, NodeCost, PendingGradient, StoredValue
 
 __all__ = [
@@ -14,4 +15,5 @@ __all__ = [
     "device_kind",
     "estimate_costs",
     "stand_in_loss",
+    "with_regions",
 ]

@@ -22,6 +22,7 @@ class DeviceKind:
     half_flops: float
     memory_bandwidth: float
     link_bandwidth: float  # to another device of the machine
+    host_bandwidth: float  # to pinned memory of the host
     reserve: int  # bytes kept free for context, workspaces and fragmentation
 
 
@@ -29,18 +30,19 @@ _GIB = parse_bytes("1GiB")
 _EFFICIENCY = 0.5  # assumed, not measured: share of the peaks that convolutions and copies reach
 
 _NVIDIA = {
-    # name: memory GiB, fp32 TFLOP/s, half TFLOP/s, memory GB/s, link GB/s (vendor datasheets)
-    "p100": (16, 9.3, 18.7, 732, 16),
-    "t4": (16, 8.1, 65, 320, 16),
-    "v100": (32, 15.7, 125, 900, 150),
-    "a10": (24, 31.2, 125, 600, 32),
-    "a100": (80, 19.5, 312, 2039, 300),
-    "l4": (24, 30.3, 121, 300, 32),
-    "l40s": (48, 91.6, 362, 864, 32),
-    "rtx3090": (24, 35.6, 71, 936, 32),
-    "rtx4090": (24, 82.6, 165, 1008, 32),
-    "h100": (80, 67, 989, 3350, 450),
-    "h200": (141, 67, 989, 4800, 450),
+    # name: memory GiB, fp32 TFLOP/s, half TFLOP/s, memory GB/s, link GB/s (vendor datasheets),
+    # host GB/s: PCIe 3.0 x16 is 16, 4.0 is 32, 5.0 is 64
+    "p100": (16, 9.3, 18.7, 732, 16, 16),
+    "t4": (16, 8.1, 65, 320, 16, 16),
+    "v100": (32, 15.7, 125, 900, 150, 16),
+    "a10": (24, 31.2, 125, 600, 32, 32),
+    "a100": (80, 19.5, 312, 2039, 300, 32),
+    "l4": (24, 30.3, 121, 300, 32, 32),
+    "l40s": (48, 91.6, 362, 864, 32, 32),
+    "rtx3090": (24, 35.6, 71, 936, 32, 32),
+    "rtx4090": (24, 82.6, 165, 1008, 32, 32),
+    "h100": (80, 67, 989, 3350, 450, 64),
+    "h200": (141, 67, 989, 4800, 450, 64),
 }
 
 CATALOGUE = {
@@ -52,9 +54,10 @@ CATALOGUE = {
             half_flops=half * 1e12 * _EFFICIENCY,
             memory_bandwidth=bandwidth * 1e9 * _EFFICIENCY,
             link_bandwidth=link * 1e9 * _EFFICIENCY,
+            host_bandwidth=host * 1e9 * _EFFICIENCY,
             reserve=_GIB,
         )
-        for name, (memory, fp32, half, bandwidth, link) in _NVIDIA.items()
+        for name, (memory, fp32, half, bandwidth, link, host) in _NVIDIA.items()
     },
     "cpu": DeviceKind(
         name="cpu",
@@ -63,6 +66,7 @@ CATALOGUE = {
         half_flops=5e10,
         memory_bandwidth=1e10,
         link_bandwidth=1e10,
+        host_bandwidth=1e10,
         reserve=0,
     ),
 }

@@ -58,7 +58,8 @@ def _table(
     position = {name: i for i, name in enumerate(capture.order)}
     loss = len(capture.order)
     forward = [s for s in recording.storages if not s.backward]
-    transients, added = backward_transients(recording)
+    number = {id(s): i for i, s in enumerate(forward)}
+    transients, incoming, added = backward_transients(recording)
     names, nbytes, alias = _state(capture.model)
     reads: list[set[int]] = [set() for _ in range(loss)]
     input_reads: dict[str, set[int]] = {}
@@ -83,10 +84,11 @@ def _table(
                 forward_traffic=tally.forward_traffic,
                 backward_traffic=tally.backward_traffic,
                 forward_transient=tally.forward_transient,
-                backward_transient=transient,
+                backward_transient=transients[i],
+                backward_incoming=incoming[i],
                 output_nbytes=recording.output_nbytes[i],
             )
-            for i, (tally, transient) in enumerate(zip(recording.tallies, transients, strict=True))
+            for i, tally in enumerate(recording.tallies)
         ),
         values=tuple(
             StoredValue(
@@ -96,6 +98,10 @@ def _table(
                 savers=tuple(sorted(s.savers)) if training else (),
             )
             for s in forward
+        ),
+        results=tuple(
+            tuple(dict.fromkeys(number[id(s)] for s in held if id(s) in number))
+            for held in recording.output_storages[:loss]
         ),
         gradients=pending_gradients(recording),
         added=added,

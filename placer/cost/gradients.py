@@ -20,8 +20,9 @@ def pending_gradients(recording: Recording) -> tuple[PendingGradient, ...]:
 
 def backward_transients(
     recording: Recording,
-) -> tuple[tuple[int, ...], tuple[AddedGradient, ...]]:
-    """Per node the most bytes live in its backward that no other node's backward needs.
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[AddedGradient, ...]]:
+    """Per node the most bytes live in its backward that no other node's backward needs, and of
+    those the gradients that came in.
 
     Those are what it saved for itself, the gradients that came in and what it makes itself, the
     gradients of its parameters among them. What it adds up for a node further up, the gradients of
@@ -38,15 +39,16 @@ def backward_transients(
         if node is not None:
             sums[node].append(stored)
             home_of[node] = max(home, home_of.get(node, 0))
-    alone, added = [], []
+    alone, came, added = [], [], []
     for node, tally in enumerate(recording.tallies):
         elsewhere = {id(stored) for stored in sums[node]}
         most = _most_live(node, tally, incoming[node], private.get(node, 0), elsewhere)
         alone.append(most)
+        came.append(sum(s.nbytes for s in incoming[node] if id(s) not in elsewhere))
         if elsewhere:
             whole = _most_live(node, tally, incoming[node], private.get(node, 0), set())
             added.append(AddedGradient(node=node, home=home_of[node], nbytes=whole - most))
-    return tuple(alone), tuple(added)
+    return tuple(alone), tuple(came), tuple(added)
 
 
 def _gradients(recording: Recording) -> list[RecordedStorage]:

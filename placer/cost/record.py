@@ -152,6 +152,7 @@ class Recording:
     storages: tuple[RecordedStorage, ...]
     tallies: tuple[NodeTally, ...]
     output_nbytes: tuple[int, ...]
+    output_storages: tuple[tuple[RecordedStorage, ...], ...]  # what a node's result is held in
 
 
 def stand_in_loss(leaves: Sequence[Any]) -> Tensor:
@@ -189,6 +190,7 @@ def record_run(
     for tensor in inputs:
         recorder.add(tensor)
     output_nbytes = [0] * (len(order) + 1)
+    output_storages: list[tuple[RecordedStorage, ...]] = [()] * (len(order) + 1)
     owner = _BackwardOwners(recorder)
 
     def pack(tensor: Tensor) -> Tensor:
@@ -213,6 +215,8 @@ def record_run(
                 result = _run_node(node, model, values, constants)
             values[node.name] = result
             output_nbytes[position[node.name]] = _nbytes(result)
+            found = [recorder.storage(x) for x in tree_leaves(result) if isinstance(x, Tensor)]
+            output_storages[position[node.name]] = tuple(s for s in found if s is not None)
             owner.claim(result, position[node.name])
             del result
             for dead in last_reader.get(node.name, ()):
@@ -237,6 +241,7 @@ def record_run(
         storages=tuple(recorder.storages),
         tallies=tuple(recorder.tallies),
         output_nbytes=tuple(output_nbytes),
+        output_storages=tuple(output_storages),
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from placer.regions.types import RegionKey
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredValue:
@@ -59,7 +61,9 @@ class NodeCost:
     backward_traffic: int = 0
     forward_transient: int = 0  # most bytes that it made and that were live while it ran forward
     backward_transient: int = 0  # the same in its backward, with what came in and its own savings
+    backward_incoming: int = 0  # of that, the gradients that came in
     output_nbytes: int = 0  # what crosses if its result is needed elsewhere
+    host_nbytes: int = 0  # what is offloaded on its account: out in forward, back in backward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +77,7 @@ class CostTable:
     names: tuple[str, ...]
     nodes: tuple[NodeCost, ...]  # one longer than names: the loss
     values: tuple[StoredValue, ...]
+    results: tuple[tuple[int, ...], ...]  # per node: which of the values its result is held in
     gradients: tuple[PendingGradient, ...]
     added: tuple[AddedGradient, ...]
     readers: tuple[tuple[int, ...], ...]  # per node: positions of the nodes that read its result
@@ -84,3 +89,4 @@ class CostTable:
     alias_of: Mapping[str, str]  # every name of the state -> the name that stands for its tensor
     trained: frozenset[str]  # parameters that get gradients
     microbatch_rows: int | None
+    keys: tuple[RegionKey | None, ...] = ()  # per node; (): every saved activation is kept

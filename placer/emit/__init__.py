@@ -1,7 +1,8 @@
 """Emit: a capture and the plan's stages in, one function per stage and placed weights out."""
 
+from placer.emit.lines import node_lines
 from placer.emit.materialize import materialize
 from placer.emit.stages import emit_stages
-from placer.emit.types import StageCode, StagedModel
+from placer.emit.types import PieceCode, StageCode, StagedModel
 
-__all__ = ["StageCode", "StagedModel", "emit_stages", "materialize"]
+__all__ = ["PieceCode", "StageCode", "StagedModel", "emit_stages", "materialize", "node_lines"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ def materialize(
     weights: Path | None = None,
     initialize: Initializer | None = None,
     seed: int = 0,
+    only: Collection[str] | None = None,
 ) -> nn.Module:
     """A copy of ``model`` whose parameters and buffers are on ``device_of[name]``.
 
@@ -31,15 +32,22 @@ def materialize(
     mapped) every parameter and buffer is read from the file. Otherwise real tensors are copied, and
     tensors on ``meta`` are made by their module: by ``initialize(module)`` if given, else its
     ``reset_parameters``, on the CPU, one module at a time, from a seed of its path, so that every
-    placement starts from the same weights. Tied names stay tied. Raises ``PlacerError`` that lists
-    every parameter that cannot be made or does not match the file.
+    placement starts from the same weights. Tied names stay tied. ``only`` are the names to make (of
+    tied ones the first); the others are left on ``meta`` and not read. Raises ``PlacerError`` that
+    lists every parameter that cannot be made or does not match the file.
     """
-    placed = _read(model, device_of, weights) if weights is not None else _copy(model, device_of)
+    wanted = set(device_of) if only is None else set(only)
+    if weights is not None:
+        placed = _read(model, device_of, weights, wanted)
+    else:
+        placed = _copy(model, device_of, wanted)
     memo: dict[int, Any] = {}
     missing: list[tuple[str, Tensor]] = []
     for name, tensor in _named_state(model):
         if name in placed:
             memo[id(tensor)] = _like(tensor, placed[name])
+        elif name not in wanted:
+            memo[id(tensor)] = _like(tensor, tensor.detach().to("meta"))
         else:
             missing.append((name, tensor))
     # Hooks and other attributes are copied with the modules; their tensors are the memo's.
@@ -55,15 +63,19 @@ def _named_state(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 
 
-def _copy(model: nn.Module, device_of: Mapping[str, torch.device]) -> dict[str, Tensor]:
+def _copy(
+    model: nn.Module, device_of: Mapping[str, torch.device], wanted: Collection[str]
+) -> dict[str, Tensor]:
     return {
         name: tensor.detach().to(device_of[name], copy=True)
         for name, tensor in _named_state(model)
-        if not tensor.is_meta
+        if name in wanted and not tensor.is_meta
     }
 
 
-def _read(model: nn.Module, device_of: Mapping[str, torch.device], path: Path) -> dict[str, Tensor]:
+def _read(
+    model: nn.Module, device_of: Mapping[str, torch.device], path: Path, wanted: Collection[str]
+) -> dict[str, Tensor]:
     names_of: dict[int, list[str]] = {}
     everything = [
         *model.named_parameters(remove_duplicate=False),
@@ -80,6 +92,8 @@ def _read(model: nn.Module, device_of: Mapping[str, torch.device], path: Path) -
             found = next((n for n in names if n in file.shapes), None)
             if found is None:
                 if not any(n in saved for n in names) and not tensor.is_meta:
+                    if name not in wanted:
+                        continue
                     placed[name] = tensor.detach().to(device_of[name], copy=True)
                 elif any(n in saved for n in names):
                     problems.append(f"{name} is missing")
@@ -89,7 +103,8 @@ def _read(model: nn.Module, device_of: Mapping[str, torch.device], path: Path) -
                     f"{name} has shape {file.shapes[found]}, the model's is {tuple(tensor.shape)}"
                 )
                 continue
-            placed[name] = file.read(found).to(device_of[name], tensor.dtype, copy=True)
+            if name in wanted:
+                placed[name] = file.read(found).to(device_of[name], tensor.dtype, copy=True)
         problems += [f"{name} is not in the model" for name in file.shapes if name not in saved]
     if problems:
         shown = "\n    ".join(problems[:20])

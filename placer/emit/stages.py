@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from placer.capture import Capture
-from placer.emit.types import StageCode, StagedModel
+from placer.emit.boxed import BoxedCodeGen
+from placer.emit.types import PieceCode, StageCode, StagedModel
+from placer.regions import Region
 
 _DEVICE = "stage_device"
 
 
-def emit_stages(capture: Capture, stage_nodes: Iterable[Iterable[str]]) -> StagedModel:
-    """Code for each stage of ``capture`` from the nodes that the plan put on it.
+def emit_stages(
+    capture: Capture,
+    stage_nodes: Iterable[Iterable[str]],
+    stage_regions: Sequence[Sequence[Region]],
+) -> StagedModel:
+    """Code for each stage of ``capture`` from the nodes and regions that the plan gave it.
 
     A value that a later stage reads becomes an output of its stage and an input of every stage
     that reads it. The last stage returns the model's results: what earlier stages computed of
@@ -48,7 +54,14 @@ def emit_stages(capture: Capture, stage_nodes: Iterable[Iterable[str]]) -> Stage
         crossing = tuple(name for name in own if name in last_use)
         outputs = returned if index == num_stages - 1 else crossing
         stages.append(
-            _emit_stage(capture, index, [nodes[n] for n in own], tuple(reads[index]), outputs)
+            _emit_stage(
+                capture,
+                index,
+                [nodes[n] for n in own],
+                tuple(reads[index]),
+                outputs,
+                stage_regions[index],
+            )
         )
     return StagedModel(
         stages=tuple(stages),
@@ -92,8 +105,64 @@ def _emit_stage(
     own: list[fx.Node],
     inputs: tuple[str, ...],
     outputs: tuple[str, ...],
+    regions: Sequence[Region],
 ) -> StageCode:
+    parts = list(_parts(own, regions))
+    needed = set(outputs)  # by what comes after the part
+    pieces: list[PieceCode] = []
+    for number, (part, region) in reversed(list(enumerate(parts))):
+        inside = {node.name for node in part}
+        reads = dict.fromkeys(s.name for n in part for s in n.all_input_nodes)
+        taken = tuple(name for name in reads if name not in inside)
+        given = tuple(node.name for node in part if node.name in needed)
+        name = f"Stage{index}" + (f"Part{number}" if len(parts) > 1 else "")
+        released = frozenset(taken) - needed
+        pieces.append(_emit_piece(capture, name, part, taken, given, released, region))
+        needed |= set(taken)
+    modules = dict.fromkeys(name for piece in reversed(pieces) for name in piece.modules)
+    attributes = dict.fromkeys(name for piece in reversed(pieces) for name in piece.attributes)
+    return StageCode(
+        index=index,
+        inputs=inputs,
+        outputs=outputs,
+        modules=tuple(modules),
+        attributes=tuple(attributes),
+        state=tuple(dict.fromkeys(n for node in own for n in capture.state_of.get(node.name, ()))),
+        pieces=tuple(reversed(pieces)),
+    )
+
+
+def _parts(
+    own: list[fx.Node], regions: Sequence[Region]
+) -> Iterator[tuple[list[fx.Node], Region | None]]:
+    """The stage's nodes in runs: those of each region, and those between."""
+    starts = {region.first: region for region in regions}
+    part: list[fx.Node] = []
+    current: Region | None = None
+    for node in own:
+        if node.name in starts:
+            if part:
+                yield part, current
+            part, current = [], starts[node.name]
+        part.append(node)
+        if current is not None and node.name == current.last:
+            yield part, current
+            part, current = [], None
+    if part:
+        yield part, current
+
+
+def _emit_piece(
+    capture: Capture,
+    name: str,
+    own: list[fx.Node],
+    inputs: tuple[str, ...],
+    outputs: tuple[str, ...],
+    released: frozenset[str],
+    region: Region | None,
+) -> PieceCode:
     graph = fx.Graph()
+    graph.set_codegen(BoxedCodeGen())
     device = graph.placeholder(_DEVICE)
     values: dict[str, fx.Node] = {name: graph.placeholder(name) for name in inputs}
     modules: dict[str, None] = {}
@@ -107,14 +176,17 @@ def _emit_stage(
             is_module = isinstance(_attribute(capture.model, str(node.target)), nn.Module)
             (modules if is_module else attributes)[str(node.target)] = None
     graph.output(tuple(values[name] for name in outputs))
-    code = _compile(graph, capture.model, f"Stage{index}")
-    return StageCode(
-        index=index,
+    code = _compile(graph, capture.model, name)
+    written = (n for node in own for n in capture.mutated_state_of.get(node.name, ()))
+    return PieceCode(
         inputs=inputs,
         outputs=outputs,
+        released=released,
         modules=tuple(modules),
         attributes=tuple(attributes),
-        state=tuple(dict.fromkeys(n for node in own for n in capture.state_of.get(node.name, ()))),
+        written=tuple(dict.fromkeys(written)),
+        recompute=region is not None and region.recompute,
+        offload=region is not None and region.offload,
         forward=type(code).forward,
         source=code.code,
     )

@@ -12,12 +12,30 @@ from placer.capture import CallFormat, Conditions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageCode:
-    """One stage as a function ``forward(tree, device, *inputs) -> tuple of outputs``.
+class PieceCode:
+    """A part of a stage as a function ``forward(tree, device, inputs) -> tuple of outputs``.
 
     ``tree`` is any object that has the model's submodules at their original paths; ``device``
-    replaces every device that tracing burned into factory calls. Values are named by node.
+    replaces every device that tracing burned into factory calls. ``inputs`` is a list, which the
+    function empties. Values are named by node. ``recompute`` and ``offload`` are those of
+    `placer.regions.Region`; a piece with neither is run as it is.
     """
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    released: frozenset[str]  # inputs that nothing in the stage needs afterwards
+    modules: tuple[str, ...]  # paths of the modules it calls
+    attributes: tuple[str, ...]  # dotted names of the parameters and buffers it reads directly
+    written: tuple[str, ...]  # names of the state that it writes
+    recompute: bool
+    offload: bool
+    forward: Callable[..., tuple[Any, ...]]
+    source: str  # the generated Python, for people
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCode:
+    """One stage: pieces of code that run one after the other, most often a single one."""
 
     index: int
     inputs: tuple[str, ...]
@@ -25,8 +43,7 @@ class StageCode:
     modules: tuple[str, ...]  # paths of the modules it calls
     attributes: tuple[str, ...]  # dotted names of the parameters and buffers it reads directly
     state: tuple[str, ...]  # names of all parameters and buffers it reads, those of modules too
-    forward: Callable[..., tuple[Any, ...]]
-    source: str  # the generated Python, for people
+    pieces: tuple[PieceCode, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

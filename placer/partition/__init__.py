@@ -3,14 +3,14 @@
 from placer.partition.choose import choose_partition
 from placer.partition.problem import (
     CrossingValue,
-    Optimality,
     PartitionProblem,
     Solution,
     StageSlot,
     stage_loads,
 )
-from placer.partition.solve import solve
+from placer.partition.solver import solve
 from placer.partition.types import Demands, DeviceSlot, Partition, PartitionStage
+from placer.plan.types import Optimality
 
 __all__ = [
     "CrossingValue",

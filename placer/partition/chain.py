@@ -61,3 +61,28 @@ def best_cuts(
     for choice in reversed(choices):
         cuts.append(int(choice[cuts[-1]]))
     return tuple(cuts[::-1]), float(cost[count])
+
+
+def border_costs(
+    loads: Sequence[Table], feasible: Sequence[Mask], *, combine: Literal["max", "sum"]
+) -> Table:
+    """``[q, c]``: least cost with the border after stage q at cut c; no stage is empty.
+
+    From both ends: the first q + 1 stages up to c, and the others from c on. O(k * C^2).
+    """
+    count = loads[0].shape[0]
+    join = np.maximum if combine == "max" else np.add
+    tables = [
+        np.where(allowed & np.tri(count, dtype=bool).T, load, np.inf)
+        for load, allowed in zip(loads, feasible, strict=True)
+    ]
+    front, back = np.full(count + 1, np.inf), np.full(count + 1, np.inf)
+    front[0] = back[count] = 0.0
+    before, after = [], []
+    for table in tables[:-1]:
+        front = np.concatenate([[np.inf], join(front[:-1, None], table).min(axis=0)])
+        before.append(front)
+    for table in tables[:0:-1]:
+        back = np.concatenate([join(table, back[None, 1:]).min(axis=1), [np.inf]])
+        after.append(back)
+    return np.array([join(x, y) for x, y in zip(before, after[::-1], strict=True)])

@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
 
+import networkx as nx
 import numpy as np
-from numpy.typing import NDArray
 
 from placer.capture import Capture
 from placer.cost import CostTable
-from placer.partition.chain import Mask, Table, best_cuts
-from placer.partition.score import (
-    IntervalTables,
-    build_tables,
-    optimizer_bytes,
-    peak_bytes,
-    replica_peak_bytes,
-    stage_seconds,
-    transfer_seconds,
+from placer.partition.arrange import candidate_cuts, device_chains, unit_pins
+from placer.partition.candidate import SLACK, Candidate, reference_bytes, solve_order
+from placer.partition.describe import describe_partition
+from placer.partition.model import (
+    ModelUnits,
+    memory_problem,
+    model_units,
+    relaxed_chain,
+    seconds_problem,
 )
-from placer.partition.types import Demands, DeviceSlot, Partition, PartitionStage
+from placer.partition.problem import Solution
+from placer.partition.score import build_tables
+from placer.partition.solver import lower_bound, solve
+from placer.partition.types import Demands, DeviceSlot, Partition
 from placer.partition.units import grouped_order, program_order, unit_graph
-from placer.plan.types import StageMemory
-from placer.schedule import InFlight, in_flight, make_schedule
 
-_MOST_CUTS = 400  # more candidate borders than this are thinned to the cheapest ones
-_SLACK = 1.005  # how far above the least bottleneck the next criterion may go
-_MOST_CHAINS = 64  # device orders that are tried when devices differ or are only partly pinned
+_MOST_ALIVE = 5_000  # of partly decided downsets in a proof: planning stays within a second or so
+_NEAR = 0.8  # share of a budget from which on memory decides where cuts are
 
 
 def choose_partition(
@@ -42,278 +40,126 @@ def choose_partition(
 
     Every device gets a stage as long as there are nodes to go round. Among placements within the
     budgets the objective decides; when there is none, the answer has the least overflow and
-    ``fits`` is False. Optimal for the orders of nodes and of devices that are tried (the program's
-    order, and one grouped by pins), not over all.
+    ``fits`` is False.
+
+    Peaks depend on the order in which a stage runs its nodes and are exact along one order, so the
+    dynamic program over cuts (`candidate`) has the last word. It is given the program's order, one
+    grouped by pins, and those of the placements that `solve` finds over all orders, by time (with a
+    lower bound on peaks under the budgets) and by that bound. `Partition.optimality` says how far
+    the answer can be from the best of all placements.
     """
     units = unit_graph(capture)
     position = {name: i for i, name in enumerate(capture.order)}
-    pin_of = _unit_pins(units, {position[name]: device for name, device in pins.items()})
-    best: _Candidate | None = None
-    orders = [program_order(units)]
+    pin_of = unit_pins(units, {position[name]: device for name, device in pins.items()})
+    search = _Search(units, costs, devices, pin_of, demands)
+    program = program_order(units)
+    search.add(program)
     if len(set(pin_of.values())) > 1:
-        orders.append(grouped_order(units, pin_of))
-    for order in orders:
-        nodes = [i for unit in order for i in units.nodes[unit]["nodes"]]
-        cuts = _cuts(units, order, costs, set(pin_of), pin_of)
-        tables = build_tables(costs, nodes, cuts)
-        pinned = [pin_of.get(unit) for unit in order for _ in units.nodes[unit]["nodes"]]
-        for chain in _chains(devices, pinned, len(cuts) - 1):
-            found = _solve(tables, chain, pinned, demands)
-            if found is not None and (best is None or found.rank < best.rank):
-                best = replace(found, nodes=tuple(nodes))
+        search.add(grouped_order(units, pin_of))
+    best = search.best
     assert best is not None, "a chain that follows the pins is always feasible"
-    return _describe(best, capture, costs, demands)
+    model = model_units(units, program, costs, pin_of)
+    bound = 0.0
+    if len(best.slots) > 1 and len(program) > len(best.slots):
+        bound = search.add_solved(model)
+        assert search.best is not None
+        best = search.best
+    return describe_partition(best, capture, costs, search.pinned_nodes(best), demands, bound)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Chain:
-    """Devices in the order of their stages; a device may come twice when pins ask for it."""
+class _Search:
+    """The best candidate of the orders that were tried so far."""
 
-    slots: tuple[DeviceSlot, ...]
+    def __init__(
+        self,
+        units: nx.DiGraph,
+        costs: CostTable,
+        devices: Sequence[DeviceSlot],
+        pin_of: Mapping[int, str],
+        demands: Demands,
+    ) -> None:
+        self._units, self._costs, self._devices = units, costs, devices
+        self._pin_of, self._demands = pin_of, demands
+        self._chains: dict[tuple[str, ...], tuple[DeviceSlot, ...]] = {}
+        self._tried: set[tuple[int, ...]] = set()
+        self.best: Candidate | None = None
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Candidate:
-    rank: tuple[float, ...]  # smaller is better
-    tables: IntervalTables
-    slots: tuple[DeviceSlot, ...]
-    cuts: tuple[int, ...]
-    nodes: tuple[int, ...] = ()
-
-
-def _unit_pins(units: object, pins: Mapping[int, str]) -> dict[int, str]:
-    """Unit -> device; a unit whose nodes are pinned to several goes to that of its first node."""
-    found: dict[int, str] = {}
-    for unit, nodes in units.nodes(data="nodes"):  # type: ignore[attr-defined]
-        devices = [pins[i] for i in nodes if i in pins]
-        if devices:
-            found[unit] = devices[0]
-    return found
-
-
-def _cuts(
-    units: object,
-    order: Sequence[int],
-    costs: CostTable,
-    pinned: set[int],
-    pin_of: Mapping[int, str],
-) -> list[int]:
-    """Positions between units where a stage may end; borders between pins always among them."""
-    ends = list(itertools.accumulate(len(units.nodes[u]["nodes"]) for u in order))  # type: ignore[attr-defined]
-    borders = ends[:-1]
-    if len(borders) > _MOST_CUTS:
-        place = {}
-        for i, node in enumerate(n for u in order for n in units.nodes[u]["nodes"]):  # type: ignore[attr-defined]
-            place[node] = i
-        crossing = np.zeros(len(place) + 2)
-        for node, readers in enumerate(costs.readers):
-            if readers:
-                last = max(place.get(r, len(place)) for r in readers)
-                crossing[place[node] + 1] += costs.nodes[node].output_nbytes
-                crossing[last + 1] -= costs.nodes[node].output_nbytes
-        crossing = np.cumsum(crossing)
-        window = -(-len(borders) // _MOST_CUTS)
-        kept = {
-            min(borders[i : i + window], key=lambda b: (crossing[b], b))
-            for i in range(0, len(borders), window)
+    def pinned_nodes(self, candidate: Candidate) -> list[str | None]:
+        """The pin of every node of the candidate, in its order."""
+        pin_of_node = {
+            node: self._pin_of.get(unit)
+            for unit, nodes in self._units.nodes(data="nodes")
+            for node in nodes
         }
-        previous = None
-        for unit, end in zip(order, ends, strict=True):
-            pin = pin_of.get(unit)
-            if pin is not None:
-                if previous is not None and previous[0] != pin:
-                    kept.update((previous[1], end - len(units.nodes[unit]["nodes"])))  # type: ignore[attr-defined]
-                previous = (pin, end)
-        borders = sorted(kept)
-    return [0, *borders, ends[-1]]
+        return [pin_of_node[node] for node in candidate.nodes]
+
+    def add(self, order: Sequence[int], kept: Collection[int] = ()) -> None:
+        """Try ``order`` (of units); a stage may end after ``kept`` units in any case."""
+        if tuple(order) in self._tried:
+            return
+        self._tried.add(tuple(order))
+        nodes = [i for unit in order for i in self._units.nodes[unit]["nodes"]]
+        cuts = candidate_cuts(self._units, order, self._costs, self._pin_of, kept)
+        tables = build_tables(self._costs, nodes, cuts, relayed=self._demands.relayed)
+        pinned = [self._pin_of.get(u) for u in order for _ in self._units.nodes[u]["nodes"]]
+        for chain in device_chains(self._devices, pinned):
+            self._chains.setdefault(tuple(slot.name for slot in chain), chain)
+            found = solve_order(tables, nodes, chain, pinned, self._demands)
+            if found is not None and (self.best is None or found.rank < self.best.rank):
+                self.best = found
+
+    def add_solved(self, model: ModelUnits) -> float:
+        """Try the orders of the placements that `solve` finds; a lower bound on the criterion.
+
+        The bound counts no stage's peak exactly, and where more than one chain of devices was
+        tried, every position gets the best of them all.
+        """
+        best, demands = self.best, self._demands
+        assert best is not None
+        chains = list(self._chains.values())
+        relaxed = chains[0] if len(chains) == 1 else relaxed_chain(chains)
+        over = best.rank[0] > 1
+        by_memory = demands.objective == "memory" or over
+        bound = 0.0
+        if by_memory or best.fullest > _NEAR:
+            problem = memory_problem(model, self._costs, best.slots, demands)
+            self._add_solution(model, solve(problem, most_alive=0))
+            if by_memory:
+                bound = lower_bound(memory_problem(model, self._costs, relaxed, demands))
+        if over:
+            return bound
+        best = self.best or best
+        most = _most_bytes(best, demands)
+        problem = seconds_problem(model, self._costs, best.slots, demands, most)
+        alone = len(chains) == 1 and demands.objective == "throughput"
+        solution = solve(problem, most_alive=_MOST_ALIVE if alone else 0)
+        self._add_solution(model, solution)
+        if demands.objective == "latency":
+            problem = seconds_problem(model, self._costs, relaxed, demands, [None] * len(relaxed))
+            return float(np.min([slot.seconds for slot in problem.slots], axis=0).sum())
+        if by_memory:
+            return bound
+        if solution is not None and alone:
+            return solution.optimality.lower_bound
+        most = [None if s.budget is None else s.budget - s.reserve for s in relaxed]
+        return lower_bound(seconds_problem(model, self._costs, relaxed, demands, most))
+
+    def _add_solution(self, model: ModelUnits, solution: Solution | None) -> None:
+        if solution is None:
+            return
+        stage_of = np.array(solution.stage_of[:-1])  # without the loss
+        order = np.argsort(stage_of, kind="stable")
+        kept = np.cumsum(np.bincount(stage_of)).tolist()
+        self.add([model.order[i] for i in order], kept)
 
 
-def _chains(
-    devices: Sequence[DeviceSlot], pinned: Sequence[str | None], most: int
-) -> Iterator[_Chain]:
-    """Chains of devices that follow the pins, free devices put in everywhere they could go."""
-    by_name = {slot.name: slot for slot in devices}
-    runs = [name for name, _ in itertools.groupby(p for p in pinned if p is not None)]
-    fixed = [by_name[name] for name in runs]
-    free = [slot for slot in devices if slot.name not in runs]
-    kinds = {(s.kind.name, s.budget, s.reserve) for s in free}
-    arrangements = itertools.permutations(free) if len(kinds) > 1 else iter([tuple(free)])
-    tried = 0
-    for arrangement in arrangements:
-        for gaps in itertools.combinations_with_replacement(range(len(fixed) + 1), len(free)):
-            chain: list[DeviceSlot] = []
-            for i in range(len(fixed) + 1):
-                chain += [s for s, gap in zip(arrangement, gaps, strict=True) if gap == i]
-                chain += fixed[i : i + 1]
-            yield _Chain(slots=tuple(chain))
-            tried += 1
-            if tried >= _MOST_CHAINS:
-                return
-
-
-def _in_flight(demands: Demands, num_stages: int, stage_index: int) -> InFlight:
-    if demands.microbatches == 1 or not demands.training:
-        return InFlight()
-    schedule = make_schedule(demands.schedule, num_stages, demands.microbatches)
-    return in_flight(schedule, stage_index)
-
-
-def _solve(
-    tables: IntervalTables, chain: _Chain, pinned: Sequence[str | None], demands: Demands
-) -> _Candidate | None:
-    slots = chain.slots
-    counts = [_in_flight(demands, len(slots), q) for q in range(len(slots))]
-    kept = optimizer_bytes(demands.optimizer if demands.training else "sgd")
-    peaks = [peak_bytes(tables, c, kept, training=demands.training) for c in counts]
-    times = [_seconds(tables, slot, demands) for slot in slots]
-    held = [_pin_mask(tables, pinned, slot.name) for slot in slots]
-    ratios = [_ratio(peak, slot) for peak, slot in zip(peaks, slots, strict=True)]
-    enough = len(tables.cuts) - 1 >= len(slots)
-    empty = [not enough] * len(slots)
-    result = best_cuts(ratios, held, combine="max", may_be_empty=empty)
-    if result is None:
-        empty = [True] * len(slots)
-        result = best_cuts(ratios, held, combine="max", may_be_empty=empty)
-    if result is None:
-        return None
-    cuts, least = result
-    limited = any(slot.budget is not None for slot in slots)
-    over = limited and least > 1.0
-    if not over:
-        if demands.objective == "memory":
-            limit = least * _SLACK if not limited else min(1.0, least * _SLACK)
-        else:
-            limit = 1.0 if limited else np.inf
-        allowed = [h & (r <= limit) for h, r in zip(held, ratios, strict=True)]
-        cuts = _fastest(times, allowed, empty, demands.objective)
-    load = [times[q][x, y - 1] for q, (x, y) in enumerate(itertools.pairwise(cuts)) if y > x]
-    ratio = max(ratios[q][x, y - 1] for q, (x, y) in enumerate(itertools.pairwise(cuts)) if y > x)
-    step = max(load) * (demands.microbatches - 1) + sum(load)
-    rank = (ratio if over or demands.objective == "memory" else 0.0, max(load), step)
-    if demands.objective == "latency":
-        rank = (rank[0], sum(load), max(load))
-    return _Candidate(rank=(float(over), *rank), tables=tables, slots=slots, cuts=cuts)
-
-
-def _fastest(
-    times: Sequence[Table], allowed: Sequence[Mask], empty: Sequence[bool], objective: str
-) -> tuple[int, ...]:
-    if objective == "latency":
-        result = best_cuts(times, allowed, combine="sum", may_be_empty=empty)
-        assert result is not None
-        return result[0]
-    result = best_cuts(times, allowed, combine="max", may_be_empty=empty)
-    assert result is not None
-    near = [a & (t <= result[1] * _SLACK) for a, t in zip(allowed, times, strict=True)]
-    second = best_cuts(times, near, combine="sum", may_be_empty=empty)
-    assert second is not None
-    return second[0]
-
-
-def _seconds(tables: IntervalTables, slot: DeviceSlot, demands: Demands) -> Table:
-    forward, backward = stage_seconds(tables, slot.kind, half=demands.half)
-    moved = transfer_seconds(tables, slot.kind, training=demands.training)
-    return forward + moved + (backward if demands.training else 0.0)
-
-
-def _ratio(peak: Table, slot: DeviceSlot) -> Table:
-    """Peak as a share of the budget; without one, of a fixed size, so that devices compare."""
-    if slot.budget is None:
-        return peak / 2**30
-    return (peak + slot.reserve) / slot.budget if slot.budget else np.full_like(peak, np.inf)
-
-
-def _pin_mask(tables: IntervalTables, pinned: Sequence[str | None], name: str) -> Mask:
-    """Which intervals hold no node that is pinned to another device."""
-    foreign = np.cumsum([0, *(p is not None and p != name for p in pinned)])
-    at = foreign[np.asarray(tables.cuts)]
-    mask: Mask = at[None, 1:] == at[:-1, None]
-    return mask
-
-
-def _sent_to(
-    best: _Candidate, used: Sequence[tuple[int, int, int]], costs: CostTable
-) -> NDArray[np.float64]:
-    """``[q, r]``: bytes of the values of stage q whose last reader is in stage r."""
-    cuts = best.tables.cuts
-    stage = np.empty(len(best.nodes) + 1, dtype=np.int64)
-    for index, (_, x, y) in enumerate(used):
-        stage[list(best.nodes[cuts[x] : cuts[y + 1]])] = index
-    stage[-1] = len(used) - 1  # the loss
-    sent = np.zeros((len(used), len(used)))
-    for node, readers in enumerate(costs.readers):
-        if readers:
-            sent[stage[node], max(stage[list(readers)])] += costs.nodes[node].output_nbytes
-    return sent
-
-
-def _describe(best: _Candidate, capture: Capture, costs: CostTable, demands: Demands) -> Partition:
-    t = best.tables
-    used = [(q, x, y - 1) for q, (x, y) in enumerate(itertools.pairwise(best.cuts)) if y > x]
-    kept = optimizer_bytes(demands.optimizer if demands.training else "sgd")
-    sent_to = _sent_to(best, used, costs)
-    stages, loads = [], []
-    for index, (q, x, y) in enumerate(used):
-        slot = best.slots[q]
-        count = _in_flight(demands, len(used), index)
-        waiting = sent_to[index, index + 1 :].tolist()
-        table = peak_bytes(t, count, kept, training=demands.training, sent_to=waiting)
-        peak = int(table[x, y])
-        saved = int(t.saved[x, y]) * count.most if demands.training else 0
-        boundary = int(t.received[x, y] + (t.sent[x, y] if demands.training else 0))
-        memory = StageMemory(
-            parameters=int(t.parameters[x, y]),
-            gradients=int(t.trained[x, y]) if demands.training else 0,
-            optimizer=int(kept.state * t.owned[x, y]),
-            buffers=int(t.buffers[x, y]),
-            saved=saved,
-            boundary=boundary,
-            transient=0,
-            peak=peak,
-        )
-        known = memory.parameters + memory.gradients + memory.optimizer + memory.buffers + saved
-        memory = replace(memory, transient=max(0, peak - known))
-        forward, backward = stage_seconds(t, slot.kind, half=demands.half)
-        moved = transfer_seconds(t, slot.kind, training=demands.training)[x, y]
-        names = sorted(best.nodes[t.cuts[x] : t.cuts[y + 1]])
-        stages.append(
-            PartitionStage(
-                device=slot,
-                nodes=tuple(capture.order[i] for i in names),
-                memory=memory,
-                replica_peak=int(
-                    replica_peak_bytes(t, count, training=demands.training, sent_to=waiting)[x, y]
-                ),
-                forward_seconds=float(forward[x, y]),
-                backward_seconds=float(backward[x, y]) if demands.training else 0.0,
-                transfer_seconds=float(moved),
-            )
-        )
-        loads.append(stages[-1].forward_seconds + stages[-1].backward_seconds + float(moved))
-    peaks = _per_device([(stage, stage.memory.peak) for stage in stages])
-    fits = all(
-        stage.device.budget is None
-        or peaks[stage.device.name] + stage.device.reserve <= stage.device.budget
-        for stage in stages
-    )
-    seconds = max(loads) * (demands.microbatches - 1) + sum(loads)
-    return Partition(
-        stages=tuple(stages),
-        peaks=peaks,
-        replica_peaks=_per_device([(stage, stage.replica_peak) for stage in stages]),
-        fits=fits,
-        seconds=seconds,
-    )
-
-
-def _per_device(peaks: Sequence[tuple[PartitionStage, int]]) -> dict[str, int]:
-    """Peak per device; stages that share one keep what they hold, and one of them is at its peak."""
-    parts: dict[str, list[tuple[int, int]]] = {}
-    for stage, peak in peaks:
-        m = stage.memory
-        held = min(peak, m.parameters + m.optimizer + m.buffers + m.gradients + m.saved)
-        parts.setdefault(stage.device.name, []).append((held, peak - held))
-    return {
-        name: sum(held for held, _ in pairs) + max(rest for _, rest in pairs)
-        for name, pairs in parts.items()
-    }
+def _most_bytes(best: Candidate, demands: Demands) -> list[float | None]:
+    """What every stage may hold: its budget, and for least memory not much more than ``best``."""
+    near = best.peak * SLACK if demands.objective == "memory" else np.inf
+    found: list[float | None] = []
+    for slot in best.slots:
+        most = near * (slot.budget or reference_bytes(best.slots))
+        if slot.budget is not None:
+            most = min(most, slot.budget) - slot.reserve
+        found.append(most if np.isfinite(most) else None)
+    return found

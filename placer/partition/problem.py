@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from placer.plan.types import Optimality
+
 Vector = NDArray[np.float64]
 
 
@@ -65,27 +67,6 @@ class PartitionProblem:
     hollow: frozenset[int] = frozenset()
     may_be_empty: bool = False
     relayed: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Optimality:
-    """How good an answer is: no placement of the problem has a smaller value than ``lower_bound``.
-
-    ``criterion`` says what ``value`` measures. ``gap`` is 0 when the answer is proven optimal.
-    """
-
-    criterion: str
-    value: float
-    lower_bound: float
-
-    @property
-    def proven(self) -> bool:
-        return self.gap <= 1e-9
-
-    @property
-    def gap(self) -> float:
-        """(value - lower bound) / value."""
-        return max(0.0, (self.value - self.lower_bound) / self.value) if self.value else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

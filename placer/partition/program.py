@@ -143,26 +143,28 @@ def best_borders(lattice: Lattice, rows: Words, bound: float) -> Borders | None:
     value = np.full(len(rows), np.inf)
     value[0] = 0.0
     choices: list[Indices] = []
-    tables: dict[tuple[bytes, float], _Pairs] = {}
+    stages: dict[tuple[bytes, float], _Stages] = {}
     for slot, may_end in zip(slots, opens, strict=True):
         key = slot.seconds.tobytes(), slot.seconds_per_byte
-        if key not in tables:
-            tables[key] = _nested_pairs(family, alive, first, final, slot, bound)
-        pairs = tables[key]
-        reached = np.maximum(pairs.load, value[pairs.before])
-        for sums, limit in _limits(family, slot, order):
-            reached[sums[pairs.after] - sums[pairs.before] > limit] = np.inf
+        if key not in stages:
+            stages[key] = _Stages(family, alive, first, final, slot, bound)
         following = np.full(len(rows), np.inf)
-        choice = np.full(len(rows), -1, dtype=np.int64)
+        choice = np.full(len(rows), len(rows), dtype=np.int64)
         if lattice.problem.may_be_empty:
             following, choice = np.where(may_end, value, np.inf), np.arange(len(rows))
-        if len(pairs.starts):
+        limits = _limits(family, slot, order)
+        for pairs in stages[key].from_rows(np.flatnonzero(value < bound)):
+            reached = np.maximum(pairs.load, value[pairs.before])
+            for sums, limit in limits:
+                reached[sums[pairs.after] - sums[pairs.before] > limit] = np.inf
             least = np.minimum.reduceat(reached, pairs.starts)
             sizes = np.diff([*pairs.starts, len(reached)])
             where = np.where(reached == np.repeat(least, sizes), pairs.before, len(rows))
             source = np.minimum.reduceat(where, pairs.starts)
             targets = pairs.after[pairs.starts]
-            better = (least < np.minimum(following[targets], bound)) & may_end[targets]
+            now = following[targets]
+            better = (least < now) | ((least == now) & (source < choice[targets]))
+            better &= (least < bound) & may_end[targets]
             following[targets[better]] = least[better]
             choice[targets[better]] = source[better]
         value = following
@@ -198,33 +200,59 @@ class _Pairs:
     starts: Indices  # where the pairs of each ``after`` begin
 
 
-def _nested_pairs(
-    family: _Family, alive: Indices, first: Indices, final: Indices, slot: StageSlot, bound: float
-) -> _Pairs:
-    """Pairs of ``alive`` rows; a row may end the stages ``first`` to ``final`` (0: none begun)."""
-    seconds = family.sums(slot.seconds[family.lattice.order])
-    parts = []
-    for start in range(0, len(alive), _BLOCK):
-        block = alive[start : start + _BLOCK]
-        may = family.solid[block, None] > family.solid[None, alive]
-        may &= seconds[block, None] - seconds[None, alive] < bound
-        may &= first[None, alive] < final[block, None]
-        may &= final[None, alive] >= first[block, None] - 1
-        chosen = may.any(axis=0)
-        sources = alive[chosen]
-        if not len(sources):
-            continue
-        loads = family.loads(sources, block, slot)
-        second, earlier = np.nonzero(may[:, chosen] & (loads < bound))
-        before, after = sources[earlier], block[second]
-        load = loads[second, earlier]
-        for word in range(family.rows.shape[1]):
-            column = family.rows[:, word]
-            nested = (column[before] & ~column[after]) == 0
-            before, after, load = before[nested], after[nested], load[nested]
-        parts.append((before, after, load))
-    if not parts:
-        parts.append((np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0)))
-    before, after, load = (np.concatenate(column) for column in zip(*parts, strict=True))
-    changes = np.concatenate([[True], after[1:] != after[:-1]])[: len(after)]
-    return _Pairs(before=before, after=after, load=load, starts=np.flatnonzero(changes))
+class _Stages:
+    """All stages within the bound, found when a row that they begin at is first reached."""
+
+    def __init__(
+        self,
+        family: _Family,
+        alive: Indices,
+        first: Indices,
+        final: Indices,
+        slot: StageSlot,
+        bound: float,
+    ) -> None:
+        self._family, self._slot, self._bound = family, slot, bound
+        self._alive, self._first, self._final = alive, first, final
+        self._known = np.zeros(len(family.rows), dtype=bool)
+        self._found: list[_Pairs] = []
+
+    def from_rows(self, rows: Indices) -> list[_Pairs]:
+        """Stages that begin at ``rows`` or at rows that were asked for before."""
+        new = rows[~self._known[rows]]
+        self._known[new] = True
+        pairs = self._nested(new) if len(new) else None
+        if pairs is not None:
+            self._found.append(pairs)
+        return self._found
+
+    def _nested(self, sources: Indices) -> _Pairs | None:
+        """A row may end the stages ``first`` to ``final`` (0: none begun)."""
+        family, first, final = self._family, self._first, self._final
+        seconds = family.sums(self._slot.seconds[family.lattice.order])
+        parts = []
+        for start in range(0, len(self._alive), _BLOCK):
+            block = self._alive[start : start + _BLOCK]
+            near = sources[seconds[sources] > seconds[block].min() - self._bound]
+            may = family.solid[block, None] > family.solid[None, near]
+            may &= seconds[block, None] - seconds[None, near] < self._bound
+            may &= first[None, near] < final[block, None]
+            may &= final[None, near] >= first[block, None] - 1
+            chosen = may.any(axis=0)
+            if not chosen.any():
+                continue
+            loads = family.loads(near[chosen], block, self._slot)
+            second, earlier = np.nonzero(may[:, chosen] & (loads < self._bound))
+            before, after = near[chosen][earlier], block[second]
+            load = loads[second, earlier]
+            for word in range(family.rows.shape[1]):
+                column = family.rows[:, word]
+                nested = (column[before] & ~column[after]) == 0
+                before, after, load = before[nested], after[nested], load[nested]
+            if len(before):
+                parts.append((before, after, load))
+        if not parts:
+            return None
+        before, after, load = (np.concatenate(column) for column in zip(*parts, strict=True))
+        changes = np.concatenate([[True], after[1:] != after[:-1]])
+        return _Pairs(before=before, after=after, load=load, starts=np.flatnonzero(changes))

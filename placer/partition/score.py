@@ -32,6 +32,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.cost import CostTable, DeviceKind
+from placer.partition.held import HeldInRegions
+from placer.partition.received import last_keepers
 from placer.schedule import Counts, InFlight
 
 Table = NDArray[np.float64]
@@ -69,14 +71,19 @@ class IntervalTables:
     backward_live_growing: Table  # with gradients, in the first backward
     backward_live_grown: Table  # the same in a later one
     largest_parameter: Table
-    flops: tuple[Table, Table]  # forward, backward; of [0, x]: a prefix sum
+    flops: tuple[Table, Table]  # forward, backward; of every node along the order, the loss last
     traffic: tuple[Table, Table]
+    hosted: Table  # bytes that wait on the host, of every node along the order
+    results: Table  # what the stage gives to the caller
 
 
-def build_tables(costs: CostTable, order: Sequence[int], cuts: Sequence[int]) -> IntervalTables:
+def build_tables(
+    costs: CostTable, order: Sequence[int], cuts: Sequence[int], *, relayed: bool = False
+) -> IntervalTables:
     """The tables for the stages that ``cuts`` of ``order`` (positions of nodes) allow.
 
-    The loss is computed with the last node of the order.
+    The loss is computed with the last node of the order. ``relayed``: values pass through every
+    stage between their producer and their last reader; else they go there directly.
     """
     n = len(order)
     place = np.empty(n + 1, dtype=np.int64)  # node -> position; the loss stays last
@@ -87,7 +94,11 @@ def build_tables(costs: CostTable, order: Sequence[int], cuts: Sequence[int]) ->
 
     saved, waiting = build.rectangles(), build.rectangles()
     forward, received, sent = build.rectangles(), build.rectangles(), build.rectangles()
+    released = build.rectangles()
+    regions = HeldInRegions(costs, place, build.starts, n + 1) if costs.keys else None
     for v in costs.values:
+        if regions is not None and regions.take(v):
+            continue
         savers, users = at(v.savers), at(v.users)
         producer = int(place[v.producer]) if v.producer >= 0 else -1
         saved.some(savers, v.nbytes)
@@ -112,18 +123,33 @@ def build_tables(costs: CostTable, order: Sequence[int], cuts: Sequence[int]) ->
                 surplus.append(
                     _Surplus(home=home, target=target, sender=sender, nbytes=gradient.surplus)
                 )
+    kept_until = last_keepers(costs, place)
     crossing = [
         *(
-            (int(place[i]), at(r), costs.nodes[i].output_nbytes)
+            (int(place[i]), at(r), costs.nodes[i].output_nbytes, kept_until.nodes[i])
             for i, r in enumerate(costs.readers)
         ),
-        *((-1, at(r), b) for r, b in zip(costs.input_readers, costs.input_nbytes, strict=True)),
+        *(
+            (-1, at(r), b, kept)
+            for r, b, kept in zip(
+                costs.input_readers, costs.input_nbytes, kept_until.inputs, strict=True
+            )
+        ),
     ]
-    for producer, readers, nbytes in crossing:
+    for producer, readers, nbytes, kept in crossing:
+        if relayed and producer >= 0 and readers and readers[-1] > producer:
+            received.add(producer + 1, readers[-1], 0, nbytes)
+            sent.add(0, readers[-1], producer, nbytes, until=readers[-1])
+            continue
         received.some(readers, nbytes, after=producer)
+        if readers:  # a copy that no backward needs goes after its last reader
+            released.add(max(producer, kept) + 1, readers[-1], readers[-1] + 1, nbytes)
         if producer >= 0 and readers and readers[-1] > producer:
             sent.add(0, producer, producer, nbytes, until=readers[-1])
 
+    returned = sum(b for _, readers, b, _ in crossing if readers and readers[-1] == n)
+    results = build.rectangles()
+    results.add(0, n, n, returned)
     parameters, buffers = build.rectangles(), build.rectangles()
     trained, owned = build.rectangles(), build.rectangles()
     largest_at = np.zeros(n + 1)
@@ -143,7 +169,14 @@ def build_tables(costs: CostTable, order: Sequence[int], cuts: Sequence[int]) ->
 
     backward_transient = _by_position(place, [c.backward_transient for c in costs.nodes])
     forward_transient = _by_position(place, [c.forward_transient for c in costs.nodes])
-    live = waiting.table() + backward_transient
+    held, saved_table, forward_table = waiting.table(), saved.table(), forward.table()
+    live = held + backward_transient
+    if regions is not None:
+        live += regions.table("waiting")
+        incoming = _by_position(place, [c.backward_incoming for c in costs.nodes])
+        live = np.maximum(live, regions.recomputing(held, incoming, forward_transient))
+        saved_table = saved_table + regions.table("saved")
+        forward_table = forward_table + regions.table("forward")
     # Gradients of (i, b): of what the stage trains, all that is not used in [a, i] as well.
     used_so_far = trained.table()
     trained_table = build.at_ends(used_so_far)
@@ -152,25 +185,25 @@ def build_tables(costs: CostTable, order: Sequence[int], cuts: Sequence[int]) ->
     owned_table = build.at_ends(owned.table())
     mirrored_so_far = used_so_far - owned.table()
     grown = build.running_max(live - mirrored_so_far, without=surplus) + trained_table
-    prefix = lambda field: np.concatenate(  # noqa: E731
-        [[0.0], np.cumsum(_by_position(place, [getattr(c, field) for c in costs.nodes]))]
-    )[[0, *build.ends]]
+    along = lambda field: _by_position(place, [getattr(c, field) for c in costs.nodes])  # noqa: E731
     return IntervalTables(
         cuts=tuple(cuts),
         parameters=build.at_ends(parameters.table()),
         buffers=build.at_ends(buffers.table()),
         trained=trained_table,
         owned=owned_table,
-        saved=build.at_ends(saved.table()),
+        saved=build.at_ends(saved_table),
         received=build.at_ends(received.table()),
         sent=build.at_ends(sent.table()),
-        forward_live=build.running_max(forward.table() + forward_transient)
+        forward_live=build.running_max(forward_table + forward_transient - released.table())
         + build.at_ends(received.table()),
         backward_live_growing=growing,
         backward_live_grown=grown,
         largest_parameter=build.running_max(np.broadcast_to(largest_at, live.shape)),
-        flops=(prefix("forward_flops"), prefix("backward_flops")),
-        traffic=(prefix("forward_traffic"), prefix("backward_traffic")),
+        flops=(along("forward_flops"), along("backward_flops")),
+        traffic=(along("forward_traffic"), along("backward_traffic")),
+        hosted=along("host_nbytes"),
+        results=build.at_ends(results.table()),
     )
 
 
@@ -304,7 +337,10 @@ def peak_bytes(
     """
     static = tables.parameters + tables.buffers + optimizer.state * tables.owned
     if not training:
-        return static + tables.forward_live
+        # Results of earlier micro-batches wait for those of the last, and are put together.
+        waiting = (in_flight.microbatches - 1) * tables.results
+        joined = 2 * in_flight.microbatches * tables.results * (in_flight.microbatches > 1)
+        return static + np.maximum(tables.forward_live + waiting, joined)
     waiting = (in_flight.most - 1) * tables.saved
     early = partial(_early_gradients, tables, sent_to)
     forward = waiting + tables.forward_live + early(in_flight.first_forwards)
@@ -352,13 +388,37 @@ def replica_peak_bytes(
 
 
 def stage_seconds(tables: IntervalTables, kind: DeviceKind, *, half: bool) -> tuple[Table, Table]:
-    """Forward and backward seconds of every interval on a device, without transfers (a roofline)."""
-    peak = kind.half_flops if half else kind.fp32_flops
-    seconds = []
+    """Forward and backward seconds of every interval on a device, without transfers."""
+    ends = [*tables.cuts[1:-1], len(tables.hosted)]
+    found = []
     for flops, traffic in zip(tables.flops, tables.traffic, strict=True):
-        compute, memory = (_between(flops) / peak, _between(traffic) / kind.memory_bandwidth)
-        seconds.append(np.maximum(compute, memory))
-    return seconds[0], seconds[1]
+        seconds = node_seconds(flops, traffic, tables.hosted, kind, half=half)
+        found.append(_between(np.concatenate([[0.0], np.cumsum(seconds)])[[0, *ends]]))
+    return found[0], found[1]
+
+
+def node_seconds(
+    flops: Table, traffic: Table, hosted: Table, kind: DeviceKind, *, half: bool
+) -> Table:
+    """Seconds of every node on a device: the larger of its compute and its memory traffic.
+
+    The roofline of S. Williams, A. Waterman and D. Patterson (CACM 2009), node by node. What waits
+    on the host goes there in forward and comes back in backward, one after the rest.
+    """
+    peak = kind.half_flops if half else kind.fp32_flops
+    seconds: Table = np.maximum(flops / peak, traffic / kind.memory_bandwidth)
+    return seconds + hosted / kind.host_bandwidth
+
+
+def unit_seconds(costs: CostTable, kind: DeviceKind, *, half: bool, training: bool) -> Table:
+    """Seconds of every node (the loss last) on a device, forward and, in training, backward."""
+    column = lambda field: np.array([getattr(c, field) for c in costs.nodes], dtype=np.float64)  # noqa: E731
+    hosted = column("host_nbytes")
+    seconds = np.zeros(len(costs.nodes))
+    for way in ("forward", "backward") if training else ("forward",):
+        flops, traffic = column(f"{way}_flops"), column(f"{way}_traffic")
+        seconds += node_seconds(flops, traffic, hosted, kind, half=half)
+    return seconds
 
 
 def transfer_seconds(tables: IntervalTables, kind: DeviceKind, *, training: bool) -> Table:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from placer.cost import DeviceKind
-from placer.plan.types import StageMemory
+from placer.plan.types import Boundary, Optimality, StageMemory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +29,7 @@ class Demands:
     optimizer: str | Mapping[str, int] = "adam"
     training: bool = True
     half: bool = False
+    relayed: bool = False  # values pass through the stages between, as under torchrun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,3 +56,5 @@ class Partition:
     ]  # the same for the devices that take its place in replicas 1, 2, …
     fits: bool
     seconds: float  # of a step
+    optimality: Optimality
+    boundaries: tuple[Boundary, ...]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +14,12 @@ from placer.capture import Capture
 from placer.cost import CostTable, device_kind, estimate_costs
 from placer.errors import PlacerError, SpecError
 from placer.partition import Demands, DeviceSlot, Partition, choose_partition
+from placer.partition.lighten import Treatment
+from placer.plan.lighten import LightPlan, lighten
 from placer.plan.types import DevicePeak, Plan, StagePlan, Transfer
-from placer.spec import PlacementSpec, resolve_layers
+from placer.regions import RegionKey, find_regions, region_keys
+from placer.spec import PlacementSpec, resolve_layers, resolve_patterns
+from placer.units import format_seconds
 
 _MOST_MICROBATCHES = 32  # "auto" tries powers of two up to this
 
@@ -37,6 +42,8 @@ def build_plan(
     slots = [device_slot(device, spec) for device in spec.devices]
     replicas = _replicas(spec)
     rows = spec.device_rows(replicas)
+    keys = _region_keys(capture, spec)
+    treatments = _treatments(spec)
     plans = []
     for microbatches in _microbatch_choices(spec, capture, replicas):
         costs = estimate_costs(
@@ -53,9 +60,30 @@ def build_plan(
             training=spec.training,
             half=spec.precision != "fp32",
         )
-        partition = choose_partition(capture, costs, slots, pins, demands)
-        plans.append(_plan(capture, spec, costs, partition, demands, rows))
+        choose = partial(_choose, capture, slots, pins, demands)
+        light = lighten(capture, costs, keys, treatments, slots, demands, choose)
+        plans.append(_plan(capture, spec, light, demands, rows))
     return min(plans, key=lambda plan: (not plan.fits, _overflow(plan), plan.step_seconds))
+
+
+def _choose(
+    capture: Capture,
+    slots: Sequence[DeviceSlot],
+    pins: Mapping[str, str],
+    demands: Demands,
+    costs: CostTable,
+    more_pins: Mapping[str, str],
+) -> Partition:
+    return choose_partition(capture, costs, slots, {**more_pins, **pins}, demands)
+
+
+def _treatments(spec: PlacementSpec) -> tuple[Treatment, ...]:
+    """What the compiler may do with the saved activations of any node."""
+    recompute, offload = spec.checkpoint == "auto", spec.offload == "auto"
+    if not spec.training:
+        return ()
+    found = [Treatment(recompute=True)] * recompute + [Treatment(offload=True)] * offload
+    return (*found, *[Treatment(recompute=True, offload=True)] * (recompute and offload))
 
 
 def device_slot(device: Any, spec: PlacementSpec) -> DeviceSlot:
@@ -93,11 +121,19 @@ def _check_supported(spec: PlacementSpec) -> None:
         raise PlacerError(
             "/batch_norm", f"{spec.batch_norm!r} is not available yet", "use 'per_microbatch'"
         )
-    for where, patterns in (("/checkpoint", spec.checkpoint), ("/offload", spec.offload)):
-        if patterns:
-            raise PlacerError(
-                where, "is not available yet", "leave it out, or use more devices or micro-batches"
-            )
+
+
+def _region_keys(capture: Capture, spec: PlacementSpec) -> tuple[RegionKey | None, ...]:
+    """Per node what the spec's patterns say of its saved activations; nothing where none are made."""
+    paths = [name for name, _ in capture.model.named_modules(remove_duplicate=False)]
+    chosen, problems = {}, []
+    for field, patterns in (("checkpoint", spec.checkpoint), ("offload", spec.offload)):
+        found, unmatched = resolve_patterns(field, () if patterns == "auto" else patterns, paths)
+        chosen[field] = found if spec.training else set()
+        problems += unmatched
+    if problems:
+        raise SpecError("placement spec", problems)
+    return region_keys(capture, chosen["checkpoint"], chosen["offload"])
 
 
 def _pins(capture: Capture, spec: PlacementSpec) -> dict[str, str]:
@@ -139,12 +175,13 @@ def _overflow(plan: Plan) -> int:
 def _plan(
     capture: Capture,
     spec: PlacementSpec,
-    costs: CostTable,
-    partition: Partition,
+    light: LightPlan,
     demands: Demands,
     rows: Sequence[Sequence[str]],
 ) -> Plan:
+    costs, partition = light.costs, light.partition
     index_of = {device.name: i for i, device in enumerate(spec.devices)}
+    key_of = dict(zip(costs.names, costs.keys, strict=True)) if costs.keys else {}
     stages = []
     for index, stage in enumerate(partition.stages):
         column = index_of[stage.device.name]
@@ -160,6 +197,7 @@ def _plan(
                 reserve=stage.device.reserve,
                 forward_seconds=stage.forward_seconds,
                 backward_seconds=stage.backward_seconds,
+                regions=find_regions(stage.nodes, key_of),
             )
         )
     peaks = _device_peaks(partition, rows, index_of)
@@ -178,9 +216,33 @@ def _plan(
         stages=tuple(stages),
         devices=peaks,
         transfers=_transfers(capture, costs, partition),
-        notes=_notes(capture, spec, demands, len(rows)),
+        checkpoint=_labels(costs.keys, "recompute"),
+        offload=_labels(costs.keys, "offload"),
+        notes=(*_light_notes(spec, light), *_notes(capture, spec, demands, len(rows))),
+        optimality=partition.optimality,
+        boundaries=partition.boundaries,
         node_layers=dict(capture.layer_of),
     )
+
+
+def _light_notes(spec: PlacementSpec, light: LightPlan) -> list[str]:
+    """What the regions that the compiler chose cost, and how much less it could be."""
+    if not light.extra_seconds:
+        return []
+    words = [
+        w for w, f in (("checkpoint", spec.checkpoint), ("offload", spec.offload)) if f == "auto"
+    ]
+    least = format_seconds(light.least_seconds)
+    return [
+        f"{' and '.join(words)} 'auto' adds {format_seconds(light.extra_seconds)} per micro-batch, "
+        f"all stages together; no choice for these stages adds less than {least}."
+    ]
+
+
+def _labels(keys: Sequence[RegionKey | None], treatment: str) -> tuple[str, ...]:
+    """The layers that are recomputed, or offloaded, in program order."""
+    chosen = (key.label for key in keys if key is not None and getattr(key, treatment))
+    return tuple(dict.fromkeys(chosen))
 
 
 def _device_peaks(

@@ -41,6 +41,15 @@ class MemoryFile(_File):
     peak: NonNegativeInt
 
 
+class RegionFile(_File):
+    """`placer.regions.Region`."""
+
+    first: str
+    last: str
+    recompute: bool
+    offload: bool
+
+
 class StageFile(_File):
     """`StagePlan`."""
 
@@ -53,6 +62,7 @@ class StageFile(_File):
     reserve: NonNegativeInt
     forward_seconds: float
     backward_seconds: float
+    regions: list[RegionFile] = []
 
 
 class TransferFile(_File):
@@ -71,6 +81,29 @@ class DeviceFile(_File):
     peak: NonNegativeInt
     budget: NonNegativeInt | None
     reserve: NonNegativeInt
+
+
+class OptimalityFile(_File):
+    """`Optimality`; ``proven`` and ``gap`` follow from the rest."""
+
+    criterion: str
+    value: float
+    lower_bound: float
+    proven: bool
+    gap: float
+
+
+class BoundaryFile(_File):
+    """`Boundary`."""
+
+    index: NonNegativeInt
+    last: str
+    first: str
+    left: float
+    right: float
+    nbytes: NonNegativeInt
+    next_best: str | None
+    next_value: float | None
 
 
 class PlanFile(_File):
@@ -94,6 +127,8 @@ class PlanFile(_File):
     checkpoint: list[str]
     offload: list[str]
     notes: list[str]
+    optimality: OptimalityFile | None
+    boundaries: list[BoundaryFile]
     node_layers: dict[str, str]
 
 
@@ -161,6 +196,8 @@ def _keys_beside(loc: tuple[int | str, ...]) -> list[str]:
     home: type[_File] = PlanFile if len(loc) == 1 else homes.get(str(loc[0]), PlanFile)
     if "memory" in loc[:-1]:
         home = MemoryFile
+    if "regions" in loc[:-1]:
+        home = RegionFile
     return [field.alias or name for name, field in home.model_fields.items()]
 
 
@@ -179,6 +216,17 @@ def _inconsistencies(file: PlanFile) -> Iterator[tuple[str, str]]:
             if node in stage_of:
                 yield f"/stages/{i}/nodes", f"{node!r} is on stage {stage_of[node]} as well"
             stage_of[node] = i
+        place = {node: position for position, node in enumerate(stage.nodes)}
+        reached = -1
+        for number, region in enumerate(stage.regions):
+            first, last = place.get(region.first, -1), place.get(region.last, -1)
+            if not reached < first <= last:
+                yield (
+                    f"/stages/{i}/regions/{number}",
+                    f"{region.first!r} … {region.last!r} is no run of the stage's nodes after the "
+                    "region before it",
+                )
+            reached = max(reached, last)
     known = {device.device for device in file.devices}
     for i, stage in enumerate(file.stages):
         for name in stage.devices:

@@ -11,7 +11,16 @@ from typing import Any
 
 from placer.errors import PlanError, nearest
 from placer.plan.format import VERSION, PlanFile, read_plan_file
-from placer.plan.types import DevicePeak, Plan, StageMemory, StagePlan, Transfer
+from placer.plan.types import (
+    Boundary,
+    DevicePeak,
+    Optimality,
+    Plan,
+    StageMemory,
+    StagePlan,
+    Transfer,
+)
+from placer.regions import Region
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
@@ -21,6 +30,8 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         {"value": t.value, "from": t.source, "to": t.target, "bytes": t.nbytes}
         for t in plan.transfers
     ]
+    if plan.optimality is not None:
+        values["optimality"] |= {"proven": plan.optimality.proven, "gap": plan.optimality.gap}
     optimizer = plan.optimizer
     values["optimizer"] = optimizer if isinstance(optimizer, str) else dict(optimizer)
     values["node_layers"] = dict(plan.node_layers)
@@ -48,11 +59,16 @@ def plan_from_json(data: Mapping[str, Any], *, source: str = "plan") -> Plan:
             reserve=stage.reserve,
             forward_seconds=stage.forward_seconds,
             backward_seconds=stage.backward_seconds,
+            regions=tuple(Region(**region.model_dump()) for region in stage.regions),
         )
         for stage in file.stages
     )
     fields["devices"] = tuple(DevicePeak(**device.model_dump()) for device in file.devices)
     fields["transfers"] = tuple(Transfer(**transfer.model_dump()) for transfer in file.transfers)
+    if file.optimality is not None:
+        derived = {"proven", "gap"}
+        fields["optimality"] = Optimality(**file.optimality.model_dump(exclude=derived))
+    fields["boundaries"] = tuple(Boundary(**b.model_dump(by_alias=False)) for b in file.boundaries)
     return Plan(**fields)
 
 

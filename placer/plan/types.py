@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from placer.regions.types import Region
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
@@ -41,6 +43,7 @@ class StagePlan:
     reserve: int  # bytes of it that are kept free
     forward_seconds: float
     backward_seconds: float
+    regions: tuple[Region, ...] = ()  # in the order of nodes; they do not overlap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +76,46 @@ class DevicePeak:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Optimality:
+    """How good a placement is: none has a smaller value than ``lower_bound``.
+
+    ``criterion`` says what ``value`` measures, and in which unit. The gap is 0 when the placement
+    is proven optimal.
+    """
+
+    criterion: str
+    value: float
+    lower_bound: float
+
+    @property
+    def proven(self) -> bool:
+        return self.gap <= 1e-9
+
+    @property
+    def gap(self) -> float:
+        """(value - lower bound) / value."""
+        return max(0.0, (self.value - self.lower_bound) / self.value) if self.value else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Boundary:
+    """Why a stage ends where it does; loads and values are in the unit of `Optimality.criterion`.
+
+    ``next_value`` is what the criterion would be with this boundary at the best other place on the
+    plan's order of nodes, after ``next_best``, and the other boundaries free to move.
+    """
+
+    index: int  # between the stages index and index + 1
+    last: str  # the node before it, and
+    first: str  # the one after it, in the plan's order
+    left: float  # load of the stage before it
+    right: float  # and of the one after
+    nbytes: int  # that cross it per micro-batch forward
+    next_best: str | None = None  # None: it can be nowhere else
+    next_value: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """The lock file of a placement; holds all that emission needs besides the model."""
 
@@ -93,4 +136,17 @@ class Plan:
     checkpoint: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    optimality: Optimality | None = None  # None: a file of a placer that did not say
+    boundaries: tuple[Boundary, ...] = ()
     node_layers: Mapping[str, str] = field(default_factory=dict)  # for the diff of a changed model
+
+    @property
+    def parts(self) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[Region, ...], ...]]:
+        """Per stage its nodes, and per stage its regions."""
+        return tuple(s.nodes for s in self.stages), tuple(s.regions for s in self.stages)
+
+    def explain(self) -> str:
+        """Why each stage ends where it does: loads, bytes crossing, what the next-best cut costs."""
+        from placer.plan.explain import explain_plan
+
+        return explain_plan(self)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from placer.capture import CallFormat, flatten_call, rebuild_call, unflatten_output
 from placer.emit import StagedModel
@@ -17,7 +16,9 @@ from placer.runtime.hooks import refuse_backward_hooks, run_forward_hooks, run_f
 from placer.runtime.place import Place
 from placer.runtime.programs import Programs
 from placer.runtime.replica import Replica, Run, run_schedule
-from placer.runtime.scatter import batch_cuts, batch_size, join_rows, split_rows
+from placer.runtime.sampler import ReplicaSampler
+from placer.runtime.scaling import scale_of
+from placer.runtime.scatter import batch_cuts, batch_size, join_rows, split_rows, split_target
 from placer.runtime.transfer import transfer
 from placer.runtime.tree import write_back
 from placer.schedule import linearize, make_schedule, merge_backward
@@ -141,6 +142,8 @@ class PlacedModule(nn.Module):
         target: Any = None,
         loss_fn: Callable[..., torch.Tensor],
         reduction: Literal["mean", "sum"] = "mean",
+        own_rows: bool = False,
+        scaler: torch.amp.GradScaler | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """Forward and backward of one batch under the plan's schedule; gradients are accumulated.
@@ -148,15 +151,24 @@ class PlacedModule(nn.Module):
         ``loss_fn(output, target)``, or ``loss_fn(output)`` without a target, gives a scalar for one
         micro-batch; ``reduction`` says whether it is a mean or a sum over its rows, so that the
         gradient is that of the loss over the whole batch, also when the cuts are uneven. Tensors of
-        ``target`` are cut along dim 0 like the inputs. Returns the loss of the whole batch, a
-        detached scalar on ``output_device``.
+        ``target`` are cut along dim 0 like the inputs. ``own_rows`` says that inputs and target are
+        this process's rows only, where there are several (`placer.runtime.distributed`); ``scaler``
+        scales the gradients, as for fp16. Returns the loss of the whole batch, unscaled: a detached
+        scalar on ``output_device``.
         """
         if reduction not in ("mean", "sum"):
             raise PlacerError("step", f"reduction is {reduction!r}", "use 'mean' or 'sum'")
         refuse_backward_hooks(self)
         args, kwargs = run_forward_pre_hooks(self, args, kwargs)
         leaves = flatten_call(self._staged.call, args, kwargs)
-        return self.step_leaves(leaves, target=target, loss_fn=loss_fn, reduction=reduction)
+        return self.step_leaves(
+            leaves,
+            target=target,
+            loss_fn=loss_fn,
+            reduction=reduction,
+            own_rows=own_rows,
+            scaler=scaler,
+        )
 
     def step_leaves(
         self,
@@ -165,17 +177,61 @@ class PlacedModule(nn.Module):
         target: Any = None,
         loss_fn: Callable[..., torch.Tensor],
         reduction: Literal["mean", "sum"] = "mean",
+        own_rows: bool = False,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> torch.Tensor:
         """`step` for inputs that are flattened already."""
+        # One process has all rows, so its own are the whole batch.
         total = batch_size(self._staged.call, leaves)
         scattered = self._scatter(leaves)
         targets = self._scatter_target(target, total, scattered)
+        scale = 1.0 if scaler is None else scale_of(scaler, self.output_device)
         losses = []
         for runs, wanted in zip(self._runs(scattered), targets, strict=True):
-            losses += self._replica_step(runs, wanted, loss_fn, total, reduction)
+            losses += self._replica_step(runs, wanted, loss_fn, total, reduction, scale)
             self._write_back(runs)
         home = self._replicas[0].output_place
-        return torch.stack([loss.to(home.device) for loss in losses]).sum()
+        loss = torch.stack([loss.to(home.device) for loss in losses]).sum()
+        return loss if scale == 1.0 else loss / scale
+
+    @property
+    def own_share(self) -> tuple[int, int]:
+        """Which share of a batch's rows this process loads, of how many: all of them in one process."""
+        return 0, 1
+
+    def sampler(
+        self,
+        dataset: Sized,
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> ReplicaSampler:
+        """A ``batch_sampler`` for a ``DataLoader`` whose batches go into ``step(…, own_rows=True)``.
+
+        ``batch_size`` counts the rows of all replicas: training does not depend on how many there
+        are. Call ``set_epoch(epoch)`` on it before each epoch. Raises ``PlacerError`` when a batch
+        has fewer rows than there are replicas.
+        """
+        index, shares = self.own_share
+        return ReplicaSampler(
+            dataset,
+            batch_size,
+            num_replicas=shares,
+            replica_index=index,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+        )
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients so that their norm is at most ``max_norm``; returns the norm before."""
+        return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
+
+    def grad_scaler(self, **options: Any) -> torch.amp.GradScaler:
+        """A ``GradScaler`` to give to `step`, whose ranks agree where there are several processes."""
+        return torch.amp.GradScaler(self.output_device.type, **options)
 
     def _replica_step(
         self,
@@ -184,6 +240,7 @@ class PlacedModule(nn.Module):
         loss_fn: Callable[..., torch.Tensor],
         total: int | None,
         reduction: str,
+        scale: float,
     ) -> list[torch.Tensor]:
         def loss_of(index: int, result: list[Any]) -> torch.Tensor:
             inputs, call = runs[index].inputs, runs[index].replica.staged.call
@@ -194,11 +251,12 @@ class PlacedModule(nn.Module):
             caller = Place("caller", torch.device("cpu"))
             wanted = transfer(targets[index], caller, runs[index].replica.output_place)
             loss = loss_fn(output) if wanted is None else loss_fn(output, wanted)
-            if reduction == "sum" or total is None:
-                return loss
-            rows = batch_size(call, inputs)
-            assert rows is not None
-            return loss if rows == total else loss * (rows / total)
+            weight = scale
+            if reduction == "mean" and total is not None:
+                rows = batch_size(call, inputs)
+                assert rows is not None
+                weight *= rows / total
+            return loss if weight == 1.0 else loss * weight
 
         # One process gains nothing from splitting a backward into its halves.
         schedule = merge_backward(
@@ -221,18 +279,8 @@ class PlacedModule(nn.Module):
     ) -> list[list[Any]]:
         """``target`` cut like the inputs; tensors whose dim 0 is not the batch go to all, whole."""
         sizes = [[batch_size(self._staged.call, leaves) for leaves in row] for row in scattered]
-        leaves, spec = tree_flatten(target)
-        flat_sizes = [size for row in sizes for size in row]
-        count = len(flat_sizes)
-
-        def cut(leaf: Any) -> Sequence[Any]:
-            if isinstance(leaf, torch.Tensor) and leaf.dim() and total and leaf.size(0) == total:
-                return list(leaf.split([size or 0 for size in flat_sizes]))
-            return (leaf,) * count
-
-        columns = [cut(leaf) for leaf in leaves]
-        rows = iter([tree_unflatten([c[i] for c in columns], spec) for i in range(count)])
-        return [[next(rows) for _ in row] for row in sizes]
+        cut = iter(split_target(target, total, [size for row in sizes for size in row]))
+        return [[next(cut) for _ in row] for row in sizes]
 
     def extra_repr(self) -> str:
         stages = ", ".join("/".join(stage.devices) for stage in self.plan.stages)

@@ -21,6 +21,8 @@ class Place:
     device: torch.device
 
 
+HOST = Place("host", torch.device("cpu"))  # where offloaded activations wait; no device of a plan
+
 _current: list[Place] = []
 
 

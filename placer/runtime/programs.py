@@ -19,6 +19,7 @@ from placer.capture import (
 from placer.emit import StagedModel, emit_stages
 from placer.plan.follow import follow_plan
 from placer.plan.types import Plan
+from placer.regions import find_regions, region_keys
 
 
 class Programs:
@@ -59,5 +60,8 @@ class Programs:
         if find_difference(self._model, captured.conditions, args, kwargs) is None:
             return captured
         capture = capture_model(self._model, args, kwargs)
-        staged = emit_stages(capture, follow_plan(self._plan, capture))
+        stages = follow_plan(self._plan, capture)
+        keys = region_keys(capture, self._plan.checkpoint, self._plan.offload)
+        key_of = dict(zip(capture.order, keys, strict=True))
+        staged = emit_stages(capture, stages, [find_regions(nodes, key_of) for nodes in stages])
         return replace(staged, state_stage=captured.state_stage)

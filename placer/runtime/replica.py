@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from placer.emit import StageCode, StagedModel
 from placer.runtime.mirror import Mirrors
+from placer.runtime.pieces import run_pieces
 from placer.runtime.place import Place, on
 from placer.runtime.transfer import copy_to, gradient_root, receive, transfer
 from placer.runtime.tree import build_tree
@@ -74,11 +75,11 @@ class Replica:
 
         return build_tree(model, stage.modules, stage.attributes, read)
 
-    def run_stage(self, tree: Any, stage: StageCode, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """The stage's outputs; ``inputs`` are on its place already."""
+    def run_stage(self, tree: Any, stage: StageCode, inputs: list[Any]) -> tuple[Any, ...]:
+        """The stage's outputs; ``inputs`` are on its place already, and the list is emptied."""
         place = self.places[stage.index]
         with on(place), self._autocast(place):
-            return stage.forward(tree, place.device, *inputs)
+            return run_pieces(stage, tree, place, inputs)
 
     def _autocast(self, place: Place) -> AbstractContextManager[Any]:
         if self.precision == "fp32":
@@ -114,9 +115,7 @@ class Replica:
                 del value
                 if staged.last_use[name] == stage.index:
                     del values[name]
-            arguments, inputs = tuple(inputs), []
-            outputs = self.run_stage(tree, stage, arguments)
-            del arguments
+            outputs = self.run_stage(tree, stage, inputs)
             values.update((n, (v, place)) for n, v in zip(stage.outputs, outputs, strict=True))
             del outputs
         return [values[x][0] if kind == "value" else x for kind, x in staged.result]
@@ -191,9 +190,7 @@ class _MicrobatchRun:
             arguments.append(self._receive(name, place))
             if staged.last_use[name] == stage_index:
                 del self._values[name]
-        packed, arguments = tuple(arguments), []
-        outputs = replica.run_stage(self.trees[stage_index], stage, packed)
-        del packed
+        outputs = replica.run_stage(self.trees[stage_index], stage, arguments)
         for name, value in zip(stage.outputs, outputs, strict=True):
             self._values[name] = value
             self._homes[name] = place

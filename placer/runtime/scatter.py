@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from placer.capture import TENSOR, CallFormat
 from placer.errors import CaptureError
@@ -65,6 +66,19 @@ def split_rows(
         for leaf, batched in zip(leaves, call.batched, strict=True)
     ]
     return [list(row) for row in zip(*columns, strict=True)]
+
+
+def split_target(target: Any, total: int | None, sizes: Sequence[int | None]) -> list[Any]:
+    """``target`` (any pytree) cut into ``sizes`` rows; tensors without ``total`` rows go to all, whole."""
+    leaves, spec = tree_flatten(target)
+
+    def cut(leaf: Any) -> Sequence[Any]:
+        if isinstance(leaf, torch.Tensor) and leaf.dim() and total and leaf.size(0) == total:
+            return list(leaf.split([size or 0 for size in sizes]))
+        return (leaf,) * len(sizes)
+
+    columns = [cut(leaf) for leaf in leaves]
+    return [tree_unflatten([column[i] for column in columns], spec) for i in range(len(sizes))]
 
 
 def join_rows(pieces: Sequence[Sequence[Any]]) -> list[Any]:

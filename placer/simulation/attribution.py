@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import bisect
-import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import CodeType, FrameType
+from types import FrameType
 
 from placer._torch import next_sequence_number, running_sequence_number
-from placer.emit import StageCode
-
-_ASSIGNMENT = re.compile(r"\s+(\w+)\s*(?::[^=]*)?=")
+from placer.emit import StageCode, node_lines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Where:
     """A point in a step: the phase, and the node and layer that run ("" between stages)."""
 
-    phase: str = ""  # "forward", "backward", "optimizer"
+    phase: str = ""  # "forward", "backward", "recompute" (a forward again), "optimizer"
     node: str = ""
     layer: str = ""
 
@@ -33,7 +30,8 @@ class Attribution:
     """
 
     def __init__(self, stages: Iterable[StageCode], layer_of: Mapping[str, str]) -> None:
-        self._lines = {stage.forward.__code__: _node_lines(stage) for stage in stages}
+        pieces = [piece for stage in stages for piece in stage.pieces]
+        self._lines = {piece.forward.__code__: node_lines(piece) for piece in pieces}
         self._layer_of = layer_of
         self._numbers: list[int] = []
         self._nodes: list[str] = []
@@ -41,6 +39,9 @@ class Attribution:
     def where(self) -> Where:
         number = running_sequence_number()
         if number is not None:
+            again = self._forward_node()
+            if again:
+                return self._at("recompute", again)
             index = bisect.bisect_right(self._numbers, number) - 1
             return self._at("backward", self._nodes[index] if index >= 0 else "")
         node = self._forward_node()
@@ -62,17 +63,3 @@ class Attribution:
                 return lines.get(frame.f_lineno, "")
             frame = frame.f_back
         return ""
-
-
-def _node_lines(stage: StageCode) -> dict[int, str]:
-    """Line of the stage's code -> the node that the line computes."""
-    code: CodeType = stage.forward.__code__
-    lines = stage.source.split("\n")
-    start = next(i for i, line in enumerate(lines) if line.startswith("def forward("))
-    first = code.co_firstlineno
-    found: dict[int, str] = {}
-    for offset, line in enumerate(lines[start + 1 :], 1):
-        match = _ASSIGNMENT.match(line)
-        if match:
-            found[first + offset] = match[1]
-    return found

@@ -42,7 +42,7 @@ def simulate_plan(
     leaves = [world.tensor(t) for t in inputs]
     cpu = torch.device("cpu")
     rows = [[Place(stage.devices[r], cpu) for stage in plan.stages] for r in range(plan.replicas)]
-    staged = emit_stages(capture, [stage.nodes for stage in plan.stages])
+    staged = emit_stages(capture, *plan.parts)
     step = _StepWatch(Attribution(staged.stages, capture.layer_of))
     ledger = Ledger(step.where)
     with world.running():

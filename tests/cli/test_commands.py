@@ -236,3 +236,10 @@ def test_a_model_whose_memory_is_unknown_ends_in_one_error(placer: Run) -> None:
         assert planned.exit_code == 2
         assert "net.py:" in planned.stderr
         assert "PLACER_TRACEBACK" in planned.stderr
+
+
+def test_plan_explains_its_boundaries(placer: Run) -> None:
+    result = placer("plan", "net.py:Net", "fits.json", *X, "--explain")
+    assert result.exit_code == 0
+    for words in ("seconds of the slowest stage", "stage 0 | stage 1: between", "next best: after"):
+        assert words in result.stdout

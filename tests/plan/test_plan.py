@@ -17,6 +17,7 @@ from placer.units import parse_bytes
 
 GIB = 2**30
 BACK = ["layer3", "layer4", "avgpool", "fc"]
+FRONT = ["conv1", "bn1", "relu", "maxpool", "layer1", "layer2"]
 
 
 def _resnet50() -> tuple[nn.Module, tuple[torch.Tensor]]:
@@ -32,9 +33,10 @@ def _small(**fields: Any) -> placer.Plan:
 def test_resnet50_by_hand_and_by_auto_as_measured_in_the_design() -> None:
     model, args = _resnet50()
     devices = ["cuda:0", "cuda:1"]
+    split = {**dict.fromkeys(FRONT, "cuda:0"), **dict.fromkeys(BACK, "cuda:1")}
     hand = placer.make_plan(
         model,
-        {"devices": devices, "layers": dict.fromkeys(BACK, "cuda:1"), "optimizer": "sgd"},
+        {"devices": devices, "layers": split, "optimizer": "sgd"},
         args,
     )
     assert [len(stage.devices) for stage in hand.stages] == [1, 1]

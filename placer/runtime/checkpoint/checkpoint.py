@@ -31,6 +31,8 @@ from placer.runtime.checkpoint.storage import (
     write_entries,
 )
 
+_SHOWN = 8  # problems of one kind in an error
+
 
 def save(
     module: nn.Module,
@@ -47,22 +49,25 @@ def save(
     and dicts of them: an epoch, ``scheduler.state_dict()``). In a job all ranks call this, and
     ``path`` is on a disk that all see. Raises ``PlacerError``.
     """
-    path = Path(path)
-    crew = crew_of(module)
-    contents = crew.contents
-    entries = model_entries(module, contents)
-    if optimizer is not None:
-        entries.update(optimizer_entries(module, contents, optimizer))
-    own = {k: v for k, v in entries.items() if _is_saved_here(k, contents)}
-    own[f"random/{crew.rank}"] = random_entry(crew.devices, crew.layout)
-    if crew.rank == 0:
-        own["extra"] = dict(extra or {})
-    with crew.watch():
-        crew.agree(lambda: require_plain(dict(extra or {}), "extra"))
+    path, extra = Path(path), dict(extra or {})
+    saving = folders.saving_folder(path)
+    own: Entries = {}
+    with crew_of(module) as crew:
+
+        def collect() -> None:
+            require_plain(extra, "extra")
+            entries = model_entries(module, crew.contents)
+            if optimizer is not None:
+                entries.update(optimizer_entries(module, crew.contents, optimizer))
+            own.update((k, v) for k, v in entries.items() if _is_saved_here(k, crew.contents))
+            own[f"random/{crew.rank}"] = random_entry(crew.devices, crew.layout)
+            if crew.rank == 0:
+                own["extra"] = extra
+
+        crew.agree(collect)
         crew.lead(lambda: folders.begin(path))
-        saving = folders.saving_folder(path)
         crew.agree(lambda: folders.require_shared(saving))
-        write_entries(own, saving, together=crew.together)
+        write_entries(own, saving, group=crew.group)
         crew.lead(lambda: folders.commit(path))
 
 
@@ -75,8 +80,7 @@ def load(module: nn.Module, optimizer: Optimizer | None, path: str | Path) -> di
     module: raises ``PlacerError`` that lists what is missing, left over or of another shape. Load
     only checkpoints that you trust: DCP's table of contents is a pickle.
     """
-    crew = crew_of(module)
-    with crew.watch():
+    with crew_of(module) as crew:
         return _load(module, optimizer, Path(path), crew)
 
 
@@ -107,7 +111,7 @@ def _load(module: nn.Module, optimizer: Optimizer | None, path: Path, crew: Crew
         _refuse(path, sorted(all_problems))
     random = f"random/{crew.rank}"
     entries.update({e: None for e in ("extra", random) if e in table.state_dict_metadata})
-    read_entries(entries, found, together=crew.together)
+    read_entries(entries, found, group=crew.group)
     _restore_extra_state(module, contents, model, entries)
     if optimizer is not None:
         crew.agree(lambda: restore_optimizer(module, contents, optimizer, entries))
@@ -150,7 +154,8 @@ def _optimizer_templates(
             entries[entry] = None
             if isinstance(saved, TensorStorageMetadata):
                 entries[entry] = torch.empty(saved.size, dtype=saved.properties.dtype)
-    missing = [n for n in sorted(wanted) if f"group/{n}" not in entries]
+    known = table.state_dict_metadata.keys()
+    missing = [n for n in sorted(wanted) if f"model/{n}" in known and f"group/{n}" not in known]
     return entries, [f"{n} was saved without an optimizer" for n in missing]
 
 
@@ -171,11 +176,27 @@ def _name(entry: str) -> str:
     return entry.partition("/")[2]
 
 
+def _kind(problem: str) -> str:
+    """
+    >>> _kind("fc.weight is not in the model"), _kind("fc.bias is missing")
+    ('is not', 'is missing')
+    """
+    return " ".join(problem.split()[1:3])
+
+
 def _refuse(path: Path, problems: list[str]) -> None:
-    shown = "\n    ".join(problems[:20])
-    more = f"\n    … and {len(problems) - 20} more" if len(problems) > 20 else ""
+    """Raise with the problems by kind ("is missing", …), the first few of each."""
+    by_kind: dict[str, list[str]] = {}
+    for problem in problems:
+        by_kind.setdefault(_kind(problem), []).append(problem)
+    lines = []
+    for _, alike in sorted(by_kind.items()):
+        lines += alike[:_SHOWN]
+        if len(alike) > _SHOWN:
+            lines.append(f"… and {len(alike) - _SHOWN} more like this")
+    shown = "\n    ".join(lines)
     raise PlacerError(
         f"checkpoint {path}",
-        f"does not go with the module and its optimizer:\n    {shown}{more}",
+        f"does not go with the module and its optimizer:\n    {shown}",
         "load a checkpoint of this model; with optimizer=None only the weights are loaded",
     )

@@ -17,20 +17,20 @@ from placer.runtime.checkpoint.entries import Contents, contents_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crew:
-    """This process's part in it; without ``together`` it is alone, and every step is a plain call."""
+    """This process's part in it; without a ``group`` it is alone, and every step is a plain call."""
 
     rank: int
-    together: bool
+    group: dist.ProcessGroup | None  # None: alone
     layout: str  # random states are for the same layout only
     contents: Contents
     devices: tuple[torch.device, ...]
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in order of rank."""
-        if not self.together:
+        if self.group is None:
             return [value]
-        values: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value)
+        values: list[Any] = [None] * self.group.size()
+        dist.all_gather_object(values, value, group=self.group)
         return values
 
     def agree(self, action: Callable[[], object]) -> None:
@@ -51,16 +51,33 @@ class Crew:
         """Run ``action`` on rank 0 only; the others wait for it, and for its error."""
         self.agree(action if self.rank == 0 else lambda: None)
 
-    @contextmanager
-    def watch(self) -> Iterator[None]:
-        """Raise a lost connection as ``PeerError``."""
-        yield
 
+@contextmanager
+def crew_of(module: nn.Module) -> Iterator[Crew]:
+    """Who saves or loads ``module``: all ranks of its job, or this process, which holds all of it.
 
-def crew_of(module: nn.Module) -> Crew:
-    """Who saves or loads ``module``: this process, which holds all of it."""
-    contents = contents_of(module)
-    devices = tuple(
-        dict.fromkeys(t.device for t in module.state_dict().values() if hasattr(t, "device"))
+    In a job, what goes wrong between the ranks in the block is raised as ``PeerError``.
+    """
+    tensors = [t for t in module.state_dict().values() if isinstance(t, torch.Tensor)]
+    devices = tuple(dict.fromkeys(t.device for t in tensors))
+    if dist.is_available() and dist.is_initialized():
+        from placer.runtime.distributed.module import DistributedModule
+
+        if isinstance(module, DistributedModule):
+            stages, replicas = len(module.plan.stages), module.num_replicas
+            with module.watch():
+                yield Crew(
+                    rank=dist.get_rank(),
+                    group=module.world_group,
+                    layout=f"{dist.get_world_size()} processes, {replicas} x {stages} stages",
+                    contents=Contents(first_name=module.tensor_names, owned=module.owned_names),
+                    devices=devices,
+                )
+            return
+    yield Crew(
+        rank=0,
+        group=None,
+        layout="one process",
+        contents=contents_of(module),
+        devices=devices,
     )
-    return Crew(rank=0, together=False, layout="one process", contents=contents, devices=devices)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -34,8 +35,8 @@ class _DataPlanner(DefaultLoadPlanner):
         self.state_dict[name] = torch.load(value, map_location="cpu", weights_only=True)
 
 
-def write_entries(entries: Entries, folder: Path, *, together: bool) -> None:
-    """Write this process's entries into ``folder``; ``together``: with all other ranks of the job.
+def write_entries(entries: Entries, folder: Path, *, group: dist.ProcessGroup | None) -> None:
+    """Write this process's entries into ``folder``; with the other ranks of ``group``.
 
     Of an entry that several ranks have, the lowest rank's is written.
     """
@@ -44,7 +45,13 @@ def write_entries(entries: Entries, folder: Path, *, together: bool) -> None:
     )
     with _translated(folder, "cannot be written", "check the disk and save again"):
         writer = FileSystemWriter(folder)
-        save_from(entries, storage_writer=writer, planner=planner, no_dist=not together)
+        save_from(
+            entries,
+            storage_writer=writer,
+            planner=planner,
+            process_group=group,
+            no_dist=group is None,
+        )
 
 
 def read_table(folder: Path) -> Metadata:
@@ -54,12 +61,18 @@ def read_table(folder: Path) -> Metadata:
         return metadata
 
 
-def read_entries(entries: Entries, folder: Path, *, together: bool) -> None:
+def read_entries(entries: Entries, folder: Path, *, group: dist.ProcessGroup | None) -> None:
     """Fill ``entries``: tensors in place, plain values by assignment."""
     remedy = "load another checkpoint; the module may hold a part of this one"
     with _translated(folder, "cannot be read", remedy):
         reader = FileSystemReader(folder)
-        load_into(entries, storage_reader=reader, planner=_DataPlanner(), no_dist=not together)
+        load_into(
+            entries,
+            storage_reader=reader,
+            planner=_DataPlanner(),
+            process_group=group,
+            no_dist=group is None,
+        )
 
 
 def require_plain(value: Any, what: str) -> None:

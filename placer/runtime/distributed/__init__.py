@@ -13,7 +13,7 @@ builds only this rank's stages. Everything below works in both, so that one scri
 ``placed.parameters()``, ``placed.state_dict()``    this rank's part, under the original names
 ``placed.clip_grad_norm_(max_norm)``                by the norm over all ranks; returns that norm
 ``placed.grad_scaler()``                            a ``GradScaler`` whose ranks agree
-``placed.sampler(dataset, shuffle=…, seed=…)``      all stages of a replica see the same rows
+``placed.sampler(dataset, batch_size, shuffle=…)``  all stages of a replica see the same rows
 ``placed.mesh``                                     ``DeviceMesh`` of dims ``("dp", "pp")``
 ``placed.replica_index``, ``placed.num_replicas``   the row of the mesh, and how many there are
 ``placed.stage_indices``, ``placed.device``         what this rank runs, and where

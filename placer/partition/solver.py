@@ -20,13 +20,13 @@ from placer.partition.lattice import (
 )
 from placer.partition.problem import (
     CrossingValue,
-    Optimality,
     PartitionProblem,
     Solution,
     stage_loads,
 )
 from placer.partition.program import Borders, best_borders
 from placer.partition.reduce import fold_dominated, join_together
+from placer.plan.types import Optimality
 
 StageOf = NDArray[np.int64]
 
@@ -101,7 +101,8 @@ def _heuristic(problem: PartitionProblem) -> StageOf | None:
     best, value = _try(lattice, chains, None, np.inf)
     rows = distinct(np.concatenate([chains, beam_rows(lattice, _WIDTH)]))
     best, value = _try(lattice, rows, best, value)
-    if best is None or _is_tight(problem, best):
+    limited = any(slot.budget is not None for slot in problem.slots)
+    if limited and (best is None or _is_tight(problem, best)):
         smallest = _smallest(problem)
         if smallest is not None:
             order = np.lexsort((np.arange(lattice.num_units), smallest[lattice.order]))
@@ -132,7 +133,7 @@ def _prove(lattice: Lattice, value: float, most_alive: int) -> tuple[float, Stag
     """
     problem = lattice.problem
     least = _trivial_bound(problem)
-    if _reached(value, least):
+    if _reached(value, least) or not most_alive:
         return least, None
     if not np.isfinite(value):
         value = _above_all(problem)
@@ -147,6 +148,11 @@ def _prove(lattice: Lattice, value: float, most_alive: int) -> tuple[float, Stag
             return limit, None
         return borders.value, _stages(lattice, borders)
     return least, None
+
+
+def lower_bound(problem: PartitionProblem) -> float:
+    """No placement can be better than its largest unit, or than all work spread evenly; O(n)."""
+    return _trivial_bound(join_together(problem).problem)
 
 
 def _trivial_bound(problem: PartitionProblem) -> float:

@@ -1,0 +1,45 @@
+"""Costs of a model of which some regions are recomputed or offloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from placer.cost.types import CostTable
+from placer.regions import RegionKey
+
+
+def with_regions(costs: CostTable, keys: Sequence[RegionKey | None]) -> CostTable:
+    """``costs`` with ``keys`` per node: what is recomputed costs its forward again in backward.
+
+    An offloaded value's bytes are put down to the first node of the region that saves it. How the
+    keys change what is held for backward depends on the stages: `placer.partition.held` says.
+    """
+    if not any(keys):
+        return costs
+    hosted = [0] * len(costs.nodes)
+    for value in costs.values:
+        readers: dict[RegionKey, int] = {}
+        for node in sorted({*value.savers, *value.users}):
+            key = keys[node] if node < len(keys) else None
+            if key is None or not key.offload:
+                continue
+            made_inside = value.producer >= 0 and keys[value.producer] == key
+            waits = not made_inside if key.recompute else node in value.savers
+            if waits:
+                readers.setdefault(key, node)
+        for node in readers.values():
+            hosted[node] += value.nbytes
+    nodes = []
+    for node, cost in enumerate(costs.nodes):
+        key = keys[node] if node < len(keys) else None
+        again = key is not None and key.recompute
+        nodes.append(
+            replace(
+                cost,
+                backward_flops=cost.backward_flops + again * cost.forward_flops,
+                backward_traffic=cost.backward_traffic + again * cost.forward_traffic,
+                host_nbytes=hosted[node],
+            )
+        )
+    return replace(costs, nodes=tuple(nodes), keys=tuple(keys))

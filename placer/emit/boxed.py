@@ -1,0 +1,23 @@
+"""Generated functions that take their inputs in a list and empty it.
+
+Otherwise the caller's frame would keep every input alive until the function returns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx.graph import CodeGen
+
+
+class BoxedCodeGen(CodeGen):
+    """``def forward(self, device, boxed_inputs_)``: the first placeholder is an argument of its own."""
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
+        names = [variable.split(":")[0].split("=")[0].strip() for variable in free_vars]
+        first, *boxed = names[1:] if names and names[0] == "self" else names
+        lines = [f"def {self._func_name}(self, {first}, boxed_inputs_){maybe_return_annotation}:"]
+        if boxed:
+            lines.append(f"    {', '.join(boxed)}, = boxed_inputs_")
+            lines.append("    boxed_inputs_.clear()")
+        return "\n".join(lines)

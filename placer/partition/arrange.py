@@ -1,0 +1,93 @@
+"""What a chain of stages is made of: where it may be cut, and which device comes when."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import networkx as nx
+import numpy as np
+
+from placer.cost import CostTable
+from placer.partition.types import DeviceSlot
+
+_MOST_CUTS = 400  # more candidate borders than this are thinned to the cheapest ones
+_MOST_CHAINS = 64  # device orders that are tried when devices differ or are only partly pinned
+
+
+def unit_pins(units: nx.DiGraph, pins: Mapping[int, str]) -> dict[int, str]:
+    """Unit -> device; a unit whose nodes are pinned to several goes to that of its first node."""
+    found: dict[int, str] = {}
+    for unit, nodes in units.nodes(data="nodes"):
+        devices = [pins[i] for i in nodes if i in pins]
+        if devices:
+            found[unit] = devices[0]
+    return found
+
+
+def candidate_cuts(
+    units: nx.DiGraph,
+    order: Sequence[int],
+    costs: CostTable,
+    pin_of: Mapping[int, str],
+    kept: Collection[int] = (),
+) -> list[int]:
+    """Positions of nodes between units where a stage may end, 0 and the last included.
+
+    Borders between pins are always among them, and those after ``kept`` units of the order.
+    """
+    ends = list(itertools.accumulate(len(units.nodes[u]["nodes"]) for u in order))
+    borders = ends[:-1]
+    if len(borders) > _MOST_CUTS:
+        place = {}
+        for i, node in enumerate(n for u in order for n in units.nodes[u]["nodes"]):
+            place[node] = i
+        crossing = np.zeros(len(place) + 2)
+        for node, readers in enumerate(costs.readers):
+            if readers:
+                last = max(place.get(r, len(place)) for r in readers)
+                crossing[place[node] + 1] += costs.nodes[node].output_nbytes
+                crossing[last + 1] -= costs.nodes[node].output_nbytes
+        crossing = np.cumsum(crossing)
+        window = -(-len(borders) // _MOST_CUTS)
+        chosen = {
+            min(borders[i : i + window], key=lambda b: (crossing[b], b))
+            for i in range(0, len(borders), window)
+        }
+        previous = None
+        for unit, end in zip(order, ends, strict=True):
+            pin = pin_of.get(unit)
+            if pin is not None:
+                if previous is not None and previous[0] != pin:
+                    chosen.update((previous[1], end - len(units.nodes[unit]["nodes"])))
+                previous = (pin, end)
+        chosen.update(ends[count - 1] for count in kept if 0 < count < len(order))
+        borders = sorted(chosen)
+    return [0, *borders, ends[-1] if ends else 0]  # a model may have no operations
+
+
+def device_chains(
+    devices: Sequence[DeviceSlot], pinned: Sequence[str | None]
+) -> Iterator[tuple[DeviceSlot, ...]]:
+    """Devices in the order of their stages, so that they follow the pins (of nodes, in order).
+
+    A device comes again where the pins ask for it; free devices are put in everywhere they could
+    go, 64 chains at most.
+    """
+    by_name = {slot.name: slot for slot in devices}
+    runs = [name for name, _ in itertools.groupby(p for p in pinned if p is not None)]
+    fixed = [by_name[name] for name in runs]
+    free = [slot for slot in devices if slot.name not in runs]
+    kinds = {(s.kind.name, s.budget, s.reserve) for s in free}
+    arrangements = itertools.permutations(free) if len(kinds) > 1 else iter([tuple(free)])
+    tried = 0
+    for arrangement in arrangements:
+        for gaps in itertools.combinations_with_replacement(range(len(fixed) + 1), len(free)):
+            chain: list[DeviceSlot] = []
+            for i in range(len(fixed) + 1):
+                chain += [s for s, gap in zip(arrangement, gaps, strict=True) if gap == i]
+                chain += fixed[i : i + 1]
+            yield tuple(chain)
+            tried += 1
+            if tried >= _MOST_CHAINS:
+                return

@@ -1,0 +1,203 @@
+"""What a stage holds for backward when regions of it are recomputed or offloaded.
+
+With ``a`` the first node of the stage and ``i`` the node whose backward runs, a value's bytes are
+held in these columns ``i``, besides those where a node outside of every region still needs it:
+
+    recompute   a value that enters the region    from its first node that saves something on
+                a value that is made inside       from its first saver to the region's last saver
+    offload     what nodes of the region save     from its first saver to its last
+    both        a value that enters               from the first to the last saving node
+
+The first are held for every micro-batch in flight, the others only while the region's own backward
+runs. Just before it, the region's forward runs again: there the values that enter, the gradients
+that have come, and what the forward holds are live together.
+
+A stage border may cut through a region: what enters then depends on ``a``, so each table has a row
+per start. O(values in regions x starts) time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placer.cost import CostTable, StoredValue
+from placer.regions import RegionKey
+
+Table = NDArray[np.float64]
+Columns = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """A region in the order of nodes; positions. ``first_saver`` is that at or after each start."""
+
+    key: RegionKey
+    first: int
+    last: int
+    savers: tuple[int, ...]
+    first_saver: Columns
+
+
+class HeldInRegions:
+    """Fills tables of bytes, rows the ``starts`` of stages, columns the ``width`` positions of nodes.
+
+    ``saved`` is held between forward and backward, ``waiting`` while a backward runs, ``forward``
+    while the forward does.
+    """
+
+    def __init__(
+        self, costs: CostTable, place: NDArray[np.int64], starts: Sequence[int], width: int
+    ) -> None:
+        self._starts = np.asarray(starts, dtype=np.int64)
+        self._width = width
+        self._costs = costs
+        self._place = place
+        self._steps = {name: self._empty() for name in ("kept", "inside", "saved", "forward")}
+        self._again = self._empty()  # live while the forward runs again
+        self._private = np.zeros((len(starts), width))
+        keys: list[RegionKey | None] = [None] * width
+        for node, key in enumerate(costs.keys):
+            keys[int(place[node])] = key
+        saving = {int(place[s]) for v in costs.values for s in v.savers}
+        saving |= {int(place[i]) for i, names in enumerate(costs.parameters_of) if names}
+        self._runs: list[_Run] = []
+        self._run_of = np.full(width, -1)
+        for position, key in enumerate(keys):
+            if key is None:
+                continue
+            if position and keys[position - 1] == key:
+                self._run_of[position] = len(self._runs) - 1
+                continue
+            last = position
+            while last + 1 < width and keys[last + 1] == key:
+                last += 1
+            self._run_of[position] = len(self._runs)
+            self._runs.append(self._run(key, position, last, saving))
+
+    def _run(self, key: RegionKey, first: int, last: int, saving: set[int]) -> _Run:
+        savers = np.asarray([p for p in range(first, last + 1) if p in saving], dtype=np.int64)
+        index = np.searchsorted(savers, np.maximum(self._starts, first))
+        found = np.append(savers, self._width)[index]
+        return _Run(
+            key=key, first=first, last=last, savers=tuple(savers.tolist()), first_saver=found
+        )
+
+    def take(self, value: StoredValue) -> bool:
+        """Count ``value`` if a region needs it; False: no region does."""
+        place, starts, none = self._place, self._starts, self._width
+        users = sorted({int(place[i]) for i in (*value.users, *value.savers)})
+        savers = sorted({int(place[i]) for i in value.savers})
+        producer = int(place[value.producer]) if value.producer >= 0 else -1
+        needed = {int(self._run_of[p]) for p in users} - {-1}
+        if not needed:
+            return False
+        outside = [s for s in savers if self._run_of[s] < 0]
+        always = np.full(len(starts), none)  # from which column on it is held
+        for s in reversed(outside):
+            always[starts <= s] = s
+        passing: list[tuple[str, Columns, int]] = []  # while a region's own backward runs
+        stays = bool(outside)
+        last_use = users[-1] + 1
+        for index in sorted(needed):
+            run = self._runs[index]
+            inside = [p for p in users if self._run_of[p] == index]
+            saving = [s for s in savers if self._run_of[s] == index]
+            if run.key.recompute:
+                enters = (producer < np.maximum(starts, run.first)) & (starts <= inside[-1])
+                since = np.where(enters, run.first_saver, none)
+                if run.key.offload:
+                    passing.append(("kept", since, run.savers[-1] + 1))
+                else:
+                    always = np.minimum(always, since)
+                    stays |= producer < run.first
+                if producer < run.first:
+                    last_use = max(last_use, run.last + 1)
+                elif saving or inside[-1] > producer:
+                    made = ~enters & (starts <= producer)
+                    if saving:
+                        since = np.where(made, saving[0], none)
+                        passing.append(("inside", since, run.savers[-1] + 1))
+                    until = run.last + 1 if saving else inside[-1] + 1
+                    begin = np.where(made, producer + 1, none)
+                    _fill(self._again, begin, np.full(len(starts), until), value.nbytes)
+            elif saving:
+                since = np.append(saving, none)[np.searchsorted(saving, starts)]
+                passing.append(("kept", since, saving[-1] + 1))
+        end = np.full(len(starts), none)
+        _fill(self._steps["saved"], always, end, value.nbytes)
+        self._wait("kept", always, end, value, savers)
+        for name, since, last in passing:
+            self._wait(name, since, np.minimum(last, always), value, savers)
+        if producer >= 0:
+            begin = np.where(starts <= producer, producer + 1, none)
+            until = none if stays else min(last_use, none)
+            _fill(self._steps["forward"], begin, np.full(len(starts), until), value.nbytes)
+        return True
+
+    def table(self, name: str) -> Table:
+        """``saved``, ``waiting`` or ``forward``."""
+        if name == "waiting":
+            return self._sum(self._steps["kept"]) + self._sum(self._steps["inside"])
+        return self._sum(self._steps[name])
+
+    def recomputing(self, waiting: Table, incoming: Table, forward_transient: Table) -> Table:
+        """Bytes live when a region's forward has run again, in the columns of its saving nodes.
+
+        ``waiting`` is what no region needs, ``incoming`` and ``forward_transient`` are per position.
+        """
+        found = np.zeros((len(self._starts), self._width))
+        base = waiting + self._sum(self._steps["kept"]) + self._private + incoming
+        again = self._sum(self._again)
+        ends_early = self._stops_before_it_runs()
+        for run in self._runs:
+            if not run.key.recompute or not run.savers:
+                continue
+            columns = np.arange(run.first, run.last + 1)
+            inside = columns[None, :] >= self._starts[:, None]
+            alone = again[:, columns]
+            whole = np.where(inside, alone + forward_transient[columns], -np.inf)
+            most = np.maximum.accumulate(whole, axis=1)
+            before = np.concatenate([np.full((len(most), 1), -np.inf), most[:, :-1]], axis=1)
+            for p in run.savers:
+                i = p - run.first
+                held = np.maximum(before[:, i], alone[:, i]) if p in ends_early else most[:, i]
+                found[:, p] = np.where(inside[:, i], base[:, p] + held, 0.0)
+        return found
+
+    def _stops_before_it_runs(self) -> set[int]:
+        """Nodes that save only what they are given: a second forward that ends there skips them."""
+        saves_own = {v.producer for v in self._costs.values if v.producer in v.savers}
+        return {int(self._place[i]) for i in range(len(self._costs.names)) if i not in saves_own}
+
+    def _wait(
+        self, name: str, since: Columns, until: Columns, value: StoredValue, savers: Sequence[int]
+    ) -> None:
+        """Held in columns since … until - 1; a single saver's own column has it in its transient."""
+        steps = self._steps[name]
+        if len(savers) != 1:
+            _fill(steps, since, until, value.nbytes)
+            return
+        (own,) = savers
+        _fill(steps, since, np.minimum(until, own), value.nbytes)
+        _fill(steps, np.maximum(since, own + 1), until, value.nbytes)
+        if name == "kept" and self._run_of[own] >= 0:
+            self._private[(since <= own) & (own < until), own] += value.nbytes
+
+    def _empty(self) -> Table:
+        return np.zeros((len(self._starts), self._width + 1))
+
+    @staticmethod
+    def _sum(steps: Table) -> Table:
+        sums: Table = np.cumsum(steps, axis=1)[:, :-1]
+        return sums
+
+
+def _fill(steps: Table, since: Columns, until: Columns, value: float) -> None:
+    """Add ``value`` in columns since … until - 1 of every row."""
+    rows = np.flatnonzero(since < until)
+    steps[rows, since[rows]] += value
+    steps[rows, until[rows]] -= value

@@ -1,0 +1,62 @@
+"""Why the stages of a plan end where they do, in words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from placer.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from placer.plan.types import Boundary, Plan
+
+
+def explain_plan(plan: Plan) -> str:
+    """What was minimised, how far from the optimum it can be, and every boundary with its reasons.
+
+    For each: the loads on both sides, the bytes that cross per micro-batch forward, and what the
+    criterion would be with that boundary at its best other place, the others free to move.
+    """
+    optimality = plan.optimality
+    if optimality is None:
+        return "This plan does not say why: it was made by an older placer. Plan again."
+    show = lambda value: _in_unit(value, optimality.criterion)  # noqa: E731
+    known = (
+        "proven: no placement is better"
+        if optimality.proven
+        else f"no placement is below {show(optimality.lower_bound)}, gap {optimality.gap:.1%}"
+    )
+    lines = [f"{optimality.criterion}: {show(optimality.value)} ({known})"]
+    if not plan.boundaries:
+        lines.append("There is one stage, and no boundary.")
+    for boundary in plan.boundaries:
+        lines += _boundary(plan, boundary, optimality.criterion, optimality.value)
+    return "\n".join(lines)
+
+
+def _boundary(plan: Plan, boundary: Boundary, criterion: str, value: float) -> list[str]:
+    left, right = boundary.index, boundary.index + 1
+    lines = [
+        "",
+        f"stage {left} | stage {right}: between {_place(plan, boundary.last)} and "
+        f"{_place(plan, boundary.first)}",
+        f"  load {_in_unit(boundary.left, criterion)} | {_in_unit(boundary.right, criterion)}, "
+        f"{format_bytes(boundary.nbytes)} cross per micro-batch forward",
+    ]
+    if boundary.next_best is None or boundary.next_value is None:
+        return [*lines, "  it can be nowhere else: pins, budgets or the number of stages forbid it"]
+    more = boundary.next_value / value - 1 if value else 0.0
+    change = "as good" if abs(more) < 5e-4 else f"{more:+.1%}"
+    next_value = _in_unit(boundary.next_value, criterion)
+    place = _place(plan, boundary.next_best)
+    return [*lines, f"  next best: after {place}, {next_value} ({change})"]
+
+
+def _place(plan: Plan, node: str) -> str:
+    layer = plan.node_layers.get(node, "")
+    return f"{node} ({layer})" if layer else node
+
+
+def _in_unit(value: float, criterion: str) -> str:
+    if "seconds" in criterion:
+        return format_seconds(value)
+    return f"{value:.1%}" if "share" in criterion else format_bytes(value)

@@ -1,0 +1,209 @@
+"""Recompute and offload "auto": what a placement needs to fit, at the least extra time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from placer.capture import Capture
+from placer.cost import CostTable, with_regions
+from placer.partition import Demands, DeviceSlot, Partition
+from placer.partition.lighten import (
+    KEEP,
+    Lightened,
+    StageLimits,
+    Treatment,
+    keys_of,
+    least_extra_seconds,
+    lighten_stage,
+)
+from placer.regions import RegionKey, cuttable_nodes, whole_groups
+from placer.schedule import InFlight, in_flight, make_schedule
+
+_ROUNDS = 4  # how often a stage's limit is corrected by what the formula says of its answer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LightPlan:
+    """A partition with its regions; ``least_seconds`` bounds the extra time of its stages from below."""
+
+    costs: CostTable
+    partition: Partition
+    extra_seconds: float
+    least_seconds: float
+
+
+def lighten(
+    capture: Capture,
+    costs: CostTable,
+    keys: Sequence[RegionKey | None],
+    choices: Collection[Treatment],
+    slots: Sequence[DeviceSlot],
+    demands: Demands,
+    choose: Callable[[CostTable, Mapping[str, str]], Partition],
+) -> LightPlan:
+    """A placement that fits the budgets at little extra time, or else with the least overflow.
+
+    ``costs`` are without regions; ``keys`` are those that the spec settles. ``choose(costs, pins)``
+    partitions. Two partitions are tried: that of the plain costs, and that of the costs with every
+    node treated; in each the stages are lightened one by one (`placer.partition.lighten`). Without
+    any budget and with the objective "memory", every stage gets its least peak.
+    """
+    plain = with_regions(costs, keys)
+    first = choose(plain, {})
+    limited = any(slot.budget is not None for slot in slots)
+    if not choices or (first.fits and (limited or demands.objective != "memory")):
+        return LightPlan(costs=plain, partition=first, extra_seconds=0.0, least_seconds=0.0)
+    search = _Search(capture, costs, keys, choices, demands, limited=limited)
+    everything = list(range(len(costs.names)))
+    whole = search.treat(everything, first.stages[0].device, StageLimits(
+        static=0.0, budget=0.0, held=1, grown=False))  # fmt: skip
+    treated = choose(search.costs_of([whole]), {})
+    found = [search.improve(partition, choose) for partition in (first, treated)]
+    return min(found, key=_rank)
+
+
+def _rank(plan: LightPlan) -> tuple[bool, float, float]:
+    partition = plan.partition
+    over = max(
+        (_excess(partition, stage.device) for stage in partition.stages), default=0.0
+    )  # fmt: skip
+    limited = any(stage.device.budget is not None for stage in partition.stages)
+    worst = over if limited else max(partition.peaks.values())
+    return (
+        not partition.fits,
+        worst if not partition.fits or not limited else 0.0,
+        partition.seconds,
+    )
+
+
+def _excess(partition: Partition, slot: DeviceSlot) -> float:
+    if slot.budget is None:
+        return 0.0
+    return max(0.0, partition.peaks[slot.name] + slot.reserve - slot.budget)
+
+
+class _Search:
+    """Lightens the stages of a given partition."""
+
+    def __init__(
+        self,
+        capture: Capture,
+        costs: CostTable,
+        keys: Sequence[RegionKey | None],
+        choices: Collection[Treatment],
+        demands: Demands,
+        *,
+        limited: bool,
+    ) -> None:
+        self._capture = capture
+        self._costs = costs
+        self._keys = tuple(keys)
+        self._choices = choices
+        self._demands = demands
+        self._limited = limited
+        self._cuttable, unsafe = cuttable_nodes(capture)
+        self._settled = dict.fromkeys(unsafe, KEEP)
+        for node, key in enumerate(self._keys):
+            if key is not None:
+                self._settled[node] = Treatment(recompute=key.recompute, offload=key.offload)
+
+    def treat(self, nodes: Sequence[int], slot: DeviceSlot, limits: StageLimits) -> Lightened:
+        return lighten_stage(
+            self._costs, nodes, self._cuttable, self._settled, slot.kind, self._choices, limits,
+            half=self._demands.half,
+        )  # fmt: skip
+
+    def costs_of(self, stages: Sequence[Lightened]) -> CostTable:
+        """The costs with the stages' regions, and those that are settled."""
+        layers = [self._capture.layer_of[name] for name in self._capture.order]
+        keys = list(self._keys)
+        for stage in stages:
+            for node, key in keys_of(layers, stage.runs).items():
+                keys[node] = keys[node] or key
+        return with_regions(self._costs, whole_groups(self._capture, keys))
+
+    def improve(
+        self, partition: Partition, choose: Callable[[CostTable, Mapping[str, str]], Partition]
+    ) -> LightPlan:
+        """``partition`` with the regions that its stages need."""
+        stages = partition.stages
+        position = {name: i for i, name in enumerate(self._capture.order)}
+        nodes = [sorted(position[name] for name in stage.nodes) for stage in stages]
+        pins = {name: stage.device.name for stage in stages for name in stage.nodes}
+        limits = [self._limits(partition, index) for index in range(len(stages))]
+        targets = [limit.budget for limit in limits]
+        best: LightPlan | None = None
+        for _ in range(_ROUNDS):
+            treated = [
+                self.treat(inside, stage.device, _with_budget(limit, target))
+                for inside, stage, limit, target in zip(nodes, stages, limits, targets, strict=True)
+            ]
+            costs = self.costs_of(treated)
+            again = choose(costs, pins)
+            found = LightPlan(
+                costs=costs,
+                partition=again,
+                extra_seconds=sum(stage.seconds for stage in treated),
+                least_seconds=0.0,
+            )
+            if best is None or _rank(found) < _rank(best):
+                best = found
+            if len(again.stages) != len(stages) or not self._limited:
+                break
+            # The labels' sums are a little off: correct each limit by what the formula says.
+            errors = [s.memory.peak - t.peak for s, t in zip(again.stages, treated, strict=True)]
+            corrected = [limit.budget - error for limit, error in zip(limits, errors, strict=True)]
+            if corrected == targets:
+                break
+            targets = corrected
+        assert best is not None
+        least = sum(
+            least_extra_seconds(
+                self._costs,
+                inside,
+                stage.device.kind,
+                self._choices,
+                limit,
+                half=self._demands.half,
+            )
+            for inside, stage, limit in zip(nodes, stages, limits, strict=True)
+        )
+        if best.partition.fits:
+            return LightPlan(
+                costs=best.costs,
+                partition=best.partition,
+                extra_seconds=best.extra_seconds,
+                least_seconds=min(least, best.extra_seconds),
+            )
+        return best
+
+    def _limits(self, partition: Partition, index: int) -> StageLimits:
+        stage = partition.stages[index]
+        count = self._in_flight(len(partition.stages), index)
+        memory = stage.memory
+        slot = stage.device
+        budget = float("inf") if self._limited else 0.0
+        if slot.budget is not None:
+            others = partition.peaks[slot.name] - memory.peak  # of its other stages, as they are
+            budget = slot.budget - slot.reserve - others
+        return StageLimits(
+            static=memory.parameters + memory.buffers + memory.optimizer,
+            budget=budget,
+            held=count.most,
+            grown=count.microbatches > 1,
+        )
+
+    def _in_flight(self, num_stages: int, index: int) -> InFlight:
+        demands = self._demands
+        if demands.microbatches == 1:
+            return InFlight()
+        return in_flight(
+            make_schedule(demands.schedule, num_stages, demands.microbatches), index
+        )  # fmt: skip
+
+
+def _with_budget(limits: StageLimits, budget: float) -> StageLimits:
+    return StageLimits(
+        static=limits.static, budget=budget, held=limits.held, grown=limits.grown
+    )  # fmt: skip

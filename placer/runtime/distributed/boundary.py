@@ -1,0 +1,194 @@
+"""What crosses from stage to stage for inputs of a given shape, found without running the model.
+
+Boundaries are a chain: a value that skips stages is relayed by those between. Every rank finds the
+same answer by running the stages on fake tensors, so no metadata is exchanged.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from placer.capture import FakeWorld
+from placer.emit import StagedModel
+from placer.errors import PlacerError
+from placer.plan.types import Plan
+from placer.runtime.place import Place
+from placer.runtime.programs import Programs
+from placer.runtime.replica import Replica
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """A tensor that crosses a boundary, as its receiver sees it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrossingValue:
+    """A value of the graph that crosses: a tensor, or a pytree; what is no tensor does not travel."""
+
+    name: str
+    spec: TreeSpec
+    leaves: tuple[Any, ...]  # a ``Wire``, or the leaf itself: sizes are the same on every rank
+
+    @property
+    def wires(self) -> tuple[Wire, ...]:
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, Wire))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crossings:
+    """All boundaries for one shape of micro-batch; ``boundaries[s]`` is between stage s and s + 1.
+
+    ``staged`` are the stages that serve micro-batches of that shape in the present mode.
+    """
+
+    staged: StagedModel
+    boundaries: tuple[tuple[CrossingValue, ...], ...]
+    result: tuple[Any, ...]  # per leaf of the model's result: a ``Wire``, or the leaf itself
+
+    def wires(self, boundary: int) -> tuple[Wire, ...]:
+        """The tensors that cross, in the order in which they are sent."""
+        return tuple(wire for value in self.boundaries[boundary] for wire in value.wires)
+
+
+def crossing_names(staged: StagedModel) -> tuple[tuple[str, ...], ...]:
+    """Per boundary the values that cross it, in the order in which stages make them.
+
+    The model's own inputs do not cross: every rank has them.
+    """
+    local = {*staged.graph_inputs, *staged.constants}
+    made = [(stage.index, name) for stage in staged.stages for name in stage.outputs]
+    return tuple(
+        tuple(
+            name
+            for index, name in made
+            if index <= boundary and name not in local and staged.last_use.get(name, 0) > boundary
+        )
+        for boundary in range(len(staged.stages) - 1)
+    )
+
+
+class BoundaryFinder:
+    """Finds `Crossings` by running a copy of the whole model without data; answers are kept per shape."""
+
+    def __init__(
+        self, model: nn.Module, plan: Plan, staged: StagedModel, device: torch.device
+    ) -> None:
+        self._mode = FakeWorld().mode
+        self._place = Place(str(device), device)
+        self._shadow = _copy_with(model, lambda t: _empty_like(t, torch.device("meta")))
+        with self._mode, torch.no_grad():
+            self._fake = _copy_with(self._shadow, lambda t: _empty_like(t, device))
+        self._programs = Programs(self._shadow, plan, staged)
+        places = [self._place] * len(staged.stages)
+        self._replica = Replica(staged, places, places, plan.precision)
+        self._found: dict[Any, Crossings] = {}
+
+    def follow_modes(self, part: nn.Module) -> None:
+        """Take over the training flags of ``part``; those of modules that it lacks follow its own."""
+        modes = {path: module.training for path, module in part.named_modules()}
+        for copied in (self._shadow, self._fake):
+            for path, module in copied.named_modules():
+                module.training = modes.get(path, part.training)
+
+    def find(self, leaves: Sequence[Tensor], *, grad: bool) -> Crossings:
+        """What crosses for a micro-batch shaped like ``leaves`` (the flattened tensor inputs).
+
+        Raises ``PlacerError`` when that depends on the data.
+        """
+        staged = self._programs.find([leaf.detach() for leaf in leaves])
+        shapes = tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
+        modes = tuple(module.training for module in self._fake.modules())
+        key = (id(staged), shapes, modes, grad)
+        if key not in self._found:
+            self._found[key] = self._run(staged, shapes, grad)
+        return self._found[key]
+
+    def _run(
+        self, staged: StagedModel, shapes: Sequence[tuple[Any, torch.dtype]], grad: bool
+    ) -> Crossings:
+        replica = self._replica.with_program(staged)
+        values: dict[str, Any] = {}
+        with self._mode, torch.set_grad_enabled(grad), torch.random.fork_rng(devices=[]):
+            device = self._place.device
+            for name, (shape, dtype) in zip(staged.graph_inputs, shapes, strict=True):
+                values[name] = torch.empty(shape, dtype=dtype, device=device)
+            for stage in staged.stages:
+                inputs = [
+                    replica.constant(n, self._place) if n in staged.constants else values[n]
+                    for n in stage.inputs
+                ]
+                try:
+                    outputs = replica.run_stage(self._fake, stage, inputs)
+                except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                    raise PlacerError(
+                        f"stage {stage.index}",
+                        f"what it hands on depends on the data, not on shapes alone ({error})",
+                        "place the layers that do so, and all after them, on the last device",
+                    ) from error
+                except Exception as error:
+                    raise PlacerError(
+                        f"stage {stage.index}",
+                        f"fails for a micro-batch of inputs {[list(s) for s, _ in shapes]}: "
+                        f"{type(error).__name__}: {error}",
+                        "see whether the plain model takes such inputs in this mode",
+                    ) from error
+                values.update(zip(stage.outputs, outputs, strict=True))
+        result = [values[x] if kind == "value" else x for kind, x in staged.result]
+        return Crossings(
+            staged=staged,
+            boundaries=tuple(
+                tuple(_describe(name, values[name]) for name in names)
+                for names in crossing_names(staged)
+            ),
+            result=tuple(_wire(leaf) for leaf in result),
+        )
+
+
+def _describe(name: str, value: Any) -> CrossingValue:
+    leaves, spec = tree_flatten(value)
+    return CrossingValue(name=name, spec=spec, leaves=tuple(_wire(leaf) for leaf in leaves))
+
+
+def _wire(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return Wire(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+    return leaf
+
+
+def rebuild(value: CrossingValue, tensors: Sequence[Tensor]) -> Any:
+    """The value from its received tensors."""
+    remaining = iter(tensors)
+    leaves = [next(remaining) if isinstance(leaf, Wire) else leaf for leaf in value.leaves]
+    return tree_unflatten(leaves, value.spec)
+
+
+def _copy_with(model: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A deep copy whose parameters and buffers are what ``make`` makes of them."""
+    memo: dict[int, Any] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        twin = make(tensor)
+        if isinstance(tensor, nn.Parameter):
+            twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = twin
+    return copy.deepcopy(model, memo)
+
+
+def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)

@@ -1,0 +1,181 @@
+"""An exception in one stage, made known to every rank of the job."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from placer._torch import default_store
+from placer.emit import StageCode, node_lines
+from placer.errors import PeerError, PlacerError, StageError
+
+_PATIENCE_SECONDS = 2.0  # how long a rank that lost its neighbour waits to be told why
+
+
+class LayerFailure(Exception):
+    """An exception inside a stage's own code, with the node that raised it."""
+
+    def __init__(self, stage_index: int, node: str, phase: str) -> None:
+        super().__init__(stage_index, node, phase)
+        self.stage_index = stage_index
+        self.node = node
+        self.phase = phase
+
+
+@contextmanager
+def locate_layer(code: StageCode, phase: str = "forward") -> Iterator[None]:
+    """Raise what the block raises as a ``LayerFailure`` that names the stage and the node."""
+    try:
+        yield
+    except Exception as error:
+        node = _failing_node(code, error) if phase == "forward" else ""
+        raise LayerFailure(code.index, node, phase) from error
+
+
+def _failing_node(code: StageCode, error: BaseException) -> str:
+    """The node whose line of the generated code the traceback goes through; "" if none."""
+    lines = {piece.forward.__code__: node_lines(piece) for piece in code.pieces}
+    trace = error.__traceback__
+    while trace is not None:
+        found = lines.get(trace.tb_frame.f_code)
+        if found is not None:
+            return found.get(trace.tb_lineno, "")
+        trace = trace.tb_next
+    return ""
+
+
+class Alarm:
+    """One message of one failed rank to all others, in the job's key-value store."""
+
+    _count = 0  # every placed module of a process has a number of its own, the same on every rank
+
+    def __init__(self, rank: int) -> None:
+        Alarm._count += 1
+        self._key = f"placer/alarm/{Alarm._count}"
+        self._rank = rank
+
+    def raise_for(
+        self,
+        error: Exception,
+        *,
+        layer_of: Mapping[str, str],
+        stage_indices: tuple[int, ...],
+        replica_index: int,
+    ) -> NoReturn:
+        """Tell the others of ``error`` if it arose here, and raise it as what it is.
+
+        Raises ``StageError`` on the rank where the exception arose, ``PeerError`` on those that
+        only lost a neighbour by it.
+        """
+        failure = _find_cause(error, LayerFailure)
+        if failure is None:
+            told = self._listen()
+            if told is not None:
+                raise PeerError(**told) from error
+        backward = "Failed to run stage backward" in str(error)
+        if failure is None and not backward:
+            if isinstance(error, PlacerError):
+                raise error
+            lost = _lost(self._rank, error)
+            self._tell(lost)
+            raise PeerError(**lost) from error
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        stage = failure.stage_index if failure else stage_indices[0]
+        layer = layer_of.get(failure.node, "") if failure else ""
+        phase = "backward" if failure is None else failure.phase
+        place = f"layer {layer!r}, " if layer else ""
+        where = f"stage {stage}, {place}rank {self._rank} (replica {replica_index}), {phase}"
+        problem = f"{type(cause).__name__}: {cause}"
+        told = {
+            "where": where,
+            "problem": problem,
+            "remedy": "the traceback is above, on that rank",
+        }
+        self._tell(told)
+        raise StageError(
+            where,
+            problem,
+            "the exception above is the cause; the other ranks end with PeerError",
+            stage=stage,
+            layer=layer,
+            rank=self._rank,
+        ) from cause
+
+    def _tell(self, told: Mapping[str, str]) -> None:
+        """Leave the message, unless another rank was first; silent when the store is gone."""
+        try:
+            default_store().compare_set(self._key, "", json.dumps(dict(told)))
+        except (dist.DistError, RuntimeError):
+            return
+
+    def _listen(self) -> dict[str, str] | None:
+        """The message of the rank that failed first, if there is one within a moment."""
+        end = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            try:
+                if default_store().check([self._key]):
+                    told: dict[str, str] = json.loads(default_store().get(self._key))
+                    return told
+            except (dist.DistError, RuntimeError):
+                return None  # the store's own process is gone
+            if time.monotonic() > end:
+                return None
+            time.sleep(0.05)
+
+
+@contextmanager
+def lost_peers(rank: int) -> Iterator[None]:
+    """Raise the loss of another rank inside the block, before any module is there, as ``PeerError``."""
+    try:
+        yield
+    except PlacerError:
+        raise
+    except RuntimeError as error:
+        raise PeerError(**_lost(rank, error)) from error
+
+
+def _lost(rank: int, error: BaseException) -> dict[str, str]:
+    return {
+        "where": f"rank {rank}",
+        "problem": "lost the connection to another rank, which ended or does not answer "
+        f"({_last_line(error)})",
+        "remedy": "look at that rank's own output for the first error",
+    }
+
+
+def close_groups(error: BaseException, groups: Iterable[dist.ProcessGroup]) -> None:
+    """Close the connections of ``groups``, so that ranks that wait for this one are woken up.
+
+    Gloo closes them when the last reference goes: those in the frames of ``error`` are let go too.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__cause__
+    for group in groups:
+        try:
+            dist.destroy_process_group(group)
+        except (ValueError, AssertionError, RuntimeError):
+            continue  # it is closed already
+    gc.collect()
+
+
+def _find_cause(error: BaseException, kind: type[Any]) -> Any:
+    seen: BaseException | None = error
+    while seen is not None and not isinstance(seen, kind):
+        seen = seen.__cause__
+    return seen
+
+
+def _last_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1][:200] if lines else type(error).__name__

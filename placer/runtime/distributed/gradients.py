@@ -1,0 +1,155 @@
+"""Gradients summed over the ranks that hold the same parameter, in buckets, while backward runs.
+
+``DistributedDataParallel`` counts on its own forward, one backward per forward, and rows on every
+rank; a pipeline has many of each, splits backwards in halves, and a replica may have no rows. So
+the buckets are ours (Li et al. 2020, arXiv:2006.15704, section 3.2), the sums torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+_BUCKET_NBYTES = 25 * 2**20  # DistributedDataParallel's default
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """A parameter, the ranks that hold it too, and how many of this rank's stages read it.
+
+    ``holders`` are the devices of a replica that hold it (several for a tied parameter), ``name``
+    is the first of its names: together the order that all ranks of the group agree on.
+    """
+
+    parameter: nn.Parameter
+    name: str
+    group: dist.ProcessGroup
+    holders: tuple[int, ...]
+    readers: int
+
+
+@dataclass(slots=True)
+class _Bucket:
+    members: list[Shared]
+    group: dist.ProcessGroup
+    waiting: int = 0  # members whose last gradient of this step has not come
+    flat: Tensor | None = None
+    work: dist.Work | None = None
+
+
+class GradientReducer:
+    """Sums ``.grad`` over each parameter's group; every rank of a group ends with the same.
+
+    Buckets are sent in one fixed order, a bucket as soon as all its gradients are there. Beside the
+    gradients travels which of them exist, so that one that exists nowhere stays None.
+    """
+
+    def __init__(self, shared: Iterable[Shared]) -> None:
+        self._buckets = _fill_buckets([s for s in shared if dist.get_world_size(s.group) > 1])
+        self._home = {s.parameter: bucket for bucket in self._buckets for s in bucket.members}
+        self._left: dict[nn.Parameter, int] = {}
+        self._next = 0
+        self._hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in self._home]
+
+    def prepare(self, microbatches: int, *, overlap: bool) -> None:
+        """Before a step of ``microbatches`` backwards: gradients that are there already count once.
+
+        Without ``overlap`` everything is sent by `finish`, as when hooks cannot tell the end.
+        """
+        self._next = 0
+        self._left = {}
+        for bucket in self._buckets:
+            bucket.waiting = len(bucket.members)
+            share = 1 / dist.get_world_size(bucket.group)
+            for member in bucket.members:
+                if overlap:
+                    self._left[member.parameter] = microbatches * member.readers
+                if member.parameter.grad is not None:
+                    member.parameter.grad.mul_(share)
+
+    def _arrived(self, parameter: nn.Parameter) -> None:
+        if parameter not in self._left:
+            return
+        self._left[parameter] -= 1
+        if self._left[parameter] == 0:
+            self._home[parameter].waiting -= 1
+            while self._next < len(self._buckets) and self._buckets[self._next].waiting == 0:
+                self._send()
+
+    def _send(self) -> None:
+        bucket = self._buckets[self._next]
+        self._next += 1
+        like = bucket.members[0].parameter
+        exists = torch.tensor(
+            [float(m.parameter.grad is not None) for m in bucket.members],
+            dtype=like.dtype,
+            device=like.device,
+        )
+        bucket.flat = torch.cat([exists, *(_flat_grad(m.parameter) for m in bucket.members)])
+        bucket.work = dist.all_reduce(bucket.flat, group=bucket.group, async_op=True)
+
+    def finish(self) -> None:
+        """Send what is left, wait for all, and put the sums into ``.grad``."""
+        self._left = {}
+        while self._next < len(self._buckets):
+            self._send()
+        for bucket in self._buckets:
+            assert bucket.flat is not None
+            assert bucket.work is not None
+            bucket.work.wait()
+            count = len(bucket.members)
+            exists = bucket.flat[:count].tolist()
+            pieces = bucket.flat[count:].split([m.parameter.numel() for m in bucket.members])
+            for member, there, piece in zip(bucket.members, exists, pieces, strict=True):
+                if not there:
+                    continue
+                summed = piece.view_as(member.parameter)
+                if member.parameter.grad is None:
+                    member.parameter.grad = summed.clone()
+                else:
+                    member.parameter.grad.copy_(summed)
+            bucket.flat = bucket.work = None
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _flat_grad(parameter: nn.Parameter) -> Tensor:
+    if parameter.grad is None:
+        return torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
+    if parameter.grad.layout != torch.strided:
+        parameter.grad = parameter.grad.to_dense()
+    return parameter.grad.reshape(-1)
+
+
+def _fill_buckets(shared: Sequence[Shared]) -> list[_Bucket]:
+    """Buckets of one group and dtype each, from the last parameter to the first.
+
+    That is about the order in which gradients come. Tied parameters come last: they wait for
+    another stage.
+    """
+    buckets: list[_Bucket] = []
+    filled = 0
+    tied = sorted((s for s in shared if len(s.holders) > 1), key=lambda s: (s.holders, s.name))
+    ordered = [*(s for s in reversed(shared) if len(s.holders) == 1), *tied]
+    for entry in ordered:
+        nbytes = entry.parameter.nbytes
+        last = buckets[-1] if buckets else None
+        if (
+            last is None
+            or last.group is not entry.group
+            or last.members[0].parameter.dtype != entry.parameter.dtype
+            or last.members[0].parameter.device != entry.parameter.device
+            or filled + nbytes > _BUCKET_NBYTES
+        ):
+            buckets.append(_Bucket(members=[], group=entry.group))
+            filled = 0
+        buckets[-1].members.append(entry)
+        filled += nbytes
+    return buckets

@@ -1,0 +1,164 @@
+"""This process's place in a job of many: its rank, replica, stages, device and groups."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from placer.errors import DeviceError, PlacerError
+from placer.plan.types import Plan
+from placer.runtime.places import SimulatedDeviceWarning
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What the launcher says of this process; no communication has happened yet."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """What one rank runs of a plan: ``num_devices`` devices per replica, stages dealt out in turn."""
+
+    replica_index: int
+    device_index: int
+    num_devices: int
+    stage_indices: tuple[int, ...]
+
+
+def find_job() -> Job | None:
+    """The job this process is part of: started by ``torchrun``, or its process group exists; else None."""
+    if not dist.is_available():
+        return None
+    if dist.is_initialized():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+    elif dist.is_torchelastic_launched():
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    else:
+        return None
+    return Job(rank=rank, world_size=world_size, local_rank=int(os.environ.get("LOCAL_RANK", rank)))
+
+
+def take_seat(plan: Plan, job: Job) -> Seat:
+    """The seat of this rank. Raises ``PlacerError`` when the job has not one process per device.
+
+    >>> from placer.plan.types import Plan  # rank r * P + p is device p of replica r
+    """
+    num_devices = len(dict.fromkeys(stage.devices[0] for stage in plan.stages))
+    needed = plan.replicas * num_devices
+    if job.world_size != needed:
+        raise PlacerError(
+            "world size",
+            f"the job has {job.world_size} processes, the plan needs {needed}: {plan.replicas} "
+            f"replicas x {num_devices} devices, one process each",
+            f"torchrun with {needed} processes in all (--nproc-per-node, --nnodes), or change "
+            "devices and replicas of the spec",
+        )
+    replica_index, device_index = divmod(job.rank, num_devices)
+    columns = list(dict.fromkeys(stage.devices[0] for stage in plan.stages))
+    for stage in plan.stages:
+        if columns.index(stage.devices[0]) != stage.index % num_devices:
+            raise PlacerError(
+                f"stage {stage.index}",
+                f"is on {stage.devices[0]}; with several stages per device, one process per device "
+                f"runs stage s on device s % {num_devices}",
+                "give the devices their stages in turn, or one stage each",
+            )
+    if len(plan.stages) % num_devices:
+        raise PlacerError(
+            "stages",
+            f"{len(plan.stages)} stages cannot be dealt out evenly to {num_devices} devices",
+            "give every device the same number of stages",
+        )
+    return Seat(
+        replica_index=replica_index,
+        device_index=device_index,
+        num_devices=num_devices,
+        stage_indices=tuple(range(device_index, len(plan.stages), num_devices)),
+    )
+
+
+def choose_device(plan: Plan, job: Job, run_on: str | None) -> torch.device:
+    """The torch device of this process: of the plan's type, numbered by the local rank.
+
+    Where the machine has no device of that type the CPU stands for it, with a
+    ``SimulatedDeviceWarning``; ``run_on`` names the type on purpose. Raises ``DeviceError`` when
+    there are fewer devices than local ranks.
+    """
+    kind = torch.device(run_on or plan.stages[0].devices[0]).type
+    if kind == "cpu":
+        return torch.device("cpu")
+    module = getattr(torch, kind, None)
+    count = module.device_count() if module is not None and hasattr(module, "device_count") else 0
+    if count == 0:
+        if run_on is None:
+            warnings.warn(
+                f"this machine has no {kind} device: rank {job.rank} runs on the CPU. "
+                "Pass run_on='cpu' to say so on purpose.",
+                SimulatedDeviceWarning,
+                stacklevel=4,
+            )
+        return torch.device("cpu")
+    if count > 1 and job.local_rank >= count:
+        raise DeviceError(
+            f"local rank {job.local_rank}",
+            f"this machine has only {count} {kind} devices",
+            f"start at most {count} processes on it (--nproc-per-node)",
+        )
+    return torch.device(kind, job.local_rank if count > 1 else 0)
+
+
+def join_job(device: torch.device) -> None:
+    """Make the default process group, if the program has not: NCCL for CUDA, gloo for the CPU.
+
+    Raises ``PlacerError`` when the processes do not find each other.
+    """
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)
+    if not dist.is_initialized():
+        backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
+        try:
+            dist.init_process_group(backend)
+        except (RuntimeError, ValueError) as error:
+            raise _not_joined(error) from error
+
+
+def _not_joined(error: Exception) -> PlacerError:
+    """What ``init_process_group`` means by ``error``."""
+    env = os.environ
+    where = f"rank {env.get('RANK', '?')}"
+    address = f"{env.get('MASTER_ADDR', '?')}:{env.get('MASTER_PORT', '?')}"
+    reason = f"({str(error).splitlines()[0]})"
+    if "EADDRINUSE" in str(error):
+        return PlacerError(
+            where,
+            f"port {env['MASTER_PORT']} is taken already, by another job or program {reason}",
+            "choose another MASTER_PORT, or start with torchrun --standalone, which finds one",
+        )
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and "onnect" in str(error):
+        # https://github.com/pytorch/pytorch/issues/135712
+        return PlacerError(
+            where,
+            f"was sent to the address of a process that has ended {reason}; after a restart "
+            "torchrun's store still has those of the processes before",
+            "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is started",
+        )
+    return PlacerError(
+        where,
+        f"did not find the other processes of the job by {address} {reason}",
+        "start as many as WORLD_SIZE says, and check that they reach that address",
+    )
+
+
+def make_mesh(plan: Plan, seat: Seat, device: torch.device) -> DeviceMesh:
+    """The mesh replicas x devices; a collective call."""
+    shape = (plan.replicas, seat.num_devices)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("dp", "pp"))

@@ -1,0 +1,92 @@
+"""From a plan to this rank's module: the job is checked, joined and compared, then the part is built."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import nn
+
+from placer.capture import Capture
+from placer.emit import emit_stages
+from placer.errors import PlanError
+from placer.plan.store import plan_text
+from placer.plan.types import Plan
+from placer.runtime.distributed.faults import lost_peers
+from placer.runtime.distributed.job import Job, choose_device, join_job, make_mesh, take_seat
+from placer.runtime.distributed.module import DistributedModule
+from placer.runtime.distributed.part import build_part, find_holdings
+
+
+def launch(
+    model: nn.Module,
+    capture: Capture,
+    plan: Plan,
+    job: Job,
+    *,
+    weights: Path | None = None,
+    initialize: Callable[[nn.Module], None] | None = None,
+    run_on: str | None = None,
+) -> DistributedModule:
+    """This rank's part of ``model`` under ``plan``; all ranks of the job call it together.
+
+    Raises ``PlacerError`` when the job has not one process per device of the plan, before any
+    communication, and ``PlanError`` when another rank has another model or plan, before anything
+    is built.
+    """
+    seat = take_seat(plan, job)
+    device = choose_device(plan, job, run_on)
+    join_job(device)
+    with lost_peers(job.rank):
+        compare_plans(plan)
+    staged = emit_stages(capture, *plan.parts)
+    holdings = find_holdings(model, staged, seat.num_devices)
+    part = build_part(
+        model,
+        staged,
+        holdings,
+        seat.device_index,
+        device,
+        weights=weights,
+        initialize=initialize,
+    )
+    with lost_peers(job.rank):
+        return DistributedModule(
+            part,
+            capture=capture,
+            plan=plan,
+            staged=staged,
+            holdings=holdings,
+            seat=seat,
+            device=device,
+            mesh=make_mesh(plan, seat, device),
+        )
+
+
+def compare_plans(plan: Plan) -> None:
+    """Raise ``PlanError`` on every rank, naming those that differ from rank 0, if any does."""
+    mine = (plan.fingerprint, hashlib.sha256(plan_text(plan).encode()).hexdigest())
+    everyone: list[tuple[str, str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    first = everyone[0]
+    assert first is not None
+    models = [r for r, found in enumerate(everyone) if found and found[0] != first[0]]
+    plans = [r for r, found in enumerate(everyone) if found and found[1] != first[1]]
+    if models:
+        raise PlanError(
+            f"rank {dist.get_rank()}",
+            f"the model (or its inputs) of {_ranks(models)} is another than that of rank 0",
+            "give every rank the same model, arguments and code",
+        )
+    if plans:
+        raise PlanError(
+            f"rank {dist.get_rank()}",
+            f"the plan of {_ranks(plans)} is another than that of rank 0",
+            "give every rank the same spec, or a plan made once (placer plan … , placer.load_plan)",
+        )
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

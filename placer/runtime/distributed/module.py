@@ -1,0 +1,466 @@
+"""DistributedModule: this rank's part of a placed model, one process per device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from placer.capture import Capture, unflatten_output
+from placer.emit import StagedModel
+from placer.errors import PeerError, PlacerError
+from placer.plan.types import Plan
+from placer.runtime.distributed.boundary import BoundaryFinder, Crossings, Wire
+from placer.runtime.distributed.engine import Engine
+from placer.runtime.distributed.faults import Alarm, close_groups
+from placer.runtime.distributed.gradients import GradientReducer, Shared
+from placer.runtime.distributed.job import Seat
+from placer.runtime.distributed.part import Holdings
+from placer.runtime.distributed.randomness import own_random_state
+from placer.runtime.distributed.stage import Microbatch, Run
+from placer.runtime.module import PlacedModule
+from placer.runtime.place import Place
+from placer.runtime.scaling import scale_of
+from placer.runtime.scatter import (
+    batch_cuts,
+    batch_size,
+    join_rows,
+    split_rows,
+    split_target,
+)
+
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+class DistributedModule(PlacedModule):
+    """One rank's stages of a placed model, with the original's names; see `placer.runtime.distributed`.
+
+    ``part`` holds the parameters and buffers of this rank, already on ``device``. All ranks of the
+    job construct it together.
+    """
+
+    _placeholder: nn.Parameter
+
+    def __init__(
+        self,
+        part: nn.Module,
+        *,
+        capture: Capture,
+        plan: Plan,
+        staged: StagedModel,
+        holdings: Holdings,
+        seat: Seat,
+        device: torch.device,
+        mesh: DeviceMesh,
+    ) -> None:
+        place = Place(str(device), device)
+        super().__init__(part, plan=plan, staged=staged, places=[[place] * len(staged.stages)])
+        self.seat = seat
+        self.device = device
+        self.mesh = mesh
+        self._holdings = holdings
+        self._dp_group = mesh.get_group("dp")
+        self._pp_group = mesh.get_group("pp")
+        self._world_group = _new_group(list(range(dist.get_world_size())))
+        self._tied_groups = _make_tied_groups(holdings, plan.replicas, seat.num_devices)
+        self._finder = BoundaryFinder(capture.model, plan, staged, device)
+        self._alarm = Alarm(dist.get_rank())
+        self._layer_of = dict(plan.node_layers)
+        self._written = _written_names(capture, holdings, seat)
+        self._engine = Engine(
+            self._replicas[0],
+            part,
+            schedule=plan.schedule,
+            microbatches=plan.microbatches,
+            stage_indices=seat.stage_indices,
+            group=self._pp_group,
+            device=device,
+        )
+        self.__dict__["_placeholder"] = nn.Parameter(torch.empty(0, device=device))
+        self._reducer: GradientReducer | None = None
+        self._reduced: tuple[int, ...] = ()  # ids of the parameters that the reducer watches
+        self._frozen = {n for n, p in self.named_parameters() if not p.requires_grad}
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """This rank's parameters; a rank without any has an empty one, for optimizers want one."""
+        own = list(super().parameters(recurse))
+        return iter(own or [self._placeholder])
+
+    @property
+    def replica_index(self) -> int:
+        """Which replica this rank belongs to: its row of the mesh."""
+        return self.seat.replica_index
+
+    @property
+    def num_replicas(self) -> int:
+        return self.plan.replicas
+
+    @property
+    def world_group(self) -> dist.ProcessGroup:
+        """All ranks of the job; closed when this module has failed. Raises ``PeerError`` then."""
+        if self._world_group is None:
+            raise PeerError(
+                f"rank {dist.get_rank()}", "the job has failed before", "start it again"
+            )
+        return self._world_group
+
+    @property
+    def own_share(self) -> tuple[int, int]:
+        return self.replica_index, self.num_replicas
+
+    @property
+    def stage_indices(self) -> tuple[int, ...]:
+        """The stages that this rank runs."""
+        return self.seat.stage_indices
+
+    @property
+    def output_device(self) -> torch.device:
+        """Where results are: every rank has them on its own device."""
+        return self.device
+
+    @property
+    def tensor_names(self) -> Mapping[str, str]:
+        """This rank's name of a tensor -> the first of that tensor's names in the model."""
+        names = self._holdings.names[self.seat.device_index]
+        return {name: self._holdings.first_name[name] for name in names}
+
+    @property
+    def owned_names(self) -> frozenset[str]:
+        """First names of the tensors that this rank is to save; each is owned by one rank of the job."""
+        if self.replica_index:
+            return frozenset()
+        index = self.seat.device_index
+        return frozenset(n for n, holders in self._holdings.holders.items() if holders[0] == index)
+
+    def run_leaves(self, leaves: list[Tensor]) -> Any:
+        """`forward` for inputs that are flattened already: the whole batch in, the whole result out."""
+        if torch.is_grad_enabled() and self.training:
+            raise PlacerError(
+                "placed(x)",
+                "gives results without gradients when there is one process per device",
+                "train with placed.step(x, target=t, loss_fn=f); for results call placed.eval() or "
+                "use torch.no_grad()",
+            )
+        self._check_alive()
+        total = batch_size(self._staged.call, leaves)
+        cuts = self._cuts(total, self.num_replicas)
+        with torch.no_grad(), self._own_random_state():
+            run, largest = self._scatter_own(leaves, cuts, self.replica_index, None, None, 1.0)
+            try:
+                self._engine.execute(run, largest)
+                return self._gather(run, leaves, cuts)
+            except Exception as error:
+                self._fail(error)
+
+    def step_leaves(
+        self,
+        leaves: list[Tensor],
+        *,
+        target: Any = None,
+        loss_fn: Callable[..., Tensor],
+        reduction: Literal["mean", "sum"] = "mean",
+        own_rows: bool = False,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> Tensor:
+        """`step` for inputs that are flattened already."""
+        self._check_alive()
+        self._check_frozen()
+        total = batch_size(self._staged.call, leaves)
+        try:
+            if own_rows:
+                cuts, mine = self._cuts(total, 1), 0
+                total = None if total is None else self._sum_over_replicas(total)
+            else:
+                cuts, mine = self._cuts(total, self.num_replicas), self.replica_index
+            scale = 1.0 if scaler is None else scale_of(scaler, self.device)
+            weigh = None if reduction == "sum" else total
+            with self._own_random_state():
+                run, largest = self._scatter_own(
+                    leaves, cuts, mine, (target, loss_fn), weigh, scale
+                )
+                reducer = self._current_reducer()
+                count = sum(m.crossings is not None for m in run.microbatches)
+                reducer.prepare(count, overlap=not self._engine.splits_backward)
+                self._engine.execute(run, largest)
+                reducer.finish()
+            self._share_buffers()
+            return self._sum_losses(run.losses)
+        except Exception as error:
+            self._fail(error)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm over the whole model is at most ``max_norm``.
+
+        Returns the norm before, the same on every rank. A tied parameter counts once.
+        """
+        index = self.seat.device_index
+        names = self.tensor_names
+        own = [
+            p.grad
+            for n, p in self.named_parameters()
+            if p.grad is not None and self._holdings.holders[names[n]][0] == index
+        ]
+        norm = nn.utils.get_total_norm(own, norm_type).to(self.device, torch.float64)
+        if norm_type == float("inf"):
+            dist.all_reduce(norm, dist.ReduceOp.MAX, group=self._pp_group)
+        else:
+            norm = norm**norm_type
+            dist.all_reduce(norm, group=self._pp_group)
+            norm = norm ** (1 / norm_type)
+        nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
+        return norm
+
+    def grad_scaler(self, **options: Any) -> torch.amp.GradScaler:
+        """A ``GradScaler`` that skips a step on every rank when any has an inf or NaN."""
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+        return ShardedGradScaler(self.device.type, **options)
+
+    def _cuts(self, total: int | None, replicas: int) -> tuple[tuple[int, ...], ...]:
+        """Rows per replica and micro-batch; a call without a batch is one cut of the first replica."""
+        if total is None:
+            return ((1,),)
+        return batch_cuts(total, replicas, self.plan.microbatches)
+
+    def _scatter_own(
+        self,
+        leaves: list[Tensor],
+        cuts: Sequence[tuple[int, ...]],
+        mine: int,
+        training: tuple[Any, Callable[..., Tensor]] | None,
+        total: int | None,
+        scale: float,
+    ) -> tuple[Run, Crossings]:
+        """This replica's micro-batches, those without rows last, and what crosses for the largest."""
+        call = self._staged.call
+        sizes = [size for row in cuts for size in row]
+        batched = any(call.batched)
+        pieces = split_rows(call, leaves, sizes) if batched else [leaves]
+        rows = sum(cuts[0]) if len(cuts) == 1 else sum(sizes)
+        target = training[0] if training else None
+        targets = split_target(target, rows if batched else None, sizes)
+        start = sum(len(row) for row in cuts[:mine])
+        count = len(cuts[mine]) if mine < len(cuts) else 0
+        grad = training is not None
+        self._finder.follow_modes(self)
+        find = lambda piece: self._finder.find(piece, grad=grad)  # noqa: E731
+        microbatches = []
+        for position in range(start, start + count):
+            crossings = find(pieces[position])
+            staged = crossings.staged
+            needed = {name for i in self.stage_indices for name in staged.stages[i].inputs}
+            if len(staged.stages) - 1 in self.stage_indices:
+                needed.update(str(x) for kind, x in staged.result if kind == "value")
+            named = dict(zip(staged.graph_inputs, pieces[position], strict=True))
+            microbatches.append(
+                Microbatch(
+                    inputs={
+                        n: leaf.detach().to(self.device, non_blocking=True)
+                        for n, leaf in named.items()
+                        if n in needed
+                    },
+                    crossings=crossings,
+                    target=targets[position],
+                    weight=1.0 if total is None else sizes[position] / total,
+                )
+            )
+        empty = Microbatch(inputs={}, crossings=None)
+        microbatches += [empty] * (self.plan.microbatches - count)
+        largest = max(range(len(sizes)), key=lambda position: sizes[position])
+        run = Run(
+            microbatches=microbatches,
+            loss_of=None if training is None else self._loss_of(training[1]),
+            scale=scale,
+        )
+        return run, find(pieces[largest])
+
+    def _loss_of(self, loss_fn: Callable[..., Tensor]) -> Callable[[Any, Any], Tensor]:
+        def loss_of(output: Any, target: Any) -> Tensor:
+            if target is None:
+                return loss_fn(output)
+            return loss_fn(output, _to_device(target, self.device))
+
+        return loss_of
+
+    def _gather(self, run: Run, leaves: list[Tensor], cuts: Sequence[tuple[int, ...]]) -> Any:
+        """The whole result on every rank, sent out by the last stage of each replica."""
+        call = self._staged.call
+        sizes = [size for row in cuts for size in row]
+        pieces = split_rows(call, leaves, sizes) if any(call.batched) else [leaves]
+        last = (len(self._staged.stages) - 1) % self.seat.num_devices
+        gathered, position = [], 0
+        for replica, row in enumerate(cuts):
+            source = replica * self.seat.num_devices + last
+            for index in range(len(row)):
+                crossings = self._finder.find(pieces[position], grad=False)
+                given = run.results.get(index) if source == dist.get_rank() else None
+                gathered.append(self._broadcast(crossings.result, given, source))
+                position += 1
+        return unflatten_output(crossings.staged.call, join_rows(gathered))
+
+    def _broadcast(
+        self, expected: tuple[Any, ...], given: list[Any] | None, source: int
+    ) -> list[Any]:
+        received = []
+        for position, leaf in enumerate(expected):
+            if isinstance(leaf, Wire):
+                if given is not None:
+                    leaf = given[position].detach().contiguous()
+                else:
+                    leaf = torch.empty(leaf.shape, dtype=leaf.dtype, device=self.device)
+                dist.broadcast(leaf, source, group=self._world_group)
+            elif given is not None:
+                leaf = given[position]
+            received.append(leaf)
+        return received
+
+    def _sum_over_replicas(self, count: int) -> int:
+        total = torch.tensor([count], device=self.device)
+        dist.all_reduce(total, group=self._dp_group)
+        return int(total.item())
+
+    def _sum_losses(self, losses: Sequence[Tensor]) -> Tensor:
+        """The loss of the whole batch, on every rank; it is computed where the last stages are."""
+        message = torch.zeros(2, dtype=torch.float64, device=self.device)
+        if losses:
+            loss = torch.stack(list(losses)).sum()
+            message[0] = loss
+            if self.replica_index == 0:
+                message[1] = _DTYPES.index(loss.dtype)
+        dist.all_reduce(message, group=self._world_group)
+        return message[0].to(_DTYPES[int(message[1].item())])
+
+    def _share_buffers(self) -> None:
+        """Give every replica the buffers that the first wrote, as ``nn.DataParallel`` keeps them."""
+        if self.num_replicas == 1 or not self.training:
+            return
+        by_kind: dict[torch.dtype, list[Tensor]] = {}
+        for name in self._written:
+            buffer = self.get_buffer(name)
+            by_kind.setdefault(buffer.dtype, []).append(buffer)
+        source = dist.get_global_rank(self._dp_group, 0)
+        for buffers in by_kind.values():
+            flat = torch.cat([b.reshape(-1) for b in buffers])
+            dist.broadcast(flat, source, group=self._dp_group)
+            if self.replica_index:
+                for buffer, piece in zip(
+                    buffers, flat.split([b.numel() for b in buffers]), strict=True
+                ):
+                    buffer.copy_(piece.view_as(buffer))
+
+    def _own_random_state(self) -> Any:
+        return own_random_state(self.device, self.replica_index, self.seat.device_index)
+
+    def _current_reducer(self) -> GradientReducer:
+        named = [(n, p) for n, p in self.named_parameters() if p.requires_grad]
+        ids = tuple(id(p) for _, p in named)
+        if self._reducer is None or ids != self._reduced:
+            if self._reducer is not None:
+                self._reducer.close()
+            self._reducer = GradientReducer([self._shared(n, p) for n, p in named])
+            self._reduced = ids
+        return self._reducer
+
+    def _shared(self, name: str, parameter: nn.Parameter) -> Shared:
+        first = self._holdings.first_name[name]
+        holders = self._holdings.holders[first]
+        readers = sum(
+            any(self._holdings.first_name[n] == first for n in self._staged.stages[i].state)
+            for i in self.stage_indices
+        )
+        group = self._dp_group if len(holders) == 1 else self._tied_groups[holders]
+        return Shared(
+            parameter=parameter,
+            name=first,
+            group=group,
+            holders=holders,
+            readers=max(readers, 1),
+        )
+
+    def _check_alive(self) -> None:
+        if self._world_group is None:
+            raise PeerError(
+                f"rank {dist.get_rank()}",
+                "an earlier call failed, and the connections of this module are closed",
+                "end the job; torchrun --max-restarts starts it anew",
+            )
+
+    def _check_frozen(self) -> None:
+        frozen = {n for n, p in self.named_parameters() if not p.requires_grad}
+        if frozen != self._frozen:
+            changed = sorted(frozen ^ self._frozen)[0]
+            raise PlacerError(
+                changed,
+                "requires_grad was changed after placer.compile, and the other ranks cannot know",
+                "freeze parameters of the model before placer.compile",
+            )
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Raise what goes wrong between the ranks inside the block as ``PeerError``.
+
+        What a rank says itself (``PlacerError``) is raised as it is.
+        """
+        try:
+            yield
+        except PlacerError:
+            raise
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> NoReturn:
+        """Tell the other ranks, close the connections so that none waits for this one, and raise."""
+        try:
+            self._alarm.raise_for(
+                error,
+                layer_of=self._layer_of,
+                stage_indices=self.stage_indices,
+                replica_index=self.replica_index,
+            )
+        finally:
+            self._engine.close()
+            if self._reducer is not None:
+                self._reducer.close()
+            groups = [
+                self._world_group,
+                self._pp_group,
+                self._dp_group,
+                *self._tied_groups.values(),
+            ]
+            self._tied_groups = {}
+            self.__dict__.update(_world_group=None, _pp_group=None, _dp_group=None, _reducer=None)
+            close_groups(error, groups)
+
+
+def _to_device(value: Any, device: torch.device) -> Any:
+    from torch.utils._pytree import tree_map_only
+
+    return tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), value)
+
+
+def _make_tied_groups(
+    holdings: Holdings, replicas: int, num_devices: int
+) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """A process group over all replicas per set of devices that share a tensor; a collective call."""
+    shared = sorted({holders for holders in holdings.holders.values() if len(holders) > 1})
+    return {
+        holders: _new_group([r * num_devices + d for r in range(replicas) for d in holders])
+        for holders in shared
+    }
+
+
+def _new_group(ranks: list[int]) -> dist.ProcessGroup:
+    """Torch's own annotation has a number in it, for ranks that are not members."""
+    group: Any = dist.new_group(ranks)
+    return group  # type: ignore[no-any-return]
+
+
+def _written_names(capture: Capture, holdings: Holdings, seat: Seat) -> tuple[str, ...]:
+    """Buffers of this rank that the forward writes, such as running statistics."""
+    written = {name for names in capture.mutated_state_of.values() for name in names}
+    return tuple(n for n in holdings.names[seat.device_index] if n in written)

@@ -1,0 +1,116 @@
+"""The part of a model that one rank holds, as a module tree with the original's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from placer.emit import StagedModel, materialize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holdings:
+    """Which rank of a replica holds which parameters and buffers; the same on every rank.
+
+    A tensor under several names, or read by several stages, is one entry of ``holders`` under the
+    first of its names; the first device of the tuple owns it.
+    """
+
+    names: tuple[tuple[str, ...], ...]  # per device of the replica: the names it has, in order
+    first_name: Mapping[str, str]  # any name -> the first of that tensor's names
+    holders: Mapping[str, tuple[int, ...]]  # first name -> devices that have it, the owner first
+
+
+def find_holdings(model: nn.Module, staged: StagedModel, num_devices: int) -> Holdings:
+    """Who holds what, when stage ``s`` is on device ``s % num_devices``.
+
+    A device has the names that its stages read; names that no stage reads go to their owner.
+    """
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    first_of: dict[int, str] = {}
+    first_name = {name: first_of.setdefault(id(tensor), name) for name, tensor in named}
+    read = {name for stage in staged.stages for name in stage.state}
+    have: list[set[str]] = [set() for _ in range(num_devices)]
+    for stage in staged.stages:
+        have[stage.index % num_devices].update(stage.state)
+    for name, owner in staged.state_stage.items():
+        if name not in read:
+            have[owner % num_devices].add(name)
+    holders: dict[str, tuple[int, ...]] = {}
+    for name, _ in named:
+        first = first_name[name]
+        owner = staged.state_stage[name] % num_devices
+        others = [d for d in range(num_devices) if name in have[d]]
+        holders[first] = tuple(dict.fromkeys((*holders.get(first, (owner,)), *others)))
+    return Holdings(
+        names=tuple(tuple(name for name, _ in named if name in own) for own in have),
+        first_name=first_name,
+        holders=holders,
+    )
+
+
+def build_part(
+    model: nn.Module,
+    staged: StagedModel,
+    holdings: Holdings,
+    device_index: int,
+    device: torch.device,
+    *,
+    weights: Path | None = None,
+    initialize: Callable[[nn.Module], None] | None = None,
+) -> nn.Module:
+    """A copy of ``model`` with only what ``device_index`` holds, made straight on ``device``.
+
+    Modules that neither hold any of it nor are called by its stages are left out.
+    """
+    names = holdings.names[device_index]
+    homes = dict.fromkeys(holdings.first_name, device)
+    only = {holdings.first_name[name] for name in names}
+    part = materialize(model, homes, weights=weights, initialize=initialize, only=only)
+    _drop_tensors(part, set(names))
+    num_devices = len(holdings.names)
+    stages = [s for s in staged.stages if s.index % num_devices == device_index]
+    called = {path for stage in stages for path in stage.modules}
+    owners = {name.rpartition(".")[0] for name in names}
+    _drop_modules(part, called, called | owners)
+    return part
+
+
+def _drop_tensors(part: nn.Module, kept: Collection[str]) -> None:
+    paths: dict[nn.Module, list[str]] = {}  # a module may be under several
+    for path, module in part.named_modules(remove_duplicate=False):
+        paths.setdefault(module, []).append(f"{path}." if path else "")
+    for module, prefixes in paths.items():
+        for table in (module._parameters, module._buffers):
+            for leaf in [name for name, tensor in table.items() if tensor is not None]:
+                if not any(prefix + leaf in kept for prefix in prefixes):
+                    del table[leaf]
+
+
+def _drop_modules(part: nn.Module, whole: Collection[str], kept: Collection[str]) -> None:
+    """Delete every submodule that is not in ``kept``, above one of ``kept``, or below one of ``whole``."""
+    wanted = {path[:end] for path in kept for end in _ends(path)}
+
+    def visit(module: nn.Module, prefix: str) -> None:
+        for name, child in list(module._modules.items()):
+            path = f"{prefix}{name}"
+            if path in whole:
+                continue
+            if path not in wanted:
+                del module._modules[name]
+            elif child is not None:
+                visit(child, f"{path}.")
+
+    visit(part, "")
+
+
+def _ends(path: str) -> list[int]:
+    """Where the prefixes of a dotted path end, the path itself included."""
+    return [i for i, c in enumerate(path) if c == "."] + [len(path)]

@@ -1,0 +1,23 @@
+"""Random numbers of a step: others on every rank, and the same again when the program is run again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def own_random_state(device: torch.device, replica_index: int, device_index: int) -> Iterator[None]:
+    """Run the block from a seed drawn from the CPU's generator, this replica and this device.
+
+    The program's own generators are moved on by that one draw alone, on every rank alike: what
+    ranks draw together outside (a shuffled data set) stays the same on all of them.
+    """
+    drawn = int(torch.randint(2**62, ()).item())
+    forked = [] if device.type == "cpu" else [device]
+    kind = "cuda" if device.type == "cpu" else device.type
+    with torch.random.fork_rng(devices=forked, device_type=kind):
+        torch.manual_seed((drawn + (replica_index << 20) + device_index) % 2**63)
+        yield

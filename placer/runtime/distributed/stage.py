@@ -1,0 +1,140 @@
+"""One stage as the module that ``torch.distributed.pipelining`` drives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from placer.capture import unflatten_output
+from placer.runtime.distributed.boundary import Crossings, Wire, rebuild
+from placer.runtime.distributed.faults import locate_layer
+from placer.runtime.distributed.wire import from_wire, to_wire
+from placer.runtime.replica import Replica
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Microbatch:
+    """One micro-batch of this replica; None for ``crossings`` means that it has no rows."""
+
+    inputs: Mapping[str, Tensor]  # the model's own inputs, on this rank's device
+    crossings: Crossings | None
+    target: Any = None
+    weight: float = 1.0  # what its loss counts in the loss of the batch
+
+
+@dataclass(slots=True)
+class Run:
+    """One pass of a batch through this rank: what goes in, and what the last stage leaves here."""
+
+    microbatches: Sequence[Microbatch]
+    loss_of: Callable[[Any, Any], Tensor] | None  # None: inference
+    scale: float = 1.0
+    losses: list[Tensor] = field(default_factory=list)
+    results: dict[int, list[Any]] = field(default_factory=dict)
+
+
+class StageModule(nn.Module):
+    """Takes the wires of a micro-batch, runs the stage's code on the rank's part, returns wires.
+
+    The last stage computes the loss itself, so that only a scalar leaves it. A micro-batch without
+    rows sends zeros and runs nothing.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        replica: Replica,
+        part: nn.Module,
+        after: tuple[Wire, ...] | None,
+    ) -> None:
+        super().__init__()
+        self._index = index
+        self._replica = replica
+        self.__dict__["_part"] = part  # its parameters are those of the rank's part
+        state = replica.staged.stages[index].state
+        self._weights = [part.get_parameter(n) for n in state if _is_parameter(part, n)]
+        self.after = after  # None for the last stage
+        self.run: Run | None = None
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The parameters that this stage reads; split backwards ask for them."""
+        return iter(dict.fromkeys(self._weights))
+
+    def forward(self, *wires: Tensor, microbatch: int) -> Any:
+        run = self.run
+        assert run is not None
+        given = run.microbatches[microbatch]
+        if given.crossings is None:
+            return self._nothing(run)
+        with locate_layer(given.crossings.staged.stages[self._index]):
+            values = self._compute(wires, given, given.crossings)
+        if self.after is None:
+            return self._finish(run, given, given.crossings, microbatch, values)
+        return tuple(to_wire(t, w.numel) for t, w in zip(values, self.after, strict=True))
+
+    def _compute(
+        self, wires: tuple[Tensor, ...], given: Microbatch, crossings: Crossings
+    ) -> list[Any]:
+        """The tensors that cross next; for the last stage the leaves of the result."""
+        staged, index = crossings.staged, self._index
+        replica, code = self._replica.with_program(staged), staged.stages[index]
+        place = replica.places[index]
+        values: dict[str, Any] = {}
+        remaining = iter(wires)
+        for value in crossings.boundaries[index - 1] if index else ():
+            tensors = [from_wire(next(remaining), wire.shape) for wire in value.wires]
+            values[value.name] = rebuild(value, tensors)
+        inputs = [
+            replica.constant(name, place)
+            if name in staged.constants
+            else given.inputs[name]
+            if name in given.inputs
+            else values[name]
+            for name in code.inputs
+        ]
+        outputs = replica.run_stage(self._part, code, inputs)
+        values.update(zip(code.outputs, outputs, strict=True))
+        if self.after is None:
+            values.update(given.inputs)
+            return [values[x] if kind == "value" else x for kind, x in staged.result]
+        crossing = [values[value.name] for value in crossings.boundaries[index]]
+        return [leaf for leaf in tree_leaves(crossing) if isinstance(leaf, Tensor)]
+
+    def _finish(
+        self,
+        run: Run,
+        given: Microbatch,
+        crossings: Crossings,
+        microbatch: int,
+        result: list[Any],
+    ) -> Tensor:
+        if run.loss_of is None:
+            run.results[microbatch] = result
+            return torch.zeros(1)
+        output = unflatten_output(crossings.staged.call, result)
+        with locate_layer(crossings.staged.stages[self._index], "loss_fn"):
+            loss = run.loss_of(output, given.target) * given.weight
+        run.losses.append(loss.detach())
+        return loss * run.scale
+
+    def _nothing(self, run: Run) -> Any:
+        grad = run.loss_of is not None
+        device = self._replica.places[self._index].device
+        if self.after is None:
+            return torch.zeros(() if grad else 1, device=device, requires_grad=grad)
+        return tuple(
+            torch.zeros(
+                w.numel, dtype=w.dtype, device=device, requires_grad=grad and w.requires_grad
+            )
+            for w in self.after
+        )
+
+
+def _is_parameter(part: nn.Module, name: str) -> bool:
+    path, _, leaf = name.rpartition(".")
+    return leaf in part.get_submodule(path)._parameters

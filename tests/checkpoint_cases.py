@@ -1,0 +1,99 @@
+"""What the processes of a job do in the tests of checkpoints; here so that they can import it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import models
+import torch
+from distributed_cases import make_spec
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import AdamW, Optimizer
+
+import placer
+
+IDS = torch.randint(0, 17, (8, 6), generator=torch.Generator().manual_seed(0))
+Layout = tuple[int, int]  # stages, replicas
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def make_plain(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return models.TiedTransformer(depth=2).double()
+
+
+def make_placed(layout: Layout, *, seed: int) -> placer.PlacedModule:
+    stages, replicas = layout
+    placed = placer.compile(make_plain(seed), make_spec(stages, replicas, 2), (IDS,))
+    assert isinstance(placed, placer.PlacedModule)
+    return placed
+
+
+def make_optimizer(module: nn.Module) -> Optimizer:
+    """Two groups with options of their own; a rank may have no parameter of the first."""
+    norms = [p for n, p in module.named_parameters() if "norm" in n]
+    others = [p for n, p in module.named_parameters() if "norm" not in n]
+    return AdamW([{"params": norms, "weight_decay": 0.0, "lr": 3e-3}, {"params": others}], lr=1e-2)
+
+
+def train(module: nn.Module, optimizer: Optimizer, steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        if isinstance(module, placer.PlacedModule):
+            loss = module.step(IDS, target=IDS, loss_fn=loss_of)
+        else:
+            loss = loss_of(module(IDS), IDS)
+            loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def save_and_go_on(layout: Layout, path: Path, *, dropout: bool) -> dict[str, Any]:
+    """Train 2 steps, save, train 2 more: the later losses and this rank's weights."""
+    placed = make_placed(layout, seed=0)
+    placed.train(dropout)
+    optimizer = make_optimizer(placed)
+    train(placed, optimizer, 2)
+    placer.save(placed, optimizer, path, extra={"steps": 2})
+    return {"losses": train(placed, optimizer, 2), "state": placed.state_dict()}
+
+
+def load_and_go_on(layout: Layout, path: Path, *, dropout: bool) -> dict[str, Any]:
+    """The same from the checkpoint on, from a module that was trained otherwise before."""
+    placed = make_placed(layout, seed=1)
+    placed.train(dropout)
+    optimizer = make_optimizer(placed)
+    train(placed, optimizer, 1)
+    assert placer.load(placed, optimizer, path) == {"steps": 2}
+    return {"losses": train(placed, optimizer, 2), "state": placed.state_dict()}
+
+
+def errors(layout: Layout, path: Path) -> list[str]:
+    """The messages of what cannot be loaded or saved: the same on all ranks, none waits."""
+    placed = make_placed(layout, seed=0)
+    optimizer = make_optimizer(placed)
+    found = []
+    saved = path / "plain"
+    if placed.own_share[0] == 0 and 0 in placed.stage_indices:
+        placer.save(nn.Linear(2, 2), None, saved)  # not placed: this process alone
+    for target, given in (
+        (saved, {}),
+        (path / "none", {}),
+        (path / "new", {"extra": {"f": Path()}}),
+    ):
+        try:
+            if given:
+                placer.save(placed, optimizer, target, **given)
+            else:
+                torch.distributed.barrier()
+                placer.load(placed, optimizer, target)
+        except placer.PlacerError as error:
+            found.append(str(error))
+    return found

@@ -1,0 +1,60 @@
+"""The law under one process per device: the same loss, gradients, weights and buffers as the plain model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import distributed_cases as cases
+import pytest
+import torch
+from jobs import Job
+
+import placer
+
+SHAPES = [(2, 1), (1, 2), (2, 2), (4, 1)]  # stages, replicas
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
+OTHERS = ["3D U-Net, batch norm", "keywords and dict results", "in place", "recurrent"]
+
+
+def check(
+    job_of: Callable[[int], Job],
+    name: str,
+    shape: tuple[int, int],
+    schedules: tuple[str, ...],
+    microbatches: int = 4,
+    batches: tuple[int, ...] = (8, 5, 3),
+    **fields: object,
+) -> None:
+    """Batches of 8, 5 and 3: the second divides into nothing, the third leaves micro-batches empty."""
+    stages, replicas = shape
+    torch.manual_seed(0)
+    model, args, kwargs = cases.CASES[name](batches[0])
+    spec = cases.make_spec(stages, replicas, microbatches).model_copy(update=fields)
+    plan = placer.make_plan(model.double(), spec, args, kwargs)
+    found = job_of(stages * replicas).run(cases.check_equality, name, plan, schedules, batches)
+    assert [rank["stages"] for rank in found] == [(s,) for s in range(stages)] * replicas
+    assert {name for rank in found for name in rank["names"]} == set(model.state_dict())
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"pp{s[0]}dp{s[1]}")
+@pytest.mark.parametrize("name", ["convnet", "3D U-Net", "tied transformer"])
+def test_three_steps_equal_the_plain_model(
+    job_of: Callable[[int], Job], name: str, shape: tuple[int, int]
+) -> None:
+    check(job_of, name, shape, SCHEDULES)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"pp{s[0]}dp{s[1]}")
+def test_three_steps_of_resnet18(job_of: Callable[[int], Job], shape: tuple[int, int]) -> None:
+    # Fewer, larger cuts: BatchNorm over a row or two amplifies rounding.
+    check(job_of, "resnet18", shape, SCHEDULES, microbatches=2, batches=(8, 8, 6))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_splitting_gets_wrong_easily(job_of: Callable[[int], Job], name: str) -> None:
+    check(job_of, name, (2, 2), ("1F1B", "InterleavedZeroBubble"))
+
+
+def test_recomputed_and_offloaded_regions(job_of: Callable[[int], Job]) -> None:
+    regions = {"checkpoint": ("encoder.*",), "offload": ("decoder.*",)}
+    check(job_of, "3D U-Net", (2, 1), ("1F1B", "InterleavedZeroBubble"), **regions)

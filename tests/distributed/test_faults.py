@@ -1,0 +1,79 @@
+"""What goes wrong on one rank is said on all of them, and none waits for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import distributed_cases as cases
+import pytest
+import torch
+import torch.distributed as dist
+from jobs import Job
+from torch import nn
+
+import placer
+
+
+@pytest.mark.parametrize(
+    ("schedule", "fault", "rank", "stage", "layer", "said"),
+    [
+        ("1F1B", "layer", 0, "0", "tokens", "IndexError: index out of range"),
+        ("GPipe", "hook", 1, "1", "blocks.2.mlp.0", "ArithmeticError: boom"),
+        ("InterleavedZeroBubble", "backward", 0, "0", "", "backward: ArithmeticError: boom"),
+        ("1F1B", "loss", 1, "1", "", "loss_fn: IndexError: Target"),
+    ],
+)
+def test_an_exception_in_a_stage_ends_every_rank_with_its_place(
+    schedule: str, fault: str, rank: int, stage: str, layer: str, said: str
+) -> None:
+    job = Job(2)  # its connections do not survive
+    try:
+        found = job.run(cases.fail_in_a_step, cases.make_spec(2, 1, 4, schedule), fault, rank)
+    finally:
+        job.close()
+    kind, message, *fields = found[rank]
+    assert kind == "StageError"
+    assert fields == [layer, stage, str(rank)]
+    assert said in message
+    kind, message = found[1 - rank]
+    assert kind == "PeerError"
+    assert f"rank {rank}" in message
+    assert said in message
+    assert layer in message
+
+
+def test_the_error_crosses_to_other_replicas() -> None:
+    job = Job(4)
+    try:
+        found = job.run(cases.fail_in_a_step, cases.make_spec(2, 2, 4, "1F1B"), "hook", 1)
+    finally:
+        job.close()
+    assert [rank[0] for rank in found] == ["PeerError", "StageError", "PeerError", "PeerError"]
+    assert all("blocks.2.mlp.0" in rank[1] for rank in found)
+
+
+@pytest.mark.parametrize("what", ["model", "plan"])
+def test_another_model_or_plan_on_one_rank_is_found_at_start_up(
+    job_of: Callable[[int], Job], what: str
+) -> None:
+    found = job_of(2).run(cases.compile_unlike_the_others, what)
+    assert all(f"the {what}" in message and "of rank 1 is another" in message for message in found)
+
+
+def test_a_job_of_the_wrong_size_is_refused_before_any_communication(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "3"}.items():
+        monkeypatch.setenv(name, value)
+    spec = placer.PlacementSpec(devices=["cpu:0", "cpu:1"], replicas=2)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    with pytest.raises(placer.PlacerError, match="the job has 3 processes, the plan needs 4"):
+        placer.compile(model, spec, torch.randn(2, 4))
+    assert not dist.is_initialized()
+
+
+def test_stages_that_cannot_be_dealt_out_are_refused(
+    job_of: Callable[[int], Job],
+) -> None:
+    messages = job_of(2).run(cases.compile_out_of_turn)
+    assert all("3 stages cannot be dealt out evenly to 2 devices" in m for m in messages)

@@ -1,0 +1,113 @@
+"""Faults of real jobs: each ends with one clear error on every rank that is left, and none waits."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import fault_cases as cases
+import pytest
+import torch
+import torch.distributed as dist
+from distributed_cases import make_spec
+from jobs import TIMEOUT_SECONDS, Job
+from torch import nn
+
+import placer
+
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_rank_killed_in_a_step_ends_the_others_with_one_error(tmp_path: Path, rank: int) -> None:
+    """Rank 0 holds the job's store too; rank 3 is no neighbour of rank 0."""
+    job = Job(4)
+    try:
+        answers = job.ask(cases.lose_a_rank, tmp_path, rank)
+    finally:
+        job.close()
+    assert answers.pop(rank) is None  # it is gone
+    assert sorted(answers) == sorted({0, 1, 2, 3} - {rank})
+    for number, answer in answers.items():
+        assert answer is not None, f"rank {number} hangs"
+        ok, found = answer
+        assert ok, found
+        assert found["type"] == "PeerError", found
+        assert "lost the connection to another rank" in found["text"]
+        assert found["seconds"] < TIMEOUT_SECONDS / 2  # the connection, not its timeout, tells
+
+
+def test_torchrun_restarts_from_the_last_checkpoint_to_the_same_weights(
+    job_of: Callable[[int], Job], tmp_path: Path
+) -> None:
+    """A rank kills itself in step 3; the checkpoint is of step 2; the weights after step 5 are equal."""
+    (tmp_path / "straight").mkdir()
+    expected = job_of(2).run(
+        cases.train_with_checkpoints, tmp_path / "straight", stages=2, replicas=1, steps=5
+    )
+    command = ["torchrun", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", *command[1:]]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(
+            [str(TESTS.parent), str(TESTS), str(TESTS.parent / "examples")]
+        ),
+        # https://github.com/pytorch/pytorch/issues/135712
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    script = [str(TESTS / "fault_cases.py"), str(tmp_path)]
+    subprocess.run([*launcher, *script], env=environment, check=True, timeout=120)
+    started = sorted(p.name for p in tmp_path.glob("started.*"))
+    assert started == ["started.0.0", "started.0.2", "started.1.0", "started.1.2"]
+    for rank, state in enumerate(expected):
+        found = torch.load(tmp_path / f"weights.{rank}")
+        assert found.keys() == state.keys()
+        assert all(torch.equal(tensor, state[name]) for name, tensor in found.items())
+
+
+def _pretend_torchrun(patch: pytest.MonkeyPatch, **variables: object) -> None:
+    patch.setenv("TORCHELASTIC_RUN_ID", "test")
+    for name, value in variables.items():
+        patch.setenv(name, str(value))
+
+
+def test_world_size_is_compared_before_any_communication(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing listens at the address, so any communication would fail otherwise."""
+    _pretend_torchrun(
+        monkeypatch, RANK=0, WORLD_SIZE=3, MASTER_ADDR="192.0.2.1", MASTER_PORT=1, LOCAL_RANK=0
+    )
+    start = time.monotonic()
+    with pytest.raises(placer.PlacerError) as caught:
+        placer.compile(nn.Linear(2, 2), make_spec(1, 2, 1), (torch.randn(4, 2),))
+    assert "has 3 processes, the plan needs 2: 2 replicas x 1 devices" in str(caught.value)
+    assert "torchrun" in caught.value.remedy
+    assert not dist.is_initialized()
+    assert time.monotonic() - start < TIMEOUT_SECONDS
+
+
+def test_a_port_already_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        _pretend_torchrun(
+            monkeypatch, RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port
+        )
+        with pytest.raises(placer.PlacerError, match=f"port {port} is taken already") as caught:
+            placer.compile(nn.Linear(2, 2), make_spec(1, 2, 1), (torch.randn(4, 2),))
+    assert "choose another MASTER_PORT" in caught.value.remedy
+
+
+def test_a_rank_that_starts_late_is_waited_for(job_of: Callable[[int], Job]) -> None:
+    assert job_of(2).run(cases.start_late, seconds=2.0) == [True, True]
+
+
+def test_nan_under_fp16_skips_the_step_on_all_ranks(job_of: Callable[[int], Job]) -> None:
+    for found in job_of(4).run(cases.overflow_in_one_replica):
+        assert found["changed"] == [False, True]
+        assert found["scales"] == [512.0, 512.0]
+        assert found["losses"][0] != found["losses"][0]
+        assert found["losses"][1] < 10

@@ -1,0 +1,71 @@
+"""What a training script does besides steps: the same under one process per device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import distributed_cases as cases
+import pytest
+import torch
+from jobs import Job
+
+
+@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "InterleavedZeroBubble", "GPipe", "1F1B"])
+def test_two_stages_per_device(job_of: Callable[[int], Job], schedule: str) -> None:
+    assert job_of(2).run(cases.train_interleaved, schedule) == [(0, 2), (1, 3)]
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (2, 2)])
+def test_accumulation_and_clipping(job_of: Callable[[int], Job], shape: tuple[int, int]) -> None:
+    job_of(shape[0] * shape[1]).run(cases.accumulate_and_clip, cases.make_spec(*shape, 2, "1F1B"))
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 2)])
+def test_every_replica_is_given_its_own_rows(
+    job_of: Callable[[int], Job], shape: tuple[int, int]
+) -> None:
+    job_of(shape[0] * shape[1]).run(cases.step_on_own_rows, cases.make_spec(*shape, 2))
+
+
+def test_bf16_equals_the_same_cuts_under_autocast(job_of: Callable[[int], Job]) -> None:
+    job_of(4).run(cases.train_bf16, cases.make_spec(2, 2, 2, "1F1B", precision="bf16"))
+
+
+def test_fp16_skips_a_step_on_every_rank_when_one_overflows(job_of: Callable[[int], Job]) -> None:
+    found = job_of(4).run(
+        cases.train_with_a_scaler, cases.make_spec(2, 2, 2, "1F1B", precision="fp16")
+    )
+    assert len(set(found)) == 1, found
+    scales = found[0]
+    assert scales[1] == scales[0], "a good step was skipped"
+    assert scales[2] == scales[1] / 2, "an overflow on one rank was not seen by the others"
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2), (2, 2)])
+def test_a_meta_model_starts_from_the_same_weights_in_every_plan(
+    job_of: Callable[[int], Job], shape: tuple[int, int]
+) -> None:
+    job_of(shape[0] * shape[1]).run(cases.materialise_from_meta, cases.make_spec(*shape, 1))
+
+
+def test_a_part_is_read_from_a_file(job_of: Callable[[int], Job], tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    path = tmp_path / "weights.pt"
+    torch.save(cases.CASES["convnet"](2)[0].state_dict(), path)
+    job_of(2).run(cases.read_from_file, cases.make_spec(2, 1, 1), str(path))
+
+
+def test_dropout_differs_per_replica_and_comes_again(job_of: Callable[[int], Job]) -> None:
+    found = job_of(2).run(cases.drop_twice, cases.make_spec(1, 2, 2))
+    assert found[0] == found[0][:2] * 2  # the same seed, the same step
+    assert found[1] == found[1][:2] * 2
+    assert found[0][0] != found[0][1]  # another step
+    assert found[0][0] != found[1][0]  # the same rows in another replica
+
+
+def test_only_this_ranks_part_is_held(job_of: Callable[[int], Job]) -> None:
+    found = job_of(2).run(cases.list_part, cases.make_spec(2, 1, 2))
+    assert found[0]["modules"] == ["conv1", "conv2"]
+    assert found[1]["modules"] == ["dropout", "fc1", "fc2"]
+    assert not set(found[0]["owned"]) & set(found[1]["owned"])

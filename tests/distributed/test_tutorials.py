@@ -1,0 +1,87 @@
+"""The tutorials with one process per device, against what they replace, written by hand."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from jobs import Job
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+OPTIONS = {"epochs": 2, "rows": 128, "dropout": 0.0, "dtype": torch.float64}
+
+
+def _train(spec: str, **options: object) -> list[float]:
+    sys.path.insert(0, str(EXAMPLES))
+    import digits_torchrun
+
+    return digits_torchrun.train(digits_torchrun.SPECS / spec, **options)
+
+
+def _train_by_hand(*, epochs: int, rows: int, dropout: float, dtype: torch.dtype) -> list[float]:
+    """https://pytorch.org/tutorials/intermediate/dist_tuto.html, ``run`` and ``average_gradients``."""
+    sys.path.insert(0, str(EXAMPLES))
+    from digits_data_parallel import ConvNet, partitions
+
+    size = dist.get_world_size()
+    torch.manual_seed(1234)
+    images, labels = partitions(size, dtype)[dist.get_rank()]
+    model = ConvNet(dropout).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    history = []
+    for _ in range(epochs):
+        losses = []
+        for start in range(0, len(images), rows // size):
+            end = start + rows // size
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(images[start:end]), labels[start:end])
+            losses.append(loss.item())
+            loss.backward()
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad.data, op=dist.ReduceOp.SUM)
+                parameter.grad.data /= size
+            optimizer.step()
+        history.append(sum(losses) / len(losses))
+    return history
+
+
+def test_per_rank_losses_are_those_of_the_tutorial(job_of: Callable[[int], Job]) -> None:
+    expected = job_of(4).run(_train_by_hand, **OPTIONS)
+    found = job_of(4).run(_train, "digits_data_parallel.json", **OPTIONS)
+    assert len({losses[0] for losses in expected}) == 4  # every rank has other rows
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-10)
+    one_process = _train("digits_data_parallel.json", **OPTIONS)
+    assert one_process == pytest.approx([sum(column) / 4 for column in zip(*expected, strict=True)])
+
+
+def test_pipeline_trains_as_one_process_and_goes_on_from_its_checkpoint(
+    job_of: Callable[[int], Job], tmp_path: Path
+) -> None:
+    spec = "digits_torchrun_pipeline.json"
+    found = job_of(4).run(_train, spec, checkpoint=tmp_path / "c", **OPTIONS)
+    assert [bool(losses) for losses in found] == [False, True, False, True]
+    # Two micro-batches each, a loss for every one of them: the mean over all is one process's.
+    one_process = _train(spec, checkpoint=tmp_path / "c", **{**OPTIONS, "epochs": 3})
+    assert len(one_process) == 1  # it went on after the second epoch
+    straight = _train(spec, **{**OPTIONS, "epochs": 3})
+    both = [(a + b) / 2 for a, b in zip(found[1], found[3], strict=True)]
+    assert [*both, *one_process] == pytest.approx(straight, rel=1e-9)
+
+
+def test_spawn(capfd: pytest.CaptureFixture[str]) -> None:
+    sys.path.insert(0, str(EXAMPLES))
+    import digits_spawn
+
+    digits_spawn.main(steps=2)
+    lines = capfd.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == [
+        *(f"two replicas, step {i}" for i in range(2)),
+        *(f"two stages, step {i}" for i in range(2, 4)),
+    ]
+    losses = [float(line.split()[-1]) for line in lines]
+    assert losses == sorted(losses, reverse=True)

@@ -1,0 +1,385 @@
+"""What the processes of a test job run; here so that they can import it by name."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Any
+
+import models
+import torch
+import torch.distributed as dist
+import torchvision
+from oracle import assert_close, gradient_noise, mean_square
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from unet3d import unet3d
+
+import placer
+from placer.emit import materialize
+
+D = torch.float64
+Case = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
+
+
+class ThinResNet18(torchvision.models.ResNet):
+    """torchvision's ResNet-18 with an eighth of the channels after the stem."""
+
+    def __init__(self) -> None:
+        super().__init__(torchvision.models.resnet.BasicBlock, [2, 2, 2, 2])
+        self.fc = nn.Linear(64, 5)
+
+    def _make_layer(self, block: Any, planes: int, *args: Any, **kwargs: Any) -> nn.Sequential:
+        return super()._make_layer(block, planes // 8, *args, **kwargs)
+
+
+CASES: dict[str, Callable[[int], Case]] = {
+    "convnet": lambda rows: (models.ConvNet(p=0.0), (torch.randn(rows, 1, 8, 8, dtype=D),), {}),
+    "resnet18": lambda rows: (
+        ThinResNet18(),
+        (torch.randn(rows, 3, 64, 64, dtype=D),),
+        {},
+    ),
+    "3D U-Net": lambda rows: (
+        unet3d(width=2, depth=3, norm="group"),
+        (torch.randn(rows, 1, 8, 8, 8, dtype=D),),
+        {},
+    ),
+    "3D U-Net, batch norm": lambda rows: (
+        unet3d(width=2, depth=2, norm="batch"),
+        (torch.randn(rows, 1, 8, 8, 8, dtype=D),),
+        {},
+    ),
+    "tied transformer": lambda rows: (
+        _no_dropout(models.TiedTransformer()),
+        (torch.randint(0, 17, (rows, 6)),),
+        {},
+    ),
+    "keywords and dict results": lambda rows: (
+        models.KeywordModel(),
+        (torch.randn(rows, 6, dtype=D),),
+        {"scale": torch.randn(rows, 1, dtype=D), "twice": True},
+    ),
+    "in place": lambda rows: (models.InPlace(), (torch.randn(rows, 2, 5, 5, dtype=D),), {}),
+    "recurrent": lambda rows: (models.Recurrent(), (torch.randn(rows, 4, 3, dtype=D),), {}),
+}
+
+
+def _no_dropout(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def make_spec(
+    stages: int, replicas: int, microbatches: int, schedule: str = "GPipe", **fields: Any
+) -> placer.PlacementSpec:
+    return placer.PlacementSpec(
+        devices=[f"cpu:{i}" for i in range(stages)],
+        replicas=replicas,
+        microbatches=microbatches,
+        schedule=schedule,
+        **fields,
+    )
+
+
+def reference_step(
+    model: nn.Module, args: Any, kwargs: Any, replicas: int, microbatches: int
+) -> Tensor:
+    """The plain model on the same cuts, one after the other; gradients accumulate.
+
+    Buffers are those that the first replica's cuts leave.
+    """
+    leaves, spec = tree_flatten((args, kwargs))
+    rows = next(t.size(0) for t in leaves if isinstance(t, Tensor) and t.dim())
+    before = {n: b.clone() for n, b in model.named_buffers()}
+    after: dict[str, Tensor] = {}
+    total = torch.zeros((), dtype=D)
+    for number, row in enumerate(torch.arange(rows).chunk(replicas)):
+        for name, buffer in model.named_buffers():
+            buffer.data = before[name].clone()
+        for cut in row.chunk(microbatches):
+            part = [
+                t[cut[0] : cut[-1] + 1]
+                if isinstance(t, Tensor) and t.dim() and len(t) == rows
+                else t
+                for t in leaves
+            ]
+            part_args, part_kwargs = tree_unflatten(part, spec)
+            loss = mean_square(model(*part_args, **part_kwargs)) * (len(cut) / rows)
+            loss.backward()
+            total = total + loss.detach()
+        if number == 0:
+            after = {n: b.clone() for n, b in model.named_buffers()}
+    for name, buffer in model.named_buffers():
+        buffer.data = after[name]
+    return total
+
+
+def check_equality(
+    name: str, plan: placer.Plan, schedules: tuple[str, ...], batches: tuple[int, ...]
+) -> dict[str, Any]:
+    """Train this rank's part and the plain model side by side: loss, gradients, weights, buffers.
+
+    All schedules cut the batch alike, so one reference serves them all.
+    """
+    torch.manual_seed(0)
+    model, args, kwargs = CASES[name](batches[0])
+    model = model.double()
+    plans = [dataclasses.replace(plan, schedule=schedule) for schedule in schedules]
+    trained = [placer.compile(model, p, args, kwargs) for p in plans]
+    plain = copy.deepcopy(model)
+    ours = [torch.optim.SGD(placed.parameters(), lr=0.02, momentum=0.9) for placed in trained]
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.02, momentum=0.9)
+    for step, rows in enumerate(batches):
+        torch.manual_seed(step)
+        _, args, kwargs = CASES[name](rows)
+        theirs.zero_grad()
+        expected = reference_step(plain, args, kwargs, plan.replicas, plan.microbatches)
+        for placed, optimizer in zip(trained, ours, strict=True):
+            when = f"{placed.plan.schedule}, step {step}"
+            optimizer.zero_grad()
+            loss = placed.step(*args, loss_fn=mean_square, **kwargs)
+            assert_close(loss, expected, f"{when}, loss")
+            compare_state(placed, plain, when)
+            optimizer.step()
+        theirs.step()
+        for placed in trained:
+            compare_state(placed, plain, f"{placed.plan.schedule}, after step {step}")
+    plain.eval()
+    with torch.no_grad():
+        wanted = tree_leaves(plain(*args, **kwargs))
+        for placed in trained:
+            found = tree_leaves(placed.eval()(*args, **kwargs))
+            for a, b in zip(found, wanted, strict=True):
+                if isinstance(b, Tensor):
+                    assert_close(a, b, f"{placed.plan.schedule}, inference")
+    return {"names": list(trained[0].state_dict()), "stages": trained[0].stage_indices}
+
+
+def compare_state(placed: nn.Module, plain: nn.Module, when: str) -> None:
+    expected = dict(plain.named_parameters(remove_duplicate=False))
+    floor = gradient_noise(plain)
+    for name, parameter in placed.named_parameters(remove_duplicate=False):
+        what = f"{when}, rank {dist.get_rank()}, {name}"
+        assert_close(parameter.grad, expected[name].grad, f"{what}, gradient", floor=floor)
+        assert_close(parameter.detach(), expected[name].detach(), what)
+    buffers = dict(plain.named_buffers(remove_duplicate=False))
+    for name, buffer in placed.named_buffers(remove_duplicate=False):
+        assert_close(buffer, buffers[name], f"{when}, rank {dist.get_rank()}, buffer {name}")
+
+
+def fail_in_a_step(
+    spec: placer.PlacementSpec, fault: str, rank: int, *, catch: bool = True
+) -> tuple[str, ...]:
+    """The error that this rank ends a step with, when ``fault`` happens on ``rank`` in the second."""
+    torch.manual_seed(0)
+    model = _no_dropout(models.TiedTransformer()).double()
+    ids = torch.randint(0, 17, (8, 6))
+    placed = placer.compile(model, spec, (ids,))
+    placed.step(ids, target=ids, loss_fn=token_loss)
+    if dist.get_rank() == rank:
+        if fault == "layer":
+            ids = ids + 17
+        elif fault == "hook":
+            placed.get_submodule("blocks.2.mlp.0").register_forward_pre_hook(_explode)
+        elif fault == "backward":
+            next(placed.parameters()).register_hook(_explode)
+        elif fault == "killed":
+            os._exit(3)
+    target = ids + 17 if fault == "loss" else ids
+    try:
+        placed.step(ids, target=target, loss_fn=token_loss)
+    except placer.StageError as error:
+        return "StageError", str(error), error.layer, str(error.stage), str(error.rank)
+    except placer.PeerError as error:
+        return "PeerError", str(error)
+    return ("none",)
+
+
+def _explode(*_: Any) -> None:
+    raise ArithmeticError("boom")
+
+
+def token_loss(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def compile_unlike_the_others(what: str) -> str:
+    """The message with which compile fails when rank 1 has another model or plan."""
+    odd = dist.get_rank() == 1
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6 if odd and what == "model" else 5), nn.ReLU())
+    spec = make_spec(2, 1, 2 if odd and what == "plan" else 1)
+    try:
+        placer.compile(model, spec, torch.randn(4, 4))
+    except placer.PlanError as error:
+        return str(error)
+    return "no error"
+
+
+def compile_out_of_turn() -> str:
+    """The message with which compile fails when the stages go a, b, a."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    layers = {"0": "cpu:0", "1": "cpu:1", "2": "cpu:0"}
+    try:
+        placer.compile(model, make_spec(2, 1, 1, layers=layers), torch.randn(2, 4))
+    except placer.PlacerError as error:
+        return str(error)
+    return "no error"
+
+
+def _chain(width: int = 6) -> nn.Module:
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(4))
+    return nn.Sequential(*blocks).double()
+
+
+def train_interleaved(schedule: str) -> tuple[int, ...]:
+    """Four stages on two devices, against the plain model; returns this rank's stages."""
+    model = _chain()
+    plain = copy.deepcopy(model)
+    layers = {"0": "cpu:0", "1": "cpu:1", "2": "cpu:0", "3": "cpu:1"}
+    x = torch.randn(8, 6, dtype=D)
+    placed = placer.compile(model, make_spec(2, 1, 4, schedule, layers=layers), x)
+    for rows in (8, 5):
+        placed.zero_grad()
+        plain.zero_grad()
+        loss = placed.step(x[:rows], loss_fn=mean_square)
+        expected = reference_step(plain, (x[:rows],), {}, 1, 4)
+        assert_close(loss, expected, "loss")
+        compare_state(placed, plain, schedule)
+    with torch.no_grad():
+        assert_close(placed(x), plain(x), "inference")
+    return placed.stage_indices
+
+
+def accumulate_and_clip(spec: placer.PlacementSpec) -> None:
+    torch.manual_seed(0)
+    model, (ids,), _ = CASES["tied transformer"](8)
+    model = model.double()
+    plain = copy.deepcopy(model)
+    placed = placer.compile(model, spec, (ids,))
+    for step in range(3):
+        placed.step(ids, loss_fn=mean_square)
+        reference_step(plain, (ids,), {}, spec.replicas, 2)
+        compare_state(placed, plain, f"accumulated {step}")
+    norm = placed.clip_grad_norm_(0.01)
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+    assert_close(norm, expected, "norm")
+    compare_state(placed, plain, "clipped")
+
+
+def step_on_own_rows(spec: placer.PlacementSpec) -> None:
+    """Five rows to replica 0, three to replica 1: the gradient is that of the mean over eight."""
+    torch.manual_seed(0)
+    model, (x,), _ = CASES["convnet"](8)
+    model = model.double()
+    plain = copy.deepcopy(model)
+    target = torch.randint(0, 10, (8,))
+    placed = placer.compile(model, spec, x)
+    rows = slice(0, 5) if placed.replica_index == 0 else slice(5, 8)
+    loss = placed.step(
+        x[rows], target=target[rows], loss_fn=nn.functional.cross_entropy, own_rows=True
+    )
+    expected = nn.functional.cross_entropy(plain(x), target)
+    expected.backward()
+    assert_close(loss, expected.detach(), "loss")
+    compare_state(placed, plain, "own rows")
+
+
+def train_bf16(spec: placer.PlacementSpec) -> None:
+    torch.manual_seed(0)
+    model, (x,), _ = CASES["convnet"](8)
+    plain = copy.deepcopy(model)
+    x = x.float()
+    placed = placer.compile(model, spec, x)
+    loss = placed.step(x, loss_fn=lambda y: y.float().square().mean())
+    total = torch.zeros(())
+    for cut in x.chunk(4):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = plain(cut)
+        part = y.float().square().mean() / 4
+        part.backward()
+        total += part.detach()
+    torch.testing.assert_close(loss, total)
+    expected = dict(plain.named_parameters())
+    for name, parameter in placed.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-4, atol=1e-6)
+
+
+def train_with_a_scaler(spec: placer.PlacementSpec) -> tuple[float, ...]:
+    """The scale before and after a good step, and after one that overflows on the last rank."""
+    torch.manual_seed(0)
+    model, (x,), _ = CASES["convnet"](8)
+    x = x.float()
+    placed = placer.compile(model, spec, x)
+    optimizer = torch.optim.SGD(placed.parameters(), lr=0.1)
+    scaler = placed.grad_scaler(init_scale=64.0)
+    scales = [scaler.get_scale()]
+    for bad in (False, True):
+        before = [p.detach().clone() for p in placed.parameters()]
+        optimizer.zero_grad()
+        loss = placed.step(x, loss_fn=lambda y: y.float().square().mean(), scaler=scaler)
+        assert float(loss) < 10, "the loss comes back unscaled"
+        if bad and dist.get_rank() == dist.get_world_size() - 1:
+            next(p for p in placed.parameters()).grad.fill_(float("inf"))  # type: ignore[union-attr]
+        scaler.step(optimizer)
+        scaler.update()
+        moved = any(not torch.equal(a, b) for a, b in zip(before, placed.parameters(), strict=True))
+        assert moved != bad
+        scales.append(scaler.get_scale())
+    return tuple(scales)
+
+
+def materialise_from_meta(spec: placer.PlacementSpec) -> None:
+    """A part of a meta model has the weights that one process gives the whole of it."""
+    with torch.device("meta"):
+        model = models.ConvNet()
+    placed = placer.compile(model, spec, torch.randn(4, 1, 8, 8))
+    homes = dict.fromkeys(model.state_dict(), torch.device("cpu"))
+    whole = materialize(model, homes).state_dict()
+    for name, tensor in placed.state_dict().items():
+        assert torch.equal(tensor, whole[name]), name
+    placed.step(torch.randn(4, 1, 8, 8), loss_fn=lambda y: y.square().mean())
+
+
+def read_from_file(spec: placer.PlacementSpec, path: str) -> None:
+    with torch.device("meta"):
+        model = models.ConvNet()
+    placed = placer.compile(model, spec, torch.randn(4, 1, 8, 8), weights=path)
+    for name, tensor in torch.load(path).items():
+        if name in placed.state_dict():
+            assert torch.equal(placed.state_dict()[name], tensor), name
+
+
+def drop_twice(spec: placer.PlacementSpec) -> list[float]:
+    """This replica's mean output of two steps, then again after seeding again; the same rows for all."""
+    torch.manual_seed(0)
+    rows = torch.randn(2, 1, 8, 8)
+    x = rows.repeat(4, 1, 1, 1)
+    placed = placer.compile(models.ConvNet(p=0.5), spec, x)
+    seen: list[float] = []
+    for _ in range(2):
+        torch.manual_seed(7)
+        for _ in range(2):
+            outputs: list[Tensor] = []
+
+            def keep(y: Tensor, outputs: list[Tensor] = outputs) -> Tensor:
+                outputs.append(y.detach())
+                return y.sum()
+
+            placed.step(x, loss_fn=keep)
+            seen.append(float(torch.cat(outputs).sum()))
+    return seen
+
+
+def list_part(spec: placer.PlacementSpec) -> dict[str, list[str]]:
+    placed = placer.compile(models.ConvNet(), spec, torch.randn(4, 1, 8, 8))
+    return {
+        "modules": [name for name, _ in placed.named_children()],
+        "owned": sorted(placed.owned_names),
+    }

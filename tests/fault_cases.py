@@ -1,0 +1,116 @@
+"""What the processes of a job do in the tests of faults; also a script for ``torchrun``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import models
+import torch
+import torch.distributed as dist
+from distributed_cases import make_spec
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import placer
+
+D = torch.float64
+X = torch.randn(8, 1, 8, 8, dtype=D, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(8) % 10
+
+
+def train_with_checkpoints(
+    folder: Path, *, stages: int, replicas: int, steps: int, kill: tuple[int, int] | None = None
+) -> dict[str, Tensor]:
+    """Train the ConvNet with dropout, a checkpoint after every second step; this rank's weights.
+
+    ``kill``: a rank that ends itself in the middle of a step, the first time it gets there.
+    """
+    torch.manual_seed(0)
+    placed = placer.compile(models.ConvNet().double(), make_spec(stages, replicas, 2), (X,))
+    assert isinstance(placed, placer.PlacedModule)
+    optimizer = torch.optim.Adam(placed.parameters(), lr=0.01)
+    first = 0
+    if (folder / "last").exists():
+        first = placer.load(placed, optimizer, folder / "last")["steps"]
+    (folder / f"started.{dist.get_rank()}.{first}").touch()
+
+    for step in range(first, steps):
+        optimizer.zero_grad()
+        module = next(m for m in placed.children() if list(m.parameters(recurse=False)))
+        if kill == (dist.get_rank(), step) and not (folder / "killed").exists():
+            module.register_forward_hook(lambda *_: _end_here(folder))
+        placed.step(X, target=Y, loss_fn=F.cross_entropy)
+        optimizer.step()
+        if step % 2:
+            placer.save(placed, optimizer, folder / "last", extra={"steps": step + 1})
+    return dict(placed.state_dict())
+
+
+def _end_here(folder: Path) -> None:
+    (folder / "killed").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def lose_a_rank(folder: Path, rank: int) -> dict[str, Any]:
+    """The error that this rank ends with when ``rank`` is killed in the middle of a step, and when."""
+    start = time.monotonic()
+    try:
+        train_with_checkpoints(folder, stages=2, replicas=2, steps=4, kill=(rank, 2))
+    except Exception as error:
+        seconds = time.monotonic() - start
+        return {"type": type(error).__name__, "text": str(error), "seconds": seconds}
+    raise AssertionError("nothing was lost")
+
+
+def start_late(seconds: float) -> bool:
+    """Rank 1 comes to ``compile``, and to the first step, after the others have."""
+    x = torch.rand(4, 4, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    time.sleep(seconds * dist.get_rank())
+    placed = placer.compile(model, make_spec(2, 1, 2), (x,))
+    time.sleep(seconds * dist.get_rank())
+    loss = placed.step(x, loss_fn=lambda y: y.square().mean())
+    return torch.allclose(loss, model(x).square().mean())
+
+
+def overflow_in_one_replica() -> dict[str, Any]:
+    """fp16 with a scaler: a step whose gradients overflow on one replica only, and one that is fine."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    x = torch.rand(4, 4)
+    placed = placer.compile(model, make_spec(2, 2, 1, precision="fp16"), (x,))
+    assert isinstance(placed, placer.PlacedModule)
+    optimizer = torch.optim.SGD(placed.parameters(), lr=0.1)
+    scaler = placed.grad_scaler(init_scale=1024.0)
+    bad = x.clone()
+    bad[-1] = float("inf")  # a row of the last replica
+    found: dict[str, Any] = {"scales": [], "changed": [], "losses": []}
+    for rows in (bad, x):
+        before = [p.detach().clone() for p in placed.parameters()]
+        optimizer.zero_grad()
+        loss = placed.step(rows, loss_fn=lambda y: y.float().square().mean(), scaler=scaler)
+        scaler.unscale_(optimizer)
+        placed.clip_grad_norm_(1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        after = list(placed.parameters())
+        found["changed"].append(
+            any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        )
+        found["scales"].append(scaler.get_scale())
+        found["losses"].append(loss.item())
+    return found
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    path = Path(sys.argv[1])
+    state = train_with_checkpoints(path, stages=2, replicas=1, steps=5, kill=(1, 3))
+    torch.save(state, path / f"weights.{dist.get_rank()}")
+    dist.destroy_process_group()

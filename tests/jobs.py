@@ -1,0 +1,103 @@
+"""Jobs of several real processes for tests: started once per world size, given many things to do."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import itertools
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+_PRELOAD = ["torch", "torch.distributed.pipelining", "placer.api", "distributed_cases"]
+TIMEOUT_SECONDS = 120
+
+
+class Job:
+    """``world_size`` processes with a gloo process group, waiting for functions to run."""
+
+    def __init__(self, world_size: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOAD)
+        self._folder = tempfile.TemporaryDirectory()
+        store = str(Path(self._folder.name) / "store")
+        self._ends: list[Connection] = []
+        self._processes = []
+        self.closed = False
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_work, args=(rank, world_size, store, theirs), daemon=True
+            )
+            process.start()
+            self._ends.append(ours)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """What ``function(*args, **kwargs)`` returns on each rank; raises if any rank does."""
+        for end in self._ends:
+            end.send((function, args, kwargs))
+        results, problems = [], []
+        for rank, end in enumerate(self._ends):
+            if not end.poll(TIMEOUT_SECONDS):
+                self.close()
+                raise TimeoutError(f"rank {rank} did not answer in {TIMEOUT_SECONDS} s")
+            ok, value = end.recv()
+            results.append(value)
+            if not ok:
+                problems.append(f"rank {rank}: {value}")
+        if problems:
+            raise AssertionError("\n".join(problems))
+        return results
+
+    def ask(self, function: Callable[..., Any], *args: Any) -> dict[int, tuple[bool, Any] | None]:
+        """Per rank what ``run`` would look at; None for a rank that ended or does not answer."""
+        for end in self._ends:
+            end.send((function, args, {}))
+        answers: dict[int, tuple[bool, Any] | None] = {}
+        for rank, end in enumerate(self._ends):
+            try:
+                answers[rank] = end.recv() if end.poll(TIMEOUT_SECONDS) else None
+            except EOFError:
+                answers[rank] = None
+        return answers
+
+    def close(self) -> None:
+        """End the processes."""
+        self.closed = True
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._folder.cleanup()
+
+
+def _work(rank: int, world_size: int, store: str, end: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ["LOCAL_RANK"] = str(rank)
+    for number in itertools.count():
+        function, args, kwargs = end.recv()
+        # A process group for each function: every group of gloo has threads that never rest.
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{store}{number}",
+            rank=rank,
+            world_size=world_size,
+            timeout=datetime.timedelta(seconds=TIMEOUT_SECONDS / 2),
+        )
+        try:
+            answer = True, function(*args, **kwargs)
+        except Exception:
+            answer = False, traceback.format_exc()
+        gc.collect()
+        if dist.is_initialized():  # a job that failed has closed its groups
+            dist.destroy_process_group()
+        end.send(answer)

@@ -1,0 +1,190 @@
+"""Placements of models: pins, groups, budgets, unequal devices, positions, hash seeds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import models
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from placements import assert_valid_plan
+from torch import Tensor, nn
+
+import placer
+
+
+class Branches(nn.Module):
+    """Blocks in a row, each with a side path; a skip from the first to the last; one tied weight."""
+
+    def __init__(self, widths: tuple[int, ...], *, tied: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 8)) for width in widths
+        )
+        self.sides = nn.ModuleList(nn.Linear(8, 8) for _ in widths)
+        self.last = nn.Linear(8, 8)
+        if tied:
+            self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = x = self.first(x)
+        for block, side in zip(self.blocks, self.sides, strict=True):
+            x = block(x) + torch.sigmoid(side(x))
+        return self.last(x + skip)
+
+
+@st.composite
+def cases(draw: Any) -> tuple[nn.Module, dict[str, Any]]:
+    widths = tuple(draw(st.lists(st.sampled_from([4, 16, 64]), min_size=1, max_size=4)))
+    count = draw(st.integers(1, 4))
+    devices = []
+    for i in range(count):
+        device: dict[str, Any] = {"name": f"cuda:{i}"}
+        if draw(st.booleans()):
+            device["memory"] = draw(st.sampled_from([6_000, 20_000, 100_000]))
+        device["kind"] = draw(st.sampled_from(["a100", "t4"]))
+        devices.append(device)
+    layers = {}
+    for name in ("first", "blocks.0", "sides.0", "last"):
+        if draw(st.integers(0, 3)) == 0:
+            layers[name] = f"cuda:{draw(st.integers(0, count - 1))}"
+    spec = {
+        "devices": devices,
+        "layers": layers,
+        "objective": draw(st.sampled_from(["throughput", "memory", "latency"])),
+        "schedule": draw(st.sampled_from(["GPipe", "1F1B"])),
+        "microbatches": draw(st.sampled_from([1, 4])),
+        "training": draw(st.booleans()),
+        "reserve": draw(st.sampled_from([0, 500])),
+    }
+    return Branches(widths, tied=draw(st.booleans())), spec
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(cases())
+def test_every_plan_is_valid(case: tuple[nn.Module, dict[str, Any]]) -> None:
+    model, spec = case
+    assert_valid_plan(model, spec, (torch.randn(8, 8),))
+
+
+def _chain(blocks: int = 12) -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(blocks)))
+
+
+def test_a_faster_device_gets_more() -> None:
+    spec = {
+        "devices": [{"name": "cuda:0", "kind": "t4"}, {"name": "cuda:1", "kind": "h100"}],
+        "optimizer": "sgd",
+    }
+    plan = assert_valid_plan(_chain(), spec, (torch.randn(4096, 64),))
+    sizes = {stage.devices[0]: len(stage.nodes) for stage in plan.stages}
+    assert sizes["cuda:1"] > 2 * sizes["cuda:0"]
+
+
+def test_a_larger_device_gets_more_bytes() -> None:
+    model, x = _chain(), torch.randn(256, 64)
+    (whole,) = placer.make_plan(model, {"devices": ["cpu"]}, (x,)).devices
+    budgets = [int(whole.peak * share) for share in (0.35, 0.9)]
+    devices = [{"name": f"cpu:{i}", "memory": b} for i, b in enumerate(budgets)]
+    for objective in ("throughput", "memory"):
+        plan = assert_valid_plan(model, {"devices": devices, "objective": objective}, (x,))
+        assert plan.fits
+        peaks = {device.device: device.peak for device in plan.devices}
+        assert peaks["cpu:1"] > 1.5 * peaks["cpu:0"]
+
+
+def test_a_device_without_a_budget_takes_what_the_others_cannot() -> None:
+    model, x = _chain(), torch.randn(256, 64)
+    (whole,) = placer.make_plan(model, {"devices": ["cpu"]}, (x,)).devices
+    devices = [{"name": "cpu:0", "memory": int(whole.peak * 0.4)}, "cpu:1"]
+    for objective in ("throughput", "memory"):
+        plan = assert_valid_plan(model, {"devices": devices, "objective": objective}, (x,))
+        assert plan.fits
+        assert {d.device for d in plan.devices} == {"cpu:0", "cpu:1"}
+
+
+@pytest.mark.parametrize("objective", ["throughput", "memory"])
+def test_under_1f1b_earlier_stages_hold_less_per_micro_batch(objective: str) -> None:
+    """Stage q of 4 holds 4 - q micro-batches: where memory is scarce its share shrinks."""
+    x = torch.randn(256, 64)
+    spec: dict[str, Any] = {"microbatches": 8, "schedule": "1F1B", "optimizer": "sgd"}
+    least = assert_valid_plan(
+        _chain(16), spec | {"devices": [f"cpu:{i}" for i in range(4)], "objective": "memory"}, (x,)
+    )
+    budget = max(device.peak for device in least.devices)
+    devices = [{"name": f"cpu:{i}", "memory": budget} for i in range(4)]
+    plan = assert_valid_plan(_chain(16), spec | {"devices": devices, "objective": objective}, (x,))
+    assert plan.fits
+    sizes = [len(stage.nodes) for stage in plan.stages]
+    assert sizes[0] < sizes[-1]
+    assert sizes == sorted(sizes)
+
+
+def test_pins_in_turn_make_a_device_hold_two_stages() -> None:
+    layers = {"first": "cpu:0", "blocks.*": "cpu:1", "sides.*": "cpu:1", "last": "cpu:0"}
+    spec = {"devices": ["cpu:0", "cpu:1"], "layers": layers}
+    plan = assert_valid_plan(Branches((16, 16), tied=False), spec, (torch.randn(8, 8),))
+    assert [stage.devices[0] for stage in plan.stages] == ["cpu:0", "cpu:1", "cpu:0"]
+
+
+class Nothing(nn.Module):
+    """A parameter that nobody reads, and its input as the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_model_without_operations_is_one_stage(count: int) -> None:
+    spec = {"devices": [f"cpu:{i}" for i in range(count)]}
+    plan = assert_valid_plan(Nothing(), spec, (torch.randn(2, 2),))
+    assert len(plan.stages) == 1
+    placed = placer.compile(Nothing(), plan, (torch.ones(2, 2),), run_on="cpu")
+    assert torch.equal(placed(torch.ones(2, 2)), torch.ones(2, 2))
+
+
+_PLAN = """
+import torch, models
+from placer.plan.store import plan_text
+import placer
+spec = {"devices": ["cpu:0", "cpu:1", "cpu:2"], "microbatches": 2, "objective": "memory"}
+print(plan_text(placer.make_plan(models.TiedTransformer(), spec, (torch.arange(12).view(4, 3),))))
+"""
+
+
+def test_the_hash_seed_does_not_change_a_plan() -> None:
+    texts = set()
+    for seed in ("1", "2"):
+        environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+        run = subprocess.run(
+            [sys.executable, "-c", _PLAN], env=environment, capture_output=True, text=True
+        )
+        assert run.returncode == 0, run.stderr
+        texts.add(run.stdout)
+    assert len(texts) == 1
+
+
+def test_explain_names_the_cut_and_the_next_best() -> None:
+    plan = assert_valid_plan(
+        models.ConvNet(), {"devices": ["cpu:0", "cpu:1"]}, (torch.randn(8, 1, 8, 8),)
+    )
+    text = plan.explain()
+    assert plan.optimality is not None and plan.optimality.proven
+    assert "proven" in text and "cross per micro-batch" in text
+    (boundary,) = plan.boundaries
+    assert boundary.next_best is not None and boundary.next_value is not None
+    assert f"after {boundary.next_best}" in text
+    # The next-best cut, pinned, costs what is said.
+    order = [node for stage in plan.stages for node in stage.nodes]
+    assert boundary.next_value >= plan.optimality.value * (1 - 1e-9)
+    assert order.index(boundary.next_best) != order.index(boundary.last)

@@ -1,0 +1,88 @@
+"""`assert_valid_plan`: what holds for every plan, however it was found."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from torch import Tensor, nn
+
+import placer
+from placer.capture import capture_model
+from placer.spec import PlacementSpec, resolve_layers
+
+
+def assert_valid_plan(
+    model: nn.Module, spec: Any, args: tuple[Tensor, ...], plan: placer.Plan | None = None
+) -> placer.Plan:
+    """Plan ``model`` (or take ``plan``) and check it against the capture and the spec alone.
+
+    Every node on one stage, edges forward, what belongs together together, pins honoured, `fits`
+    as the budgets say, transfers as the graph has them, a bound that is one, boundaries in order.
+    """
+    plan = plan or placer.make_plan(model, spec, args)
+    spec = spec if isinstance(spec, PlacementSpec) else PlacementSpec(**spec)
+    capture = capture_model(model, args)
+    stage_of = {node: stage.index for stage in plan.stages for node in stage.nodes}
+    assert sorted(stage_of) == sorted(capture.order)
+    assert len(stage_of) == sum(len(stage.nodes) for stage in plan.stages)
+    assert [stage.index for stage in plan.stages] == list(range(len(plan.stages)))
+    _check_edges(capture, plan, stage_of)
+    for group in capture.together:
+        assert len({stage_of[node] for node in group}) == 1, group
+    _check_devices(model, spec, capture, plan, stage_of)
+    _check_reasons(capture, plan)
+    return plan
+
+
+def _check_edges(capture: Any, plan: placer.Plan, stage_of: dict[str, int]) -> None:
+    crossing = set()
+    for node in capture.graph.nodes:
+        readers = [user.name for user in node.users]
+        for reader in (r for r in readers if node.name in stage_of and r in stage_of):
+            assert stage_of[node.name] <= stage_of[reader], (node.name, reader)
+            if stage_of[node.name] < stage_of[reader]:
+                crossing.add((node.name, stage_of[node.name], stage_of[reader]))
+    said = {(t.value, t.source, t.target) for t in plan.transfers}
+    assert crossing <= said
+    last = len(plan.stages) - 1  # results go to the loss
+    assert all(target == last for _, _, target in said - crossing)
+
+
+def _check_devices(
+    model: nn.Module, spec: PlacementSpec, capture: Any, plan: placer.Plan, stage_of: Any
+) -> None:
+    names = {device.name for device in spec.devices}
+    device_of = {node: plan.stages[stage].devices[0] for node, stage in stage_of.items()}
+    assert set(device_of.values()) <= names
+    paths = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    pins, _ = resolve_layers(spec.layers, paths)
+    for node, layer in capture.layer_of.items():
+        group = next((g for g in capture.together if node in g), (node,))
+        if layer in pins and len({pins.get(capture.layer_of[n]) for n in group}) == 1:
+            assert device_of[node] == pins[layer], (node, layer)
+    fits = [
+        device.budget is None or device.peak + device.reserve <= device.budget
+        for device in plan.devices
+    ]
+    assert plan.fits == all(fits)
+    for stage in plan.stages:
+        m = stage.memory
+        assert all(value >= 0 for value in (m.parameters, m.saved, m.transient, m.peak))
+        assert m.peak <= next(d.peak for d in plan.devices if d.device == stage.devices[0])
+
+
+def _check_reasons(capture: Any, plan: placer.Plan) -> None:
+    optimality = plan.optimality
+    assert optimality is not None
+    assert 0 <= optimality.lower_bound <= optimality.value
+    assert optimality.proven == (optimality.gap <= 1e-9)
+    assert [b.index for b in plan.boundaries] == list(range(len(plan.stages) - 1))
+    for boundary, (left, right) in zip(
+        plan.boundaries, itertools.pairwise(plan.stages), strict=True
+    ):
+        assert boundary.last in left.nodes and boundary.first in right.nodes
+        if optimality.criterion.startswith("seconds of the slowest"):
+            assert max(boundary.left, boundary.right) <= optimality.value * (1 + 1e-9)
+    text = plan.explain()
+    assert text.count("stage ") >= 2 * (len(plan.stages) - 1)

@@ -1,0 +1,154 @@
+"""``checkpoint: "auto"`` and ``offload: "auto"``: the plan fits, at the least extra time."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import models
+import pytest
+import torch
+from oracle import assert_same
+from torch import nn
+from unet3d import unet3d
+
+import placer
+from placer.capture import capture_model
+from placer.cost import device_kind, estimate_costs, with_regions
+from placer.partition.lighten import (
+    StageLimits,
+    Treatment,
+    keys_of,
+    least_extra_seconds,
+    lighten_stage,
+)
+from placer.partition.score import build_tables, optimizer_bytes, peak_bytes
+from placer.schedule import InFlight
+
+D = torch.float64
+UNET = (unet3d(width=8, depth=3), (torch.randn(4, 1, 32, 32, 32),))
+
+
+def _plan(
+    model: nn.Module,
+    args: Any,
+    budget: int | None,
+    stages: int = 1,
+    device: str = "cuda",
+    **fields: Any,
+) -> placer.Plan:
+    devices = [{"name": f"{device}:{i}"} for i in range(stages)]
+    devices = [d if budget is None else {**d, "memory": budget} for d in devices]
+    fields = {"reserve": 0, "optimizer": "sgd", "objective": "memory", **fields}
+    return placer.make_plan(model, {"devices": devices, **fields}, args)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"checkpoint": "auto"}, {"offload": "auto"}, {"checkpoint": "auto", "offload": "auto"}],
+)
+def test_the_plan_fits_a_budget_that_is_too_small_otherwise(fields: dict[str, str]) -> None:
+    model, args = UNET
+    base = _plan(model, args, None)
+    budget = int(0.7 * base.devices[0].peak)
+    assert not _plan(model, args, budget).fits
+    plan = _plan(model, args, budget, **fields)
+    assert plan.fits
+    (device,) = placer.simulate(model, plan, args).devices
+    assert device.peak <= 1.01 * budget
+    assert plan.step_seconds > base.step_seconds
+    assert plan.checkpoint or plan.offload
+    (note,) = (n for n in plan.notes if "auto" in n)
+    assert "no choice for these stages adds less than" in note
+
+
+def test_micro_batches_and_stages_are_lightened_too() -> None:
+    model, args = UNET
+    base = _plan(model, args, None, 2, microbatches=2)
+    budget = int(0.75 * max(d.peak for d in base.devices))
+    plan = _plan(model, args, budget, 2, microbatches=2, checkpoint="auto")
+    assert plan.fits
+    for device in placer.simulate(model, plan, args).devices:
+        assert device.peak == pytest.approx(device.predicted, rel=0.01)
+
+
+def test_nothing_is_recomputed_where_all_fits() -> None:
+    model, args = UNET
+    plan = _plan(model, args, 2**40, checkpoint="auto", offload="auto")
+    assert plan.fits and not plan.checkpoint and not plan.offload
+
+
+def test_less_memory_costs_no_less_time() -> None:
+    model, args = UNET
+    peak = _plan(model, args, None).devices[0].peak
+    plans = [_plan(model, args, int(f * peak), checkpoint="auto") for f in (0.9, 0.75, 0.6)]
+    assert all(plan.fits for plan in plans)
+    seconds = [plan.step_seconds for plan in plans]
+    assert seconds == sorted(seconds)
+
+
+def test_results_equal_eager() -> None:
+    torch.manual_seed(0)
+    model, x = models.InPlace().double(), torch.randn(8, 2, 5, 5, dtype=D)
+    peaks = [d.peak for d in _plan(model, (x,), None, 2, device="cpu").devices]
+    fields = {"checkpoint": "auto", "offload": "auto", "device": "cpu"}
+    plan = _plan(model, (x,), int(0.9 * max(peaks)), 2, **fields)
+    regions = [region for stage in plan.stages for region in stage.regions]
+    assert any(region.recompute or region.offload for region in regions)
+    free = tuple(replace(d, budget=None) for d in plan.devices)
+    assert_same(model, replace(plan, devices=free), (x,))
+
+
+def _chain() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    layers = [nn.Conv1d(4, 16, 3, padding=1), nn.Tanh(), nn.Conv1d(16, 8, 1), nn.Sigmoid()]
+    return nn.Sequential(*layers, nn.AvgPool1d(2), nn.Conv1d(8, 4, 3)), (torch.randn(8, 4, 64),)
+
+
+@pytest.mark.parametrize("share", [0.95, 0.8, 0.7])
+def test_the_choice_is_the_best_of_all(share: float) -> None:
+    """Against every way to cut the chain into kept and recomputed runs, judged by the formula."""
+    model, args = _chain()
+    capture = capture_model(model, args, {})
+    costs = estimate_costs(capture, args)
+    n = len(costs.names)
+    layers = [capture.layer_of[name] for name in costs.names]
+    kind = device_kind("cuda:0", "a100")
+    kept = optimizer_bytes("sgd")
+
+    def judge(runs: list[tuple[tuple[int, ...], Treatment]]) -> tuple[float, float]:
+        keys = keys_of(layers, runs)
+        light = with_regions(costs, [keys.get(i) for i in range(n)])
+        table = peak_bytes(build_tables(light, range(n), [0, n]), InFlight(), kept, training=True)
+        seconds = sum(
+            max(c.forward_flops / kind.fp32_flops, c.forward_traffic / kind.memory_bandwidth)
+            for i, c in enumerate(costs.nodes[:n])
+            if i in keys
+        )
+        return float(table[0, 0]), seconds
+
+    recompute = Treatment(recompute=True)
+    ways = []
+    for cuts in itertools.product([False, True], repeat=n - 1):
+        borders = [0, *(i + 1 for i, cut in enumerate(cuts) if cut), n]
+        parts = [tuple(range(a, b)) for a, b in itertools.pairwise(borders)]
+        for chosen in itertools.product([False, True], repeat=len(parts)):
+            # Two kept parts side by side are one: that way has been counted.
+            if any(not a and not b for a, b in itertools.pairwise(chosen)):
+                continue
+            ways.append(judge([(p, recompute) for p, c in zip(parts, chosen, strict=True) if c]))
+    plain, _ = judge([])
+    budget = share * plain
+    best = min((seconds for peak, seconds in ways if peak <= budget), default=None)
+    static = float(sum(costs.state_nbytes.values()))
+    limits = StageLimits(static=static, budget=budget, held=1, grown=False)
+    found = lighten_stage(costs, range(n), range(n), {}, kind, [recompute], limits, half=False)
+    least = least_extra_seconds(costs, range(n), kind, [recompute], limits, half=False)
+    if best is None:
+        assert found.peak > budget
+        return
+    peak, seconds = judge(list(found.runs))
+    assert peak <= budget * 1.001
+    # Trailing nodes that save nothing are not run again; the table counts them.
+    assert seconds <= best * 1.05
+    assert least <= best * (1 + 1e-9)

@@ -1,0 +1,73 @@
+"""Which nodes a region has."""
+
+from __future__ import annotations
+
+import models
+import pytest
+import torch
+from torch import Tensor, nn
+
+import placer
+from placer.capture import Capture, capture_model
+from placer.regions import region_keys
+
+
+def _labels(capture: Capture, *layers: str) -> dict[str, str]:
+    """Node -> the label of its region, for regions of ``layers`` and all below them."""
+    below = {p for p, _ in capture.model.named_modules() if any(_in(p, layer) for layer in layers)}
+    keys = region_keys(capture, below, ())
+    return {n: key.label for n, key in zip(capture.order, keys, strict=True) if key is not None}
+
+
+def _in(path: str, layer: str) -> bool:
+    return path == layer or path.startswith(layer + ".")
+
+
+def test_the_outermost_layer_is_the_region() -> None:
+    capture = capture_model(models.TiedTransformer(), (torch.randint(0, 17, (2, 6)),), {})
+    assert set(_labels(capture, "blocks").values()) == {"blocks"}
+    assert set(_labels(capture, "blocks.0", "blocks.1").values()) == {"blocks.0", "blocks.1"}
+
+
+def test_nodes_that_share_written_memory_stay_together() -> None:
+    """bn's result is written to by relu: one of them alone is no region."""
+    capture = capture_model(models.InPlace(), (torch.randn(2, 2, 5, 5),), {})
+    assert "bn" not in _labels(capture, "bn")
+    assert "bn" in _labels(capture, "bn", "relu")
+
+
+class WritesToItsInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.ReLU(inplace=True)
+        self.hidden = nn.Linear(4, 4)
+        self.out = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.hidden(self.act(x)))
+
+
+def test_a_write_to_the_models_input_is_in_no_region() -> None:
+    """Run again, it would read what it wrote."""
+    capture = capture_model(WritesToItsInput(), (torch.randn(2, 4),), {})
+    assert set(_labels(capture, "act", "hidden", "out")) == {"out"}
+
+
+def test_the_plan_lists_layers_and_regions_and_keeps_them_in_its_file(tmp_path: object) -> None:
+    from placer.plan.store import plan_from_json, plan_to_json
+
+    model, x = models.ConvNet(), torch.randn(2, 1, 8, 8)
+    spec = {"devices": ["cpu:0", "cpu:1"], "checkpoint": ["conv*"], "offload": ["fc1"]}
+    plan = placer.make_plan(model, spec, (x,))
+    assert plan.checkpoint == ("conv1", "conv2") and plan.offload == ("fc1",)
+    assert any(stage.regions for stage in plan.stages)
+    assert plan_from_json(plan_to_json(plan)) == plan
+
+
+def test_a_pattern_that_matches_nothing_is_a_spec_error() -> None:
+    with pytest.raises(placer.SpecError, match="did you mean 'conv1'"):
+        placer.make_plan(
+            models.ConvNet(),
+            {"devices": ["cpu"], "checkpoint": ["konv1"]},
+            (torch.randn(2, 1, 8, 8),),
+        )
