@@ -22,7 +22,7 @@ from placer.runtime.distributed.gradients import GradientReducer, Shared
 from placer.runtime.distributed.job import Seat
 from placer.runtime.distributed.part import Holdings
 from placer.runtime.distributed.randomness import own_random_state
-from placer.runtime.distributed.stage import Microbatch, Run
+from placer.runtime.distributed.stage import CALLER, Microbatch, Run
 from placer.runtime.module import PlacedModule
 from placer.runtime.place import Place
 from placer.runtime.scaling import scale_of
@@ -33,6 +33,7 @@ from placer.runtime.scatter import (
     split_rows,
     split_target,
 )
+from placer.runtime.transfer import transfer
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -259,11 +260,7 @@ class DistributedModule(PlacedModule):
             named = dict(zip(staged.graph_inputs, pieces[position], strict=True))
             microbatches.append(
                 Microbatch(
-                    inputs={
-                        n: leaf.detach().to(self.device, non_blocking=True)
-                        for n, leaf in named.items()
-                        if n in needed
-                    },
+                    inputs={n: leaf.detach() for n, leaf in named.items() if n in needed},
                     crossings=crossings,
                     target=targets[position],
                     weight=1.0 if total is None else sizes[position] / total,
@@ -283,7 +280,8 @@ class DistributedModule(PlacedModule):
         def loss_of(output: Any, target: Any) -> Tensor:
             if target is None:
                 return loss_fn(output)
-            return loss_fn(output, _to_device(target, self.device))
+            place = self._replicas[0].output_place
+            return loss_fn(output, transfer(target, CALLER, place))
 
         return loss_of
 
@@ -435,12 +433,6 @@ class DistributedModule(PlacedModule):
             self._tied_groups = {}
             self.__dict__.update(_world_group=None, _pp_group=None, _dp_group=None, _reducer=None)
             close_groups(error, groups)
-
-
-def _to_device(value: Any, device: torch.device) -> Any:
-    from torch.utils._pytree import tree_map_only
-
-    return tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), value)
 
 
 def _make_tied_groups(
