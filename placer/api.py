@@ -14,6 +14,7 @@ from placer.errors import BudgetError, PlacerError
 from placer.plan.auto import choose_spec
 from placer.plan.build import build_plan
 from placer.plan.check import check_fingerprint
+from placer.plan.remedies import misfit_error
 from placer.plan.types import Plan
 from placer.runtime.distributed.job import find_job
 from placer.runtime.module import PlacedModule
@@ -65,9 +66,12 @@ def compile(
     if isinstance(spec_or_plan, Plan):
         plan = spec_or_plan
         check_fingerprint(plan, capture)
+        require_fit(plan)
     else:
-        plan = build_plan(capture, as_spec(spec_or_plan), leaves)
-    require_fit(plan)
+        spec = as_spec(spec_or_plan)
+        plan = build_plan(capture, spec, leaves)
+        if not all(device.fits for device in plan.devices):
+            raise misfit_error(capture, spec, leaves, plan)
     job = find_job()
     if job is not None:
         from placer.runtime.distributed.launch import launch  # pipelining takes a while to import
@@ -144,10 +148,10 @@ def require_fit(plan: Plan) -> None:
     missing = -(worst.headroom or 0)
     raise BudgetError(
         f"device {worst.device}",
-        f"the placement needs {format_bytes(worst.peak)} and a reserve of "
+        f"the plan needs {format_bytes(worst.peak)} and a reserve of "
         f"{format_bytes(worst.reserve)}, {format_bytes(missing)} more than its "
         f"{format_bytes(worst.budget or 0)}",
-        "add a device, use more micro-batches, or move layers to another device",
+        "plan again with its spec: what would fit is tried then",
         device=worst.device,
         missing_bytes=missing,
     )
