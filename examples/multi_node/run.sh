@@ -46,7 +46,7 @@ start() {
         "$python" -m torch.distributed.run \
         --nnodes 2 --nproc-per-node "$nproc" --max-restarts 1 \
         --rdzv-backend c10d --rdzv-endpoint 10.77.0.1:29400 --rdzv-id demo \
-        --rdzv-conf "is_host=$is_host,join_timeout=60" --local-addr "$address" \
+        --rdzv-conf "is_host=$is_host,join_timeout=300,read_timeout=300" --local-addr "$address" \
         "$here/train.py" "$@"
 }
 

@@ -38,13 +38,21 @@ def balls(count: int, size: int) -> tuple[Tensor, Tensor]:
     return volumes[:, None], inside.long()
 
 
-def train(replicas: int, *, epochs: int, size: int, checkpoint: Path | None) -> list[float]:
+def train(
+    replicas: int,
+    *,
+    epochs: int,
+    size: int,
+    checkpoint: Path | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> list[float]:
     """The loss of every batch, the same on all ranks."""
     torch.manual_seed(0)
     volumes, labels = balls(16, size)
+    volumes = volumes.to(dtype)
     spec = placer.load_spec(HERE / "spec.json").model_copy(update={"replicas": replicas})
     num_devices = int(os.environ.get("LOCAL_WORLD_SIZE", replicas * len(spec.devices)))
-    model = unet3d(width=8, depth=3, out_channels=2, norm="group")
+    model = unet3d(width=8, depth=3, out_channels=2, norm="group").to(dtype)
     placed = placer.compile(model, spec, (volumes[:8],), run_on=run_on(num_devices))
     rank = dist.get_rank() if dist.is_initialized() else 0
     if dist.is_initialized():
@@ -68,7 +76,7 @@ def train(replicas: int, *, epochs: int, size: int, checkpoint: Path | None) -> 
             optimizer.step()
             losses.append(loss.item())
             if rank == 0:
-                print(f"epoch {epoch}: loss {losses[-1]:.6f}", flush=True)
+                print(f"epoch {epoch}: loss {losses[-1]:.8f}", flush=True)
         if checkpoint is not None:
             placer.save(placed, optimizer, checkpoint, extra={"epochs": epoch + 1})
     return losses
@@ -79,10 +87,17 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--size", type=int, default=24, help="voxels along each side")
     parser.add_argument("--checkpoint", type=Path, help="folder that all hosts see")
+    parser.add_argument("--double", action="store_true", help="float64, to compare placements")
     options = parser.parse_args()
     stages = 2
     replicas = int(os.environ.get("WORLD_SIZE", 2 * stages)) // stages
-    train(replicas, epochs=options.epochs, size=options.size, checkpoint=options.checkpoint)
+    train(
+        replicas,
+        epochs=options.epochs,
+        size=options.size,
+        checkpoint=options.checkpoint,
+        dtype=torch.float64 if options.double else torch.float32,
+    )
     if dist.is_initialized():
         dist.destroy_process_group()
 

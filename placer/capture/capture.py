@@ -185,7 +185,7 @@ def _assemble(
         together=aliasing.together,
         draws=aliasing.draws,
         constants=recording.constants,
-        call=make_call_format(bound, recording.out_spec),
+        call=make_call_format(bound, recording.result),
         whole_modules=tuple(
             w for w in whole.values() if w.layer in called and not is_torch_leaf(modules[w.layer])
         ),

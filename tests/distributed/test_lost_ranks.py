@@ -61,7 +61,7 @@ def test_torchrun_restarts_from_the_last_checkpoint_to_the_same_weights(
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     script = [str(TESTS / "fault_cases.py"), str(tmp_path)]
-    subprocess.run([*launcher, *script], env=environment, check=True, timeout=120)
+    subprocess.run([*launcher, *script], env=environment, check=True, timeout=300)
     started = sorted(p.name for p in tmp_path.glob("started.*"))
     assert started == ["started.0.0", "started.0.2", "started.1.0", "started.1.2"]
     for rank, state in enumerate(expected):

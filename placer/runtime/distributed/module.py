@@ -22,7 +22,8 @@ from placer.runtime.distributed.gradients import GradientReducer, Shared
 from placer.runtime.distributed.job import Seat
 from placer.runtime.distributed.part import Holdings
 from placer.runtime.distributed.randomness import own_random_state
-from placer.runtime.distributed.stage import Microbatch, Run
+from placer.runtime.distributed.stage import CALLER, Microbatch, Run
+from placer.runtime.distributed.sync_norm import synchronise_norms
 from placer.runtime.module import PlacedModule
 from placer.runtime.place import Place
 from placer.runtime.scaling import scale_of
@@ -33,6 +34,7 @@ from placer.runtime.scatter import (
     split_rows,
     split_target,
 )
+from placer.runtime.transfer import transfer
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -72,6 +74,8 @@ class DistributedModule(PlacedModule):
         self._alarm = Alarm(dist.get_rank())
         self._layer_of = dict(plan.node_layers)
         self._written = _written_names(capture, holdings, seat)
+        if plan.batch_norm == "sync" and plan.replicas > 1:
+            synchronise_norms(part, self._dp_group)
         self._engine = Engine(
             self._replicas[0],
             part,
@@ -154,6 +158,8 @@ class DistributedModule(PlacedModule):
             try:
                 self._engine.execute(run, largest)
                 return self._gather(run, leaves, cuts)
+            except PlacerError:
+                raise  # the same on every rank
             except Exception as error:
                 self._fail(error)
 
@@ -177,6 +183,13 @@ class DistributedModule(PlacedModule):
                 total = None if total is None else self._sum_over_replicas(total)
             else:
                 cuts, mine = self._cuts(total, self.num_replicas), self.replica_index
+            if self.plan.batch_norm == "sync" and len(cuts) < self.num_replicas and not own_rows:
+                raise PlacerError(
+                    "batch",
+                    f"{total} rows leave a replica without any, and synchronised BatchNorm waits "
+                    f"for all {self.num_replicas}",
+                    "give every replica a row (drop the last, smaller batch)",
+                )
             scale = 1.0 if scaler is None else scale_of(scaler, self.device)
             weigh = None if reduction == "sum" else total
             with self._own_random_state():
@@ -190,6 +203,10 @@ class DistributedModule(PlacedModule):
                 reducer.finish()
             self._share_buffers()
             return self._sum_losses(run.losses)
+        except PlacerError as error:
+            if own_rows:  # other replicas may have found nothing wrong with theirs
+                self._fail(error)
+            raise
         except Exception as error:
             self._fail(error)
 
@@ -259,11 +276,7 @@ class DistributedModule(PlacedModule):
             named = dict(zip(staged.graph_inputs, pieces[position], strict=True))
             microbatches.append(
                 Microbatch(
-                    inputs={
-                        n: leaf.detach().to(self.device, non_blocking=True)
-                        for n, leaf in named.items()
-                        if n in needed
-                    },
+                    inputs={n: leaf.detach() for n, leaf in named.items() if n in needed},
                     crossings=crossings,
                     target=targets[position],
                     weight=1.0 if total is None else sizes[position] / total,
@@ -283,7 +296,8 @@ class DistributedModule(PlacedModule):
         def loss_of(output: Any, target: Any) -> Tensor:
             if target is None:
                 return loss_fn(output)
-            return loss_fn(output, _to_device(target, self.device))
+            place = self._replicas[0].output_place
+            return loss_fn(output, transfer(target, CALLER, place))
 
         return loss_of
 
@@ -424,6 +438,8 @@ class DistributedModule(PlacedModule):
             )
         finally:
             self._engine.close()
+            if self.plan.batch_norm == "sync":
+                synchronise_norms(self._tree, None)
             if self._reducer is not None:
                 self._reducer.close()
             groups = [
@@ -435,12 +451,6 @@ class DistributedModule(PlacedModule):
             self._tied_groups = {}
             self.__dict__.update(_world_group=None, _pp_group=None, _dp_group=None, _reducer=None)
             close_groups(error, groups)
-
-
-def _to_device(value: Any, device: torch.device) -> Any:
-    from torch.utils._pytree import tree_map_only
-
-    return tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), value)
 
 
 def _make_tied_groups(

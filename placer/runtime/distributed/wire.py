@@ -55,3 +55,15 @@ def to_wire(value: Tensor, numel: int) -> Tensor:
 def from_wire(wire: Tensor, shape: tuple[int, ...]) -> Tensor:
     """The tensor of ``shape`` at the start of ``wire``."""
     return _FromWire.apply(wire, shape)  # type: ignore[no-any-return]
+
+
+def hollow(wire: Tensor) -> None:
+    """Let go of the memory of ``wire`` and keep what autograd asks of a leaf: its shape and ``.grad``.
+
+    ``PipelineStage`` keeps every received tensor until its backward. What was read from the wire
+    shares its storage, and now lives as long as it is needed itself.
+    """
+    empty = torch.empty(0, dtype=wire.dtype, device=wire.device)
+    empty.set_(empty.untyped_storage(), 0, wire.shape, wire.stride())
+    empty.untyped_storage().resize_(0)
+    wire.data = empty
