@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 from placer.capture.alias import Aliasing, NodeFailure, analyze_aliasing
 from placer.capture.call import BoundCall, bind_call, describe_shapes, make_call_format
-from placer.capture.failure import ForwardFailure, TraceFailure, describe
+from placer.capture.failure import ForwardFailure, TraceFailure, describe, locate_forward
 from placer.capture.fake import FakeWorld
 from placer.capture.fingerprint import fingerprint_graph, spell_graph
 from placer.capture.leaves import find_whole_modules, is_torch_leaf
@@ -53,7 +53,9 @@ class _Session:
         self.twin = twin
         self.inputs = [world.tensor(tensor) for tensor in bound.tensors]
         self.whole = {
-            path: WholeModule(layer=path, reason=reason, location="")
+            path: WholeModule(
+                layer=path, reason=reason, location=locate_forward(model.get_submodule(path))
+            )
             for path, reason in find_whole_modules(model).items()
         }
         self.fixed_batch = ""
@@ -103,7 +105,9 @@ class _Session:
                 "move this code into a submodule, which is then kept whole on one device",
             ) from failure.__cause__
         self.whole[failure.layer] = WholeModule(
-            layer=failure.layer, reason=failure.reason, location=failure.location
+            layer=failure.layer,
+            reason=failure.reason,
+            location=failure.location or locate_forward(self.model.get_submodule(failure.layer)),
         )
 
     def _compare_batches(self, recording: Recording) -> None:

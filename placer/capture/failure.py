@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import traceback
 from types import CodeType
 
 import torch
+from torch import nn
 
 from placer.errors import CaptureError
 
@@ -67,6 +69,12 @@ def locate(error: BaseException) -> str:
         if _is_users(frame.filename):
             return f"{frame.filename}:{frame.lineno}"
     return ""
+
+
+def locate_forward(module: nn.Module) -> str:
+    """``file.py:line`` where the forward of ``module`` begins, or ``""`` when it has no Python code."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
 
 
 def locate_caller() -> str:
