@@ -6,10 +6,10 @@ import inspect
 import os
 import sys
 import traceback
+from functools import partial
 from types import CodeType
 
 import torch
-from torch import nn
 
 from placer.errors import CaptureError
 
@@ -71,10 +71,14 @@ def locate(error: BaseException) -> str:
     return ""
 
 
-def locate_forward(module: nn.Module) -> str:
-    """``file.py:line`` where the forward of ``module`` begins, or ``""`` when it has no Python code."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
+def locate_function(function: object) -> str:
+    """``file.py:line`` where ``function`` begins, ``""`` for code of torch or not of Python."""
+    if isinstance(function, partial):
+        function = function.func
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    if code is None or not _is_users(code.co_filename):
+        return ""
+    return f"{code.co_filename}:{code.co_firstlineno}"
 
 
 def locate_caller() -> str:
