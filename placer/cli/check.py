@@ -109,7 +109,7 @@ def _check_spec(
     if as_json:
         print_json({**result, "fits": made.fits})
     if not made.fits:
-        report_misfit(console, capture, spec, leaves)
+        report_misfit(console, capture, spec, leaves, made)
 
 
 def _check_model(
