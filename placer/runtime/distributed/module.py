@@ -397,6 +397,13 @@ class DistributedModule(PlacedModule):
         )
 
     def _check_alive(self) -> None:
+        if self._forward_hooks:
+            raise PlacerError(
+                "forward hooks",
+                "on the placed module as a whole do not run with one process per device: no rank "
+                "has all of its inputs and results",
+                "register them on layers, or look at outputs in loss_fn",
+            )
         if self._world_group is None:
             raise PeerError(
                 f"rank {dist.get_rank()}",
