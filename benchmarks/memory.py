@@ -124,7 +124,7 @@ def _allocator_peaks(model: nn.Module, plan: placer.Plan, x: torch.Tensor) -> tu
     step()
     state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
     before = sum(t.nbytes for t in (*placed.parameters(), *placed.buffers(), *state))
-    with torch.profiler.profile(profile_memory=True) as profile:
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
         step()
     events: list[tuple[int, int, int, int | None]] = []  # time, address, bytes, convolution
     for root in profile.profiler.kineto_results.experimental_event_tree():

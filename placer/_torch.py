@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -43,6 +44,13 @@ def running_sequence_number() -> int | None:
 def default_store() -> Any:
     """The key-value store of the default process group. Checked with 2.15."""
     return dist.distributed_c10d._get_default_store()
+
+
+def default_timeout(device: torch.device) -> timedelta:
+    """How long the default process group waits for a rank on ``device``. Checked with 2.15."""
+    backend = dist.distributed_c10d._get_default_group()._get_backend(device)
+    timeout: timedelta = backend.options._timeout
+    return timeout
 
 
 def is_checkpointing(hooks: object) -> bool:

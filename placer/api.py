@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from placer.capture import Capture, capture_model, flatten_call
 from placer.emit import emit_stages, materialize
-from placer.errors import BudgetError
+from placer.errors import BudgetError, PlacerError
 from placer.plan.auto import choose_spec
 from placer.plan.build import build_plan
 from placer.plan.check import check_fingerprint
@@ -85,6 +85,7 @@ def compile(
             initialize=initialize,
             run_on=run_on,
         )
+    _check_one_process(plan)
     staged = emit_stages(capture, *plan.parts)
     places = resolve_places(plan, run_on)
     homes = {name: places[0][stage].device for name, stage in staged.state_stage.items()}
@@ -154,6 +155,16 @@ def require_fit(plan: Plan) -> None:
         device=worst.device,
         missing_bytes=missing,
     )
+
+
+def _check_one_process(plan: Plan) -> None:
+    """Raise ``PlacerError`` for what needs a process per device."""
+    if plan.batch_norm == "sync" and plan.replicas > 1:
+        raise PlacerError(
+            "/batch_norm",
+            "replicas in one process run one after the other and cannot share batch statistics",
+            "start one process per device (torchrun), or use 'per_microbatch'",
+        )
 
 
 def _capture(

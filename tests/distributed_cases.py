@@ -383,3 +383,26 @@ def list_part(spec: placer.PlacementSpec) -> dict[str, list[str]]:
         "modules": [name for name, _ in placed.named_children()],
         "owned": sorted(placed.owned_names),
     }
+
+
+def train_with_synchronised_norms(spec: placer.PlacementSpec) -> None:
+    """Equal to the plain model on the uncut batch, uneven rows too."""
+    torch.manual_seed(0)
+    model = unet3d(width=2, depth=2, norm="batch").double()
+    x = torch.randn(7, 1, 4, 4, 4, dtype=D)
+    plain = copy.deepcopy(model)
+    placed = placer.compile(model, spec, x)
+    for rows in (7, 5):
+        placed.zero_grad()
+        plain.zero_grad()
+        loss = placed.step(x[:rows], loss_fn=mean_square)
+        expected = mean_square(plain(x[:rows]))
+        expected.backward()
+        assert_close(loss, expected.detach(), "loss")
+        compare_state(placed, plain, f"{rows} rows")
+    try:
+        placed.step(x[:1], loss_fn=mean_square)
+    except placer.PlacerError as error:
+        assert "leave a replica without any" in str(error)
+    else:
+        raise AssertionError("a replica without rows cannot take part")

@@ -24,11 +24,17 @@ Y = torch.arange(8) % 10
 
 
 def train_with_checkpoints(
-    folder: Path, *, stages: int, replicas: int, steps: int, kill: tuple[int, int] | None = None
+    folder: Path,
+    *,
+    stages: int,
+    replicas: int,
+    steps: int,
+    kill: tuple[int, int] | None = None,
+    signal_number: int = signal.SIGKILL,
 ) -> dict[str, Tensor]:
     """Train the ConvNet with dropout, a checkpoint after every second step; this rank's weights.
 
-    ``kill``: a rank that ends itself in the middle of a step, the first time it gets there.
+    ``kill``: a rank that gets the signal in the middle of a step, the first time it comes there.
     """
     torch.manual_seed(0)
     placed = placer.compile(models.ConvNet().double(), make_spec(stages, replicas, 2), (X,))
@@ -43,7 +49,7 @@ def train_with_checkpoints(
         optimizer.zero_grad()
         module = next(m for m in placed.children() if list(m.parameters(recurse=False)))
         if kill == (dist.get_rank(), step) and not (folder / "killed").exists():
-            module.register_forward_hook(lambda *_: _end_here(folder))
+            module.register_forward_hook(lambda *_: _end_here(folder, signal_number))
         placed.step(X, target=Y, loss_fn=F.cross_entropy)
         optimizer.step()
         if step % 2:
@@ -51,16 +57,24 @@ def train_with_checkpoints(
     return dict(placed.state_dict())
 
 
-def _end_here(folder: Path) -> None:
+def _end_here(folder: Path, signal_number: int) -> None:
     (folder / "killed").touch()
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal_number)
 
 
-def lose_a_rank(folder: Path, rank: int) -> dict[str, Any]:
-    """The error that this rank ends with when ``rank`` is killed in the middle of a step, and when."""
+def lose_a_rank(folder: Path, rank: int, signal_number: int) -> dict[str, Any]:
+    """The error that this rank ends with when ``rank`` gets a signal in a step, and when it ends."""
     start = time.monotonic()
+    replicas = dist.get_world_size() // 2
     try:
-        train_with_checkpoints(folder, stages=2, replicas=2, steps=4, kill=(rank, 2))
+        train_with_checkpoints(
+            folder,
+            stages=2,
+            replicas=replicas,
+            steps=4,
+            kill=(rank, 2),
+            signal_number=signal_number,
+        )
     except Exception as error:
         seconds = time.monotonic() - start
         return {"type": type(error).__name__, "text": str(error), "seconds": seconds}

@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ TIMEOUT_SECONDS = 120
 class Job:
     """``world_size`` processes with a gloo process group, waiting for functions to run."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, timeout_seconds: float = TIMEOUT_SECONDS / 2) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
         self._folder = tempfile.TemporaryDirectory()
@@ -32,7 +32,7 @@ class Job:
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_work, args=(rank, world_size, store, theirs), daemon=True
+                target=_work, args=(rank, world_size, store, timeout_seconds, theirs), daemon=True
             )
             process.start()
             self._ends.append(ours)
@@ -55,12 +55,15 @@ class Job:
             raise AssertionError("\n".join(problems))
         return results
 
-    def ask(self, function: Callable[..., Any], *args: Any) -> dict[int, tuple[bool, Any] | None]:
+    def ask(
+        self, function: Callable[..., Any], *args: Any, wait_for: Sequence[int] | None = None
+    ) -> dict[int, tuple[bool, Any] | None]:
         """Per rank what ``run`` would look at; None for a rank that ended or does not answer."""
         for end in self._ends:
             end.send((function, args, {}))
         answers: dict[int, tuple[bool, Any] | None] = {}
-        for rank, end in enumerate(self._ends):
+        for rank in range(len(self._ends)) if wait_for is None else wait_for:
+            end = self._ends[rank]
             try:
                 answers[rank] = end.recv() if end.poll(TIMEOUT_SECONDS) else None
             except EOFError:
@@ -77,7 +80,7 @@ class Job:
         self._folder.cleanup()
 
 
-def _work(rank: int, world_size: int, store: str, end: Connection) -> None:
+def _work(rank: int, world_size: int, store: str, timeout_seconds: float, end: Connection) -> None:
     import torch
     import torch.distributed as dist
 
@@ -91,7 +94,7 @@ def _work(rank: int, world_size: int, store: str, end: Connection) -> None:
             init_method=f"file://{store}{number}",
             rank=rank,
             world_size=world_size,
-            timeout=datetime.timedelta(seconds=TIMEOUT_SECONDS / 2),
+            timeout=datetime.timedelta(seconds=timeout_seconds),
         )
         try:
             answer = True, function(*args, **kwargs)

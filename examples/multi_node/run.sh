@@ -41,7 +41,7 @@ start() {
         HOST_LABEL="host-$host" \
         GLOO_SOCKET_IFNAME="eth-$host" NCCL_SOCKET_IFNAME="eth-$host" \
         OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" \
-        TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 TORCH_CPP_LOG_LEVEL=ERROR \
+        TORCH_CPP_LOG_LEVEL=ERROR \
         PYTHONPATH="$here/../..:${PYTHONPATH:-}" \
         "$python" -m torch.distributed.run \
         --nnodes 2 --nproc-per-node "$nproc" --max-restarts 1 \

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -28,7 +29,7 @@ def test_a_rank_killed_in_a_step_ends_the_others_with_one_error(tmp_path: Path, 
     """Rank 0 holds the job's store too; rank 3 is no neighbour of rank 0."""
     job = Job(4)
     try:
-        answers = job.ask(cases.lose_a_rank, tmp_path, rank)
+        answers = job.ask(cases.lose_a_rank, tmp_path, rank, signal.SIGKILL)
     finally:
         job.close()
     assert answers.pop(rank) is None  # it is gone
@@ -40,6 +41,18 @@ def test_a_rank_killed_in_a_step_ends_the_others_with_one_error(tmp_path: Path, 
         assert found["type"] == "PeerError", found
         assert "lost the connection to another rank" in found["text"]
         assert found["seconds"] < TIMEOUT_SECONDS / 2  # the connection, not its timeout, tells
+
+
+def test_a_rank_that_hangs_is_found_by_the_timeout_of_the_process_group(tmp_path: Path) -> None:
+    """It is stopped, so its connections stay open; the other stage waits for it."""
+    job = Job(2, timeout_seconds=6.0)
+    try:
+        answers = job.ask(cases.lose_a_rank, tmp_path, 1, signal.SIGSTOP, wait_for=[0])
+    finally:
+        job.close()
+    assert answers[0] is not None, "rank 0 hangs"
+    ok, found = answers[0]
+    assert ok and found["type"] == "PeerError", found
 
 
 def test_torchrun_restarts_from_the_last_checkpoint_to_the_same_weights(
@@ -57,8 +70,6 @@ def test_torchrun_restarts_from_the_last_checkpoint_to_the_same_weights(
         "PYTHONPATH": os.pathsep.join(
             [str(TESTS.parent), str(TESTS), str(TESTS.parent / "examples")]
         ),
-        # https://github.com/pytorch/pytorch/issues/135712
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     script = [str(TESTS / "fault_cases.py"), str(tmp_path)]
     subprocess.run([*launcher, *script], env=environment, check=True, timeout=300)

@@ -90,6 +90,8 @@ class GradientReducer:
             device=like.device,
         )
         bucket.flat = torch.cat([exists, *(_flat_grad(m.parameter) for m in bucket.members)])
+        for member in bucket.members:  # they are in the bucket now: not held twice
+            member.parameter.grad = None
         bucket.work = dist.all_reduce(bucket.flat, group=bucket.group, async_op=True)
 
     def finish(self) -> None:
@@ -107,11 +109,8 @@ class GradientReducer:
             for member, there, piece in zip(bucket.members, exists, pieces, strict=True):
                 if not there:
                     continue
-                summed = piece.view_as(member.parameter)
-                if member.parameter.grad is None:
-                    member.parameter.grad = summed.clone()
-                else:
-                    member.parameter.grad.copy_(summed)
+                # The bucket itself becomes the gradients: nothing is copied back.
+                member.parameter.grad = piece.view_as(member.parameter)
             bucket.flat = bucket.work = None
 
     def close(self) -> None:
