@@ -5,22 +5,21 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from placer.cost import CostTable, StoredValue
+from placer.partition.waiting import Elsewhere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """Positions, -1 for none: the last that keeps a result for backward, and the last that uses it.
+    """Positions, in order: of the nodes that keep a result for backward, and of all that use it."""
 
-    A stage that starts after the first may drop its copy after the second.
-    """
-
-    kept: int
-    used: int
+    kept: tuple[int, ...]
+    used: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +35,8 @@ def find_needs(costs: CostTable, place: NDArray[np.int64]) -> Needs:
     needs = [_need(costs, value, place) for value in costs.values]
     inputs = [need for value, need in zip(costs.values, needs, strict=True) if value.producer < 0]
     if len(inputs) != len(costs.input_readers):  # some share a storage
-        inputs = [_longest(inputs)] * len(costs.input_readers)
-    nodes = (_longest([needs[value] for value in held]) for held in costs.results)
+        inputs = [_joined(inputs)] * len(costs.input_readers)
+    nodes = (_joined([needs[value] for value in held]) for held in costs.results)
     return Needs(nodes=tuple(nodes), inputs=tuple(inputs))
 
 
@@ -67,10 +66,36 @@ def smaller_copies(
                     yield start, first, value.nbytes - crossing
 
 
-def _longest(needs: Sequence[Need]) -> Need:
+def releases(
+    producer: int, readers: Sequence[int], need: Need, nbytes: float
+) -> Iterator[Elsewhere]:
+    """Where a stage has dropped its copy of a result, by its last use in the stage.
+
+    A copy that no backward of the stage needs goes after its last reader there; each of the answers
+    holds for the stages that end before the next use.
+    """
+    uses = sorted({*readers, *(use for use in need.used if use > producer)})
+    for use, following in pairwise([*uses, _NEVER]):
+        kept = max((k for k in need.kept if k <= use), default=-1)
+        first, last = max(producer, kept) + 1, min(use, readers[-1])
+        if first <= last:
+            yield Elsewhere(
+                first=first,
+                last=last,
+                begin=use + 1,
+                until=following + 1,
+                sender=following,
+                nbytes=-nbytes,
+            )
+
+
+_NEVER = 2**40  # a position after every stage
+
+
+def _joined(needs: Sequence[Need]) -> Need:
     return Need(
-        kept=max((need.kept for need in needs), default=-1),
-        used=max((need.used for need in needs), default=-1),
+        kept=tuple(sorted({node for need in needs for node in need.kept})),
+        used=tuple(sorted({node for need in needs for node in need.used})),
     )
 
 
@@ -83,6 +108,6 @@ def _need(costs: CostTable, value: StoredValue, place: NDArray[np.int64]) -> Nee
 
     users = {*value.users, *value.savers}
     return Need(
-        kept=max((int(place[node]) for node in users if keeps(node)), default=-1),
-        used=max((int(place[node]) for node in users), default=-1),
+        kept=tuple(sorted(int(place[node]) for node in users if keeps(node))),
+        used=tuple(sorted(int(place[node]) for node in users)),
     )

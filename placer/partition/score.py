@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from placer.cost import CostTable, DeviceKind
 from placer.partition.held import HeldInRegions
-from placer.partition.received import find_needs, smaller_copies
+from placer.partition.received import find_needs, releases, smaller_copies
 from placer.partition.waiting import Elsewhere, largest_up_to, waiting_gradients
 from placer.schedule import Counts, InFlight
 
@@ -97,7 +97,7 @@ def build_tables(
     saved, waiting = build.rectangles(), build.rectangles()
     forward, received, sent = build.rectangles(), build.rectangles(), build.rectangles()
     computed = build.rectangles()
-    released = build.rectangles()
+    released: list[Elsewhere] = []
     regions = HeldInRegions(costs, place, build.starts, n + 1) if costs.keys else None
     for v in costs.values:
         if regions is not None and regions.take(v):
@@ -140,9 +140,8 @@ def build_tables(
             sent.add(0, readers[-1], producer, nbytes, until=readers[-1])
             continue
         received.some(readers, nbytes, after=producer)
-        if readers:  # a copy that no backward needs goes after its last reader
-            unused = max(readers[-1], need.used) + 1
-            released.add(max(producer, need.kept) + 1, readers[-1], unused, nbytes)
+        if readers:
+            released += releases(producer, readers, need, nbytes)
         if producer >= 0:
             computed.some(readers, nbytes, after=producer)
         if producer >= 0 and readers and readers[-1] > producer:
@@ -200,7 +199,7 @@ def build_tables(
         received=build.at_ends(received.table()),
         computed=build.at_ends(computed.table()),
         sent=build.at_ends(sent.table()),
-        forward_live=build.running_max(forward_table + forward_transient - released.table())
+        forward_live=build.running_max(forward_table + forward_transient, elsewhere=released)
         + build.at_ends(received.table()),
         backward_live_growing=growing,
         backward_live_grown=grown,
