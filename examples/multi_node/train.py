@@ -64,8 +64,8 @@ def train(
     loader = DataLoader(TensorDataset(volumes, labels), batch_sampler=sampler)
     optimizer = torch.optim.Adam(placed.parameters(), lr=1e-2)
     first = 0
-    if checkpoint is not None and checkpoint.exists():
-        first = placer.load(placed, optimizer, checkpoint)["epochs"]
+    if checkpoint is not None:
+        first = placer.load(placed, optimizer, checkpoint, missing_ok=True).get("epochs", 0)
     losses = []
     for epoch in range(first, epochs):
         sampler.set_epoch(epoch)
