@@ -64,7 +64,7 @@ def test_a_rank_killed_while_saving_leaves_the_last_checkpoint(tmp_path: Path) -
 
 def test_a_rank_that_hangs_is_found_by_the_timeout_of_the_process_group(tmp_path: Path) -> None:
     """It is stopped, so its connections stay open; the other stage waits for it."""
-    job = Job(2, timeout_seconds=6.0)
+    job = Job(2, timeout_seconds=10.0)
     try:
         answers = job.ask(cases.lose_a_rank, tmp_path, 1, signal.SIGSTOP, wait_for=[0])
     finally:
