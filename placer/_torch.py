@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -45,6 +47,13 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
+def default_timeout(device: torch.device) -> timedelta:
+    """How long the default process group waits for a rank on ``device``. Checked with 2.15."""
+    backend = dist.distributed_c10d._get_default_group()._get_backend(device)
+    timeout: timedelta = backend.options._timeout
+    return timeout
+
+
 def is_checkpointing(hooks: object) -> bool:
     """Are these the saved-tensor hooks of non-reentrant ``torch.utils.checkpoint``? Checked with 2.15."""
     return isinstance(hooks, tuple) and hooks[0].__module__ == "torch.utils.checkpoint"
@@ -62,3 +71,31 @@ def saved_tensor_hooks() -> object:
 def without_modes() -> AbstractContextManager[object]:
     """Outside of every dispatch mode that is active (a ledger, fake tensors). Checked with 2.15."""
     return _disable_current_modes()
+
+
+@contextmanager
+def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
+    """A default process group in which this process is ``rank`` and nothing is sent. Checked with 2.15."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def default_group() -> Any:
+    """The default process group itself, not the name it goes by. Checked with 2.15."""
+    return dist.distributed_c10d._get_default_group()
+
+
+def stage_class_for_fakes() -> Any:
+    """``PipelineStage`` that lets go of sent fake outputs too, as it does of real ones. Checked with 2.15."""
+    from torch.distributed.pipelining import PipelineStage
+
+    class FakeStage(PipelineStage):
+        def _output_slot_is_releasable(self, output: Any) -> tuple[bool, str]:
+            return not self.is_last, "last-stage output"
+
+    return FakeStage

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from placer.capture import Capture, capture_model, flatten_call
 from placer.emit import emit_stages, materialize
-from placer.errors import BudgetError
+from placer.errors import BudgetError, PlacerError
 from placer.plan.auto import choose_spec
 from placer.plan.build import build_plan
 from placer.plan.check import check_fingerprint
+from placer.plan.remedies import misfit_error
 from placer.plan.types import Plan
 from placer.runtime.distributed.job import find_job
 from placer.runtime.module import PlacedModule
@@ -65,9 +66,12 @@ def compile(
     if isinstance(spec_or_plan, Plan):
         plan = spec_or_plan
         check_fingerprint(plan, capture)
+        require_fit(plan)
     else:
-        plan = build_plan(capture, as_spec(spec_or_plan), leaves)
-    require_fit(plan)
+        spec = as_spec(spec_or_plan)
+        plan = build_plan(capture, spec, leaves)
+        if not all(device.fits for device in plan.devices):
+            raise misfit_error(capture, spec, leaves, plan)
     job = find_job()
     if job is not None:
         from placer.runtime.distributed.launch import launch  # pipelining takes a while to import
@@ -81,6 +85,7 @@ def compile(
             initialize=initialize,
             run_on=run_on,
         )
+    _check_one_process(plan)
     staged = emit_stages(capture, *plan.parts)
     places = resolve_places(plan, run_on)
     homes = {name: places[0][stage].device for name, stage in staged.state_stage.items()}
@@ -120,12 +125,21 @@ def simulate(
     kwargs: Mapping[str, Any] | None = None,
     *,
     loss_fn: Callable[[Any], Tensor] | None = None,
+    processes: bool = False,
 ) -> SimulationReport:
-    """Per-device peak bytes of one training step of the emitted module, on simulated devices."""
+    """Per-device peak bytes of one training step of the emitted module, on simulated devices.
+
+    With ``processes`` every device has a process of its own, as under ``torchrun``: torch's
+    pipeline engine keeps more than the plan's figures say, which are for one process.
+    """
     capture, leaves = _capture(model, args, kwargs)
     if not isinstance(plan, Plan):
         plan = build_plan(capture, as_spec(plan), leaves)
     check_fingerprint(plan, capture)
+    if processes:
+        from placer.simulation.ranks import simulate_ranks
+
+        return simulate_ranks(capture, plan, leaves, loss_fn=loss_fn)
     return simulate_plan(capture, plan, leaves, loss_fn=loss_fn)
 
 
@@ -143,13 +157,23 @@ def require_fit(plan: Plan) -> None:
     missing = -(worst.headroom or 0)
     raise BudgetError(
         f"device {worst.device}",
-        f"the placement needs {format_bytes(worst.peak)} and a reserve of "
+        f"the plan needs {format_bytes(worst.peak)} and a reserve of "
         f"{format_bytes(worst.reserve)}, {format_bytes(missing)} more than its "
         f"{format_bytes(worst.budget or 0)}",
-        "add a device, use more micro-batches, or move layers to another device",
+        "plan again with its spec: what would fit is tried then",
         device=worst.device,
         missing_bytes=missing,
     )
+
+
+def _check_one_process(plan: Plan) -> None:
+    """Raise ``PlacerError`` for what needs a process per device."""
+    if plan.batch_norm == "sync" and plan.replicas > 1:
+        raise PlacerError(
+            "/batch_norm",
+            "replicas in one process run one after the other and cannot share batch statistics",
+            "start one process per device (torchrun), or use 'per_microbatch'",
+        )
 
 
 def _capture(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -53,8 +54,21 @@ class PlanError(PlacerError):
     """A plan does not belong to the model, or cannot be read."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """A change of a spec that was planned: does it fit, and the largest peak of a device, in bytes."""
+
+    change: str
+    fits: bool
+    peak: int
+
+
 class BudgetError(PlacerError):
-    """No placement fits the budgets; ``device`` overflows by ``missing_bytes`` at the least."""
+    """No placement fits the budgets; ``device`` overflows by ``missing_bytes`` at the least.
+
+    ``largest_node`` needs ``largest_node_bytes`` by itself, however the model is cut; ``tried`` are
+    changes that were planned, those that fit and those that do not.
+    """
 
     def __init__(
         self,
@@ -64,14 +78,20 @@ class BudgetError(PlacerError):
         *,
         device: str = "",
         missing_bytes: int = 0,
+        largest_node: str = "",
+        largest_node_bytes: int = 0,
+        tried: Iterable[Tried] = (),
     ) -> None:
         super().__init__(where, problem, remedy)
         self.device = device
         self.missing_bytes = missing_bytes
+        self.largest_node = largest_node
+        self.largest_node_bytes = largest_node_bytes
+        self.tried = tuple(tried)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        parts = (self.where, self.problem, self.remedy, self.device, self.missing_bytes)
-        return _budget_error, parts
+        fields = ("device", "missing_bytes", "largest_node", "largest_node_bytes", "tried")
+        return _budget_error, (*self.args, {name: getattr(self, name) for name in fields})
 
 
 class StageError(PlacerError):
@@ -107,10 +127,8 @@ def _stage_error(
     return StageError(where, problem, remedy, stage=stage, layer=layer, rank=rank)
 
 
-def _budget_error(
-    where: str, problem: str, remedy: str, device: str, missing_bytes: int
-) -> BudgetError:
-    return BudgetError(where, problem, remedy, device=device, missing_bytes=missing_bytes)
+def _budget_error(where: str, problem: str, remedy: str, fields: dict[str, Any]) -> BudgetError:
+    return BudgetError(where, problem, remedy, **fields)
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:

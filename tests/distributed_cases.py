@@ -19,6 +19,7 @@ from unet3d import unet3d
 
 import placer
 from placer.emit import materialize
+from placer.simulation.ranks import RankLedger
 
 D = torch.float64
 Case = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
@@ -383,3 +384,49 @@ def list_part(spec: placer.PlacementSpec) -> dict[str, list[str]]:
         "modules": [name for name, _ in placed.named_children()],
         "owned": sorted(placed.owned_names),
     }
+
+
+def train_with_synchronised_norms(spec: placer.PlacementSpec) -> None:
+    """Equal to the plain model on the uncut batch, uneven rows too."""
+    torch.manual_seed(0)
+    model = unet3d(width=2, depth=2, norm="batch").double()
+    x = torch.randn(7, 1, 4, 4, 4, dtype=D)
+    plain = copy.deepcopy(model)
+    placed = placer.compile(model, spec, x)
+    for rows in (7, 5):
+        placed.zero_grad()
+        plain.zero_grad()
+        loss = placed.step(x[:rows], loss_fn=mean_square)
+        expected = mean_square(plain(x[:rows]))
+        expected.backward()
+        assert_close(loss, expected.detach(), "loss")
+        compare_state(placed, plain, f"{rows} rows")
+    try:
+        placed.step(x[:1], loss_fn=mean_square)
+    except placer.PlacerError as error:
+        assert "leave a replica without any" in str(error)
+    else:
+        raise AssertionError("a replica without rows cannot take part")
+
+
+def memory_case() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return unet3d(width=2, depth=3), torch.randn(8, 1, 16, 16, 16)
+
+
+def count_bytes(plan: placer.Plan) -> int:
+    """The most that this rank holds in a step of training on real tensors."""
+    model, x = memory_case()
+    placed = placer.compile(model, plan, x)
+    optimizer = torch.optim.Adam(placed.parameters())
+    placed.step(x, loss_fn=mean_square)  # finds what crosses, on fake tensors
+    optimizer.zero_grad()
+    ledger = RankLedger()
+    ledger.add_state((*placed.parameters(), *placed.buffers()))
+    ledger.add(x, "caller")
+    with ledger:
+        for _ in range(2):
+            placed.step(x, loss_fn=mean_square)
+            optimizer.step()
+            optimizer.zero_grad()
+    return ledger.peak.nbytes

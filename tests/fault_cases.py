@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from distributed_cases import make_spec
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.nn import functional as F
 
 import placer
@@ -24,26 +25,30 @@ Y = torch.arange(8) % 10
 
 
 def train_with_checkpoints(
-    folder: Path, *, stages: int, replicas: int, steps: int, kill: tuple[int, int] | None = None
+    folder: Path,
+    *,
+    stages: int,
+    replicas: int,
+    steps: int,
+    kill: tuple[int, int] | None = None,
+    signal_number: int = signal.SIGKILL,
 ) -> dict[str, Tensor]:
     """Train the ConvNet with dropout, a checkpoint after every second step; this rank's weights.
 
-    ``kill``: a rank that ends itself in the middle of a step, the first time it gets there.
+    ``kill``: a rank that gets the signal in the middle of a step, the first time it comes there.
     """
     torch.manual_seed(0)
     placed = placer.compile(models.ConvNet().double(), make_spec(stages, replicas, 2), (X,))
     assert isinstance(placed, placer.PlacedModule)
     optimizer = torch.optim.Adam(placed.parameters(), lr=0.01)
-    first = 0
-    if (folder / "last").exists():
-        first = placer.load(placed, optimizer, folder / "last")["steps"]
+    first = placer.load(placed, optimizer, folder / "last", missing_ok=True).get("steps", 0)
     (folder / f"started.{dist.get_rank()}.{first}").touch()
 
     for step in range(first, steps):
         optimizer.zero_grad()
         module = next(m for m in placed.children() if list(m.parameters(recurse=False)))
         if kill == (dist.get_rank(), step) and not (folder / "killed").exists():
-            module.register_forward_hook(lambda *_: _end_here(folder))
+            module.register_forward_hook(lambda *_: _end_here(folder, signal_number))
         placed.step(X, target=Y, loss_fn=F.cross_entropy)
         optimizer.step()
         if step % 2:
@@ -51,20 +56,53 @@ def train_with_checkpoints(
     return dict(placed.state_dict())
 
 
-def _end_here(folder: Path) -> None:
+def _end_here(folder: Path, signal_number: int) -> None:
     (folder / "killed").touch()
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal_number)
 
 
-def lose_a_rank(folder: Path, rank: int) -> dict[str, Any]:
-    """The error that this rank ends with when ``rank`` is killed in the middle of a step, and when."""
+def lose_a_rank(folder: Path, rank: int, signal_number: int) -> dict[str, Any]:
+    """The error that this rank ends with when ``rank`` gets a signal in a step, and when it ends."""
     start = time.monotonic()
+    replicas = dist.get_world_size() // 2
     try:
-        train_with_checkpoints(folder, stages=2, replicas=2, steps=4, kill=(rank, 2))
+        train_with_checkpoints(
+            folder,
+            stages=2,
+            replicas=replicas,
+            steps=4,
+            kill=(rank, 2),
+            signal_number=signal_number,
+        )
     except Exception as error:
         seconds = time.monotonic() - start
         return {"type": type(error).__name__, "text": str(error), "seconds": seconds}
     raise AssertionError("nothing was lost")
+
+
+def die_in_save(folder: Path) -> tuple[str, float]:
+    """Rank 1 is killed while it writes a second checkpoint: the others' error, and when it comes."""
+    torch.manual_seed(0)
+    placed = placer.compile(models.ConvNet().double(), make_spec(2, 1, 2), (X,))
+    optimizer = torch.optim.Adam(placed.parameters(), lr=0.01)
+    placed.step(X, target=Y, loss_fn=F.cross_entropy)
+    optimizer.step()
+    placer.save(placed, optimizer, folder / "last", extra={"steps": 1})
+    optimizer.step()
+    write = FileSystemWriter.write_data
+    if dist.get_rank() == 1:
+
+        def write_and_die(*args: Any) -> Any:
+            write(*args)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        FileSystemWriter.write_data = write_and_die
+    start = time.monotonic()
+    try:
+        placer.save(placed, optimizer, folder / "last", extra={"steps": 2})
+    except placer.PlacerError as error:
+        return type(error).__name__, time.monotonic() - start
+    raise AssertionError("rank 1 still saves")
 
 
 def start_late(seconds: float) -> bool:
@@ -79,22 +117,35 @@ def start_late(seconds: float) -> bool:
     return torch.allclose(loss, model(x).square().mean())
 
 
-def overflow_in_one_replica() -> dict[str, Any]:
-    """fp16 with a scaler: a step whose gradients overflow on one replica only, and one that is fine."""
+class Root(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sqrt()
+
+
+def nan_in_one_stage() -> dict[str, Any]:
+    """fp16 with a scaler: a step whose gradients are NaN in the first stage only, and a good one.
+
+    The root of a row of zeros, which one replica has, is finite and has no finite gradient.
+    """
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-    x = torch.rand(4, 4)
-    placed = placer.compile(model, make_spec(2, 2, 1, precision="fp16"), (x,))
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), Root(), nn.Linear(4, 2))
+    with torch.no_grad():
+        model[0].weight.abs_()
+    x = 0.1 + torch.rand(4, 4)
+    layers = {"0": "cpu:0", "1": "cpu:0", "2": "cpu:1"}
+    placed = placer.compile(model, make_spec(2, 2, 1, precision="fp16", layers=layers), (x,))
     assert isinstance(placed, placer.PlacedModule)
     optimizer = torch.optim.SGD(placed.parameters(), lr=0.1)
     scaler = placed.grad_scaler(init_scale=1024.0)
     bad = x.clone()
-    bad[-1] = float("inf")  # a row of the last replica
-    found: dict[str, Any] = {"scales": [], "changed": [], "losses": []}
+    bad[-1] = 0.0  # a row of the last replica
+    found: dict[str, Any] = {"scales": [], "changed": [], "nan": []}
     for rows in (bad, x):
         before = [p.detach().clone() for p in placed.parameters()]
         optimizer.zero_grad()
         loss = placed.step(rows, loss_fn=lambda y: y.float().square().mean(), scaler=scaler)
+        found["nan"].append(any(p.grad.isnan().any().item() for p in placed.parameters()))
+        assert loss.isfinite()
         scaler.unscale_(optimizer)
         placed.clip_grad_norm_(1.0)
         scaler.step(optimizer)
@@ -104,7 +155,6 @@ def overflow_in_one_replica() -> dict[str, Any]:
             any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
         )
         found["scales"].append(scaler.get_scale())
-        found["losses"].append(loss.item())
     return found
 
 

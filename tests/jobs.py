@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import gc
+import itertools
 import multiprocessing
 import os
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ TIMEOUT_SECONDS = 120
 class Job:
     """``world_size`` processes with a gloo process group, waiting for functions to run."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, timeout_seconds: float = TIMEOUT_SECONDS / 2) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
         self._folder = tempfile.TemporaryDirectory()
@@ -30,7 +32,7 @@ class Job:
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_work, args=(rank, world_size, store, theirs), daemon=True
+                target=_work, args=(rank, world_size, store, timeout_seconds, theirs), daemon=True
             )
             process.start()
             self._ends.append(ours)
@@ -53,12 +55,15 @@ class Job:
             raise AssertionError("\n".join(problems))
         return results
 
-    def ask(self, function: Callable[..., Any], *args: Any) -> dict[int, tuple[bool, Any] | None]:
+    def ask(
+        self, function: Callable[..., Any], *args: Any, wait_for: Sequence[int] | None = None
+    ) -> dict[int, tuple[bool, Any] | None]:
         """Per rank what ``run`` would look at; None for a rank that ended or does not answer."""
         for end in self._ends:
             end.send((function, args, {}))
         answers: dict[int, tuple[bool, Any] | None] = {}
-        for rank, end in enumerate(self._ends):
+        for rank in range(len(self._ends)) if wait_for is None else wait_for:
+            end = self._ends[rank]
             try:
                 answers[rank] = end.recv() if end.poll(TIMEOUT_SECONDS) else None
             except EOFError:
@@ -75,22 +80,27 @@ class Job:
         self._folder.cleanup()
 
 
-def _work(rank: int, world_size: int, store: str, end: Connection) -> None:
+def _work(rank: int, world_size: int, store: str, timeout_seconds: float, end: Connection) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     os.environ["LOCAL_RANK"] = str(rank)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=world_size,
-        timeout=datetime.timedelta(seconds=TIMEOUT_SECONDS / 2),
-    )
-    while True:
+    for number in itertools.count():
         function, args, kwargs = end.recv()
+        # A process group for each function: every group of gloo has threads that never rest.
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{store}{number}",
+            rank=rank,
+            world_size=world_size,
+            timeout=datetime.timedelta(seconds=timeout_seconds),
+        )
         try:
-            end.send((True, function(*args, **kwargs)))
+            answer = True, function(*args, **kwargs)
         except Exception:
-            end.send((False, traceback.format_exc()))
+            answer = False, traceback.format_exc()
+        gc.collect()
+        if dist.is_initialized():  # a job that failed has closed its groups
+            dist.destroy_process_group()
+        end.send(answer)

@@ -219,7 +219,8 @@ def _compare_state(placed: nn.Module, plain: nn.Module, when: str) -> None:
     for name, parameter in placed.named_parameters():
         grad = expected[name].grad
         assert_close(parameter.grad, grad, f"{when}, gradient of {name}", floor=floor)
-        assert_close(parameter.detach(), expected[name].detach(), f"{when}, parameter {name}")
+        value = expected[name].detach()  # a step moves it by no more than its gradient
+        assert_close(parameter.detach(), value, f"{when}, parameter {name}", floor=floor)
     buffers = dict(plain.named_buffers())
     for name, buffer in placed.named_buffers():
         assert_close(buffer, buffers[name], f"{when}, buffer {name}")

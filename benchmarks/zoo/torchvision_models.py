@@ -17,9 +17,17 @@ _FRAMES = {"s3d": (16, 224), "mvit_v1_b": (16, 224), "mvit_v2_s": (16, 224)}
 
 
 def subjects() -> Iterator[Subject]:
-    """All of ``list_models()`` but the quantized ones."""
-    for name in models.list_models(module=models):
+    """All of ``list_models()`` but the quantized ones, classifiers last and the smallest first."""
+    yield from _dense_models()
+    for name in sorted(models.list_models(module=models), key=_parameters):
         yield Subject(name=name, build=_classifier(name), call=_images(name))
+
+
+def _parameters(name: str) -> int:
+    return int(models.get_model_weights(name).DEFAULT.meta["num_params"])
+
+
+def _dense_models() -> Iterator[Subject]:
     for name in models.list_models(module=models.segmentation):
         build = functools.partial(
             models.get_model, name, weights=None, weights_backbone=None, num_classes=4

@@ -41,12 +41,12 @@ start() {
         HOST_LABEL="host-$host" \
         GLOO_SOCKET_IFNAME="eth-$host" NCCL_SOCKET_IFNAME="eth-$host" \
         OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" \
-        TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 TORCH_CPP_LOG_LEVEL=ERROR \
+        TORCH_CPP_LOG_LEVEL=ERROR \
         PYTHONPATH="$here/../..:${PYTHONPATH:-}" \
         "$python" -m torch.distributed.run \
         --nnodes 2 --nproc-per-node "$nproc" --max-restarts 1 \
         --rdzv-backend c10d --rdzv-endpoint 10.77.0.1:29400 --rdzv-id demo \
-        --rdzv-conf "is_host=$is_host,join_timeout=60" --local-addr "$address" \
+        --rdzv-conf "is_host=$is_host,join_timeout=300,read_timeout=300" --local-addr "$address" \
         "$here/train.py" "$@"
 }
 

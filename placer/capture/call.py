@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten_with_path, tree_unflatten
 
+from placer.capture.result import ResultFormat
 from placer.capture.types import TENSOR, CallFormat
 from placer.errors import CaptureError, nearest
 
@@ -24,6 +25,7 @@ class BoundCall:
 
     signature: inspect.Signature
     in_spec: TreeSpec
+    given: Mapping[str, bool]
     leaf_names: tuple[str, ...]
     leaves: tuple[Any, ...]
 
@@ -57,26 +59,42 @@ def describe_shapes(inputs: Sequence[Tensor | torch.Size]) -> str:
 def rebuild_arguments(
     call: BoundCall | CallFormat, leaves: Sequence[Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The ``(args, kwargs)`` whose flattened leaves are ``leaves``; the inverse of flattening."""
+    """The ``(args, kwargs)`` whose flattened leaves are ``leaves``; the inverse of flattening.
+
+    What the caller gave by keyword is given by keyword again, and defaults are left out: a decorator
+    of ``forward`` may look at that.
+    """
     arguments = tree_unflatten(list(leaves), call.in_spec)
-    bound = inspect.BoundArguments(call.signature, arguments)
-    return bound.args, bound.kwargs
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for name, positional in call.given.items():
+        kind = call.signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            args += arguments[name]
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            kwargs |= arguments[name]
+        elif positional:
+            args.append(arguments[name])
+        else:
+            kwargs[name] = arguments[name]
+    return tuple(args), kwargs
 
 
-def make_call_format(bound: BoundCall, out_spec: TreeSpec) -> CallFormat:
-    """The format of all calls like ``bound`` whose result has the structure ``out_spec``."""
+def make_call_format(bound: BoundCall, result: ResultFormat) -> CallFormat:
+    """The format of all calls like ``bound`` whose result has the format ``result``."""
     tensors = bound.tensors
     sizes = [tensor.size(0) for tensor in tensors if tensor.dim() > 0]
     batch_size = sizes[0] if sizes else None
     return CallFormat(
         signature=bound.signature,
         in_spec=bound.in_spec,
+        given=bound.given,
         leaf_names=bound.leaf_names,
         constants=bound.constants,
         example_shapes=tuple(tensor.shape for tensor in tensors),
         batch_size=batch_size,
         batched=tuple(t.dim() > 0 and t.size(0) == batch_size for t in tensors),
-        out_spec=out_spec,
+        result=result,
     )
 
 
@@ -129,7 +147,7 @@ def rebuild_call(
 
 def unflatten_output(call: CallFormat, leaves: Sequence[Any]) -> Any:
     """What ``forward`` would have returned, from the flat list of its leaves."""
-    return tree_unflatten(list(leaves), call.out_spec)
+    return call.result.unflatten(leaves)
 
 
 def flat_forward(
@@ -154,11 +172,13 @@ def _bind(
         close = nearest(unknown[0], signature.parameters) if unknown else None
         hint = f"did you mean {close!r}? " if close else ""
         raise CaptureError("arguments", f"{error}", f"{hint}forward takes {signature}") from None
+    given = {name: name not in kwargs for name in bound.arguments}
     bound.apply_defaults()
     paths, in_spec = tree_flatten_with_path(dict(bound.arguments))
     return BoundCall(
         signature=signature,
         in_spec=in_spec,
+        given=given,
         leaf_names=tuple(_readable(path) for path, _ in paths),
         leaves=tuple(leaf for _, leaf in paths),
     )

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 from placer.capture.alias import Aliasing, NodeFailure, analyze_aliasing
 from placer.capture.call import BoundCall, bind_call, describe_shapes, make_call_format
-from placer.capture.failure import ForwardFailure, TraceFailure, describe
+from placer.capture.failure import ForwardFailure, TraceFailure, describe, locate_function
 from placer.capture.fake import FakeWorld
 from placer.capture.fingerprint import fingerprint_graph, spell_graph
 from placer.capture.leaves import find_whole_modules, is_torch_leaf
@@ -52,10 +52,7 @@ class _Session:
         self.world = world
         self.twin = twin
         self.inputs = [world.tensor(tensor) for tensor in bound.tensors]
-        self.whole = {
-            path: WholeModule(layer=path, reason=reason, location="")
-            for path, reason in find_whole_modules(model).items()
-        }
+        self.whole = {module.layer: module for module in find_whole_modules(model)}
         self.fixed_batch = ""
 
     def record(self) -> Recording:
@@ -103,7 +100,10 @@ class _Session:
                 "move this code into a submodule, which is then kept whole on one device",
             ) from failure.__cause__
         self.whole[failure.layer] = WholeModule(
-            layer=failure.layer, reason=failure.reason, location=failure.location
+            layer=failure.layer,
+            reason=failure.reason,
+            location=failure.location
+            or locate_function(type(self.model.get_submodule(failure.layer)).forward),
         )
 
     def _compare_batches(self, recording: Recording) -> None:
@@ -185,7 +185,7 @@ def _assemble(
         together=aliasing.together,
         draws=aliasing.draws,
         constants=recording.constants,
-        call=make_call_format(bound, recording.out_spec),
+        call=make_call_format(bound, recording.result),
         whole_modules=tuple(
             w for w in whole.values() if w.layer in called and not is_torch_leaf(modules[w.layer])
         ),

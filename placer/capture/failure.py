@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import traceback
+from functools import partial
 from types import CodeType
 
 import torch
@@ -67,6 +69,16 @@ def locate(error: BaseException) -> str:
         if _is_users(frame.filename):
             return f"{frame.filename}:{frame.lineno}"
     return ""
+
+
+def locate_function(function: object) -> str:
+    """``file.py:line`` where ``function`` begins, ``""`` for code of torch or not of Python."""
+    if isinstance(function, partial):
+        function = function.func
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    if code is None or not _is_users(code.co_filename):
+        return ""
+    return f"{code.co_filename}:{code.co_firstlineno}"
 
 
 def locate_caller() -> str:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from placer.capture.failure import locate_function
+from placer.capture.types import WholeModule
+
 # Containers of torch.nn with layers inside: they are looked into.
 _CONTAINERS = (
     nn.Sequential,
@@ -29,16 +32,21 @@ def is_torch_leaf(module: nn.Module) -> bool:
     )
 
 
-def find_whole_modules(model: nn.Module) -> dict[str, str]:
-    """Submodules that must stay whole: path -> the reason in a sentence."""
-    whole: dict[str, str] = {}
+def find_whole_modules(model: nn.Module) -> list[WholeModule]:
+    """Submodules that must stay whole, with the line of the hook or of the forward that says so."""
+    whole = []
     for path, module in model.named_modules():
         if not path or is_torch_leaf(module):
             continue
-        if any(getattr(module, hooks, None) for hooks in _HOOKS):
-            whole[path] = "it has hooks, which must run around the whole module"
+        hooks = [hook for name in _HOOKS for hook in getattr(module, name, {}).values()]
+        location = locate_function(hooks[0] if hooks else type(module).forward)
+        if hooks:
+            reason = "it has hooks, which must run around the whole module"
         elif nn.utils.parametrize.is_parametrized(module):
-            whole[path] = "it has parametrized parameters, which must be computed inside it"
+            reason = "it has parametrized parameters, which must be computed inside it"
         elif isinstance(module, torch.jit.ScriptModule):
-            whole[path] = "it is TorchScript, which runs outside Python"
+            reason = "it is TorchScript, which runs outside Python"
+        else:
+            continue
+        whole.append(WholeModule(layer=path, reason=reason, location=location))
     return whole

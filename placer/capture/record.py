@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter
+from torch.utils._pytree import tree_iter
 
 from placer._torch import REENTRANT_CHECKPOINT, is_checkpointing, saved_tensor_hooks
 from placer.capture.call import BoundCall, flat_forward
@@ -33,6 +33,7 @@ from placer.capture.fake import FakeWorld, GuessData, quiet_fakes
 from placer.capture.fingerprint import spell_graph
 from placer.capture.leaves import is_torch_leaf
 from placer.capture.restore import Snapshot
+from placer.capture.result import ResultFormat, flatten_result
 from placer.capture.sizes import SizeFloat, SizeInt, plain
 from placer.capture.targets import (
     ApplyFunction,
@@ -70,7 +71,7 @@ class Recording:
     layer_of: dict[str, str]
     location_of: dict[str, str]
     constants: dict[str, Tensor]
-    out_spec: TreeSpec
+    result: ResultFormat
     side_effects: tuple[tuple[str, str], ...]  # (module path, attribute) that forward changes
     checkpointed: dict[
         str, str
@@ -107,13 +108,13 @@ def record_model(
         snapshot.restore()
     writer = recorder.writer
     names = {node.name for node in graph.nodes}
-    assert recorder.out_spec is not None
+    assert recorder.result is not None
     return Recording(
         graph=graph,
         layer_of={k: v for k, v in writer.layer_of.items() if k in names},
         location_of={k: v for k, v in writer.location_of.items() if k in names},
         constants={k: v for k, v in writer.constants.items() if k in names},
-        out_spec=recorder.out_spec,
+        result=recorder.result,
         side_effects=tuple(effects),
         checkpointed=recorder.checkpointed,
     )
@@ -188,7 +189,7 @@ class _Recorder(TorchFunctionMode):
         self.failed_in: str | None = None
         self.paused = False
         self.kept: set[str] = set()
-        self.out_spec: TreeSpec | None = None
+        self.result: ResultFormat | None = None
         self.sizes: dict[tuple[fx.Node, str, Any], fx.Node] = {}
         self.modes = Modes(True, False, ())
         self.saved_hooks: Any = None
@@ -215,7 +216,9 @@ class _Recorder(TorchFunctionMode):
             self.writer.placeholder(name, tensor)
 
         def flatten(result: Any) -> list[Any]:
-            leaves, self.out_spec = tree_flatten(result)
+            leaves, self.result = flatten_result(
+                result, lambda leaf: isinstance(leaf, SizeInt | SizeFloat)
+            )
             return [self.writer.argument(leaf) for leaf in leaves]
 
         return flat_forward(bound, flatten)(self.twin, *inputs)

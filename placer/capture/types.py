@@ -11,6 +11,8 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import TreeSpec
 
+from placer.capture.result import ResultFormat
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeModule:
@@ -31,12 +33,13 @@ class CallFormat:
 
     signature: inspect.Signature
     in_spec: TreeSpec  # of the dict {parameter name: value}
+    given: Mapping[str, bool]  # parameters that the caller gave: positionally?
     leaf_names: tuple[str, ...]  # a readable path per flattened leaf, such as "x" or "batch.0"
     constants: tuple[Any, ...]  # per flattened leaf: the non-tensor value, or TENSOR
     example_shapes: tuple[torch.Size, ...]  # per tensor leaf
     batch_size: int | None  # size(0) of the first tensor input that has a dimension
     batched: tuple[bool, ...]  # per tensor leaf: is its dim 0 the batch?
-    out_spec: TreeSpec  # of what forward returned; the graph's output is the flat list of leaves
+    result: ResultFormat  # of what forward returned; the graph's output is the flat list of leaves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -177,14 +177,14 @@ class GraphWriter:
             return value.node if value.node.graph is self.graph else plain(value)
         if isinstance(value, Tensor):
             return self.node_of(value)
+        if isinstance(value, np.generic):  # some are Python numbers too, but print as numpy's own
+            return value.item()
         if isinstance(value, _PLAIN):
             return value
         if isinstance(value, torch.device):
             return CPU  # stands for the device of the stage, see Capture.graph
         if isinstance(value, slice):
             return slice(*map(self.argument, (value.start, value.stop, value.step)))
-        if isinstance(value, np.generic):
-            return value.item()
         if type(value) in (list, dict) or type(value) in (tuple, torch.Size):
             return self._container(value)
         if isinstance(value, range):

@@ -110,15 +110,9 @@ def auto(
     try:
         chosen = choose_spec(capture, wanted, leaves)
     except BudgetError as error:
-        console.print(plan_table(build_plan(capture, wanted, leaves)))
-        console.print(error.problem, style="bold red", markup=False)
-        misfit = {
-            "fits": False,
-            "device": error.device,
-            "missing_bytes": error.missing_bytes,
-            "problem": error.problem,
-        }
-        report_misfit(console, capture, wanted, leaves, misfit=misfit if as_json else None)
+        closest = build_plan(capture, wanted, leaves)
+        console.print(plan_table(closest))
+        report_misfit(console, capture, wanted, leaves, closest, error=error, as_json=as_json)
     made = build_plan(capture, chosen, leaves)
     console.print(plan_table(made))
     if plan_output is not None:

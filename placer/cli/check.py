@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -108,7 +109,7 @@ def _check_spec(
     if as_json:
         print_json({**result, "fits": made.fits})
     if not made.fits:
-        report_misfit(console, capture, spec, leaves)
+        report_misfit(console, capture, spec, leaves, made)
 
 
 def _check_model(
@@ -120,13 +121,22 @@ def _check_model(
     training: bool,
     as_json: bool,
 ) -> None:
+    from placer.cli.limits import print_limits
     from placer.cli.pieces import count_pieces
 
     capture, leaves = subject.capture()
     pieces = count_pieces(capture)
+    operations = Counter(capture.layer_of.values())
     whole = [
-        {"layer": w.layer, "reason": w.reason, "location": w.location}
-        for w in capture.whole_modules
+        {
+            "layer": module.layer,
+            "class": type(subject.model.get_submodule(module.layer)).__qualname__,
+            "reason": module.reason,
+            "location": module.location,
+            "done": "kept whole on one device",
+            "calls": operations[module.layer],
+        }
+        for module in capture.whole_modules
     ]
     notes = [f"only this batch size: {capture.fixed_batch}"] if capture.fixed_batch else []
     notes += capture.notes
@@ -140,12 +150,12 @@ def _check_model(
         "notes": notes,
     }
     try:
-        result |= _measured(capture, leaves, sizes, optimizer=optimizer, training=training)
+        result |= _measured(capture, leaves, sizes, whole, optimizer=optimizer, training=training)
     except PlacerError:
         raise
     except Exception as error:  # what stays whole may need the values of tensors, say
         notes.append(f"memory cannot be estimated: {type(error).__name__}: {error}")
-    _print_model(console, result)
+    print_limits(console, result)
     if as_json:
         print_json(result)
 
@@ -154,61 +164,35 @@ def _measured(
     capture: Capture,
     leaves: Sequence[Tensor],
     sizes: Sequence[tuple[str, int]],
+    whole: Sequence[dict[str, Any]],
     *,
     optimizer: str,
     training: bool,
 ) -> dict[str, Any]:
-    from placer.cli.pieces import devices_needed, largest_piece
+    from placer.cli.pieces import devices_needed, measure_limits
 
-    largest = largest_piece(capture, leaves, optimizer=optimizer, training=training)
+    limits = measure_limits(capture, leaves, optimizer=optimizer, training=training)
+    for module in whole:
+        share = limits.whole[module["layer"]]
+        module |= {
+            "share_of_seconds": round(share.seconds, 4),
+            "share_of_bytes": round(share.nbytes, 4),
+            "most_equal_stages": share.most_stages,
+        }
     return {
         "largest_piece": {
-            "peak": largest.peak,
-            "layers": list(largest.layers),
-            "nodes": list(largest.nodes),
+            "peak": limits.largest.peak,
+            "least_bytes": limits.least_bytes,
+            "least_devices": limits.least_devices,
+            "share_of_seconds": round(limits.largest_share.seconds, 4),
+            "layers": list(limits.largest.layers),
+            "nodes": list(limits.largest.nodes),
         },
         "devices_needed": {
             size: devices_needed(capture, leaves, nbytes, optimizer=optimizer, training=training)
             for size, nbytes in sizes
         },
     }
-
-
-def _print_model(console: Console, result: Mapping[str, Any]) -> None:
-    from rich import box
-    from rich.table import Table
-
-    from placer.units import format_bytes
-
-    console.print(
-        f"{result['nodes']} operations in {result['pieces']} pieces that can go to different "
-        "devices\n"
-    )
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    table.add_column("layer", overflow="fold")
-    table.add_column("pieces", justify="right")
-    for layer, count in result["pieces_per_layer"].items():
-        table.add_row(layer or "(the model itself)", str(count))
-    console.print(table)
-    console.print()
-    for module in result["whole_modules"]:
-        where = f" ({module['location']})" if module["location"] else ""
-        name = module["layer"] or "the model itself"
-        console.print(f"stays whole: {name}: {module['reason']}{where}", markup=False)
-    largest = result["largest_piece"]
-    if largest is not None:
-        layers = [layer or "the model itself" for layer in largest["layers"]]
-        more = f" and {len(layers) - 4} more" if len(layers) > 4 else ""
-        console.print(
-            f"largest piece: {format_bytes(largest['peak'])} at its peak, "
-            f"{', '.join(layers[:4])}{more}; no device may be smaller",
-            markup=False,
-        )
-    for size, devices in result["devices_needed"].items():
-        answer = str(devices or "no number up to 64 is enough")
-        console.print(f"devices of {size} needed: {answer}")
-    for note in result["notes"]:
-        console.print(f"note: {note}", style="dim", markup=False)
 
 
 def _sizes(texts: list[str]) -> list[tuple[str, int]]:

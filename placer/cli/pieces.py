@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import networkx as nx
+import numpy as np
 from torch import Tensor
 
 from placer.capture import Capture
-from placer.cost import CostTable, estimate_costs
+from placer.cost import CostTable, device_kind, estimate_costs
 from placer.partition import Demands, choose_partition
-from placer.partition.score import build_tables, optimizer_bytes, peak_bytes
+from placer.partition.model import least_bytes, model_units
+from placer.partition.score import build_tables, optimizer_bytes, peak_bytes, unit_seconds
 from placer.partition.units import program_order, unit_graph
 from placer.plan.build import device_slot
 from placer.schedule import InFlight
@@ -48,29 +51,98 @@ def count_pieces(capture: Capture) -> Pieces:
     return Pieces(per_layer=per_layer, count=len(units))
 
 
-def largest_piece(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What of a model's training step (or inference) lies in one piece, as shares of the whole."""
+
+    seconds: float
+    nbytes: float
+
+    @property
+    def most_stages(self) -> int | None:
+        """More stages than this cannot each have the same share of the time; None: no limit."""
+        return max(1, int(1 / self.seconds + 1e-9)) if self.seconds > 0 else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How its pieces limit the split of a model, for the whole batch at once.
+
+    ``least_bytes`` are those that the largest piece holds wherever it is: a device must have more.
+    ``least_devices`` are what it takes if no device is larger than the largest piece's peak.
+    """
+
+    largest: Piece
+    least_bytes: int
+    least_devices: int
+    largest_share: Share
+    whole: Mapping[str, Share]  # by layer of the modules that stay whole
+
+
+def measure_limits(
     capture: Capture, inputs: Sequence[Tensor], *, optimizer: str, training: bool
-) -> Piece:
-    """The piece with the highest peak for the whole batch at once (``inputs``)."""
+) -> Limits:
+    """The limits that the pieces of ``capture`` set for a batch of ``inputs``."""
     costs = estimate_costs(capture, inputs, training=training)
-    kept = optimizer_bytes(optimizer if training else "sgd")
-    alone = InFlight()
+    demands = Demands(objective="memory", optimizer=optimizer, training=training)
     units = unit_graph(capture)
-    members = {unit: tuple(units.nodes[unit]["nodes"]) for unit in program_order(units)}
+    order = program_order(units)
+    model = model_units(units, order, costs, {})
+    held = least_bytes(model, costs, demands, 1, 0)
+    seconds = unit_seconds(costs, device_kind("cuda:0", None), half=False, training=training)
+    by_unit = np.bincount(model.unit_of, weights=seconds, minlength=len(held))
+
+    def share(indices: Iterable[int]) -> Share:
+        chosen = sorted(set(indices))
+        return Share(
+            seconds=float(by_unit[chosen].sum() / max(by_unit.sum(), 1e-30)),
+            nbytes=float(held[chosen].sum() / max(held.sum(), 1.0)),
+        )
+
+    largest, unit = _largest_piece(capture, costs, units, order, demands)
+    position = {name: i for i, name in enumerate(capture.order)}
+    inside = {
+        w.layer: [
+            int(model.unit_of[position[n]]) for n, at in capture.layer_of.items() if at == w.layer
+        ]
+        for w in capture.whole_modules
+    }
+    return Limits(
+        largest=largest,
+        least_bytes=int(held[order.index(unit)]),
+        least_devices=max(1, -(-int(held.sum()) // max(largest.peak, 1))),
+        largest_share=share([order.index(unit)]),
+        whole={layer: share(indices) for layer, indices in inside.items()},
+    )
+
+
+def _largest_piece(
+    capture: Capture, costs: CostTable, units: nx.DiGraph, order: Sequence[int], demands: Demands
+) -> tuple[Piece, int]:
+    """The piece with the highest peak in a stage of its own, and its unit.
+
+    No piece needs more than the whole model does in one stage, where nothing is received.
+    """
+    kept = optimizer_bytes(demands.optimizer if demands.training else "sgd")
+    members = {unit: tuple(units.nodes[unit]["nodes"]) for unit in order}
     nodes = [i for group in members.values() for i in group]
     ends = dict(zip(members, accumulate(len(group) for group in members.values()), strict=True))
-    best: Piece | None = None
-    for unit in sorted(members, key=lambda u: (-_rough_size(costs, members[u]), u))[:_EXAMINED]:
-        first = ends[unit] - len(members[unit])
-        cuts = sorted({0, first, ends[unit], len(nodes)})
-        peaks = peak_bytes(build_tables(costs, nodes, cuts), alone, kept, training=training)
-        at = cuts.index(first)
-        if best is None or peaks[at, at] > best.peak:
-            names = tuple(capture.order[i] for i in members[unit])
-            layers = dict.fromkeys(capture.layer_of[name] for name in names)
-            best = Piece(nodes=names, layers=tuple(layers), peak=int(peaks[at, at]))
-    assert best is not None, "a model has at least one node"
-    return best
+
+    def peak(first: int, end: int) -> int:
+        cuts = sorted({0, first, end, len(nodes)})
+        tables = build_tables(costs, nodes, cuts)
+        peaks = peak_bytes(tables, InFlight(), kept, training=demands.training)
+        return int(peaks[cuts.index(first), cuts.index(end) - 1])
+
+    found = {
+        unit: peak(ends[unit] - len(members[unit]), ends[unit])
+        for unit in sorted(members, key=lambda u: (-_rough_size(costs, members[u]), u))[:_EXAMINED]
+    }
+    unit = max(found, key=lambda u: (found[u], -u))
+    names = tuple(capture.order[i] for i in members[unit])
+    layers = dict.fromkeys(capture.layer_of[name] for name in names)
+    size = min(found[unit], peak(0, len(nodes)))
+    return Piece(nodes=names, layers=tuple(layers), peak=size), unit
 
 
 def devices_needed(

@@ -65,4 +65,4 @@ def plan(
     if as_json:
         print_json(plan_to_json(made))
     if not made.fits:
-        report_misfit(console, capture, wanted, leaves)
+        report_misfit(console, capture, wanted, leaves, made)

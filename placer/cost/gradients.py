@@ -83,13 +83,15 @@ def _most_live(
 def _pending(stored: RecordedStorage, target: int) -> PendingGradient:
     waiting = _waiting(stored, target)
     needed = sum(nbytes for *_, nbytes in waiting)
+    sender = min((sender for sender, *_ in waiting), default=stored.made_by)
     return PendingGradient(
         nbytes=stored.nbytes,
         source=stored.made_by,
         target=target,
         home=_home(stored, target),
-        sender=min((sender for sender, *_ in waiting), default=stored.made_by),
+        sender=sender,
         surplus=max(0, stored.nbytes - needed) if waiting else 0,
+        earlier=tuple((to, nbytes) for _, to, nbytes in stored.sent if target < to < sender),
     )
 
 

@@ -26,9 +26,10 @@ class PendingGradient:
     """A gradient that the backward of node ``source`` made and that of node ``target`` consumes.
 
     It belongs to the result of node ``home``: the target itself, or where the gradients of several
-    readers add up, ``target`` being the last of them. It waits on the device of its home. It may be
-    a view of more than is needed (the part of a concatenation): when the backward of ``sender``
-    hands it over to another device, ``surplus`` bytes of ``nbytes`` stay behind.
+    readers add up, ``target`` being the last of them. It may be a view of more than is needed (the
+    part of a concatenation): when the backward of ``sender`` hands it over to another stage,
+    ``surplus`` bytes of ``nbytes`` stay behind. ``earlier`` are the other parts that ``sender``
+    hands on: the nodes that consume them before ``target`` does, and their bytes.
     """
 
     nbytes: int
@@ -37,6 +38,7 @@ class PendingGradient:
     home: int
     sender: int
     surplus: int
+    earlier: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

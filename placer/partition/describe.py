@@ -34,20 +34,20 @@ PEAK_BYTES = "largest peak, bytes"
 PEAK_SHARE = "largest peak, share of its budget"
 
 
-def _sent_to(
+def _received_from(
     best: Candidate, used: Sequence[tuple[int, int, int]], costs: CostTable
 ) -> NDArray[np.float64]:
-    """``[q, r]``: bytes of the values of stage q whose last reader is in stage r."""
+    """``[r, q]``: bytes of the values of stage q that stage r reads."""
     cuts = best.tables.cuts
     stage = np.empty(len(best.nodes) + 1, dtype=np.int64)
     for index, (_, x, y) in enumerate(used):
         stage[list(best.nodes[cuts[x] : cuts[y + 1]])] = index
     stage[-1] = len(used) - 1  # the loss
-    sent = np.zeros((len(used), len(used)))
+    received = np.zeros((len(used), len(used)))
     for node, readers in enumerate(costs.readers):
-        if readers:
-            sent[stage[node], max(stage[list(readers)])] += costs.nodes[node].output_nbytes
-    return sent
+        for reader in {int(stage[r]) for r in readers} - {int(stage[node])}:
+            received[reader, stage[node]] += costs.nodes[node].output_nbytes
+    return received
 
 
 def describe_partition(
@@ -62,13 +62,13 @@ def describe_partition(
     t = best.tables
     used = [(q, x, y - 1) for q, (x, y) in enumerate(itertools.pairwise(best.cuts)) if y > x]
     kept = optimizer_bytes(demands.optimizer if demands.training else "sgd")
-    sent_to = _sent_to(best, used, costs)
+    received_from = _received_from(best, used, costs)
     stages, loads = [], []
     for index, (q, x, y) in enumerate(used):
         slot = best.slots[q]
         count = waiting_at(demands, len(used), index)
-        waiting = sent_to[index, index + 1 :].tolist()
-        table = peak_bytes(t, count, kept, training=demands.training, sent_to=waiting)
+        waiting = received_from[index, :index].tolist()
+        table = peak_bytes(t, count, kept, training=demands.training, received_from=waiting)
         peak = int(table[x, y])
         saved = int(t.saved[x, y]) * count.most if demands.training else 0
         boundary = int(t.received[x, y] + (t.sent[x, y] if demands.training else 0))
@@ -93,7 +93,9 @@ def describe_partition(
                 nodes=tuple(capture.order[i] for i in names),
                 memory=memory,
                 replica_peak=int(
-                    replica_peak_bytes(t, count, training=demands.training, sent_to=waiting)[x, y]
+                    replica_peak_bytes(t, count, training=demands.training, received_from=waiting)[
+                        x, y
+                    ]
                 ),
                 forward_seconds=float(forward[x, y]),
                 backward_seconds=float(backward[x, y]) if demands.training else 0.0,

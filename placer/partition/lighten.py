@@ -23,8 +23,8 @@ from itertools import pairwise
 from placer.cost import CostTable, DeviceKind
 from placer.regions import RegionKey
 
-_MOST_ATOMS = 48
-_MOST_LABELS = 24
+_MOST_ATOMS = 36
+_MOST_LABELS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

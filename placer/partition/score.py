@@ -5,7 +5,7 @@ node whose backward is running, and the order of backward the reverse of the ord
 live bytes of one micro-batch are
 
     saved(a, i)      storages that the backward of some node in [a, i] still needs
-  + pending(a, i)    gradients that have come for nodes in [a, i) and wait
+  + waiting(a, i)    gradients that were made here and wait (`placer.partition.waiting`)
   + transient(i)     what only the backward of i needs, and makes
   + gradients(i, b)  of the parameters whose backward has ended
 
@@ -33,7 +33,8 @@ from numpy.typing import NDArray
 
 from placer.cost import CostTable, DeviceKind
 from placer.partition.held import HeldInRegions
-from placer.partition.received import last_keepers
+from placer.partition.received import find_needs, releases, smaller_copies
+from placer.partition.waiting import Elsewhere, largest_up_to, waiting_gradients
 from placer.schedule import Counts, InFlight
 
 Table = NDArray[np.float64]
@@ -66,6 +67,7 @@ class IntervalTables:
     owned: Table  # of those, the ones whose gradient and optimizer state stay here
     saved: Table
     received: Table  # values that come from other stages (or the caller)
+    computed: Table  # of those, what other stages computed
     sent: Table
     forward_live: Table
     backward_live_growing: Table  # with gradients, in the first backward
@@ -94,7 +96,8 @@ def build_tables(
 
     saved, waiting = build.rectangles(), build.rectangles()
     forward, received, sent = build.rectangles(), build.rectangles(), build.rectangles()
-    released = build.rectangles()
+    computed = build.rectangles()
+    released: list[Elsewhere] = []
     regions = HeldInRegions(costs, place, build.starts, n + 1) if costs.keys else None
     for v in costs.values:
         if regions is not None and regions.take(v):
@@ -109,41 +112,38 @@ def build_tables(
         if producer >= 0:
             last = n + 1 if savers else max(users, default=producer) + 1
             forward.add(0, producer, producer + 1, v.nbytes, until=last)
-    for sum_ in costs.added:
-        home, position = int(place[sum_.home]), int(place[sum_.node])
-        if home < position:
-            waiting.add(0, home, position, sum_.nbytes, until=position + 1)
-    surplus: list[_Surplus] = []
-    for gradient in costs.gradients:
-        source, target = int(place[gradient.source]), int(place[gradient.target])
-        if target < source:
-            home, sender = int(place[gradient.home]), int(place[gradient.sender])
-            waiting.add(0, home, target + 1, gradient.nbytes, until=source)
-            if gradient.surplus:
-                surplus.append(
-                    _Surplus(home=home, target=target, sender=sender, nbytes=gradient.surplus)
-                )
-    kept_until = last_keepers(costs, place)
+    for start, first_saver, nbytes in smaller_copies(costs, place, build.starts):
+        saved.add(start, start, first_saver, -nbytes)
+        waiting.add(start, start, first_saver, -nbytes)
+    elsewhere = waiting_gradients(
+        costs,
+        place,
+        lambda x, y, i, j, nbytes: waiting.add(x, y, i, nbytes, until=j),
+        relayed=relayed,
+    )
+    needs = find_needs(costs, place)
     crossing = [
         *(
-            (int(place[i]), at(r), costs.nodes[i].output_nbytes, kept_until.nodes[i])
+            (int(place[i]), at(r), costs.nodes[i].output_nbytes, needs.nodes[i])
             for i, r in enumerate(costs.readers)
         ),
         *(
-            (-1, at(r), b, kept)
-            for r, b, kept in zip(
-                costs.input_readers, costs.input_nbytes, kept_until.inputs, strict=True
+            (-1, at(r), b, need)
+            for r, b, need in zip(
+                costs.input_readers, costs.input_nbytes, needs.inputs, strict=True
             )
         ),
     ]
-    for producer, readers, nbytes, kept in crossing:
+    for producer, readers, nbytes, need in crossing:
         if relayed and producer >= 0 and readers and readers[-1] > producer:
             received.add(producer + 1, readers[-1], 0, nbytes)
             sent.add(0, readers[-1], producer, nbytes, until=readers[-1])
             continue
         received.some(readers, nbytes, after=producer)
-        if readers:  # a copy that no backward needs goes after its last reader
-            released.add(max(producer, kept) + 1, readers[-1], readers[-1] + 1, nbytes)
+        if readers:
+            released += releases(producer, readers, need, nbytes)
+        if producer >= 0:
+            computed.some(readers, nbytes, after=producer)
         if producer >= 0 and readers and readers[-1] > producer:
             sent.add(0, producer, producer, nbytes, until=readers[-1])
 
@@ -151,7 +151,7 @@ def build_tables(
     results = build.rectangles()
     results.add(0, n, n, returned)
     parameters, buffers = build.rectangles(), build.rectangles()
-    trained, owned = build.rectangles(), build.rectangles()
+    trained, owned, sent_home = build.rectangles(), build.rectangles(), build.rectangles()
     largest_at = np.zeros(n + 1)
     for name, uses in _uses(costs, costs.parameters_of, place).items():
         nbytes = costs.state_nbytes[name]
@@ -159,6 +159,8 @@ def build_tables(
         if name in costs.trained:
             trained.some(uses, nbytes)
             owned.add(0, uses[0], uses[0], nbytes)
+            # A later stage's copy sends its gradient home before this stage's backward.
+            sent_home.add(0, uses[0], uses[0], nbytes, until=uses[-1])
             largest_at[uses[0]] = max(largest_at[uses[0]], nbytes)
     for name, uses in _uses(costs, costs.buffers_of, place).items():
         buffers.some(uses, costs.state_nbytes[name])
@@ -180,11 +182,12 @@ def build_tables(
     # Gradients of (i, b): of what the stage trains, all that is not used in [a, i] as well.
     used_so_far = trained.table()
     trained_table = build.at_ends(used_so_far)
-    growing = build.running_max(live - used_so_far, without=surplus) + trained_table
+    growing = build.running_max(live - used_so_far, elsewhere=elsewhere) + trained_table
+    growing = growing + build.at_ends(sent_home.table())
     # Gradients that stay are all there in a later backward; a mirror's went home and grow anew.
     owned_table = build.at_ends(owned.table())
     mirrored_so_far = used_so_far - owned.table()
-    grown = build.running_max(live - mirrored_so_far, without=surplus) + trained_table
+    grown = build.running_max(live - mirrored_so_far, elsewhere=elsewhere) + trained_table
     along = lambda field: _by_position(place, [getattr(c, field) for c in costs.nodes])  # noqa: E731
     return IntervalTables(
         cuts=tuple(cuts),
@@ -194,8 +197,9 @@ def build_tables(
         owned=owned_table,
         saved=build.at_ends(saved_table),
         received=build.at_ends(received.table()),
+        computed=build.at_ends(computed.table()),
         sent=build.at_ends(sent.table()),
-        forward_live=build.running_max(forward_table + forward_transient - released.table())
+        forward_live=build.running_max(forward_table + forward_transient, elsewhere=released)
         + build.at_ends(received.table()),
         backward_live_growing=growing,
         backward_live_grown=grown,
@@ -223,16 +227,6 @@ def _by_position(place: NDArray[np.int64], values: Sequence[float]) -> Table:
     return table
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Surplus:
-    """Bytes that wait for ``target`` in the stage of ``home`` only if ``sender`` is in it as well."""
-
-    home: int
-    target: int
-    sender: int
-    nbytes: int
-
-
 class _Builder:
     """Tables whose rows are the starts of stages and whose columns are positions of nodes."""
 
@@ -250,30 +244,9 @@ class _Builder:
         picked = table[:, np.asarray(self.ends) - 1]
         return np.where(self._valid(), picked, 0.0)
 
-    def running_max(self, table: Table, *, without: Sequence[_Surplus] = ()) -> Table:
-        """The largest value of columns start … end - 1, per start and end.
-
-        What ``without`` lists is taken off where its sender is in a later stage. Sorted by sender,
-        the ends fall into one group for each; a group is one accumulation, O(C * n).
-        """
-        columns = np.arange(self.width)
-        masked = np.where(columns[None, :] >= np.asarray(self.starts)[:, None], table, -np.inf)
-        ends = np.asarray(self.ends)
-        picked = np.empty((len(self.starts), len(ends)))
-        pending = sorted(without, key=lambda item: item.sender)
-        upper = self.width + 1
-        while True:
-            lower = pending[-1].sender if pending else -1
-            group = np.flatnonzero((ends > lower) & (ends < upper))
-            if len(group):
-                picked[:, group] = np.maximum.accumulate(masked, axis=1)[:, ends[group] - 1]
-            if not pending:
-                break
-            item = pending.pop()
-            rows = np.asarray(self.starts) <= item.home
-            masked[rows, item.target :] -= item.nbytes
-            upper = lower + 1
-        return np.where(self._valid(), picked, 0.0)
+    def running_max(self, table: Table, *, elsewhere: Sequence[Elsewhere] = ()) -> Table:
+        """The largest value of columns start … end - 1, per start and end."""
+        return np.where(self._valid(), largest_up_to(table, self.starts, self.ends, elsewhere), 0.0)
 
     def _valid(self) -> NDArray[np.bool_]:
         return np.asarray(self.ends)[None, :] > np.asarray(self.starts)[:, None]
@@ -327,13 +300,13 @@ def peak_bytes(
     optimizer: OptimizerBytes,
     *,
     training: bool,
-    sent_to: Sequence[float] | None = None,
+    received_from: Sequence[float] | None = None,
 ) -> Table:
     """Peak bytes of every interval over a step, at a position with ``in_flight`` micro-batches.
 
-    ``sent_to`` are the bytes of the values whose last reader is in the first, second, … stage after
-    this one; while these stages are not known, all are taken to go where the most gradients come
-    from early, an upper bound.
+    ``received_from`` are the bytes of the values that it reads of the first, second, … stage; while
+    these stages are not known, all are taken to come from where the most gradients wait for, an
+    upper bound.
     """
     static = tables.parameters + tables.buffers + optimizer.state * tables.owned
     if not training:
@@ -342,28 +315,28 @@ def peak_bytes(
         joined = 2 * in_flight.microbatches * tables.results * (in_flight.microbatches > 1)
         return static + np.maximum(tables.forward_live + waiting, joined)
     waiting = (in_flight.most - 1) * tables.saved
-    early = partial(_early_gradients, tables, sent_to)
-    forward = waiting + tables.forward_live + early(in_flight.first_forwards)
-    backward = waiting + tables.backward_live_growing + early(in_flight.backwards)
+    untaken = partial(_untaken_gradients, tables, received_from)
+    forward = waiting + tables.forward_live
+    backward = waiting + tables.backward_live_growing + untaken(in_flight.backwards)
     peak = np.maximum(forward, backward)
     if in_flight.microbatches > 1:
         later = (in_flight.after_backward - 1) * tables.saved
-        forward = tables.owned + tables.forward_live + early(in_flight.later_forwards)
-        backward = tables.backward_live_grown + early(in_flight.backwards)
+        forward = tables.owned + tables.forward_live + untaken(in_flight.later_forwards)
+        backward = tables.backward_live_grown + untaken(in_flight.backwards)
         peak = np.maximum(peak, later + np.maximum(forward, backward))
     step = tables.owned + optimizer.transient * tables.largest_parameter
     return static + np.maximum(peak, step)
 
 
-def _early_gradients(
-    tables: IntervalTables, sent_to: Sequence[float] | None, counts: Counts
+def _untaken_gradients(
+    tables: IntervalTables, received_from: Sequence[float] | None, counts: Counts
 ) -> Table | float:
-    """The most bytes of gradients that wait for their micro-batch's turn, over all moments."""
+    """The most bytes of gradients that earlier stages have not taken yet, over all moments."""
     if not counts:
         return 0.0
-    if sent_to is None:
-        return max(map(max, counts)) * tables.sent
-    return float(max(np.dot(row, sent_to) for row in counts))
+    if received_from is None:
+        return max(map(max, counts)) * tables.computed
+    return float(max(np.dot(row, received_from) for row in counts))
 
 
 def replica_peak_bytes(
@@ -371,7 +344,7 @@ def replica_peak_bytes(
     in_flight: InFlight,
     *,
     training: bool,
-    sent_to: Sequence[float] | None = None,
+    received_from: Sequence[float] | None = None,
 ) -> Table:
     """The same on a further replica: no optimizer state, and gradients go home after each backward.
 
@@ -381,9 +354,9 @@ def replica_peak_bytes(
     static = tables.parameters + tables.buffers
     if not training:
         return static + tables.forward_live
-    early = partial(_early_gradients, tables, sent_to)
-    forward = tables.forward_live + early((*in_flight.first_forwards, *in_flight.later_forwards))
-    backward = tables.backward_live_growing + early(in_flight.backwards)
+    untaken = partial(_untaken_gradients, tables, received_from)
+    forward = tables.forward_live + untaken(in_flight.later_forwards)
+    backward = tables.backward_live_growing + untaken(in_flight.backwards)
     return static + (in_flight.most - 1) * tables.saved + np.maximum(forward, backward)
 
 

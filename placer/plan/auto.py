@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from placer.capture import Capture
-from placer.errors import BudgetError
 from placer.plan.build import build_plan
+from placer.plan.remedies import misfit_error
 from placer.plan.types import Plan
 from placer.spec import PlacementSpec
-from placer.units import format_bytes
 
 
 def choose_spec(
@@ -35,17 +34,9 @@ def choose_spec(
             return _with_resolved_layers(capture, spec, plan, inputs)
         plans.append(plan)
     closest = min(plans, key=_missing)
-    worst = min(closest.devices, key=lambda d: d.headroom or 0)
-    largest = max(closest.stages, key=lambda stage: stage.memory.peak)
-    raise BudgetError(
-        f"device {worst.device}",
-        f"no placement on {len(wanted.devices)} device(s) fits: the closest needs "
-        f"{format_bytes(_missing(closest))} more than {worst.device} has; its largest stage peaks "
-        f"at {format_bytes(largest.memory.peak)}",
-        "give more devices or more memory, a smaller input, or (for batches) more micro-batches",
-        device=worst.device,
-        missing_bytes=_missing(closest),
-    )
+    error = misfit_error(capture, wanted, inputs, closest)
+    error.problem = f"no placement on {len(wanted.devices)} device(s) fits: {error.problem}"
+    raise error
 
 
 def _with_resolved_layers(

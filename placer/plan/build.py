@@ -117,7 +117,13 @@ def microbatch_inputs(
 
 
 def _check_supported(spec: PlacementSpec) -> None:
-    if spec.batch_norm != "per_microbatch":
+    if spec.batch_norm == "sync" and spec.microbatches != 1:
+        raise PlacerError(
+            "/batch_norm",
+            "'sync' takes statistics over the whole batch, which micro-batches cannot wait for",
+            "use \"microbatches\": 1, or 'per_microbatch'",
+        )
+    if spec.batch_norm == "deferred":
         raise PlacerError(
             "/batch_norm", f"{spec.batch_norm!r} is not available yet", "use 'per_microbatch'"
         )
@@ -290,7 +296,7 @@ def _notes(
     has_batch_norm = any(
         isinstance(m, nn.modules.batchnorm._BatchNorm) for m in capture.model.modules()
     )
-    if cut and has_batch_norm and spec.training:
+    if cut and has_batch_norm and spec.training and spec.batch_norm == "per_microbatch":
         notes.append(
             "BatchNorm in train mode takes its statistics per micro-batch and replica, as with "
             "nn.DataParallel: results equal those of the same cuts run one after the other."

@@ -47,7 +47,8 @@ def lighten(
     ``costs`` are without regions; ``keys`` are those that the spec settles. ``choose(costs, pins)``
     partitions. Two partitions are tried: that of the plain costs, and that of the costs with every
     node treated; in each the stages are lightened one by one (`placer.partition.lighten`). Without
-    any budget and with the objective "memory", every stage gets its least peak.
+    any budget and with the objective "memory", every stage gets its least peak. Where that does not
+    fit, the borders are moved once more, to where they are best for the regions found.
     """
     plain = with_regions(costs, keys)
     first = choose(plain, {})
@@ -60,7 +61,11 @@ def lighten(
         static=0.0, budget=0.0, held=1, grown=False))  # fmt: skip
     treated = choose(search.costs_of([whole]), {})
     found = [search.improve(partition, choose) for partition in (first, treated)]
-    return min(found, key=_rank)
+    best = min(found, key=_rank)
+    if not best.partition.fits and len(best.partition.stages) > 1:
+        again = choose(best.costs, {})  # the best borders for the regions that were found
+        best = min(best, search.improve(again, choose), key=_rank)
+    return best
 
 
 def _rank(plan: LightPlan) -> tuple[bool, float, float]:

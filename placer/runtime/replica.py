@@ -16,7 +16,13 @@ from placer.emit import StageCode, StagedModel
 from placer.runtime.mirror import Mirrors
 from placer.runtime.pieces import run_pieces
 from placer.runtime.place import Place, on
-from placer.runtime.transfer import copy_to, gradient_root, receive, transfer
+from placer.runtime.transfer import (
+    WaitingGradients,
+    copy_to,
+    gradient_root,
+    receive,
+    transfer,
+)
 from placer.runtime.tree import build_tree
 from placer.schedule import Action
 
@@ -111,7 +117,8 @@ class Replica:
                     inputs.append(self.constant(name, place))
                     continue
                 value, source = values[name]
-                inputs.append(transfer(value, source or caller_place(value, place), place))
+                home = source or caller_place(value, place)
+                inputs.append(transfer(value, home, place, gradients_wait=source is not None))
                 del value
                 if staged.last_use[name] == stage.index:
                     del values[name]
@@ -177,7 +184,7 @@ class _MicrobatchRun:
         self._graph_inputs = {name: leaf for name, leaf in named.items() if leaf.requires_grad}
         # stage -> where its backward starts: (value, which tensor of it) -> root
         self._roots: dict[int, dict[tuple[str, int], torch.Tensor]] = {}
-        self._grads: dict[tuple[str, int], torch.Tensor] = {}  # (value, which tensor of it) -> sum
+        self._grads: dict[tuple[str, int], WaitingGradients] = {}  # (value, which tensor of it)
 
     def forward(self, stage_index: int, loss_of: Callable[[int, list[Any]], torch.Tensor]) -> None:
         replica, staged = self.replica, self.replica.staged
@@ -200,17 +207,19 @@ class _MicrobatchRun:
             with on(place):
                 self.loss = loss_of(self.index, result)
         else:
+            crossing = {
+                (name, position): tensor
+                for name, value in zip(stage.outputs, outputs, strict=True)
+                for position, tensor in enumerate(_differentiable(value))
+            }
+            self._grads.update((k, WaitingGradients(place, t)) for k, t in crossing.items())
             with on(place):
                 self._roots[stage_index] = {
-                    (name, position): gradient_root(
-                        tensor, partial(self._grads.pop, (name, position))
-                    )
-                    for name, value in zip(stage.outputs, outputs, strict=True)
-                    for position, tensor in enumerate(_differentiable(value))
+                    key: gradient_root(tensor, self._grads[key]) for key, tensor in crossing.items()
                 }
 
     def _receive(self, name: str, place: Place) -> Any:
-        """The value on ``place``, its gradient sent home when it comes."""
+        """The value on ``place``; its gradient waits there."""
         leaves, spec = tree_flatten(self._values[name])
         home = self._homes[name]
         received = []
@@ -219,30 +228,28 @@ class _MicrobatchRun:
                 leaf = place.device
             elif isinstance(leaf, torch.Tensor) and leaf.requires_grad and torch.is_grad_enabled():
                 key = (name, sum(1 for x in _differentiable(leaves[:position])))
-                leaf = receive(leaf, home, place, partial(self._collect, key, home, place != home))
+                leaf = receive(leaf, home, place, partial(self._hold, key, place))
             elif isinstance(leaf, torch.Tensor):
                 leaf = transfer(leaf, home, place)
             received.append(leaf)
         return tree_unflatten(received, spec)
 
-    def _collect(self, key: tuple[str, int], home: Place, copied: bool, grad: torch.Tensor) -> None:
-        """Add a gradient that has come home to those of the value's other readers."""
-        with on(home):
-            held = self._grads.get(key)
-            if held is None:
-                self._grads[key] = grad
-            elif copied and grad.layout == held.layout == torch.strided:
-                self._grads[key] = grad.add_(held)  # the copy is ours: no third tensor
-            else:
-                self._grads[key] = held + grad
+    def _hold(self, key: tuple[str, int], place: Place, grad: torch.Tensor) -> None:
+        """A gradient waits where it was made; the caller's own tensors get theirs at once."""
+        if key[0] in self._graph_inputs:
+            home = self._homes[key[0]]
+            waiting = self._grads.setdefault(key, WaitingGradients(home, grad))
+            waiting.hold(home, transfer(grad, place, home))
+        else:
+            self._grads[key].hold(place, grad)
 
     def backward(self, stage_index: int) -> None:
-        """Run the stage's backward from the gradients that its readers sent home.
+        """Run the stage's backward from the gradients that wait for it.
 
         A value that got none is no start: what only it depends on has no gradient, as in eager.
         """
         waiting = self._roots.pop(stage_index, {})
-        roots = [root for key, root in waiting.items() if key in self._grads]
+        roots = [root for key, root in waiting.items() if self._grads[key]]
         del waiting
         if stage_index == len(self.replica.staged.stages) - 1:
             assert self.loss is not None
@@ -255,9 +262,9 @@ class _MicrobatchRun:
     def backward_inputs(self) -> None:
         """Hand the gradients of the caller's own inputs on to the caller's graph."""
         for name, leaf in self._graph_inputs.items():
-            grad = self._grads.pop((name, 0), None)
-            if grad is not None:
-                torch.autograd.backward(leaf, grad)
+            waiting = self._grads.pop((name, 0), None)
+            if waiting:
+                torch.autograd.backward(leaf, waiting.add_to(None))
 
 
 def _differentiable(value: Any) -> list[torch.Tensor]:

@@ -18,35 +18,110 @@ def copy_to(place: Place, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(place.device, copy=True)
 
 
+class WaitingGradients:
+    """Gradients of one value that wait where its readers are until its own backward comes.
+
+    Its home holds the most just when its backward begins, while a reader's place has let go of
+    what it saved: a skip connection's gradient is better kept there. A stand-in of no bytes takes
+    its place in autograd's order; a hook on the value then puts the sum in.
+    """
+
+    def __init__(self, home: Place, like: torch.Tensor) -> None:
+        self._home = home
+        self._zero = (like.dtype, like.device, like.shape)
+        self._held: list[tuple[Place, torch.Tensor, bool, torch.cuda.Event | None]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    def hold(self, place: Place, grad: torch.Tensor) -> None:
+        """Keep ``grad`` on ``place``; a part of something larger (a concatenation's) as a copy."""
+        whole = grad.untyped_storage().nbytes() if grad.layout == torch.strided else 0
+        ours = whole > grad.nbytes and not torch.is_grad_enabled()
+        if ours:
+            with on(place):
+                grad = grad.clone()
+        made = torch.cuda.current_stream(grad.device).record_event() if grad.is_cuda else None
+        self._held.append((place, grad, ours, made))
+
+    def stand_in(self) -> torch.Tensor:
+        """A zero gradient for the value, at home."""
+        dtype, device, shape = self._zero
+        with on(self._home):
+            return torch.zeros((), dtype=dtype, device=device).expand(shape)
+
+    def add_to(self, grad: torch.Tensor | None) -> torch.Tensor | None:
+        """``grad``, which is at home, and all that waits, which comes home one by one."""
+        with on(self._home):
+            while self._held:
+                place, waiting, ours, made = self._held.pop()
+                if made is not None:
+                    stream = torch.cuda.current_stream(waiting.device)
+                    stream.wait_event(made)
+                    waiting.record_stream(stream)
+                came = transfer(waiting, place, self._home)
+                del waiting
+                ours = (ours or place != self._home) and not torch.is_grad_enabled()
+                if grad is None:
+                    grad = came
+                elif ours and came.layout == grad.layout == torch.strided:
+                    grad = came.add_(grad)  # the copy is ours: no third tensor
+                else:
+                    grad = came + grad
+        return grad
+
+
 class _Transfer(torch.autograd.Function):
-    """Copy from one place to another; the gradient takes the way back."""
+    """Copy from one place to another; the gradient takes the way back, at once or when needed."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, source: Place, target: Place) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
+        source: Place,
+        target: Place,
+        waiting: WaitingGradients | None,
+    ) -> torch.Tensor:
         ctx.source = source
         ctx.target = target
+        ctx.waiting = waiting
         ctx.set_materialize_grads(False)
         return copy_to(target, tensor)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return transfer(grads[0], ctx.target, ctx.source), None, None
+    def backward(
+        ctx: Any, *grads: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, None, None, None]:
+        if grads[0] is None or ctx.waiting is None:
+            return transfer(grads[0], ctx.target, ctx.source), None, None, None
+        ctx.waiting.hold(ctx.target, grads[0])
+        return ctx.waiting.stand_in(), None, None, None
 
 
-def transfer(value: Any, source: Place, target: Place) -> Any:
+def transfer(value: Any, source: Place, target: Place, *, gradients_wait: bool = False) -> Any:
     """``value`` (any pytree) with its tensors moved from ``source`` to ``target``.
 
     A value that stays at its place is passed on as it is. A ``torch.device`` becomes the target's.
+    With ``gradients_wait``, gradients stay on ``target`` until the value's own backward runs.
     """
     if source == target:
         return value
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
-            return _Transfer.apply(leaf, source, target)
+            waiting = None
+            if gradients_wait and has_backward(leaf) and torch.is_grad_enabled():
+                waiting = WaitingGradients(source, leaf)
+                leaf.register_hook(waiting.add_to)
+            return _Transfer.apply(leaf, source, target, waiting)
         return target.device if isinstance(leaf, torch.device) else leaf
 
     return tree_map(move, value)
+
+
+def has_backward(tensor: torch.Tensor) -> bool:
+    """Was it computed from what needs gradients? (A leaf's hooks would outlive the step.)"""
+    return tensor.grad_fn is not None
 
 
 class _Receive(torch.autograd.Function):
@@ -65,8 +140,6 @@ class _Receive(torch.autograd.Function):
         target: Place,
         deliver: Callable[[torch.Tensor], None],
     ) -> torch.Tensor:
-        ctx.source = source
-        ctx.target = target
         ctx.deliver = deliver
         ctx.set_materialize_grads(False)
         return tensor.detach() if source == target else copy_to(target, tensor)
@@ -75,42 +148,45 @@ class _Receive(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None, None, None]:
         if grads[0] is not None:
-            ctx.deliver(grads[0] if ctx.source == ctx.target else copy_to(ctx.source, grads[0]))
+            ctx.deliver(grads[0])
         return None, None, None, None, None
 
 
 def receive(
     tensor: torch.Tensor, source: Place, target: Place, deliver: Callable[[torch.Tensor], None]
 ) -> torch.Tensor:
-    """``tensor`` on ``target``, cut off from its graph; ``deliver`` is given its gradient, moved home."""
+    """``tensor`` on ``target``, cut off from its graph; ``deliver`` is given its gradient there."""
     with on(target):
         anchor = torch.zeros((), requires_grad=True)
     return _Receive.apply(anchor, tensor.detach(), source, target, deliver)  # type: ignore[no-any-return]
 
 
 class _Root(torch.autograd.Function):
-    """A scalar over a tensor; in backward the tensor's gradient is what ``take`` gives.
+    """A scalar over a tensor; in backward the tensor's gradient is what ``start`` gives.
 
     Given to ``torch.autograd.backward`` directly, the gradient would be held to the end of it.
     """
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, take: Callable[[], torch.Tensor]) -> torch.Tensor:
-        ctx.take = take
+    def forward(ctx: Any, tensor: torch.Tensor, start: Callable[[], Any]) -> torch.Tensor:
+        ctx.start = start
         return tensor.new_zeros(())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.take(), None
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        return ctx.start(), None
 
 
-def gradient_root(tensor: torch.Tensor, take: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """A scalar whose backward starts that of ``tensor`` with the gradient from ``take()``.
+def gradient_root(tensor: torch.Tensor, waiting: WaitingGradients) -> torch.Tensor:
+    """A scalar whose backward starts that of ``tensor``; what waits for it is added when it runs.
 
     It does not keep the tensor alive, only its graph.
     """
-    return _Root.apply(tensor, take)  # type: ignore[no-any-return]
+    if not has_backward(tensor):
+        return _Root.apply(tensor, lambda: waiting.add_to(None))  # type: ignore[no-any-return]
+    tensor.register_hook(waiting.add_to)
+    return _Root.apply(tensor, waiting.stand_in)  # type: ignore[no-any-return]
 
 
 class _Mirror(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""What waits at one stage while a schedule runs: micro-batches in flight, gradients come early."""
+"""What waits at one stage while a schedule runs: micro-batches in flight, gradients not yet taken."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ class InFlight:
     """Micro-batches at one stage over a step, in the order that one process runs it.
 
     ``most`` whose activations are held at once; ``after_backward`` the same, counted from the moment
-    on when the first backward has run. The others say how many micro-batches' gradients have come
-    too early: each entry a moment, in it a number per later stage that has sent them. Moments are
-    forwards before and after the first backward, and backwards (of another micro-batch).
+    on when the first backward has run. The others say of how many other micro-batches the stage
+    still holds the gradients that an earlier stage has not taken: each entry a moment, in it a
+    number per earlier stage. Moments are forwards after the first backward, and backwards.
     """
 
     microbatches: int = 1
     most: int = 1
     after_backward: int = 1
-    first_forwards: Counts = ()
     later_forwards: Counts = ()
     backwards: Counts = ()
 
@@ -33,29 +32,28 @@ def in_flight(schedule: Schedule, stage_index: int) -> InFlight:
     """What waits at ``stage_index`` under ``schedule``; backwards are done whole.
 
     >>> from placer.schedule import make_schedule
-    >>> waits = in_flight(make_schedule("1F1B", 3, 4), 0)
-    >>> waits.most, waits.after_backward, waits.backwards
-    (3, 3, ((0, 1),))
+    >>> waits = in_flight(make_schedule("1F1B", 3, 4), 1)
+    >>> waits.most, waits.after_backward, waits.later_forwards
+    (2, 2, ((1,),))
     """
-    last = schedule.num_stages - 1
-    early = dict.fromkeys(range(stage_index + 1, last + 1), 0)
+    waiting = dict.fromkeys(range(stage_index), 0)
     held = after = microbatches = 0
     seen_backward = False
-    first: set[tuple[int, ...]] = set()
     later: set[tuple[int, ...]] = set()
     backwards: set[tuple[int, ...]] = set()
     for action in linearize(merge_backward(schedule)):
-        if action.stage_index > stage_index:
-            early[action.stage_index] += action.kind == "B"
+        if action.stage_index < stage_index:
+            waiting[action.stage_index] -= action.kind == "B"
         if action.stage_index != stage_index:
             continue
+        moment = tuple(waiting.values())
         if action.kind == "F":
             held += 1
             microbatches += 1
-            (later if seen_backward else first).add(tuple(early.values()))
+            later.add(moment)
         else:
-            early = {stage: count - 1 for stage, count in early.items()}
-            backwards.add(tuple(early.values()))
+            backwards.add(moment)
+            waiting = {stage: count + 1 for stage, count in waiting.items()}
         if seen_backward:
             after = max(after, held)
         if action.kind == "B":
@@ -65,7 +63,6 @@ def in_flight(schedule: Schedule, stage_index: int) -> InFlight:
         microbatches=microbatches,
         most=max_in_flight(schedule, stage_index),
         after_backward=max(after, 1),
-        first_forwards=_largest(first),
         later_forwards=_largest(later),
         backwards=_largest(backwards),
     )

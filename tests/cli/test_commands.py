@@ -83,6 +83,13 @@ def test_simulate_judges_the_prediction(placer: Run) -> None:
     assert placer("simulate", "net.py:Net", "tiny.json", *X).exit_code == 3
 
 
+def test_simulate_shows_what_is_live_at_each_peak(placer: Run) -> None:
+    result = placer("simulate", "net.py:Net", "fits.json", *X)
+    for device in ("cuda:0", "cuda:1"):
+        assert f"{device} at its peak, in" in result.stdout
+    assert "parameter" in result.stdout
+
+
 def test_a_saved_plan_serves_as_a_spec(placer: Run, tmp_path: Path) -> None:
     saved = str(tmp_path / "plan.json")
     assert placer("plan", "net.py:Net", "pinned.json", *X, "-o", saved).exit_code == 0
@@ -186,14 +193,22 @@ def test_check_a_model(placer: Run) -> None:
     assert data["pieces"] == sum(data["pieces_per_layer"].values())
     assert data["whole_modules"] == []
     assert data["devices_needed"] == {"300KiB": None, "2GiB": 1}  # the reserve is 1 GiB
-    assert data["largest_piece"]["peak"] > 64 * 64 * 4
+    largest = data["largest_piece"]
+    assert largest["peak"] >= largest["least_bytes"] > 4 * 64 * 64 * 4  # weights, gradients, Adam
+    assert 1 < largest["least_devices"] <= 7  # of seven like layers and a small one
 
 
 def test_check_names_whole_modules_and_why(placer: Run) -> None:
     result = placer("check", "net.py:Picky", "--input", "3x4")
     assert result.exit_code == 0
-    assert "stays whole: inner: " in result.stdout
+    assert "stays whole: inner: its Python code depends on the value of a tensor" in result.stdout
     assert "net.py:" in result.stdout
+    assert "Chooser: it is kept whole on one device; inner has" in result.stdout
+    data = json.loads(placer("check", "net.py:Picky", "--input", "3x4", "--json").stdout)
+    (inner,) = data["whole_modules"]
+    assert 0.4 < inner["share_of_seconds"] < 0.6
+    assert inner["most_equal_stages"] == 2
+    assert data["largest_piece"]["layers"] == ["inner"]
 
 
 def test_profile(placer: Run) -> None:

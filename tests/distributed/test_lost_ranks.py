@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import fault_cases as cases
+import models
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,7 +30,7 @@ def test_a_rank_killed_in_a_step_ends_the_others_with_one_error(tmp_path: Path, 
     """Rank 0 holds the job's store too; rank 3 is no neighbour of rank 0."""
     job = Job(4)
     try:
-        answers = job.ask(cases.lose_a_rank, tmp_path, rank)
+        answers = job.ask(cases.lose_a_rank, tmp_path, rank, signal.SIGKILL)
     finally:
         job.close()
     assert answers.pop(rank) is None  # it is gone
@@ -40,6 +42,36 @@ def test_a_rank_killed_in_a_step_ends_the_others_with_one_error(tmp_path: Path, 
         assert found["type"] == "PeerError", found
         assert "lost the connection to another rank" in found["text"]
         assert found["seconds"] < TIMEOUT_SECONDS / 2  # the connection, not its timeout, tells
+
+
+def test_a_rank_killed_while_saving_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+    job = Job(2)
+    try:
+        answers = job.ask(cases.die_in_save, tmp_path)
+    finally:
+        job.close()
+    assert answers[1] is None and answers[0] is not None
+    ok, found = answers[0]
+    assert ok and found[0] == "PeerError" and found[1] < TIMEOUT_SECONDS / 2, found
+    assert (tmp_path / ".last.saving").is_dir()  # the second was under way
+    model = models.ConvNet().double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
+    assert placer.load(model, optimizer, tmp_path / "last") == {"steps": 1}
+    assert optimizer.state[model.fc2.bias]["step"] == 1
+    placer.save(model, optimizer, tmp_path / "last")
+    assert [path.name for path in tmp_path.iterdir()] == ["last"]
+
+
+def test_a_rank_that_hangs_is_found_by_the_timeout_of_the_process_group(tmp_path: Path) -> None:
+    """It is stopped, so its connections stay open; the other stage waits for it."""
+    job = Job(2, timeout_seconds=10.0)
+    try:
+        answers = job.ask(cases.lose_a_rank, tmp_path, 1, signal.SIGSTOP, wait_for=[0])
+    finally:
+        job.close()
+    assert answers[0] is not None, "rank 0 hangs"
+    ok, found = answers[0]
+    assert ok and found["type"] == "PeerError", found
 
 
 def test_torchrun_restarts_from_the_last_checkpoint_to_the_same_weights(
@@ -57,11 +89,9 @@ def test_torchrun_restarts_from_the_last_checkpoint_to_the_same_weights(
         "PYTHONPATH": os.pathsep.join(
             [str(TESTS.parent), str(TESTS), str(TESTS.parent / "examples")]
         ),
-        # https://github.com/pytorch/pytorch/issues/135712
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     script = [str(TESTS / "fault_cases.py"), str(tmp_path)]
-    subprocess.run([*launcher, *script], env=environment, check=True, timeout=120)
+    subprocess.run([*launcher, *script], env=environment, check=True, timeout=300)
     started = sorted(p.name for p in tmp_path.glob("started.*"))
     assert started == ["started.0.0", "started.0.2", "started.1.0", "started.1.2"]
     for rank, state in enumerate(expected):
@@ -102,12 +132,12 @@ def test_a_port_already_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_rank_that_starts_late_is_waited_for(job_of: Callable[[int], Job]) -> None:
-    assert job_of(2).run(cases.start_late, seconds=2.0) == [True, True]
+    assert job_of(2).run(cases.start_late, seconds=1.0) == [True, True]
 
 
 def test_nan_under_fp16_skips_the_step_on_all_ranks(job_of: Callable[[int], Job]) -> None:
-    for found in job_of(4).run(cases.overflow_in_one_replica):
+    results = job_of(4).run(cases.nan_in_one_stage)
+    assert [found["nan"] for found in results] == [[True, False], [False, False]] * 2
+    for found in results:
         assert found["changed"] == [False, True]
         assert found["scales"] == [512.0, 512.0]
-        assert found["losses"][0] != found["losses"][0]
-        assert found["losses"][1] < 10

@@ -10,6 +10,8 @@ import pytest
 import torch
 from jobs import Job
 
+import placer
+
 
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", "InterleavedZeroBubble", "GPipe", "1F1B"])
 def test_two_stages_per_device(job_of: Callable[[int], Job], schedule: str) -> None:
@@ -69,3 +71,19 @@ def test_only_this_ranks_part_is_held(job_of: Callable[[int], Job]) -> None:
     assert found[0]["modules"] == ["conv1", "conv2"]
     assert found[1]["modules"] == ["dropout", "fc1", "fc2"]
     assert not set(found[0]["owned"]) & set(found[1]["owned"])
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 2)])
+def test_synchronised_batch_norm_equals_the_uncut_original(
+    job_of: Callable[[int], Job], shape: tuple[int, int]
+) -> None:
+    spec = cases.make_spec(*shape, 1, batch_norm="sync")
+    job_of(shape[0] * shape[1]).run(cases.train_with_synchronised_norms, spec)
+
+
+def test_synchronised_batch_norm_needs_its_processes_and_whole_batches() -> None:
+    model, (x,), _ = cases.CASES["in place"](4)
+    with pytest.raises(placer.PlacerError, match="torchrun"):
+        placer.compile(model.double(), cases.make_spec(1, 2, 1, batch_norm="sync"), x)
+    with pytest.raises(placer.PlacerError, match='"microbatches": 1'):
+        placer.make_plan(model.double(), cases.make_spec(1, 2, 2, batch_norm="sync"), x)

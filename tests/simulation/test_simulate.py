@@ -118,7 +118,7 @@ def _measured_peak(placed: nn.Module, x: torch.Tensor, target: torch.Tensor) -> 
     step()
     state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
     before = sum(t.nbytes for t in (*placed.parameters(), *placed.buffers(), *state))
-    with torch.profiler.profile(profile_memory=True) as profile:
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
         step()
     live = most = 0
     for event in profile.profiler.kineto_results.events():

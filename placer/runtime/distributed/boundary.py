@@ -98,25 +98,29 @@ class BoundaryFinder:
         self._programs = Programs(self._shadow, plan, staged)
         places = [self._place] * len(staged.stages)
         self._replica = Replica(staged, places, places, plan.precision)
+        self._modes: tuple[bool, ...] = ()  # of the part that was followed last
         self._found: dict[Any, Crossings] = {}
 
     def follow_modes(self, part: nn.Module) -> None:
         """Take over the training flags of ``part``; those of modules that it lacks follow its own."""
-        modes = {path: module.training for path, module in part.named_modules()}
+        modes = tuple(module.training for module in part.modules())
+        if modes == self._modes:
+            return
+        self._modes = modes
+        named = {path: module.training for path, module in part.named_modules()}
         for copied in (self._shadow, self._fake):
             for path, module in copied.named_modules():
-                module.training = modes.get(path, part.training)
+                module.training = named.get(path, part.training)
 
     def find(self, leaves: Sequence[Tensor], *, grad: bool) -> Crossings:
         """What crosses for a micro-batch shaped like ``leaves`` (the flattened tensor inputs).
 
         Raises ``PlacerError`` when that depends on the data.
         """
-        staged = self._programs.find([leaf.detach() for leaf in leaves])
-        shapes = tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
-        modes = tuple(module.training for module in self._fake.modules())
-        key = (id(staged), shapes, modes, grad)
+        shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        key = (shapes, self._modes, grad)
         if key not in self._found:
+            staged = self._programs.find([leaf.detach() for leaf in leaves])
             self._found[key] = self._run(staged, shapes, grad)
         return self._found[key]
 

@@ -7,6 +7,7 @@ the buckets are ours (Li et al. 2020, arXiv:2006.15704, section 3.2), the sums t
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -53,7 +54,15 @@ class GradientReducer:
         self._home = {s.parameter: bucket for bucket in self._buckets for s in bucket.members}
         self._left: dict[nn.Parameter, int] = {}
         self._next = 0
-        self._hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in self._home]
+        # A parameter's hooks are out of the garbage collector's sight: they must not hold this.
+        arrived = weakref.WeakMethod(self._arrived)
+
+        def tell(parameter: nn.Parameter) -> None:
+            method = arrived()
+            if method is not None:
+                method(parameter)
+
+        self._hooks = [p.register_post_accumulate_grad_hook(tell) for p in self._home]
 
     def prepare(self, microbatches: int, *, overlap: bool) -> None:
         """Before a step of ``microbatches`` backwards: gradients that are there already count once.
@@ -90,6 +99,8 @@ class GradientReducer:
             device=like.device,
         )
         bucket.flat = torch.cat([exists, *(_flat_grad(m.parameter) for m in bucket.members)])
+        for member in bucket.members:  # they are in the bucket now: not held twice
+            member.parameter.grad = None
         bucket.work = dist.all_reduce(bucket.flat, group=bucket.group, async_op=True)
 
     def finish(self) -> None:
@@ -107,11 +118,8 @@ class GradientReducer:
             for member, there, piece in zip(bucket.members, exists, pieces, strict=True):
                 if not there:
                     continue
-                summed = piece.view_as(member.parameter)
-                if member.parameter.grad is None:
-                    member.parameter.grad = summed.clone()
-                else:
-                    member.parameter.grad.copy_(summed)
+                # The bucket itself becomes the gradients: nothing is copied back.
+                member.parameter.grad = piece.view_as(member.parameter)
             bucket.flat = bucket.work = None
 
     def close(self) -> None:

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
+from placer._torch import default_timeout
 from placer.errors import DeviceError, PlacerError
 from placer.plan.types import Plan
+from placer.runtime.distributed.rendezvous import fresh_store
 from placer.runtime.places import SimulatedDeviceWarning
+
+_START_TIMEOUT = timedelta(minutes=30)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,19 +123,31 @@ def choose_device(plan: Plan, job: Job, run_on: str | None) -> torch.device:
     return torch.device(kind, job.local_rank if count > 1 else 0)
 
 
-def join_job(device: torch.device) -> None:
+def join_job(device: torch.device, job: Job) -> None:
     """Make the default process group, if the program has not: NCCL for CUDA, gloo for the CPU.
 
-    Raises ``PlacerError`` when the processes do not find each other.
+    Waits half an hour for the other processes, as torch does. Raises ``PlacerError`` when they do
+    not find each other.
     """
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
     if not dist.is_initialized():
         backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
         try:
-            dist.init_process_group(backend)
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                store = fresh_store(_torchrun_store(), job.rank, job.world_size, _START_TIMEOUT)
+                dist.init_process_group(
+                    backend, store=store, rank=job.rank, world_size=job.world_size
+                )
+            else:
+                dist.init_process_group(backend)
         except (RuntimeError, ValueError) as error:
             raise _not_joined(error) from error
+
+
+def _torchrun_store() -> Any:
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(address, port, is_master=False)  # type: ignore[attr-defined]
 
 
 def _not_joined(error: Exception) -> PlacerError:
@@ -143,14 +162,6 @@ def _not_joined(error: Exception) -> PlacerError:
             f"port {env['MASTER_PORT']} is taken already, by another job or program {reason}",
             "choose another MASTER_PORT, or start with torchrun --standalone, which finds one",
         )
-    if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and "onnect" in str(error):
-        # https://github.com/pytorch/pytorch/issues/135712
-        return PlacerError(
-            where,
-            f"was sent to the address of a process that has ended {reason}; after a restart "
-            "torchrun's store still has those of the processes before",
-            "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is started",
-        )
     return PlacerError(
         where,
         f"did not find the other processes of the job by {address} {reason}",
@@ -160,5 +171,17 @@ def _not_joined(error: Exception) -> PlacerError:
 
 def make_mesh(plan: Plan, seat: Seat, device: torch.device) -> DeviceMesh:
     """The mesh replicas x devices; a collective call."""
-    shape = (plan.replicas, seat.num_devices)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("dp", "pp"))
+    ranks = torch.arange(plan.replicas * seat.num_devices).view(plan.replicas, seat.num_devices)
+    columns = [make_group(column, device) for column in ranks.T.tolist()]
+    rows = [make_group(row, device) for row in ranks.tolist()]
+    own = [columns[seat.device_index], rows[seat.replica_index]]
+    return DeviceMesh.from_group(own, device.type, ranks, mesh_dim_names=("dp", "pp"))
+
+
+def make_group(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup:
+    """A group of ``ranks`` that waits as long as the default group does; a collective call.
+
+    Left to itself torch gives every new group half an hour, whatever the program chose.
+    """
+    group: Any = dist.new_group(list(ranks), timeout=default_timeout(device))
+    return group  # type: ignore[no-any-return]

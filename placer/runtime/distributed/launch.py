@@ -38,7 +38,7 @@ def launch(
     """
     seat = take_seat(plan, job)
     device = choose_device(plan, job, run_on)
-    join_job(device)
+    join_job(device, job)
     with lost_peers(job.rank):
         compare_plans(plan)
     staged = emit_stages(capture, *plan.parts)

@@ -19,10 +19,11 @@ from placer.runtime.distributed.boundary import BoundaryFinder, Crossings, Wire
 from placer.runtime.distributed.engine import Engine
 from placer.runtime.distributed.faults import Alarm, close_groups
 from placer.runtime.distributed.gradients import GradientReducer, Shared
-from placer.runtime.distributed.job import Seat
+from placer.runtime.distributed.job import Seat, make_group
 from placer.runtime.distributed.part import Holdings
 from placer.runtime.distributed.randomness import own_random_state
-from placer.runtime.distributed.stage import Microbatch, Run
+from placer.runtime.distributed.stage import CALLER, Microbatch, Run
+from placer.runtime.distributed.sync_norm import synchronise_norms
 from placer.runtime.module import PlacedModule
 from placer.runtime.place import Place
 from placer.runtime.scaling import scale_of
@@ -33,6 +34,7 @@ from placer.runtime.scatter import (
     split_rows,
     split_target,
 )
+from placer.runtime.transfer import transfer
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -66,12 +68,14 @@ class DistributedModule(PlacedModule):
         self._holdings = holdings
         self._dp_group = mesh.get_group("dp")
         self._pp_group = mesh.get_group("pp")
-        self._world_group = _new_group(list(range(dist.get_world_size())))
-        self._tied_groups = _make_tied_groups(holdings, plan.replicas, seat.num_devices)
+        self._world_group = make_group(range(dist.get_world_size()), device)
+        self._tied_groups = _make_tied_groups(holdings, plan.replicas, seat.num_devices, device)
         self._finder = BoundaryFinder(capture.model, plan, staged, device)
         self._alarm = Alarm(dist.get_rank())
         self._layer_of = dict(plan.node_layers)
         self._written = _written_names(capture, holdings, seat)
+        if plan.batch_norm == "sync" and plan.replicas > 1:
+            synchronise_norms(part, self._dp_group)
         self._engine = Engine(
             self._replicas[0],
             part,
@@ -154,6 +158,8 @@ class DistributedModule(PlacedModule):
             try:
                 self._engine.execute(run, largest)
                 return self._gather(run, leaves, cuts)
+            except PlacerError:
+                raise  # the same on every rank
             except Exception as error:
                 self._fail(error)
 
@@ -177,6 +183,13 @@ class DistributedModule(PlacedModule):
                 total = None if total is None else self._sum_over_replicas(total)
             else:
                 cuts, mine = self._cuts(total, self.num_replicas), self.replica_index
+            if self.plan.batch_norm == "sync" and len(cuts) < self.num_replicas and not own_rows:
+                raise PlacerError(
+                    "batch",
+                    f"{total} rows leave a replica without any, and synchronised BatchNorm waits "
+                    f"for all {self.num_replicas}",
+                    "give every replica a row (drop the last, smaller batch)",
+                )
             scale = 1.0 if scaler is None else scale_of(scaler, self.device)
             weigh = None if reduction == "sum" else total
             with self._own_random_state():
@@ -190,6 +203,10 @@ class DistributedModule(PlacedModule):
                 reducer.finish()
             self._share_buffers()
             return self._sum_losses(run.losses)
+        except PlacerError as error:
+            if own_rows:  # other replicas may have found nothing wrong with theirs
+                self._fail(error)
+            raise
         except Exception as error:
             self._fail(error)
 
@@ -259,11 +276,7 @@ class DistributedModule(PlacedModule):
             named = dict(zip(staged.graph_inputs, pieces[position], strict=True))
             microbatches.append(
                 Microbatch(
-                    inputs={
-                        n: leaf.detach().to(self.device, non_blocking=True)
-                        for n, leaf in named.items()
-                        if n in needed
-                    },
+                    inputs={n: leaf.detach() for n, leaf in named.items() if n in needed},
                     crossings=crossings,
                     target=targets[position],
                     weight=1.0 if total is None else sizes[position] / total,
@@ -283,7 +296,8 @@ class DistributedModule(PlacedModule):
         def loss_of(output: Any, target: Any) -> Tensor:
             if target is None:
                 return loss_fn(output)
-            return loss_fn(output, _to_device(target, self.device))
+            place = self._replicas[0].output_place
+            return loss_fn(output, transfer(target, CALLER, place))
 
         return loss_of
 
@@ -383,6 +397,13 @@ class DistributedModule(PlacedModule):
         )
 
     def _check_alive(self) -> None:
+        if self._forward_hooks:
+            raise PlacerError(
+                "forward hooks",
+                "on the placed module as a whole do not run with one process per device: no rank "
+                "has all of its inputs and results",
+                "register them on layers, or look at outputs in loss_fn",
+            )
         if self._world_group is None:
             raise PeerError(
                 f"rank {dist.get_rank()}",
@@ -424,6 +445,8 @@ class DistributedModule(PlacedModule):
             )
         finally:
             self._engine.close()
+            if self.plan.batch_norm == "sync":
+                synchronise_norms(self._tree, None)
             if self._reducer is not None:
                 self._reducer.close()
             groups = [
@@ -437,27 +460,15 @@ class DistributedModule(PlacedModule):
             close_groups(error, groups)
 
 
-def _to_device(value: Any, device: torch.device) -> Any:
-    from torch.utils._pytree import tree_map_only
-
-    return tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), value)
-
-
 def _make_tied_groups(
-    holdings: Holdings, replicas: int, num_devices: int
+    holdings: Holdings, replicas: int, num_devices: int, device: torch.device
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """A process group over all replicas per set of devices that share a tensor; a collective call."""
     shared = sorted({holders for holders in holdings.holders.values() if len(holders) > 1})
     return {
-        holders: _new_group([r * num_devices + d for r in range(replicas) for d in holders])
+        holders: make_group([r * num_devices + d for r in range(replicas) for d in holders], device)
         for holders in shared
     }
-
-
-def _new_group(ranks: list[int]) -> dist.ProcessGroup:
-    """Torch's own annotation has a number in it, for ranks that are not members."""
-    group: Any = dist.new_group(ranks)
-    return group  # type: ignore[no-any-return]
 
 
 def _written_names(capture: Capture, holdings: Holdings, seat: Seat) -> tuple[str, ...]:

@@ -16,8 +16,14 @@ def own_random_state(device: torch.device, replica_index: int, device_index: int
     ranks draw together outside (a shuffled data set) stays the same on all of them.
     """
     drawn = int(torch.randint(2**62, ()).item())
-    forked = [] if device.type == "cpu" else [device]
-    kind = "cuda" if device.type == "cpu" else device.type
-    with torch.random.fork_rng(devices=forked, device_type=kind):
-        torch.manual_seed((drawn + (replica_index << 20) + device_index) % 2**63)
+    generators = [torch.default_generator]
+    if device.type != "cpu":
+        generators.append(torch.get_device_module(device).default_generators[device.index])
+    states = [generator.get_state() for generator in generators]
+    for generator in generators:
+        generator.manual_seed((drawn + (replica_index << 20) + device_index) % 2**63)
+    try:
         yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)

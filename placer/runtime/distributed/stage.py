@@ -13,15 +13,19 @@ from torch.utils._pytree import tree_leaves
 from placer.capture import unflatten_output
 from placer.runtime.distributed.boundary import Crossings, Wire, rebuild
 from placer.runtime.distributed.faults import locate_layer
-from placer.runtime.distributed.wire import from_wire, to_wire
+from placer.runtime.distributed.wire import from_wire, hollow, to_wire
+from placer.runtime.place import Place
 from placer.runtime.replica import Replica
+from placer.runtime.transfer import transfer
+
+CALLER = Place("caller", torch.device("cpu"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Microbatch:
     """One micro-batch of this replica; None for ``crossings`` means that it has no rows."""
 
-    inputs: Mapping[str, Tensor]  # the model's own inputs, on this rank's device
+    inputs: Mapping[str, Tensor]  # the model's own inputs, where the caller has them
     crossings: Crossings | None
     target: Any = None
     weight: float = 1.0  # what its loss counts in the loss of the batch
@@ -89,20 +93,28 @@ class StageModule(nn.Module):
         for value in crossings.boundaries[index - 1] if index else ():
             tensors = [from_wire(next(remaining), wire.shape) for wire in value.wires]
             values[value.name] = rebuild(value, tensors)
-        inputs = [
-            replica.constant(name, place)
-            if name in staged.constants
-            else given.inputs[name]
-            if name in given.inputs
-            else values[name]
-            for name in code.inputs
-        ]
+            del tensors
+        for wire in wires:
+            hollow(wire)
+        last = index == len(staged.stages) - 1
+        after = () if last else crossings.boundaries[index]
+        kept = {value.name for value in after}
+        if last:
+            kept.update(str(name) for kind, name in staged.result if kind == "value")
+        inputs = []
+        for name in code.inputs:
+            if name in staged.constants:
+                inputs.append(replica.constant(name, place))
+            elif name in given.inputs:  # a copy: the caller's own is not written to
+                inputs.append(transfer(given.inputs[name], CALLER, place))
+            else:
+                inputs.append(values[name] if name in kept else values.pop(name))
         outputs = replica.run_stage(self._part, code, inputs)
         values.update(zip(code.outputs, outputs, strict=True))
-        if self.after is None:
-            values.update(given.inputs)
+        if last:
+            values.update({n: x for n, x in given.inputs.items() if n in kept})
             return [values[x] if kind == "value" else x for kind, x in staged.result]
-        crossing = [values[value.name] for value in crossings.boundaries[index]]
+        crossing = [values[value.name] for value in after]
         return [leaf for leaf in tree_leaves(crossing) if isinstance(leaf, Tensor)]
 
     def _finish(

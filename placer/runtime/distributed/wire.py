@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from placer._torch import without_modes
+
 
 class _ToWire(torch.autograd.Function):
     @staticmethod
@@ -55,3 +57,16 @@ def to_wire(value: Tensor, numel: int) -> Tensor:
 def from_wire(wire: Tensor, shape: tuple[int, ...]) -> Tensor:
     """The tensor of ``shape`` at the start of ``wire``."""
     return _FromWire.apply(wire, shape)  # type: ignore[no-any-return]
+
+
+def hollow(wire: Tensor) -> None:
+    """Let go of the memory of ``wire`` and keep what autograd asks of a leaf: its shape and ``.grad``.
+
+    ``PipelineStage`` keeps every received tensor until its backward. What was read from the wire
+    shares its storage, and now lives as long as it is needed itself.
+    """
+    with without_modes():  # a ledger would count what is gone at once
+        empty = wire.detach().new_empty(0)
+        empty.set_(empty.untyped_storage(), 0, wire.shape, wire.stride())
+        empty.untyped_storage().resize_(0)
+    wire.data = empty

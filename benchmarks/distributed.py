@@ -1,0 +1,415 @@
+"""One process per device against one process, DDP, averaging by hand, and pipelining by hand.
+
+``python -m benchmarks.distributed`` starts ``torchrun`` with two processes of one thread each. All
+contestants of a comparison are in the same job and take turns, in random order, so that whatever
+else the machine does hits them alike; a ratio is the median over rounds of the ratio in a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torchvision
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.nn.parallel import DistributedDataParallel
+
+import placer
+from benchmarks.record import RESULTS, write_page
+from examples.unet3d import unet3d
+from placer.schedule import bubble, make_schedule
+from placer.simulation.ranks import RankLedger
+
+COMMAND = "python -m benchmarks.distributed"
+MICROBATCHES = (1, 2, 4, 8)
+Step = Callable[[], None]
+loss_of = nn.CrossEntropyLoss()
+
+
+def take_turns(contestants: Mapping[str, Step], rounds: int) -> dict[str, list[float]]:
+    """Seconds of every step of every contestant; all ranks start and end each together."""
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    order = random.Random(0)
+    for number in range(rounds + 2):
+        for name in order.sample(list(contestants), len(contestants)):
+            dist.barrier()
+            start = time.perf_counter()
+            contestants[name]()
+            dist.barrier()
+            if number >= 2:  # the first ones warm up
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def train(module: nn.Module, backward: Callable[[], Any]) -> Step:
+    """A step of SGD around ``backward``."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        backward()
+        optimizer.step()
+
+    return step
+
+
+# Replicas.
+
+
+def replica_cases() -> dict[str, tuple[nn.Module, Tensor, Tensor]]:
+    torch.manual_seed(0)
+    return {
+        "ResNet-18, 32 x 3 x 64 x 64": (
+            torchvision.models.resnet18(num_classes=10),
+            torch.randn(32, 3, 64, 64),
+            torch.randint(0, 10, (32,)),
+        ),
+        "3D U-Net (width 8, depth 3), 4 x 1 x 32 x 32 x 32": (
+            unet3d(width=8, depth=3, out_channels=3),
+            torch.randn(4, 1, 32, 32, 32),
+            torch.randint(0, 3, (4, 32, 32, 32)),
+        ),
+    }
+
+
+def compare_replicas(rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Two replicas, a batch of the same size in all: one process, placer, DDP, averaging by hand."""
+    found = {}
+    rank = dist.get_rank()
+    for name, (model, x, target) in replica_cases().items():
+        rows, wanted = x.chunk(2)[rank], target.chunk(2)[rank]
+        placed = placer.compile(model, {"devices": ["cpu"], "replicas": 2}, x)
+        ddp = DistributedDataParallel(_copy(model))
+        averaged, alone = _copy(model), _copy(model)
+
+        def average(
+            averaged: nn.Module = averaged, rows: Tensor = rows, wanted: Tensor = wanted
+        ) -> None:
+            loss_of(averaged(rows), wanted).backward()
+            for parameter in averaged.parameters():
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= 2
+
+        one = train(alone, lambda m=alone, x=x, t=target: loss_of(m(x), t).backward())
+        found[name] = take_turns(
+            {
+                "one process": one if rank == 0 else lambda: None,
+                "placer": train(
+                    placed, lambda p=placed, x=x, t=target: p.step(x, target=t, loss_fn=loss_of)
+                ),
+                "DDP": train(ddp, lambda m=ddp, x=rows, t=wanted: loss_of(m(x), t).backward()),
+                "average_gradients": train(averaged, average),
+            },
+            rounds,
+        )
+    return found
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model)
+
+
+# Stages.
+
+
+def stage_model() -> tuple[nn.Sequential, Tensor, Tensor]:
+    """Eight equal blocks; four of them are half of the work, and the boundary is 2 MiB."""
+    torch.manual_seed(0)
+    blocks = [
+        nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.GroupNorm(4, 32), nn.ReLU())
+        for _ in range(8)
+    ]
+    model = nn.Sequential(*blocks, nn.Flatten(), nn.Linear(32 * 16 * 16, 10))
+    return model, torch.randn(64, 32, 16, 16), torch.randint(0, 10, (64,))
+
+
+def stage_spec(schedule: str, microbatches: int) -> dict[str, Any]:
+    layers = {str(i): "cpu:0" if i < 4 else "cpu:1" for i in range(10)}
+    return {
+        "devices": ["cpu:0", "cpu:1"],
+        "layers": layers,
+        "schedule": schedule,
+        "microbatches": microbatches,
+    }
+
+
+def by_hand(model: nn.Sequential, x: Tensor, target: Tensor, schedule: str, count: int) -> Step:
+    """The same two stages as someone writes them on ``torch.distributed.pipelining``."""
+    rank = dist.get_rank()
+    part = model[:4] if rank == 0 else model[4:]
+    stage = pipelining.PipelineStage(_copy(part), rank, 2, torch.device("cpu"))
+    kind = {"GPipe": pipelining.ScheduleGPipe, "1F1B": pipelining.Schedule1F1B}[schedule]
+    runner = kind(stage, count, loss_fn=loss_of)
+    if rank == 0:
+        return train(stage.submod, lambda: runner.step(x))
+    return train(stage.submod, lambda: runner.step(target=target))
+
+
+def compare_stages(rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Two stages by placer, by hand, and both in one process, for several micro-batch counts."""
+    found = {}
+    model, x, target = stage_model()
+    for count in MICROBATCHES:
+        contestants: dict[str, Step] = {}
+        for schedule in ("GPipe", "1F1B"):
+            if schedule == "1F1B" and count == 1:
+                continue  # torch wants as many micro-batches as stages
+            placed = placer.compile(model, stage_spec(schedule, count), x)
+            contestants[f"placer {schedule}"] = train(
+                placed, lambda p=placed: p.step(x, target=target, loss_fn=loss_of)
+            )
+            contestants[f"by hand {schedule}"] = by_hand(model, x, target, schedule, count)
+        alone = _copy(model)
+
+        def accumulate(alone: nn.Module = alone, count: int = count) -> None:
+            for rows, wanted in zip(x.chunk(count), target.chunk(count), strict=True):
+                (loss_of(alone(rows), wanted) / count).backward()
+
+        one = train(alone, accumulate)
+        contestants["one process"] = one if dist.get_rank() == 0 else lambda: None
+        found[str(count)] = take_turns(contestants, rounds)
+    return found
+
+
+# Memory.
+
+
+def memory_case(schedule: str, count: int, stages: int) -> tuple[nn.Module, dict[str, Any], Tensor]:
+    torch.manual_seed(0)
+    model = unet3d(width=8, depth=3, out_channels=3)
+    spec = {
+        "devices": [f"cpu:{i}" for i in range(stages)],
+        "schedule": schedule,
+        "microbatches": count,
+    }
+    return model, spec, torch.randn(8, 1, 32, 32, 32)
+
+
+def measure_memory() -> list[dict[str, Any]]:
+    """Peak bytes of a step on this rank, counted storage by storage on real tensors."""
+    found = []
+    stages = dist.get_world_size()
+    for schedule in ("GPipe", "1F1B", "InterleavedZeroBubble"):
+        for count in (2, 4):
+            model, spec, x = memory_case(schedule, count, stages)
+            target = torch.randint(0, 3, (8, 32, 32, 32))
+            placed = placer.compile(model, spec, x)
+            optimizer = torch.optim.Adam(placed.parameters())
+            placed.step(x, target=target, loss_fn=loss_of)  # finds what crosses, on fake tensors
+            optimizer.zero_grad()
+            ledger = RankLedger()
+            ledger.add_state((*placed.parameters(), *placed.buffers()))
+            for tensor in (x, target):
+                ledger.add(tensor, "caller", kind="input")
+            with ledger:
+                for _ in range(2):
+                    placed.step(x, target=target, loss_fn=loss_of)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            found.append(
+                {
+                    "schedule": schedule,
+                    "microbatches": count,
+                    "stages": stages,
+                    "rank": dist.get_rank(),
+                    "measured": ledger.peak.nbytes,
+                }
+            )
+    return found
+
+
+def predict_memory(found: list[dict[str, Any]]) -> None:
+    """Add to every entry what ``placer.simulate(…, processes=True)`` and the plan say."""
+    cases = dict.fromkeys((e["schedule"], e["microbatches"], e["stages"]) for e in found)
+    for schedule, count, stages in cases:
+        model, spec, x = memory_case(schedule, count, stages)
+        plan = placer.make_plan(model, spec, x)
+
+        def loss(output: Tensor) -> Tensor:
+            return loss_of(output, output.new_zeros((len(output), 32, 32, 32), dtype=torch.long))
+
+        report = placer.simulate(model, plan, x, loss_fn=loss, processes=True)
+        for entry in found:
+            if (entry["schedule"], entry["microbatches"], entry["stages"]) == (
+                schedule,
+                count,
+                stages,
+            ):
+                entry["predicted"] = report.devices[entry["rank"]].peak
+                entry["one process"] = plan.stages[entry["rank"]].memory.peak
+
+
+# The page.
+
+
+def work(path: Path, rounds: int) -> None:
+    """What each process of a job does; rank 0 writes what was found. With four, only memory."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    memory: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(memory, measure_memory())
+    found: dict[str, Any] = {"memory": [entry for rank in memory for entry in rank]}
+    if dist.get_world_size() == 2:
+        found["replicas"] = compare_replicas(rounds)
+        found["stages"] = compare_stages(rounds)
+    if dist.get_rank() == 0:
+        path.write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def run_job(processes: int, rounds: int) -> dict[str, Any]:
+    """What a job of this size finds, in processes of one thread each."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "found.json"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc-per-node={processes}", "-m", "benchmarks.distributed"]
+        command += ["--worker", str(path), "--rounds", str(rounds)]
+        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
+
+
+def ratio(seconds: Mapping[str, list[float]], over: str, under: str) -> float:
+    """Median over rounds of the first's seconds over the second's."""
+    pairs = zip(seconds[over], seconds[under], strict=True)
+    return statistics.median(a / b for a, b in pairs)
+
+
+def table(header: list[str], rows: list[list[str]]) -> list[str]:
+    lines = [f"| {' | '.join(header)} |", f"|{' --- |' * len(header)}"]
+    return [*lines, *(f"| {' | '.join(row)} |" for row in rows), ""]
+
+
+def milliseconds(seconds: list[float]) -> str:
+    return f"{statistics.median(seconds) * 1e3:.0f}"
+
+
+def write(found: dict[str, Any], rounds: int, load: float) -> None:
+    lines = [
+        f"Two processes of one thread each, gloo on loopback; {rounds} rounds, contestants in turn; "
+        f"a ratio is the median of the ratios of the rounds. Load average at the start: {load:.1f}.",
+        "",
+        "## Two replicas: throughput, the whole batch of the same size",
+        "",
+    ]
+    header = ["training step", "one process, ms", "placer dp=2, ms", "over one process"]
+    header += ["over DDP", "over average_gradients"]
+    rows = [
+        [
+            name,
+            milliseconds(seconds["one process"]),
+            milliseconds(seconds["placer"]),
+            f"{ratio(seconds, 'one process', 'placer'):.2f}",
+            f"{ratio(seconds, 'DDP', 'placer'):.2f}",
+            f"{ratio(seconds, 'average_gradients', 'placer'):.2f}",
+        ]
+        for name, seconds in found["replicas"].items()
+    ]
+    lines += table(header, rows)
+    lines += ["## Two stages: step time over the same stages by hand; efficiency", ""]
+    header = ["micro-batches", "schedule", "placer, ms", "by hand, ms", "placer / by hand"]
+    header += ["efficiency", "of the schedule"]
+    rows = []
+    for count, seconds in found["stages"].items():
+        for schedule in ("GPipe", "1F1B"):
+            if f"placer {schedule}" not in seconds:
+                continue
+            rows.append(
+                [
+                    count,
+                    schedule,
+                    milliseconds(seconds[f"placer {schedule}"]),
+                    milliseconds(seconds[f"by hand {schedule}"]),
+                    f"{ratio(seconds, f'placer {schedule}', f'by hand {schedule}'):.3f}",
+                    f"{ratio(seconds, 'one process', f'placer {schedule}') / 2:.3f}",
+                    f"{1 - bubble(make_schedule(schedule, 2, int(count))):.3f}",
+                ]
+            )
+    lines += table(header, rows)
+    lines += [
+        "Efficiency is the time of one process for the same micro-batches over twice the step's; that",
+        "of the schedule is 1 - bubble. [Plot](distributed.png).",
+        "",
+        "## Peak memory per rank, 3D U-Net (width 8, depth 3), 8 x 1 x 32 x 32 x 32, Adam",
+        "",
+    ]
+    rows = [
+        [
+            entry["schedule"],
+            str(entry["microbatches"]),
+            f"{entry['rank']} of {entry['stages']}",
+            f"{entry['one process'] / 2**20:.1f}",
+            f"{entry['predicted'] / 2**20:.1f}",
+            f"{entry['measured'] / 2**20:.1f}",
+            f"{entry['measured'] / entry['predicted'] - 1:+.1%}",
+        ]
+        for entry in sorted(
+            found["memory"],
+            key=lambda e: (e["stages"], e["schedule"], e["microbatches"], e["rank"]),
+        )
+    ]
+    header = ["schedule", "micro-batches", "rank", "plan (one process), MiB"]
+    header += ["simulated rank, MiB", "counted, MiB", "counted over simulated"]
+    lines += table(header, rows)
+    lines += [
+        "Simulated is `placer.simulate(model, plan, args, processes=True)`: torch's engine on fake",
+        "tensors. Split backwards are simulated with more than they hold: an upper bound.",
+        "",
+    ]
+    write_page("distributed", "One process per device", COMMAND, lines)
+    plot(found["stages"])
+
+
+def plot(stages: Mapping[str, Mapping[str, list[float]]]) -> None:
+    """Measured efficiency beside the schedule's own, over the number of micro-batches."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    counts = [int(count) for count in stages]
+    ideal = [1 - bubble(make_schedule("GPipe", 2, count)) for count in counts]
+    axes.plot(counts, ideal, color="0.5", linestyle="--", label="1 - bubble")
+    for schedule, marker in (("GPipe", "o"), ("1F1B", "s")):
+        known = [c for c in counts if f"placer {schedule}" in stages[str(c)]]
+        found = [ratio(stages[str(c)], "one process", f"placer {schedule}") / 2 for c in known]
+        axes.plot(known, found, marker=marker, label=f"placer, {schedule}")
+    axes.set(xlabel="micro-batches", ylabel="efficiency of 2 stages", xscale="log", ylim=(0, 1))
+    axes.set_xticks(counts, [str(count) for count in counts])
+    axes.minorticks_off()
+    axes.legend()
+    figure.savefig(RESULTS / "distributed.png", dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        work(options.worker, options.rounds)
+        return
+    load = os.getloadavg()[0]
+    found = run_job(2, options.rounds)
+    found["memory"] += run_job(4, options.rounds)["memory"]
+    predict_memory(found["memory"])
+    write(found, options.rounds, load)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""What a model can be cut into, in words: the pieces, what stays whole and why, what that limits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_SHOWN = 8  # modules that stay whole for one reason
+
+
+def print_limits(console: Console, result: Mapping[str, Any]) -> None:
+    """Print the result of ``placer check`` without a spec."""
+    from rich import box
+    from rich.table import Table
+
+    console.print(
+        f"{result['nodes']} operations in {result['pieces']} pieces that can go to different "
+        "devices\n"
+    )
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column("layer", overflow="fold")
+    table.add_column("pieces", justify="right")
+    for layer, count in result["pieces_per_layer"].items():
+        table.add_row(layer or "(the model itself)", str(count))
+    console.print(table)
+    console.print()
+    _print_whole(console, result["whole_modules"])
+    _print_largest(console, result["largest_piece"])
+    for size, devices in result["devices_needed"].items():
+        answer = str(devices or "no number up to 64 is enough")
+        console.print(f"devices of {size} needed: {answer}")
+    for note in result["notes"]:
+        console.print(f"note: {note}", style="dim", markup=False)
+
+
+def _print_whole(console: Console, modules: list[dict[str, Any]]) -> None:
+    """Each module that stays whole; those of one class and reason together, the largest first."""
+    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for module in modules:
+        key = module["class"], module["reason"], module["location"]
+        groups.setdefault(key, []).append(module)
+    for (kind, reason, location), members in groups.items():
+        members.sort(key=lambda m: -m.get("share_of_seconds", 0.0))
+        names = ", ".join(m["layer"] or "the model itself" for m in members[:_SHOWN])
+        more = f" and {len(members) - _SHOWN} more" if len(members) > _SHOWN else ""
+        where = f" ({location})" if location else ""
+        console.print(f"stays whole: {names}{more}: {reason}{where}", markup=False)
+        limit = _limit(members[0])
+        one = "it" if len(members) == 1 else "each"
+        console.print(f"  {kind}: {one} is {members[0]['done']}{limit}", style="dim", markup=False)
+
+
+def _limit(module: Mapping[str, Any]) -> str:
+    """How the module limits the split."""
+    if "share_of_seconds" not in module:
+        return ""
+    shares = (
+        f"; {module['layer'] or 'it'} has {module['share_of_seconds']:.0%} of the time of a step and "
+        f"{module['share_of_bytes']:.0%} of its memory"
+    )
+    stages = module["most_equal_stages"]
+    if stages is None or stages > 16:
+        return shares
+    plural = "stage is" if stages == 1 else f"{stages} equal stages are"
+    return (
+        f"{shares}: no more than {plural} possible" if stages > 1 else f"{shares}: it sets the pace"
+    )
+
+
+def _print_largest(console: Console, largest: Mapping[str, Any] | None) -> None:
+    from placer.units import format_bytes
+
+    if largest is None:
+        return
+    layers = [layer or "the model itself" for layer in largest["layers"]]
+    more = f" and {len(layers) - 4} more" if len(layers) > 4 else ""
+    count = largest["least_devices"]
+    devices = "1 device" if count == 1 else f"{count} devices"
+    console.print(
+        f"largest piece: {', '.join(layers[:4])}{more}: {format_bytes(largest['peak'])} at its peak "
+        f"on a device of its own, {format_bytes(largest['least_bytes'])} wherever it is; of devices "
+        f"that small, the model needs at least {devices}",
+        markup=False,
+    )

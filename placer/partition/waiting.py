@@ -1,0 +1,180 @@
+"""Where the gradients of skip connections wait: where they are needed, or where they were made.
+
+With ``source`` the node whose backward makes a gradient, ``sender`` the one that hands it on
+(``source``, or what splits the gradient of a concatenation), ``home`` the node to whose result it
+belongs and ``target`` the last node that adds to it (``home`` itself, or another reader):
+
+    stage has target and sender   it waits in columns target + 1 … source - 1
+    stage has sender, not target  a copy of the part that is needed waits from sender on, to the end
+    stage has target, not sender  it comes when the backward of home runs; nothing waits
+
+That is the rule of `placer.runtime.transfer.WaitingGradients`. Where values are relayed from stage
+to stage, under torchrun, gradients come with the others and wait in the stage of ``home``.
+
+Whether a stage has its sender depends on its end, so the tables, which have a row per start and a
+column per node, hold what is there if it has, and `Elsewhere` what changes where the stage ends
+before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placer.cost import CostTable, PendingGradient
+
+Add = Callable[[int, int, int, int, float], None]  # first start, last start, column, until, bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elsewhere:
+    """``nbytes`` more in columns ``begin`` … ``until`` - 1 of stages that end at or before ``sender``.
+
+    Those of them that start at ``first`` … ``last``.
+    """
+
+    first: int
+    last: int
+    begin: int
+    until: int
+    sender: int
+    nbytes: float
+
+
+def waiting_gradients(
+    costs: CostTable, place: NDArray[np.int64], add: Add, *, relayed: bool = False
+) -> list[Elsewhere]:
+    """Fill a table by ``add`` for stages that have all senders; the answer is for those that do not.
+
+    ``place`` gives every node's position. O(parts of gradients).
+    """
+    elsewhere: list[Elsewhere] = []
+    # (node, home): of what is added at the node for its home, the first that hands it on
+    sender_of: dict[tuple[int, int], int] = {}
+    for gradient in costs.gradients:
+        if place[gradient.target] < place[gradient.source]:
+            (_come if relayed else _wait)(gradient, costs, place, add, elsewhere)
+            sum_at = gradient.target, gradient.home
+            sender = int(place[gradient.sender])
+            sender_of[sum_at] = min(sender, sender_of.get(sum_at, sender))
+    for sum_ in costs.added:
+        home, node = int(place[sum_.home]), int(place[sum_.node])
+        if home < node:
+            add(0, node, node, node + 1, sum_.nbytes)
+            sender = len(costs.nodes) if relayed else sender_of.get((sum_.node, sum_.home), node)
+            _change(elsewhere, home + 1, node, node, node + 1, sender, -sum_.nbytes)
+    return elsewhere
+
+
+def _wait(
+    gradient: PendingGradient,
+    costs: CostTable,
+    place: NDArray[np.int64],
+    add: Add,
+    elsewhere: list[Elsewhere],
+) -> None:
+    source, sender = int(place[gradient.source]), int(place[gradient.sender])
+    target, home = int(place[gradient.target]), int(place[gradient.home])
+    whole, needed = gradient.nbytes, gradient.nbytes - gradient.surplus
+
+    # The stage has the target.
+    add(0, target, target + 1, source, whole)
+    _change(elsewhere, 0, target, target + 1, source, sender, -whole)
+    if home == target:
+        _change(elsewhere, 0, home, target, target + 1, sender, -gradient.surplus)
+    else:  # what came in at the target comes at home instead, beside the sum of the readers here
+        _change(elsewhere, 0, home, target, target + 1, sender, -whole)
+        cost = costs.nodes[gradient.home]
+        room = cost.backward_transient - cost.backward_incoming
+        _change(elsewhere, 0, home, home, home + 1, sender, max(0, needed - room))
+
+    # It has the sender, and others have the target: a copy, made while the whole is still there.
+    def hand_over(to: int, nbytes: float) -> None:
+        until = sender + (gradient.surplus > 0)
+        add(to + 1, sender, 0, until, nbytes)
+        _change(elsewhere, to + 1, sender, 0, until, sender, -nbytes)
+
+    hand_over(target, needed)
+    if not gradient.surplus:
+        return
+    last = sender  # the last in the stage that needs a part of it
+    for to, nbytes in sorted(((int(place[t]), b) for t, b in gradient.earlier), reverse=True):
+        _change(elsewhere, 0, to, to, to + 1, sender, nbytes)
+        hand_over(to, nbytes)
+        add(to + 1, last, last, source, whole)
+        _change(elsewhere, to + 1, last, last, source, sender, -whole)
+        last = to
+    add(target + 1, last, last, source, whole)
+    _change(elsewhere, target + 1, last, last, source, sender, -whole)
+
+
+def _come(
+    gradient: PendingGradient,
+    costs: CostTable,
+    place: NDArray[np.int64],
+    add: Add,
+    elsewhere: list[Elsewhere],
+) -> None:
+    """It waits in the stage of its home, wherever it was made."""
+    home, target = int(place[gradient.home]), int(place[gradient.target])
+    source, sender = int(place[gradient.source]), int(place[gradient.sender])
+    add(0, home, target + 1, source, gradient.nbytes)
+    _change(elsewhere, 0, home, target, len(costs.nodes), sender, -gradient.surplus)
+
+
+def _change(
+    elsewhere: list[Elsewhere],
+    first: int,
+    last: int,
+    begin: int,
+    until: int,
+    sender: int,
+    nbytes: float,
+) -> None:
+    if nbytes and first <= last and begin < until:
+        elsewhere.append(
+            Elsewhere(
+                first=first, last=last, begin=begin, until=until, sender=sender, nbytes=nbytes
+            )
+        )
+
+
+def largest_up_to(
+    table: NDArray[np.float64],
+    starts: Sequence[int],
+    ends: Sequence[int],
+    elsewhere: Sequence[Elsewhere],
+) -> NDArray[np.float64]:
+    """Per start and end the largest value of columns start … end - 1, with what ``elsewhere`` says.
+
+    ``starts`` and ``ends`` ascend. A column is settled once all its senders lie before the end; the
+    settled ones are a running maximum, only the others are looked at again for every end:
+    O(starts * (columns + sum over ends of the columns whose gradients cross them)).
+    """
+    first, columns = np.asarray(starts), np.arange(table.shape[1])
+    current = np.where(columns[None, :] >= first[:, None], table, -np.inf)
+    pending = sorted(elsewhere, key=lambda item: -item.sender)
+    areas = [
+        (slice(*np.searchsorted(first, [e.first, e.last + 1])), slice(e.begin, e.until))
+        for e in pending
+    ]
+    settled_at = np.full(len(columns), -1)
+    for item, area in zip(pending, areas, strict=True):
+        current[area] += item.nbytes
+        settled_at[area[1]] = np.maximum(settled_at[area[1]], item.sender)
+    found = np.empty((len(starts), len(ends)))
+    settled = np.full(len(starts), -np.inf)
+    known = np.zeros(len(columns), dtype=np.bool_)
+    for index, end in enumerate(ends):
+        while pending and pending[-1].sender < end:
+            current[areas.pop()] -= pending.pop().nbytes
+        is_settled = settled_at[:end] < end
+        new = np.flatnonzero(is_settled & ~known[:end])
+        known[new] = True
+        settled = np.maximum(settled, current[:, new].max(axis=1, initial=-np.inf))
+        others = np.flatnonzero(~is_settled)
+        found[:, index] = np.maximum(settled, current[:, others].max(axis=1, initial=-np.inf))
+    return found

@@ -1,0 +1,212 @@
+"""When nothing fits: what is missing, what needs it, and which changes were planned and would do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from placer.capture import Capture
+from placer.cost import estimate_costs
+from placer.errors import BudgetError, PlacerError, Tried
+from placer.plan.build import build_plan
+from placer.plan.types import Plan
+from placer.spec import DeviceSpec, PlacementSpec
+from placer.units import format_bytes
+
+_MOST_DEVICES = 8
+_MICROBATCHES = (2, 4, 8, 16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LargestNode:
+    """The node that needs the most bytes by itself: no cut of the model makes them less."""
+
+    node: str
+    layer: str
+    nbytes: int
+
+
+def misfit_error(
+    capture: Capture,
+    spec: PlacementSpec,
+    inputs: Sequence[Tensor],
+    plan: Plan,
+    *,
+    tries: bool = True,
+) -> BudgetError:
+    """Why ``plan`` (the best under ``spec``) does not fit, and with ``tries`` what would.
+
+    Every change that it names was planned like the spec itself.
+    """
+    worst = min(plan.devices, key=lambda d: d.headroom if d.headroom is not None else 0)
+    missing = -(worst.headroom or 0)
+    largest = find_largest_node(capture, spec, inputs)
+    tried = try_remedies(capture, spec, inputs) if tries else ()
+    fitting = [t.change for t in tried if t.fits]
+    return BudgetError(
+        f"device {worst.device}",
+        f"the placement needs {format_bytes(worst.peak)} and a reserve of "
+        f"{format_bytes(worst.reserve)}, {format_bytes(missing)} more than its "
+        f"{format_bytes(worst.budget or 0)}; the largest single node, {largest.node} "
+        f"({largest.layer or 'the model'}), needs {format_bytes(largest.nbytes)} by itself",
+        "tried, and it would fit: " + "; or ".join(fitting) if fitting else describe_tries(tried),
+        device=worst.device,
+        missing_bytes=missing,
+        largest_node=largest.node,
+        largest_node_bytes=largest.nbytes,
+        tried=tried,
+    )
+
+
+def describe_tries(tried: Sequence[Tried]) -> str:
+    """In one line how near the changes that do not suffice came."""
+    if not tried:
+        return "give more memory, or a smaller input"
+    near = min(tried, key=lambda t: t.peak)
+    return (
+        f"of {len(tried)} changes tried none fits; nearest is to {near.change} "
+        f"({format_bytes(near.peak)}); give more memory, or a smaller input"
+    )
+
+
+def find_largest_node(
+    capture: Capture, spec: PlacementSpec, inputs: Sequence[Tensor]
+) -> LargestNode:
+    """For the whole batch at once: what the node's parameters and its own run keep on a device."""
+    costs = estimate_costs(capture, inputs, training=spec.training, precision=spec.precision)
+    sizes = []
+    for node, cost in enumerate(costs.nodes[: len(costs.names)]):
+        names = {costs.alias_of[name] for name in costs.parameters_of[node]}
+        copies = 2 if spec.training else 1  # with their gradients
+        state = copies * sum(costs.state_nbytes[name] for name in names)
+        needed = max(cost.forward_transient, cost.backward_transient if spec.training else 0)
+        sizes.append((state + needed, -node))
+    nbytes, index = max(sizes)
+    name = costs.names[-index]
+    return LargestNode(node=name, layer=capture.layer_of[name], nbytes=nbytes)
+
+
+def try_remedies(
+    capture: Capture, spec: PlacementSpec, inputs: Sequence[Tensor]
+) -> tuple[Tried, ...]:
+    """Changes of ``spec``, each planned: the smallest first."""
+    found = [*_own_placement(capture, spec, inputs), *_microbatches(capture, spec, inputs)]
+    found += [*_lighter(capture, spec, inputs), *_devices(capture, spec, inputs)]
+    return tuple(found)
+
+
+def _own_placement(
+    capture: Capture, spec: PlacementSpec, inputs: Sequence[Tensor]
+) -> Iterator[Tried]:
+    if spec.layers:
+        change = "leave out 'layers': the compiler places all of them on these devices"
+        yield from _try(change, capture, spec.with_layers({}), inputs)
+
+
+def _microbatches(
+    capture: Capture, spec: PlacementSpec, inputs: Sequence[Tensor]
+) -> Iterator[Tried]:
+    """The fewest micro-batches that fit, under the given schedule or 1F1B; else the nearest."""
+    if spec.microbatches == "auto":
+        return
+    replicas = spec.replicas if isinstance(spec.replicas, int) else 1
+    rows = (capture.call.batch_size or 1) // replicas
+    tried: list[Tried] = []
+    for count in _MICROBATCHES:
+        if not int(spec.microbatches) < count <= rows:
+            continue
+        for schedule in dict.fromkeys((spec.schedule, "1F1B")):
+            new = "" if schedule == spec.schedule else f', "schedule": "{schedule}"'
+            change = f'cut the batch: "microbatches": {count}{new}'
+            wanted = _updated(spec, microbatches=count, schedule=schedule)
+            tried += _try(change, capture, wanted, inputs)
+            if tried and tried[-1].fits:
+                yield tried[-1]
+                return
+    yield from sorted(tried, key=lambda t: t.peak)[:1]
+
+
+def _lighter(capture: Capture, spec: PlacementSpec, inputs: Sequence[Tensor]) -> Iterator[Tried]:
+    if not spec.training:
+        return
+    ways: tuple[dict[str, str], ...] = (
+        {"checkpoint": "auto"}, {"offload": "auto"}, {"checkpoint": "auto", "offload": "auto"},
+    )  # fmt: skip
+    for way in ways:
+        new = {field: "auto" for field in way if getattr(spec, field) != "auto"}
+        if len(new) < len(way):
+            continue
+        words = " and ".join(f'"{field}": "auto"' for field in new)
+        does = {"checkpoint": "recompute in backward", "offload": "wait in host memory"}
+        what = " or ".join(does[field] for field in new)
+        tried = list(_try(f"{words} ({what})", capture, _updated(spec, **new), inputs))
+        yield from tried
+        if tried and tried[0].fits and len(way) == 2:
+            return
+
+
+def _devices(capture: Capture, spec: PlacementSpec, inputs: Sequence[Tensor]) -> Iterator[Tried]:
+    """The fewest more devices that fit, up to eight; where none do, all eight."""
+    devices = list(spec.devices)
+    last: list[Tried] = []
+    while len(devices) < _MOST_DEVICES:
+        devices.append(_next_device(devices))
+        added = ", ".join(d.name for d in devices[len(spec.devices) :])
+        more = len(devices) - len(spec.devices)
+        change = (
+            f"add {more} device{'s' * (more > 1)} like {spec.devices[-1].name} ({added})"
+            + " and leave out 'layers'" * bool(spec.layers)
+        )
+        wanted = _updated(spec.with_layers({}).with_devices(devices), replica_devices=())
+        last = list(_try(change, capture, wanted, inputs)) or last
+        if last and last[0].fits:
+            break
+    yield from last
+
+
+def memory_needed(capture: Capture, spec: PlacementSpec, inputs: Sequence[Tensor]) -> str:
+    """The memory that every device would need: with the spec's layers, or without if that helps."""
+    wanted = _updated(spec, objective="memory")
+    needs = []
+    for layers in dict.fromkeys((tuple(spec.layers.items()), ())):
+        made = _plan(capture, wanted.with_layers(dict(layers)), inputs)
+        if made is not None:
+            needs.append(max(device.peak + device.reserve for device in made.devices))
+    if not needs:
+        return "use a smaller input"
+    helps = spec.layers and needs[-1] < 0.95 * needs[0]
+    least = format_bytes(needs[-1] if helps else needs[0])
+    without = " and leave out 'layers'" if helps else ""
+    return f"devices of {least} (reserve included) each{without}, or a smaller input"
+
+
+def _next_device(devices: Sequence[DeviceSpec]) -> DeviceSpec:
+    """A device like the last one, with the first free index of its type."""
+    last = devices[-1]
+    kind = last.name.partition(":")[0]
+    taken = {device.name for device in devices}
+    names = (f"{kind}:{index}" for index in range(1, len(devices) + 2))
+    return last.model_copy(update={"name": next(n for n in names if n not in taken)})
+
+
+def _updated(spec: PlacementSpec, **fields: Any) -> PlacementSpec:
+    return spec.model_copy(update=fields)
+
+
+def _try(
+    change: str, capture: Capture, spec: PlacementSpec, inputs: Sequence[Tensor]
+) -> Iterator[Tried]:
+    made = _plan(capture, spec, inputs)
+    if made is not None:
+        peak = max(device.peak for device in made.devices)
+        yield Tried(change=change, fits=made.fits, peak=peak)
+
+
+def _plan(capture: Capture, spec: PlacementSpec, inputs: Sequence[Tensor]) -> Plan | None:
+    try:
+        return build_plan(capture, spec, inputs)
+    except PlacerError:  # the change does not go with the rest of the spec
+        return None

@@ -1,0 +1,62 @@
+"""BatchNorm whose statistics are those of all replicas' rows together."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.nn.functional import all_reduce
+
+_KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """``nn.SyncBatchNorm`` for devices that torch's own does not serve (the CPU).
+
+    Mean and variance are two sums over the group, in two passes for the sake of precision; their
+    gradients are summed the same way. Replicas may have different numbers of rows.
+    """
+
+    process_group: dist.ProcessGroup | None
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        return
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training or self.process_group is None:
+            return super().forward(input)
+        axes = [axis for axis in range(input.dim()) if axis != 1]
+        shape = [1, -1] + [1] * (input.dim() - 2)
+        count = torch.tensor([float(input.numel() // input.size(1))], dtype=input.dtype)
+        dist.all_reduce(count, group=self.process_group)
+        total = float(count.item())
+        mean = all_reduce(input.sum(axes), group=self.process_group) / total
+        centered = input - mean.view(shape)
+        var = all_reduce(centered.square().sum(axes), group=self.process_group) / total
+        if self.running_mean is not None and self.running_var is not None:
+            self._track(mean.detach(), var.detach() * (total / max(total - 1, 1)))
+        result: Tensor = centered * (var + self.eps).rsqrt().view(shape)
+        if self.weight is not None:
+            result = result * self.weight.view(shape) + self.bias.view(shape)
+        return result
+
+    def _track(self, mean: Tensor, var: Tensor) -> None:
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+        self.running_var.lerp_(var.to(self.running_var.dtype), share)
+
+
+def synchronise_norms(part: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Have every BatchNorm layer of ``part`` take its statistics over ``group``; None lets go of it.
+
+    The layers stay the same objects, with their tensors, names and hooks.
+    """
+    for module in part.modules():
+        if isinstance(module, (*_KINDS, _SyncBatchNorm, nn.SyncBatchNorm)):
+            on_cpu = all(t.device.type == "cpu" for t in (*module.parameters(), *module.buffers()))
+            module.__class__ = _SyncBatchNorm if on_cpu else nn.SyncBatchNorm
+            module.process_group = group

@@ -1,0 +1,66 @@
+"""The judge of the model zoo: it passes what is right, and sees what is wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.zoo.compare import Failed, compare, train
+from benchmarks.zoo.judge import judge
+from benchmarks.zoo.subject import Subject, positional, with_rows
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)), nn.BatchNorm1d(8))
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"y": self.drop(self.layers(x))}
+
+
+def test_a_sound_model_passes() -> None:
+    verdict = judge(Subject(name="net", build=Net, call=positional((2, 8))))
+    assert verdict.problem == ""
+    assert verdict.passed
+    assert (verdict.dtype, verdict.other_batch) == ("float64", "equal")
+    assert verdict.pieces == 8
+    assert 0.5 <= verdict.best_share <= verdict.largest_share < 0.7
+
+
+@pytest.mark.parametrize(
+    ("subject", "problem"),
+    [
+        (Subject(name="a", build=lambda: 1 / 0, call=positional((2, 8))), "build: traceback"),
+        (Subject(name="b", build=Net, call=positional((2, 7))), "plan for 2 stages from meta"),
+        (
+            Subject(name="c", build=lambda: nn.Linear(8, 8), call=positional((2, 8))),
+            "split: 1 pieces, at least 5",
+        ),
+    ],
+)
+def test_what_does_not_pass_says_where(subject: Subject, problem: str) -> None:
+    verdict = judge(subject)
+    assert not verdict.passed
+    assert verdict.problem.startswith(problem)
+
+
+@pytest.mark.parametrize("kind", ["gradient of layers.0.weight", "buffer layers.6.running_mean"])
+def test_one_wrong_tensor_is_seen(kind: str) -> None:
+    torch.manual_seed(0)
+    model, call = Net().double(), ((torch.randn(2, 8, dtype=torch.float64),), {})
+    expected = train(model, call)
+    found = train(model, call)
+    compare(found, expected, 1e-9)
+    value = found[kind]
+    assert value is not None
+    found[kind] = value.roll(1, 0)
+    with pytest.raises(Failed, match=f"{kind} differs from eager"):
+        compare(found, expected, 1e-9)
+
+
+def test_rows_are_added_to_batched_tensors_only() -> None:
+    (x, scale), _ = with_rows(((torch.zeros(2, 3), torch.ones(4)), {}), 3)
+    assert (x.shape, scale.shape) == ((3, 3), (4,))
