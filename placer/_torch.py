@@ -70,3 +70,8 @@ def saved_tensor_hooks() -> object:
 def without_modes() -> AbstractContextManager[object]:
     """Outside of every dispatch mode that is active (a ledger, fake tensors). Checked with 2.15."""
     return _disable_current_modes()
+
+
+def without_torch_function() -> AbstractContextManager[object]:
+    """Outside of every torch-function mode that is active. Checked with 2.15."""
+    return torch._C.DisableTorchFunction()
