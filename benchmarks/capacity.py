@@ -2,8 +2,8 @@
 
 Adam, batch 1, fp32. The referee is the ledger: a dry run of the emitted module on simulated
 devices, whose fullest device must stay within the memory given; nothing is kept back for an
-allocator. The search walks by prediction and lets the ledger decide at the border: the edge that is
-reported passed it, the next one did not. Nothing is allocated.
+allocator. The search walks by prediction and lets the ledger decide near the border; every edge that
+is reported passed it. Nothing is allocated.
 
     python -m benchmarks.capacity [MODEL ...]    MODEL: U-Net, SegResNet, DynUNet, SwinUNETR, r3d_18
 
@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -44,15 +43,17 @@ from placer.spec import PlacementSpec
 GIB = 2**30
 DEVICES = (1, 2, 4, 8)
 MEMORIES = (8, 16, 24)  # GiB per device
+_NEAR = 0.05  # the ledger decides where the prediction is as near to the limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """A model that takes cubes whose edge is a multiple of ``step``, and its split by hand."""
+    """A model that takes cubes whose edge is a multiple of ``step``, and what people do with it."""
 
     build: Callable[[], nn.Module]
     channels: int
     hand: Mapping[str, int]  # layer -> device, two devices
+    blocks: tuple[str, ...]  # what one would checkpoint
     step: int = 16
 
 
@@ -87,11 +88,13 @@ SUBJECTS = {
         build=lambda: unet3d(width=32, depth=4),
         channels=1,
         hand={"encoder": 0, "bottleneck": 0, "upsample": 1, "decoder": 1, "head": 1},
+        blocks=("encoder.*", "bottleneck", "upsample.*", "decoder.*", "head"),
     ),
     "SegResNet": Subject(
         build=_segresnet,
         channels=1,
         hand={"convInit": 0, "down_layers": 0, "up_samples": 1, "up_layers": 1, "conv_final": 1},
+        blocks=("convInit", "down_layers.*.*", "up_samples.*", "up_layers.*.*", "conv_final"),
     ),
     "DynUNet": Subject(
         build=_dynunet,
@@ -103,17 +106,20 @@ SUBJECTS = {
             "upsamples": 1,
             "output_block": 1,
         },
+        blocks=("input_block", "downsamples.*", "bottleneck", "upsamples.*", "output_block"),
     ),
     "SwinUNETR": Subject(
         build=_swin_unetr,
         channels=1,
         hand={"swinViT": 0, "encoder*": 0, "decoder*": 1, "out": 1},
+        blocks=("swinViT.layers*.*.blocks.*", "encoder*", "decoder*", "out"),
         step=32,  # five halvings
     ),
     "r3d_18": Subject(
         build=lambda: torchvision.models.video.r3d_18(),
         channels=3,
         hand={"stem": 0, "layer1": 0, "layer2": 1, "layer3": 1, "layer4": 1, "fc": 1},
+        blocks=("stem", "layer*.*", "fc"),
     ),
 }
 
@@ -127,16 +133,15 @@ class Case:
     inputs: list[torch.Tensor]
 
 
-Planner = Callable[[Case, int, int], Plan]  # case, devices, GiB per device
+Planner = Callable[[Case, int], Plan]  # the second is the number of devices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """A row: how it places a model; on how many devices; does the answer depend on their memory."""
+    """A row: how it places a model, and on how many devices."""
 
     plan: Planner
     devices: tuple[int, ...]
-    by_memory: bool = False
     sharded: bool = False
 
 
@@ -146,14 +151,14 @@ def _spec(devices: int, **fields: Any) -> PlacementSpec:
 
 
 def _placed(find: Callable[[Capture, CostTable, int], Placement]) -> Planner:
-    def plan(case: Case, devices: int, memory: int) -> Plan:
+    def plan(case: Case, devices: int) -> Plan:
         placement = find(case.capture, case.costs, devices)
         return plan_placement(case.capture, _spec(devices), case.inputs, placement)
 
     return plan
 
 
-def _automatic(case: Case, devices: int, memory: int, **fields: Any) -> Plan:
+def _automatic(case: Case, devices: int, **fields: Any) -> Plan:
     return build_plan(case.capture, _spec(devices, **fields), case.inputs)
 
 
@@ -163,16 +168,24 @@ def methods(subject: Subject) -> dict[str, Method]:
     several = tuple(n for n in DEVICES if n > 1)
     return {
         "one device": Method(plan=_automatic, devices=(1,)),
+        "one device, every block checkpointed": Method(
+            plan=lambda case, devices: _automatic(case, devices, checkpoint=subject.blocks),
+            devices=(1,),
+        ),
         "split by hand (encoder, decoder)": Method(plan=_placed(by_hand), devices=(2,)),
         "accelerate, device_map auto": Method(plan=_placed(accelerate_map), devices=several),
         "accelerate, balanced": Method(plan=_placed(accelerate_balanced), devices=several),
         "torchgpipe, balance_by_size": Method(plan=_placed(balance_by_size), devices=several),
         "parameters sharded (FSDP2)": Method(
-            plan=lambda case, devices, memory: _automatic(case, 1, memory),
+            plan=lambda case, devices: _automatic(case, 1),
             devices=several,
             sharded=True,
         ),
         "placer, objective memory": Method(plan=_automatic, devices=DEVICES),
+        "placer, checkpoint auto": Method(
+            plan=lambda case, devices: _automatic(case, devices, checkpoint="auto"),
+            devices=DEVICES,
+        ),
     }
 
 
@@ -196,22 +209,18 @@ class Search:
             self.cases[edge] = Case(capture=capture, costs=costs, inputs=[x])
         return self.cases[edge]
 
-    def plan(self, name: str, method: Method, edge: int, devices: int, memory: int) -> Plan:
-        key = (name, edge, devices, memory if method.by_memory else 0)
+    def plan(self, name: str, method: Method, edge: int, devices: int) -> Plan:
+        key = (name, edge, devices)
         if key not in self.plans:
-            self.plans[key] = method.plan(self.case(edge), devices, memory)
+            self.plans[key] = method.plan(self.case(edge), devices)
         return self.plans[key]
 
-    def predicted(
-        self, name: str, method: Method, edge: int, devices: int, memory: int
-    ) -> list[int]:
-        plan = self.plan(name, method, edge, devices, memory)
+    def predicted(self, name: str, method: Method, edge: int, devices: int) -> list[int]:
+        plan = self.plan(name, method, edge, devices)
         return self._peaks(method, edge, devices, [d.peak for d in plan.devices])
 
-    def simulated(
-        self, name: str, method: Method, edge: int, devices: int, memory: int
-    ) -> list[int]:
-        plan = self.plan(name, method, edge, devices, memory)
+    def simulated(self, name: str, method: Method, edge: int, devices: int) -> list[int]:
+        plan = self.plan(name, method, edge, devices)
         placed = (edge, *(stage.nodes for stage in plan.stages), plan.checkpoint, plan.offload)
         if placed not in self.refereed:
             case = self.case(edge)
@@ -237,25 +246,31 @@ class Search:
         """The largest edge that fits, its peaks, and what the next edge would need."""
         step, limit = self.subject.step, memory * GIB
         start = 128
-        peak = max(self.predicted(name, method, start, devices, memory))
+        peak = max(self.predicted(name, method, start, devices))
         edge = max(step, int(start * (limit / peak) ** (1 / 3)) // step * step)
 
-        def fits(measure: Callable[..., list[int]], edge: int) -> bool:
-            return max(measure(name, method, edge, devices, memory)) <= limit
+        def fits(edge: int, *, refereed: bool) -> bool:
+            peak = max(self.predicted(name, method, edge, devices))
+            plan = self.plan(name, method, edge, devices)
+            returns = len(plan.stages) > len(plan.devices)  # predicted by an upper bound only
+            if refereed and (returns or abs(peak / limit - 1) < _NEAR):
+                peak = max(self.simulated(name, method, edge, devices))
+            return peak <= limit
 
-        for measure in (self.predicted, self.simulated):
-            while edge and not fits(measure, edge):
+        for refereed in (False, True):
+            while edge and not fits(edge, refereed=refereed):
                 edge -= step
-            while fits(measure, edge + step):
+            while fits(edge + step, refereed=refereed):
                 edge += step
-        measured = partial(self.simulated, name, method, devices=devices, memory=memory)
+        while edge and max(self.simulated(name, method, edge, devices)) > limit:
+            edge -= step
         return {
             "method": name,
             "devices": devices,
             "memory_gib": memory,
             "edge": edge,
-            "peaks": measured(edge) if edge else [],
-            "next_peaks": measured(edge + step),
+            "peaks": self.simulated(name, method, edge, devices) if edge else [],
+            "next_predicted": self.predicted(name, method, edge + step, devices),
         }
 
 
@@ -267,7 +282,7 @@ def run(names: list[str]) -> dict[str, list[dict[str, Any]]]:
         subject = SUBJECTS[name]
         search = Search(subject)
         rows = []
-        for memory in MEMORIES:
+        for memory in sorted(MEMORIES, key=lambda m: abs(m - 16)):
             for label, method in methods(subject).items():
                 for devices in method.devices:
                     began = time.perf_counter()

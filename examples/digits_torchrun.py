@@ -55,8 +55,8 @@ def train(
     loader = DataLoader(TensorDataset(images, labels), batch_sampler=sampler)
     optimizer = torch.optim.SGD(placed.parameters(), lr=0.05, momentum=0.9)
     first = 0
-    if checkpoint is not None and checkpoint.exists():
-        first = placer.load(placed, optimizer, checkpoint)["epochs"]
+    if checkpoint is not None:
+        first = placer.load(placed, optimizer, checkpoint, missing_ok=True).get("epochs", 0)
 
     rank = dist.get_rank() if dist.is_initialized() else 0
     history = []

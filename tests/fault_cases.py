@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from distributed_cases import make_spec
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.nn import functional as F
 
 import placer
@@ -40,9 +41,7 @@ def train_with_checkpoints(
     placed = placer.compile(models.ConvNet().double(), make_spec(stages, replicas, 2), (X,))
     assert isinstance(placed, placer.PlacedModule)
     optimizer = torch.optim.Adam(placed.parameters(), lr=0.01)
-    first = 0
-    if (folder / "last").exists():
-        first = placer.load(placed, optimizer, folder / "last")["steps"]
+    first = placer.load(placed, optimizer, folder / "last", missing_ok=True).get("steps", 0)
     (folder / f"started.{dist.get_rank()}.{first}").touch()
 
     for step in range(first, steps):
@@ -79,6 +78,31 @@ def lose_a_rank(folder: Path, rank: int, signal_number: int) -> dict[str, Any]:
         seconds = time.monotonic() - start
         return {"type": type(error).__name__, "text": str(error), "seconds": seconds}
     raise AssertionError("nothing was lost")
+
+
+def die_in_save(folder: Path) -> tuple[str, float]:
+    """Rank 1 is killed while it writes a second checkpoint: the others' error, and when it comes."""
+    torch.manual_seed(0)
+    placed = placer.compile(models.ConvNet().double(), make_spec(2, 1, 2), (X,))
+    optimizer = torch.optim.Adam(placed.parameters(), lr=0.01)
+    placed.step(X, target=Y, loss_fn=F.cross_entropy)
+    optimizer.step()
+    placer.save(placed, optimizer, folder / "last", extra={"steps": 1})
+    optimizer.step()
+    write = FileSystemWriter.write_data
+    if dist.get_rank() == 1:
+
+        def write_and_die(*args: Any) -> Any:
+            write(*args)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        FileSystemWriter.write_data = write_and_die
+    start = time.monotonic()
+    try:
+        placer.save(placed, optimizer, folder / "last", extra={"steps": 2})
+    except placer.PlacerError as error:
+        return type(error).__name__, time.monotonic() - start
+    raise AssertionError("rank 1 still saves")
 
 
 def start_late(seconds: float) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -45,8 +46,9 @@ def train(
     size: int,
     checkpoint: Path | None = None,
     dtype: torch.dtype = torch.float32,
+    lose_rank_in: int | None = None,
 ) -> list[float]:
-    """The loss of every batch, the same on all ranks."""
+    """The loss of every batch, the same on all ranks; the last rank is killed in one epoch, once."""
     torch.manual_seed(0)
     volumes, labels = balls(16, size)
     volumes = volumes.to(dtype)
@@ -64,12 +66,15 @@ def train(
     loader = DataLoader(TensorDataset(volumes, labels), batch_sampler=sampler)
     optimizer = torch.optim.Adam(placed.parameters(), lr=1e-2)
     first = 0
-    if checkpoint is not None and checkpoint.exists():
-        first = placer.load(placed, optimizer, checkpoint)["epochs"]
+    if checkpoint is not None:
+        first = placer.load(placed, optimizer, checkpoint, missing_ok=True).get("epochs", 0)
     losses = []
     for epoch in range(first, epochs):
         sampler.set_epoch(epoch)
         for x, y in loader:
+            last = dist.is_initialized() and rank == dist.get_world_size() - 1
+            if last and epoch == lose_rank_in and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+                os.kill(os.getpid(), signal.SIGKILL)
             optimizer.zero_grad()
             loss = placed.step(x, target=y, loss_fn=F.cross_entropy, own_rows=True)
             placed.clip_grad_norm_(1.0)
@@ -87,6 +92,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--size", type=int, default=24, help="voxels along each side")
     parser.add_argument("--checkpoint", type=Path, help="folder that all hosts see")
+    parser.add_argument("--lose-rank-in", type=int, metavar="EPOCH", help="to see it recover")
     parser.add_argument("--double", action="store_true", help="float64, to compare placements")
     options = parser.parse_args()
     stages = 2
@@ -97,6 +103,7 @@ def main() -> None:
         size=options.size,
         checkpoint=options.checkpoint,
         dtype=torch.float64 if options.double else torch.float32,
+        lose_rank_in=options.lose_rank_in,
     )
     if dist.is_initialized():
         dist.destroy_process_group()

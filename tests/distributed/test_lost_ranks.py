@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import fault_cases as cases
+import models
 import pytest
 import torch
 import torch.distributed as dist
@@ -43,9 +44,27 @@ def test_a_rank_killed_in_a_step_ends_the_others_with_one_error(tmp_path: Path, 
         assert found["seconds"] < TIMEOUT_SECONDS / 2  # the connection, not its timeout, tells
 
 
+def test_a_rank_killed_while_saving_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+    job = Job(2)
+    try:
+        answers = job.ask(cases.die_in_save, tmp_path)
+    finally:
+        job.close()
+    assert answers[1] is None and answers[0] is not None
+    ok, found = answers[0]
+    assert ok and found[0] == "PeerError" and found[1] < TIMEOUT_SECONDS / 2, found
+    assert (tmp_path / ".last.saving").is_dir()  # the second was under way
+    model = models.ConvNet().double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
+    assert placer.load(model, optimizer, tmp_path / "last") == {"steps": 1}
+    assert optimizer.state[model.fc2.bias]["step"] == 1
+    placer.save(model, optimizer, tmp_path / "last")
+    assert [path.name for path in tmp_path.iterdir()] == ["last"]
+
+
 def test_a_rank_that_hangs_is_found_by_the_timeout_of_the_process_group(tmp_path: Path) -> None:
     """It is stopped, so its connections stay open; the other stage waits for it."""
-    job = Job(2, timeout_seconds=6.0)
+    job = Job(2, timeout_seconds=10.0)
     try:
         answers = job.ask(cases.lose_a_rank, tmp_path, 1, signal.SIGSTOP, wait_for=[0])
     finally:
@@ -113,7 +132,7 @@ def test_a_port_already_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_rank_that_starts_late_is_waited_for(job_of: Callable[[int], Job]) -> None:
-    assert job_of(2).run(cases.start_late, seconds=2.0) == [True, True]
+    assert job_of(2).run(cases.start_late, seconds=1.0) == [True, True]
 
 
 def test_nan_under_fp16_skips_the_step_on_all_ranks(job_of: Callable[[int], Job]) -> None:

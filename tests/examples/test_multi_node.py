@@ -35,16 +35,18 @@ def _train() -> ModuleType:
 
 
 @pytest.mark.skipif(not _namespaces_are_allowed(), reason="no network namespaces here")
-def test_two_hosts_train_as_one_process(capfd: pytest.CaptureFixture[str]) -> None:
-    """One process per host: the second host starts late, and the stages talk over the wire."""
+def test_two_hosts_train_as_one_process(tmp_path: Path) -> None:
+    """One process per host: the second host starts late, the stages talk over the wire, and the
+    rank of the second host is killed in the second epoch; the job goes on from its checkpoint."""
     environment = {**os.environ, "PYTHON": sys.executable, "NPROC": "1", "LATE": "1"}
     options = ["--epochs", "2", "--size", "8", "--double"]
+    options += ["--checkpoint", str(tmp_path / "checkpoint"), "--lose-rank-in", "1"]
     ran = subprocess.run(
         [FOLDER / "run.sh", *options], env=environment, capture_output=True, text=True, timeout=300
     )
     assert ran.returncode == 0, ran.stderr
-    assert "rank 0 on host-a: replica 0, stage 0" in ran.stdout
-    assert "rank 1 on host-b: replica 0, stage 1" in ran.stdout
+    assert ran.stdout.count("rank 0 on host-a: replica 0, stage 0") == 2  # two starts
+    assert ran.stdout.count("rank 1 on host-b: replica 0, stage 1") == 2
     losses = [float(x) for x in re.findall(r"loss ([\d.]+)", ran.stdout)]
     expected = _train().train(1, epochs=2, size=8, dtype=torch.float64)
     assert losses == pytest.approx(expected, abs=1e-8)  # as many digits as are printed

@@ -157,7 +157,7 @@ def test_an_interrupted_save_leaves_a_whole_checkpoint(
     model = nn.Linear(2, 2)
     optimizer = Adam(model.parameters())
     first = model.weight.detach().clone()
-    placer.save(model, optimizer, tmp_path / "c")
+    placer.save(model, optimizer, tmp_path / "c", extra={"save": 1})
     with torch.no_grad():
         model.weight.add_(1)
     home, name, allowed = MOMENTS[moment]
@@ -176,10 +176,11 @@ def test_an_interrupted_save_leaves_a_whole_checkpoint(
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(home, name, killed)
-        placer.save(model, optimizer, tmp_path / "c")
+        placer.save(model, optimizer, tmp_path / "c", extra={"save": 2})
     found = nn.Linear(2, 2)
-    placer.load(found, None, tmp_path / "c")
     second = moment == "before the last one is deleted"
+    loaded = placer.load(found, None, tmp_path / "c", missing_ok=True)
+    assert loaded == {"save": 2 if second else 1}
     assert torch.equal(found.weight, model.weight if second else first)
     # The next save clears up and is whole.
     placer.save(model, optimizer, tmp_path / "c")
@@ -231,3 +232,4 @@ def test_first_save_killed_leaves_no_checkpoint(tmp_path: Path) -> None:
     folders.begin(tmp_path / "c")
     with pytest.raises(placer.PlacerError, match="no such checkpoint"):
         placer.load(nn.Linear(2, 2), None, tmp_path / "c")
+    assert placer.load(nn.Linear(2, 2), None, tmp_path / "c", missing_ok=True) == {}

@@ -71,16 +71,26 @@ def save(
         crew.lead(lambda: folders.commit(path))
 
 
-def load(module: nn.Module, optimizer: Optimizer | None, path: str | Path) -> dict[str, Any]:
+def load(
+    module: nn.Module,
+    optimizer: Optimizer | None,
+    path: str | Path,
+    *,
+    missing_ok: bool = False,
+) -> dict[str, Any]:
     """Load what `save` saved, under whatever placement, and return its ``extra``.
 
     ``module`` is a placed module, in one process or (called by all ranks) in a job, or a plain
     ``nn.Module``. The random generators go on where they were if the job has the same layout
     (processes, replicas, stages). Nothing is changed when the checkpoint does not go with the
-    module: raises ``PlacerError`` that lists what is missing, left over or of another shape. Load
+    module: raises ``PlacerError`` that lists what is missing, left over or of another shape. With
+    ``missing_ok`` it returns ``{}`` where no checkpoint has been saved yet (better than to look
+    whether ``path`` exists: a kill may have left the last one beside it, and this finds it). Load
     only checkpoints that you trust: DCP's table of contents is a pickle.
     """
     with crew_of(module) as crew:
+        if missing_ok and not any(crew.gather(folders.exists(Path(path)))):
+            return {}
         return _load(module, optimizer, Path(path), crew)
 
 

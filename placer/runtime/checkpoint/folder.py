@@ -73,6 +73,11 @@ def _sync(folder: Path) -> None:
         os.close(handle)
 
 
+def exists(path: Path) -> bool:
+    """Whether something is at ``path``, or a whole checkpoint beside it."""
+    return path.exists() or (previous_folder(path) / ".metadata").is_file()
+
+
 def find(path: Path) -> Path:
     """The whole checkpoint that ``path`` names. Raises ``PlacerError`` when there is none."""
     for folder in (path, previous_folder(path)):

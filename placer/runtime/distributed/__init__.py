@@ -23,6 +23,14 @@ builds only this rank's stages. Everything below works in both, so that one scri
                                                     the job, by the first of its names
 ==================================================  ==============================================
 
+``placer.save(placed, optimizer, path)`` and ``placer.load(…)`` are called by all ranks; what one job
+saved, a job of another shape, one process, or the plain model loads (`placer.runtime.checkpoint`).
+
+A rank that fails ends the others: ``StageError`` on the rank where a stage raised, ``PeerError`` on
+those that lost it, as soon as its connections close, or after the process group's timeout when it
+hangs (half an hour by default; ``init_process_group(timeout=…)`` before ``compile`` for another).
+``torchrun --max-restarts`` starts all anew; a program that loads its last checkpoint goes on there.
+
 Rank ``r * P + p`` is device ``p`` of replica ``r``; ``P`` devices per replica. With an interleaved
 schedule, stage ``s`` runs on device ``s % P``. All ranks of a job call ``compile``, ``step`` and
 ``forward`` alike. Without ``own_rows`` every rank is given the whole batch and uses its rows.
