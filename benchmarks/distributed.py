@@ -32,7 +32,7 @@ import placer
 from benchmarks.record import RESULTS, write_page
 from examples.unet3d import unet3d
 from placer.schedule import bubble, make_schedule
-from placer.simulation.ledger import Ledger
+from placer.simulation.ranks import RankLedger
 
 COMMAND = "python -m benchmarks.distributed"
 MICROBATCHES = (1, 2, 4, 8)
@@ -188,36 +188,31 @@ def compare_stages(rounds: int) -> dict[str, dict[str, list[float]]]:
 # Memory.
 
 
-class RankLedger(Ledger):
-    """Counts what a process makes on its one device; the caller's own batch is not there."""
-
-    def _place_of(self, func: Any, leaves: Any) -> str:
-        return "rank"
+def memory_case(schedule: str, count: int, stages: int) -> tuple[nn.Module, dict[str, Any], Tensor]:
+    torch.manual_seed(0)
+    model = unet3d(width=8, depth=3, out_channels=3)
+    spec = {
+        "devices": [f"cpu:{i}" for i in range(stages)],
+        "schedule": schedule,
+        "microbatches": count,
+    }
+    return model, spec, torch.randn(8, 1, 32, 32, 32)
 
 
 def measure_memory() -> list[dict[str, Any]]:
-    """Peak bytes of the second step on this rank, counted storage by storage, and as predicted."""
+    """Peak bytes of a step on this rank, counted storage by storage on real tensors."""
     found = []
-    x = torch.randn(8, 1, 32, 32, 32)
-    target = torch.randint(0, 3, (8, 32, 32, 32))
-    for schedule in ("GPipe", "1F1B"):
+    stages = dist.get_world_size()
+    for schedule in ("GPipe", "1F1B", "InterleavedZeroBubble"):
         for count in (2, 4):
-            torch.manual_seed(0)
-            model = unet3d(width=8, depth=3, out_channels=3)
-            spec = {
-                "devices": ["cpu:0", "cpu:1"],
-                "schedule": schedule,
-                "microbatches": count,
-                "optimizer": "adam",
-            }
+            model, spec, x = memory_case(schedule, count, stages)
+            target = torch.randint(0, 3, (8, 32, 32, 32))
             placed = placer.compile(model, spec, x)
             optimizer = torch.optim.Adam(placed.parameters())
             placed.step(x, target=target, loss_fn=loss_of)  # finds what crosses, on fake tensors
             optimizer.zero_grad()
             ledger = RankLedger()
-            for kind, tensors in (("parameter", placed.parameters()), ("buffer", placed.buffers())):
-                for tensor in tensors:
-                    ledger.add(tensor, "rank", kind=kind)
+            ledger.add_state((*placed.parameters(), *placed.buffers()))
             for tensor in (x, target):
                 ledger.add(tensor, "caller", kind="input")
             with ledger:
@@ -225,36 +220,67 @@ def measure_memory() -> list[dict[str, Any]]:
                     placed.step(x, target=target, loss_fn=loss_of)
                     optimizer.step()
                     optimizer.zero_grad()
-            stage = placed.plan.stages[placed.stage_indices[0]]
             found.append(
                 {
                     "schedule": schedule,
                     "microbatches": count,
+                    "stages": stages,
                     "rank": dist.get_rank(),
-                    "predicted": stage.memory.peak,
-                    "measured": ledger.peaks["rank"].nbytes,
+                    "measured": ledger.peak.nbytes,
                 }
             )
     return found
+
+
+def predict_memory(found: list[dict[str, Any]]) -> None:
+    """Add to every entry what ``placer.simulate(…, processes=True)`` and the plan say."""
+    cases = dict.fromkeys((e["schedule"], e["microbatches"], e["stages"]) for e in found)
+    for schedule, count, stages in cases:
+        model, spec, x = memory_case(schedule, count, stages)
+        plan = placer.make_plan(model, spec, x)
+
+        def loss(output: Tensor) -> Tensor:
+            return loss_of(output, output.new_zeros((len(output), 32, 32, 32), dtype=torch.long))
+
+        report = placer.simulate(model, plan, x, loss_fn=loss, processes=True)
+        for entry in found:
+            if (entry["schedule"], entry["microbatches"], entry["stages"]) == (
+                schedule,
+                count,
+                stages,
+            ):
+                entry["predicted"] = report.devices[entry["rank"]].peak
+                entry["one process"] = plan.stages[entry["rank"]].memory.peak
 
 
 # The page.
 
 
 def work(path: Path, rounds: int) -> None:
-    """What each process of the job does; rank 0 writes what was found."""
+    """What each process of a job does; rank 0 writes what was found. With four, only memory."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    memory = [None] * dist.get_world_size()
+    memory: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(memory, measure_memory())
-    found = {
-        "replicas": compare_replicas(rounds),
-        "stages": compare_stages(rounds),
-        "memory": [entry for rank in memory for entry in rank or []],
-    }
+    found: dict[str, Any] = {"memory": [entry for rank in memory for entry in rank]}
+    if dist.get_world_size() == 2:
+        found["replicas"] = compare_replicas(rounds)
+        found["stages"] = compare_stages(rounds)
     if dist.get_rank() == 0:
         path.write_text(json.dumps(found))
     dist.destroy_process_group()
+
+
+def run_job(processes: int, rounds: int) -> dict[str, Any]:
+    """What a job of this size finds, in processes of one thread each."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "found.json"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc-per-node={processes}", "-m", "benchmarks.distributed"]
+        command += ["--worker", str(path), "--rounds", str(rounds)]
+        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
 
 
 def ratio(seconds: Mapping[str, list[float]], over: str, under: str) -> float:
@@ -325,17 +351,25 @@ def write(found: dict[str, Any], rounds: int, load: float) -> None:
         [
             entry["schedule"],
             str(entry["microbatches"]),
-            str(entry["rank"]),
+            f"{entry['rank']} of {entry['stages']}",
+            f"{entry['one process'] / 2**20:.1f}",
             f"{entry['predicted'] / 2**20:.1f}",
             f"{entry['measured'] / 2**20:.1f}",
             f"{entry['measured'] / entry['predicted'] - 1:+.1%}",
         ]
         for entry in sorted(
-            found["memory"], key=lambda e: (e["schedule"], e["microbatches"], e["rank"])
+            found["memory"],
+            key=lambda e: (e["stages"], e["schedule"], e["microbatches"], e["rank"]),
         )
     ]
-    header = ["schedule", "micro-batches", "rank", "predicted, MiB", "counted, MiB", "difference"]
+    header = ["schedule", "micro-batches", "rank", "plan (one process), MiB"]
+    header += ["simulated rank, MiB", "counted, MiB", "counted over simulated"]
     lines += table(header, rows)
+    lines += [
+        "Simulated is `placer.simulate(model, plan, args, processes=True)`: torch's engine on fake",
+        "tensors. Split backwards are simulated with more than they hold: an upper bound.",
+        "",
+    ]
     write_page("distributed", "One process per device", COMMAND, lines)
     plot(found["stages"])
 
@@ -365,20 +399,15 @@ def plot(stages: Mapping[str, Mapping[str, list[float]]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--only", default="", help="replicas, stages or memory")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         work(options.worker, options.rounds)
         return
     load = os.getloadavg()[0]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "found.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node=2", "-m", "benchmarks.distributed"]
-        command += ["--worker", str(path), "--rounds", str(options.rounds)]
-        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        found = json.loads(path.read_text())
+    found = run_job(2, options.rounds)
+    found["memory"] += run_job(4, options.rounds)["memory"]
+    predict_memory(found["memory"])
     write(found, options.rounds, load)
 
 

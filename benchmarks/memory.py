@@ -5,11 +5,13 @@ simulation are compared device by device. The second runs a real step on the CPU
 read from the allocator's own events (``torch.profiler``), which share no code with the ledger; all
 stages are on the one CPU there, so it has one device. What oneDNN's convolutions take and give back
 inside one call is listed apart: a placement does not change it, and another device has its own.
+With ``--matrix``: prediction against simulation over the equivalence suite (`memory_matrix`).
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -158,6 +160,11 @@ def _collect(event: Any, call: int | None, events: list[tuple[int, int, int, int
 
 
 def main() -> None:
+    if "--matrix" in sys.argv[1:]:
+        from benchmarks import memory_matrix
+
+        memory_matrix.main()
+        return
     command = "python -m benchmarks.memory"
     write_result(
         "memory_simulated",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -75,3 +76,31 @@ def without_modes() -> AbstractContextManager[object]:
 def without_torch_function() -> AbstractContextManager[object]:
     """Outside of every torch-function mode that is active. Checked with 2.15."""
     return torch._C.DisableTorchFunction()
+
+
+@contextmanager
+def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
+    """A default process group in which this process is ``rank`` and nothing is sent. Checked with 2.15."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def default_group() -> Any:
+    """The default process group itself, not the name it goes by. Checked with 2.15."""
+    return dist.distributed_c10d._get_default_group()
+
+
+def stage_class_for_fakes() -> Any:
+    """``PipelineStage`` that lets go of sent fake outputs too, as it does of real ones. Checked with 2.15."""
+    from torch.distributed.pipelining import PipelineStage
+
+    class FakeStage(PipelineStage):
+        def _output_slot_is_releasable(self, output: Any) -> tuple[bool, str]:
+            return not self.is_last, "last-stage output"
+
+    return FakeStage

@@ -125,12 +125,21 @@ def simulate(
     kwargs: Mapping[str, Any] | None = None,
     *,
     loss_fn: Callable[[Any], Tensor] | None = None,
+    processes: bool = False,
 ) -> SimulationReport:
-    """Per-device peak bytes of one training step of the emitted module, on simulated devices."""
+    """Per-device peak bytes of one training step of the emitted module, on simulated devices.
+
+    With ``processes`` every device has a process of its own, as under ``torchrun``: torch's
+    pipeline engine keeps more than the plan's figures say, which are for one process.
+    """
     capture, leaves = _capture(model, args, kwargs)
     if not isinstance(plan, Plan):
         plan = build_plan(capture, as_spec(plan), leaves)
     check_fingerprint(plan, capture)
+    if processes:
+        from placer.simulation.ranks import simulate_ranks
+
+        return simulate_ranks(capture, plan, leaves, loss_fn=loss_fn)
     return simulate_plan(capture, plan, leaves, loss_fn=loss_fn)
 
 

@@ -19,6 +19,7 @@ from unet3d import unet3d
 
 import placer
 from placer.emit import materialize
+from placer.simulation.ranks import RankLedger
 
 D = torch.float64
 Case = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
@@ -406,3 +407,26 @@ def train_with_synchronised_norms(spec: placer.PlacementSpec) -> None:
         assert "leave a replica without any" in str(error)
     else:
         raise AssertionError("a replica without rows cannot take part")
+
+
+def memory_case() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return unet3d(width=2, depth=3), torch.randn(8, 1, 16, 16, 16)
+
+
+def count_bytes(plan: placer.Plan) -> int:
+    """The most that this rank holds in a step of training on real tensors."""
+    model, x = memory_case()
+    placed = placer.compile(model, plan, x)
+    optimizer = torch.optim.Adam(placed.parameters())
+    placed.step(x, loss_fn=mean_square)  # finds what crosses, on fake tensors
+    optimizer.zero_grad()
+    ledger = RankLedger()
+    ledger.add_state((*placed.parameters(), *placed.buffers()))
+    ledger.add(x, "caller")
+    with ledger:
+        for _ in range(2):
+            placed.step(x, loss_fn=mean_square)
+            optimizer.step()
+            optimizer.zero_grad()
+    return ledger.peak.nbytes

@@ -117,22 +117,35 @@ def start_late(seconds: float) -> bool:
     return torch.allclose(loss, model(x).square().mean())
 
 
-def overflow_in_one_replica() -> dict[str, Any]:
-    """fp16 with a scaler: a step whose gradients overflow on one replica only, and one that is fine."""
+class Root(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sqrt()
+
+
+def nan_in_one_stage() -> dict[str, Any]:
+    """fp16 with a scaler: a step whose gradients are NaN in the first stage only, and a good one.
+
+    The root of a row of zeros, which one replica has, is finite and has no finite gradient.
+    """
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-    x = torch.rand(4, 4)
-    placed = placer.compile(model, make_spec(2, 2, 1, precision="fp16"), (x,))
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), Root(), nn.Linear(4, 2))
+    with torch.no_grad():
+        model[0].weight.abs_()
+    x = 0.1 + torch.rand(4, 4)
+    layers = {"0": "cpu:0", "1": "cpu:0", "2": "cpu:1"}
+    placed = placer.compile(model, make_spec(2, 2, 1, precision="fp16", layers=layers), (x,))
     assert isinstance(placed, placer.PlacedModule)
     optimizer = torch.optim.SGD(placed.parameters(), lr=0.1)
     scaler = placed.grad_scaler(init_scale=1024.0)
     bad = x.clone()
-    bad[-1] = float("inf")  # a row of the last replica
-    found: dict[str, Any] = {"scales": [], "changed": [], "losses": []}
+    bad[-1] = 0.0  # a row of the last replica
+    found: dict[str, Any] = {"scales": [], "changed": [], "nan": []}
     for rows in (bad, x):
         before = [p.detach().clone() for p in placed.parameters()]
         optimizer.zero_grad()
         loss = placed.step(rows, loss_fn=lambda y: y.float().square().mean(), scaler=scaler)
+        found["nan"].append(any(p.grad.isnan().any().item() for p in placed.parameters()))
+        assert loss.isfinite()
         scaler.unscale_(optimizer)
         placed.clip_grad_norm_(1.0)
         scaler.step(optimizer)
@@ -142,7 +155,6 @@ def overflow_in_one_replica() -> dict[str, Any]:
             any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
         )
         found["scales"].append(scaler.get_scale())
-        found["losses"].append(loss.item())
     return found
 
 

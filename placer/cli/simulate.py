@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from placer.plan.types import Plan
-    from placer.simulation import SimulationReport
+    from placer.simulation import DeviceSimulation, SimulationReport
 
 
 def simulate(
@@ -57,6 +57,8 @@ def simulate(
     check_fingerprint(plan, capture)
     report = simulate_plan(capture, plan, leaves)
     console.print(_table(plan, report))
+    for device in report.devices:
+        console.print(_moment(device))
     over = _overflows(plan, report)
     for line in over:
         console.print(line, style="bold red")
@@ -89,8 +91,34 @@ def _table(plan: Plan, report: SimulationReport) -> Table:
             format_bytes(device.predicted),
             relative_difference(device.predicted, device.peak),
             "no limit" if budget is None else format_bytes(budget),
-            ", ".join(part for part in (device.phase, device.operation) if part),
+            ", ".join(part for part in (device.phase, device.node) if part),
         )
+    return table
+
+
+def _moment(device: DeviceSimulation) -> Table:
+    """What was live on the device at its peak, the largest first."""
+    from rich import box
+    from rich.table import Table
+
+    from placer.units import format_bytes
+
+    running = f"{device.phase} of {device.layer or device.node}" if device.node else device.phase
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        title=f"{device.device} at its peak, in {running}: the largest of what is live",
+        title_justify="left",
+        title_style="",
+    )
+    table.add_column("bytes", justify="right")
+    for header in ("layer", "made in", "name", "shape"):
+        table.add_column(header, overflow="fold")
+    for tensor in device.largest:
+        shape = "x".join(map(str, tensor.shape)) or "scalar"
+        name = tensor.name.rpartition(".")[2]
+        table.add_row(format_bytes(tensor.nbytes), tensor.layer, tensor.kind, name, shape)
     return table
 
 

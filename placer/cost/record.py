@@ -224,7 +224,11 @@ def record_run(
         recorder.start_node(len(order))
         result_leaves = fx.node.map_arg(node.args[0], lambda n: values[n.name])
         values.clear()
-        loss = stand_in_loss(list(result_leaves))
+        for leaf in result_leaves if not training else ():
+            stored = recorder.storage(leaf) if isinstance(leaf, Tensor) else None
+            if stored is not None:
+                stored.users.add(len(order))  # it goes to the caller, who computes no loss here
+        loss = stand_in_loss(list(result_leaves) if training else [])
         del result_leaves
         owner.claim(loss, len(order))
         for stored in recorder.storages:

@@ -2,41 +2,112 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from placer.cost import CostTable, StoredValue
+from placer.partition.waiting import Elsewhere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LastKeepers:
-    """Per node, and per input of the model: the last position that keeps its result for backward.
+class Need:
+    """Positions, in order: of the nodes that keep a result for backward, and of all that use it."""
 
-    -1 where none does. A stage that starts after it may drop its copy after the last reader.
-    """
-
-    nodes: tuple[int, ...]
-    inputs: tuple[int, ...]
+    kept: tuple[int, ...]
+    used: tuple[int, ...]
 
 
-def last_keepers(costs: CostTable, place: NDArray[np.int64]) -> LastKeepers:
-    """From ``costs``, with ``place`` the position of every node."""
-    last = [_last_keeper(costs, value, place) for value in costs.values]
-    inputs = [at for value, at in zip(costs.values, last, strict=True) if value.producer < 0]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """How long every node's result, and every input of the model, is needed."""
+
+    nodes: tuple[Need, ...]
+    inputs: tuple[Need, ...]
+
+
+def find_needs(costs: CostTable, place: NDArray[np.int64]) -> Needs:
+    """From ``costs``, with ``place`` the position of every node; by storage, so that views count."""
+    needs = [_need(costs, value, place) for value in costs.values]
+    inputs = [need for value, need in zip(costs.values, needs, strict=True) if value.producer < 0]
     if len(inputs) != len(costs.input_readers):  # some share a storage
-        inputs = [max(inputs, default=-1)] * len(costs.input_readers)
-    nodes = (max((last[value] for value in held), default=-1) for held in costs.results)
-    return LastKeepers(nodes=tuple(nodes), inputs=tuple(inputs))
+        inputs = [_joined(inputs)] * len(costs.input_readers)
+    nodes = (_joined([needs[value] for value in held]) for held in costs.results)
+    return Needs(nodes=tuple(nodes), inputs=tuple(inputs))
 
 
-def _last_keeper(costs: CostTable, value: StoredValue, place: NDArray[np.int64]) -> int:
+def smaller_copies(
+    costs: CostTable, place: NDArray[np.int64], starts: Sequence[int]
+) -> Iterator[tuple[int, int, int]]:
+    """Where a stage receives parts of a storage: its start, the first node of it that keeps a part
+    for backward, and the bytes by which the parts are less than the storage.
+    """
+    views: dict[int, list[tuple[int, int, int]]] = defaultdict(list)  # node, last reader, bytes
+    for node, held in enumerate(costs.results):
+        if len(held) == 1 and costs.readers[node]:
+            last = max(int(place[reader]) for reader in costs.readers[node])
+            views[held[0]].append((int(place[node]), last, costs.nodes[node].output_nbytes))
+    for index, parts in views.items():
+        value = costs.values[index]
+        if value.producer < 0 or min(nbytes for *_, nbytes in parts) >= value.nbytes:
+            continue
+        if any(costs.keys[i] for i in {*value.users, *value.savers} if i < len(costs.keys)):
+            continue  # `HeldInRegions` counts it whole
+        savers = sorted(int(place[node]) for node in value.savers)
+        for start in starts:
+            first = next((saver for saver in savers if saver >= start), None)
+            if start > int(place[value.producer]) and first is not None:
+                crossing = sum(nbytes for node, last, nbytes in parts if node < start <= last)
+                if 0 < crossing < value.nbytes:
+                    yield start, first, value.nbytes - crossing
+
+
+def releases(
+    producer: int, readers: Sequence[int], need: Need, nbytes: float
+) -> Iterator[Elsewhere]:
+    """Where a stage has dropped its copy of a result, by its last use in the stage.
+
+    A copy that no backward of the stage needs goes after its last reader there; each of the answers
+    holds for the stages that end before the next use.
+    """
+    uses = sorted({*readers, *(use for use in need.used if use > producer)})
+    for use, following in pairwise([*uses, _NEVER]):
+        kept = max((k for k in need.kept if k <= use), default=-1)
+        first, last = max(producer, kept) + 1, min(use, readers[-1])
+        if first <= last:
+            yield Elsewhere(
+                first=first,
+                last=last,
+                begin=use + 1,
+                until=following + 1,
+                sender=following,
+                nbytes=-nbytes,
+            )
+
+
+_NEVER = 2**40  # a position after every stage
+
+
+def _joined(needs: Sequence[Need]) -> Need:
+    return Need(
+        kept=tuple(sorted({node for need in needs for node in need.kept})),
+        used=tuple(sorted({node for need in needs for node in need.used})),
+    )
+
+
+def _need(costs: CostTable, value: StoredValue, place: NDArray[np.int64]) -> Need:
     def keeps(node: int) -> bool:
         key = costs.keys[node] if node < len(costs.keys) else None
         if key is None:
             return node in value.savers
         return key.recompute and not key.offload
 
-    found = (int(place[node]) for node in {*value.users, *value.savers} if keeps(node))
-    return max(found, default=-1)
+    users = {*value.users, *value.savers}
+    return Need(
+        kept=tuple(sorted(int(place[node]) for node in users if keeps(node))),
+        used=tuple(sorted(int(place[node]) for node in users)),
+    )

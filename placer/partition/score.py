@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from placer.cost import CostTable, DeviceKind
 from placer.partition.held import HeldInRegions
-from placer.partition.received import last_keepers
+from placer.partition.received import find_needs, releases, smaller_copies
 from placer.partition.waiting import Elsewhere, largest_up_to, waiting_gradients
 from placer.schedule import Counts, InFlight
 
@@ -97,7 +97,7 @@ def build_tables(
     saved, waiting = build.rectangles(), build.rectangles()
     forward, received, sent = build.rectangles(), build.rectangles(), build.rectangles()
     computed = build.rectangles()
-    released = build.rectangles()
+    released: list[Elsewhere] = []
     regions = HeldInRegions(costs, place, build.starts, n + 1) if costs.keys else None
     for v in costs.values:
         if regions is not None and regions.take(v):
@@ -112,33 +112,36 @@ def build_tables(
         if producer >= 0:
             last = n + 1 if savers else max(users, default=producer) + 1
             forward.add(0, producer, producer + 1, v.nbytes, until=last)
+    for start, first_saver, nbytes in smaller_copies(costs, place, build.starts):
+        saved.add(start, start, first_saver, -nbytes)
+        waiting.add(start, start, first_saver, -nbytes)
     elsewhere = waiting_gradients(
         costs,
         place,
         lambda x, y, i, j, nbytes: waiting.add(x, y, i, nbytes, until=j),
         relayed=relayed,
     )
-    kept_until = last_keepers(costs, place)
+    needs = find_needs(costs, place)
     crossing = [
         *(
-            (int(place[i]), at(r), costs.nodes[i].output_nbytes, kept_until.nodes[i])
+            (int(place[i]), at(r), costs.nodes[i].output_nbytes, needs.nodes[i])
             for i, r in enumerate(costs.readers)
         ),
         *(
-            (-1, at(r), b, kept)
-            for r, b, kept in zip(
-                costs.input_readers, costs.input_nbytes, kept_until.inputs, strict=True
+            (-1, at(r), b, need)
+            for r, b, need in zip(
+                costs.input_readers, costs.input_nbytes, needs.inputs, strict=True
             )
         ),
     ]
-    for producer, readers, nbytes, kept in crossing:
+    for producer, readers, nbytes, need in crossing:
         if relayed and producer >= 0 and readers and readers[-1] > producer:
             received.add(producer + 1, readers[-1], 0, nbytes)
             sent.add(0, readers[-1], producer, nbytes, until=readers[-1])
             continue
         received.some(readers, nbytes, after=producer)
-        if readers:  # a copy that no backward needs goes after its last reader
-            released.add(max(producer, kept) + 1, readers[-1], readers[-1] + 1, nbytes)
+        if readers:
+            released += releases(producer, readers, need, nbytes)
         if producer >= 0:
             computed.some(readers, nbytes, after=producer)
         if producer >= 0 and readers and readers[-1] > producer:
@@ -148,7 +151,7 @@ def build_tables(
     results = build.rectangles()
     results.add(0, n, n, returned)
     parameters, buffers = build.rectangles(), build.rectangles()
-    trained, owned = build.rectangles(), build.rectangles()
+    trained, owned, sent_home = build.rectangles(), build.rectangles(), build.rectangles()
     largest_at = np.zeros(n + 1)
     for name, uses in _uses(costs, costs.parameters_of, place).items():
         nbytes = costs.state_nbytes[name]
@@ -156,6 +159,8 @@ def build_tables(
         if name in costs.trained:
             trained.some(uses, nbytes)
             owned.add(0, uses[0], uses[0], nbytes)
+            # A later stage's copy sends its gradient home before this stage's backward.
+            sent_home.add(0, uses[0], uses[0], nbytes, until=uses[-1])
             largest_at[uses[0]] = max(largest_at[uses[0]], nbytes)
     for name, uses in _uses(costs, costs.buffers_of, place).items():
         buffers.some(uses, costs.state_nbytes[name])
@@ -178,6 +183,7 @@ def build_tables(
     used_so_far = trained.table()
     trained_table = build.at_ends(used_so_far)
     growing = build.running_max(live - used_so_far, elsewhere=elsewhere) + trained_table
+    growing = growing + build.at_ends(sent_home.table())
     # Gradients that stay are all there in a later backward; a mirror's went home and grow anew.
     owned_table = build.at_ends(owned.table())
     mirrored_so_far = used_so_far - owned.table()
@@ -193,7 +199,7 @@ def build_tables(
         received=build.at_ends(received.table()),
         computed=build.at_ends(computed.table()),
         sent=build.at_ends(sent.table()),
-        forward_live=build.running_max(forward_table + forward_transient - released.table())
+        forward_live=build.running_max(forward_table + forward_transient, elsewhere=released)
         + build.at_ends(received.table()),
         backward_live_growing=growing,
         backward_live_grown=grown,

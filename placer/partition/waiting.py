@@ -52,18 +52,19 @@ def waiting_gradients(
     ``place`` gives every node's position. O(parts of gradients).
     """
     elsewhere: list[Elsewhere] = []
-    sender_of: dict[int, int] = {}  # of what is added at a node, the first that hands it on
+    # (node, home): of what is added at the node for its home, the first that hands it on
+    sender_of: dict[tuple[int, int], int] = {}
     for gradient in costs.gradients:
         if place[gradient.target] < place[gradient.source]:
             (_come if relayed else _wait)(gradient, costs, place, add, elsewhere)
-            node = gradient.target
+            sum_at = gradient.target, gradient.home
             sender = int(place[gradient.sender])
-            sender_of[node] = min(sender, sender_of.get(node, sender))
+            sender_of[sum_at] = min(sender, sender_of.get(sum_at, sender))
     for sum_ in costs.added:
         home, node = int(place[sum_.home]), int(place[sum_.node])
         if home < node:
             add(0, node, node, node + 1, sum_.nbytes)
-            sender = len(costs.nodes) if relayed else sender_of.get(sum_.node, node)
+            sender = len(costs.nodes) if relayed else sender_of.get((sum_.node, sum_.home), node)
             _change(elsewhere, home + 1, node, node, node + 1, sender, -sum_.nbytes)
     return elsewhere
 

@@ -83,6 +83,13 @@ def test_simulate_judges_the_prediction(placer: Run) -> None:
     assert placer("simulate", "net.py:Net", "tiny.json", *X).exit_code == 3
 
 
+def test_simulate_shows_what_is_live_at_each_peak(placer: Run) -> None:
+    result = placer("simulate", "net.py:Net", "fits.json", *X)
+    for device in ("cuda:0", "cuda:1"):
+        assert f"{device} at its peak, in" in result.stdout
+    assert "parameter" in result.stdout
+
+
 def test_a_saved_plan_serves_as_a_spec(placer: Run, tmp_path: Path) -> None:
     saved = str(tmp_path / "plan.json")
     assert placer("plan", "net.py:Net", "pinned.json", *X, "-o", saved).exit_code == 0

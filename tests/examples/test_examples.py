@@ -72,7 +72,8 @@ def test_unet_skips_cross_by_themselves() -> None:
     plan = example.plan()
     crossing = {transfer.value for transfer in plan.transfers}
     assert len(crossing) == 4  # three skips and the bottleneck
-    assert [d.peak / GIB for d in plan.devices] == pytest.approx([1.85, 2.51], rel=0.02)
+    # By hand with .to() in forward it is 1.85 + 2.51: there gradients of skips wait in the encoder.
+    assert [d.peak / GIB for d in plan.devices] == pytest.approx([1.56, 2.50], rel=0.02)
     losses = example.train()
     assert losses[-1] < losses[0]
 

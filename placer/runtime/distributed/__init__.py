@@ -34,4 +34,14 @@ hangs (half an hour by default; ``init_process_group(timeout=…)`` before ``com
 Rank ``r * P + p`` is device ``p`` of replica ``r``; ``P`` devices per replica. With an interleaved
 schedule, stage ``s`` runs on device ``s % P``. All ranks of a job call ``compile``, ``step`` and
 ``forward`` alike. Without ``own_rows`` every rank is given the whole batch and uses its rows.
+
+How it is done: the plan's stages are `PipelineStage`s with static shapes, found on fake tensors; a
+boundary is a chain, so skips are relayed. Every rank has the model's own inputs, they do not travel.
+A micro-batch with fewer rows is filled up on the wire only, one without rows sends zeros. Gradients
+are summed over replicas in buckets while backward runs, those of tied weights over their stages too.
+``placer.simulate(model, plan, args, processes=True)`` is the memory judge of this runtime.
+
+What differs from one process: no gradients flow into the inputs or out of ``placed(x)``; hooks on
+the whole module are refused; ``requires_grad`` is fixed at ``compile``; ``batch_norm: "sync"`` works
+here (one micro-batch, every replica needs a row).
 """

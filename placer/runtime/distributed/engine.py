@@ -49,8 +49,10 @@ class Engine:
         stage_indices: tuple[int, ...],
         group: dist.ProcessGroup,
         device: torch.device,
+        stage_class: Any = pipelining.PipelineStage,
     ) -> None:
         self._replica = replica
+        self._stage_class = stage_class
         self._part = part
         self._schedule_name = schedule
         self._microbatches = microbatches
@@ -132,7 +134,7 @@ class Engine:
             module = StageModule(index, self._replica, self._part, after)
             result = (torch.empty((), device="meta"),)
             stages.append(
-                pipelining.PipelineStage(
+                self._stage_class(
                     module,
                     index,
                     num_stages,

@@ -7,6 +7,7 @@ the buckets are ours (Li et al. 2020, arXiv:2006.15704, section 3.2), the sums t
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -53,7 +54,15 @@ class GradientReducer:
         self._home = {s.parameter: bucket for bucket in self._buckets for s in bucket.members}
         self._left: dict[nn.Parameter, int] = {}
         self._next = 0
-        self._hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in self._home]
+        # A parameter's hooks are out of the garbage collector's sight: they must not hold this.
+        arrived = weakref.WeakMethod(self._arrived)
+
+        def tell(parameter: nn.Parameter) -> None:
+            method = arrived()
+            if method is not None:
+                method(parameter)
+
+        self._hooks = [p.register_post_accumulate_grad_hook(tell) for p in self._home]
 
     def prepare(self, microbatches: int, *, overlap: bool) -> None:
         """Before a step of ``microbatches`` backwards: gradients that are there already count once.

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from placer._torch import without_modes
+
 
 class _ToWire(torch.autograd.Function):
     @staticmethod
@@ -63,7 +65,8 @@ def hollow(wire: Tensor) -> None:
     ``PipelineStage`` keeps every received tensor until its backward. What was read from the wire
     shares its storage, and now lives as long as it is needed itself.
     """
-    empty = torch.empty(0, dtype=wire.dtype, device=wire.device)
-    empty.set_(empty.untyped_storage(), 0, wire.shape, wire.stride())
-    empty.untyped_storage().resize_(0)
+    with without_modes():  # a ledger would count what is gone at once
+        empty = wire.detach().new_empty(0)
+        empty.set_(empty.untyped_storage(), 0, wire.shape, wire.stride())
+        empty.untyped_storage().resize_(0)
     wire.data = empty

@@ -1,0 +1,163 @@
+"""Dry-run every rank of a job on fake tensors: torch's own engine, with nobody at the other end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from placer._torch import default_group, fake_process_group, stage_class_for_fakes
+from placer.capture import Capture, FakeWorld
+from placer.cost import stand_in_loss
+from placer.emit import StagedModel, emit_stages
+from placer.errors import PlacerError
+from placer.plan.types import Plan
+from placer.runtime.distributed.boundary import BoundaryFinder
+from placer.runtime.distributed.engine import Engine
+from placer.runtime.distributed.job import Job, Seat, take_seat
+from placer.runtime.distributed.part import build_part, find_holdings
+from placer.runtime.distributed.stage import Microbatch, Run
+from placer.runtime.place import Place
+from placer.runtime.replica import Replica
+from placer.runtime.scatter import batch_cuts, batch_size, split_rows
+from placer.simulation.attribution import Attribution
+from placer.simulation.ledger import HOST, Ledger, Moment
+from placer.simulation.optimizers import make_optimizer
+from placer.simulation.types import DeviceSimulation, SimulationReport
+
+_CPU = torch.device("cpu")
+_RANK = "rank"
+_LARGEST_SHOWN = 10
+
+
+class RankLedger(Ledger):
+    """Counts what a process makes on its one device; the caller's own batch is not on it."""
+
+    def _place_of(self, func: Any, leaves: Iterable[Any]) -> str:
+        return _RANK
+
+    def add_state(self, tensors: Iterable[Tensor]) -> None:
+        """Count tensors that are there already."""
+        for tensor in tensors:
+            self.add(tensor, _RANK, kind="parameter")
+
+    @property
+    def peak(self) -> Moment:
+        """The moment when the rank held the most."""
+        return self.peaks.get(_RANK, Moment())
+
+
+def simulate_ranks(
+    capture: Capture,
+    plan: Plan,
+    inputs: Sequence[Tensor],
+    *,
+    loss_fn: Callable[[Any], Tensor] | None = None,
+) -> SimulationReport:
+    """The peak of every device of the first replica when each has a process of its own.
+
+    Each rank's training step runs twice under its real schedule, on fake tensors and a process
+    group that sends nothing. What ``torch.distributed.pipelining`` keeps beyond the plan's figures
+    (gradients of whole boundaries, relayed values, both halves of a split backward) is in it; the
+    buckets in which replicas sum their gradients are not. Raises ``PlacerError`` inside a job.
+    """
+    if dist.is_initialized():
+        raise PlacerError(
+            "simulate",
+            "cannot stand in for the ranks of a job that this process is part of",
+            "call it before the process group is made",
+        )
+    staged = emit_stages(capture, *plan.parts)
+    names = list(dict.fromkeys(stage.devices[0] for stage in plan.stages))
+    predicted = {device.device: device.peak for device in plan.devices}
+    found = []
+    for index, name in enumerate(names):
+        job = Job(rank=index, world_size=plan.replicas * len(names), local_rank=0)
+        seat = take_seat(plan, job)
+        with fake_process_group(index, len(names)):
+            ledger = _simulate_rank(capture, plan, staged, seat, inputs, loss_fn)
+        peak = ledger.peak
+        found.append(
+            DeviceSimulation(
+                device=name,
+                peak=peak.nbytes,
+                predicted=predicted[name],
+                phase=peak.where.phase,
+                node=peak.where.node,
+                layer=peak.where.layer,
+                operation=peak.operation,
+                largest=tuple(ledger.live_at(_RANK, peak)[:_LARGEST_SHOWN]),
+            )
+        )
+    return SimulationReport(devices=tuple(found), step_ok=True)
+
+
+def _simulate_rank(
+    capture: Capture,
+    plan: Plan,
+    staged: StagedModel,
+    seat: Seat,
+    inputs: Sequence[Tensor],
+    loss_fn: Callable[[Any], Tensor] | None,
+) -> RankLedger:
+    world = FakeWorld()
+    fake_model = world.module(capture.model)
+    leaves = [world.tensor(tensor) for tensor in inputs]
+    holdings = find_holdings(fake_model, staged, seat.num_devices)
+    finder = BoundaryFinder(capture.model, plan, staged, _CPU)
+    places = [Place(_RANK, _CPU)] * len(plan.stages)
+    loss_of = loss_fn or (lambda output: stand_in_loss(tree_leaves(output)))
+    ledger = RankLedger(Attribution(staged.stages, capture.layer_of).where)
+    with world.running():
+        part = build_part(fake_model, staged, holdings, seat.device_index, _CPU)
+        finder.follow_modes(part)
+        pieces = _cut(staged, plan, leaves)
+        crossings = [finder.find(piece, grad=True) for piece in pieces]
+        engine = Engine(
+            Replica(staged, places, places, plan.precision),
+            part,
+            schedule=plan.schedule,
+            microbatches=plan.microbatches,
+            stage_indices=seat.stage_indices,
+            group=default_group(),
+            device=_CPU,
+            stage_class=stage_class_for_fakes(),
+        )
+        trained = [p for p in part.parameters() if p.requires_grad]
+        optimizer = make_optimizer(plan.optimizer, trained)
+        ledger.add_state((*part.parameters(), *part.buffers()))
+        for leaf in (*leaves, *(tensor for piece in pieces for tensor in piece)):
+            ledger.add(leaf, HOST, kind="input")
+        microbatches = [
+            Microbatch(
+                inputs=dict(zip(staged.graph_inputs, piece, strict=True)),
+                crossings=crossing,
+                weight=1 / len(pieces),
+            )
+            for piece, crossing in zip(pieces, crossings, strict=True)
+        ]
+        empty = Microbatch(inputs={}, crossings=None)
+        microbatches += [empty] * (plan.microbatches - len(pieces))
+        with ledger:
+            for _ in range(2):
+                run = Run(microbatches=microbatches, loss_of=lambda output, _: loss_of(output))
+                engine.execute(run, crossings[0])
+                del run
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+    engine.close()
+    return ledger
+
+
+def _cut(staged: StagedModel, plan: Plan, leaves: list[Tensor]) -> list[list[Tensor]]:
+    """The first replica's micro-batches."""
+    total = batch_size(staged.call, leaves)
+    if total is None:
+        return [leaves]
+    cuts = batch_cuts(total, plan.replicas, plan.microbatches)
+    sizes = [size for row in cuts for size in row]
+    return split_rows(staged.call, leaves, sizes)[: len(cuts[0])]
