@@ -66,7 +66,7 @@ class FakeWorld:
 
         Raises ``CaptureError`` when the model cannot be copied.
         """
-        tensors = list(_tensors_of(model))
+        tensors = list(tensors_of(model))
         for tensor in tensors:
             self._note_storage(tensor)
         memo: dict[int, Any] = {id(tensor): self.tensor(tensor) for tensor in tensors}
@@ -193,7 +193,7 @@ def _storage(tensor: Tensor) -> int:
     return id(tensor) if tensor.layout != torch.strided else int(tensor.untyped_storage()._cdata)
 
 
-def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
+def tensors_of(model: nn.Module) -> Iterator[Tensor]:
     """Every tensor that a module of ``model`` holds: parameters, buffers, attributes, lists of them."""
     for module in model.modules():
         for name, value in module.__dict__.items():
