@@ -5,17 +5,18 @@ devices, whose fullest device must stay within the memory given; nothing is kept
 allocator. The search walks by prediction and lets the ledger decide near the border; every edge that
 is reported passed it. Nothing is allocated.
 
-    python -m benchmarks.capacity [MODEL ...]    MODEL: U-Net, SegResNet, DynUNet, SwinUNETR, r3d_18
+    python -m benchmarks.capacity [MODEL ...] [--memory GIB]
 
-Models that are not named keep the figures of results/capacity.json.
+MODEL: U-Net, SegResNet, DynUNet, SwinUNETR, r3d_18. What is not named keeps its figures in
+results/capacity.json.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -274,15 +275,15 @@ class Search:
         }
 
 
-def run(names: list[str]) -> dict[str, list[dict[str, Any]]]:
-    """Results per model, those of the file kept for models that are not in ``names``."""
+def run(names: list[str], memories: Sequence[int]) -> dict[str, list[dict[str, Any]]]:
+    """Results per model; those of the file are kept for other models and other sizes of memory."""
     path = RESULTS / "capacity.json"
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     for name in names:
         subject = SUBJECTS[name]
         search = Search(subject)
-        rows = []
-        for memory in sorted(MEMORIES, key=lambda m: abs(m - 16)):
+        for memory in memories:
+            rows = []
             for label, method in methods(subject).items():
                 for devices in method.devices:
                     began = time.perf_counter()
@@ -290,9 +291,11 @@ def run(names: list[str]) -> dict[str, list[dict[str, Any]]]:
                     took = time.perf_counter() - began
                     edge = rows[-1]["edge"]
                     print(f"{name}, {memory} GiB x {devices}, {label}: {edge} ({took:.0f} s)")
-        found[name] = rows
-        path.write_text(json.dumps({k: found[k] for k in SUBJECTS if k in found}, indent=1) + "\n")
-    return {k: found[k] for k in SUBJECTS if k in found}
+            kept = [row for row in found.get(name, []) if row["memory_gib"] != memory]
+            found[name] = sorted([*kept, *rows], key=lambda row: row["memory_gib"])
+            found = {known: found[known] for known in SUBJECTS if known in found}
+            path.write_text(json.dumps(found, indent=1) + "\n")
+    return found
 
 
 def write(results: Mapping[str, list[dict[str, Any]]]) -> None:
@@ -308,15 +311,15 @@ def write(results: Mapping[str, list[dict[str, Any]]]) -> None:
             cells = []
             for n in DEVICES:
                 edges = [edge.get((label, n, memory)) for memory in MEMORIES]
-                cells.append(", ".join(map(str, edges)) if edges[0] is not None else "")
+                cells.append(", ".join(str(e or "-") for e in edges) if any(edges) else "")
             blocks.append(f"| {label} | {' | '.join(cells)} |")
         blocks.append("")
     blocks.append(
         "A cell is the edge of the largest cube (a multiple of 16; SwinUNETR takes multiples of 32) "
         "that one training step fits on devices of 8, 16 and 24 GiB each: Adam, batch 1, fp32, the "
-        "fullest device's peak by the ledger, nothing kept back. The hand split is made for two "
-        "devices. Sharding divides parameters, gradients and Adam's states; the parameters gathered "
-        "for the running layer are left out, in its favour."
+        "fullest device's peak by the ledger, nothing kept back; - is not measured. The hand split "
+        "is for two devices. Sharding divides parameters, gradients and Adam's states; the "
+        "parameters gathered for the running layer are left out, in its favour."
     )
     blocks += ["", "![edges on 16 GiB devices](capacity.png)", ""]
     write_page(
@@ -358,11 +361,14 @@ def plot(results: Mapping[str, list[dict[str, Any]]], memory: int = 16) -> None:
 
 
 def main() -> None:
-    names = sys.argv[1:] or list(SUBJECTS)
-    unknown = [name for name in names if name not in SUBJECTS]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("models", nargs="*", default=[], help=", ".join(SUBJECTS))
+    parser.add_argument("--memory", type=int, choices=MEMORIES, action="append", help="GiB")
+    given = parser.parse_args()
+    unknown = [name for name in given.models if name not in SUBJECTS]
     if unknown:
-        sys.exit(f"no model {unknown[0]!r}; there are {', '.join(SUBJECTS)}")
-    write(run(names))
+        parser.error(f"no model {unknown[0]!r}; there are {', '.join(SUBJECTS)}")
+    write(run(given.models or list(SUBJECTS), given.memory or MEMORIES))
 
 
 if __name__ == "__main__":

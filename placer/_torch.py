@@ -73,6 +73,11 @@ def without_modes() -> AbstractContextManager[object]:
     return _disable_current_modes()
 
 
+def without_torch_function() -> AbstractContextManager[object]:
+    """Outside of every torch-function mode that is active. Checked with 2.15."""
+    return torch._C.DisableTorchFunction()
+
+
 @contextmanager
 def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
     """A default process group in which this process is ``rank`` and nothing is sent. Checked with 2.15."""

@@ -93,7 +93,8 @@ class Program(nn.Module):
         if module is not None:
             self.layers[name] = module
             self._module_of[index] = name
-        return _widths_after(step, widths, width, module)
+        used = self.layers[self._module_of[index]] if index in self._module_of else None
+        return _widths_after(step, widths, width, used)
 
     def forward(self, x: Tensor, scale: Tensor | None = None) -> Any:
         values = [x if scale is None else x * scale]

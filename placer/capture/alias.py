@@ -37,6 +37,8 @@ def analyze_aliasing(
     graph: fx.Graph,
     constants: Mapping[str, Tensor],
     inputs: Iterable[Tensor],
+    *,
+    guess: int = 1,
 ) -> Aliasing:
     """Run ``graph`` on fake twins of the inputs and of the model's state; nothing is allocated.
 
@@ -58,7 +60,7 @@ def analyze_aliasing(
     }
     interpreter = _Watcher(twin, graph, {name: world.tensor(t) for name, t in constants.items()})
     fakes = [world.tensor(tensor) for tensor in inputs]
-    with torch.enable_grad(), world.running(), interpreter.writes:
+    with torch.enable_grad(), world.running(guess), interpreter.writes:
         interpreter.run(*fakes)
     mutated = {
         name: tuple(sorted({state[key] for key in keys if key in state}))

@@ -56,6 +56,11 @@ def describe_shapes(inputs: Sequence[Tensor | torch.Size]) -> str:
     return ", ".join("x".join(map(str, shape)) or "a scalar" for shape in shapes)
 
 
+def placeholder_names(call: BoundCall | CallFormat) -> list[str]:
+    """A readable name per tensor input."""
+    return [n for n, c in zip(call.leaf_names, call.constants, strict=True) if c is TENSOR]
+
+
 def rebuild_arguments(
     call: BoundCall | CallFormat, leaves: Sequence[Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:

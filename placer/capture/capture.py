@@ -16,6 +16,7 @@ from placer.capture.fingerprint import fingerprint_graph, spell_graph
 from placer.capture.leaves import find_whole_modules, is_torch_leaf
 from placer.capture.record import Recording, record_model
 from placer.capture.types import Capture, Conditions, WholeModule, training_flags
+from placer.capture.whole import record_whole
 from placer.errors import CaptureError
 
 _CHECKPOINTED = "the model checkpoints its activations, so backward runs it again as a whole"
@@ -53,6 +54,7 @@ class _Session:
         self.twin = twin
         self.inputs = [world.tensor(tensor) for tensor in bound.tensors]
         self.whole = {module.layer: module for module in find_whole_modules(model)}
+        self.guess = 1
         self.fixed_batch = ""
 
     def record(self) -> Recording:
@@ -70,7 +72,11 @@ class _Session:
         """Run the graph by itself, which also finds out which nodes share memory."""
         try:
             return analyze_aliasing(
-                self.model, recording.graph, recording.constants, self.bound.tensors
+                self.model,
+                recording.graph,
+                recording.constants,
+                self.bound.tensors,
+                guess=self.guess,
             )
         except NodeFailure as failure:
             error = failure.__cause__
@@ -82,17 +88,22 @@ class _Session:
             ) from error
 
     def _run(self, inputs: Sequence[Tensor]) -> Recording:
-        whole = frozenset(self.whole)
+        call = self.world, self.model, self.twin, self.bound, inputs
         try:
-            return record_model(self.world, self.model, self.twin, self.bound, inputs, whole)
+            if "" in self.whole:
+                return record_whole(*call, guess=self.guess)
+            return record_model(*call, frozenset(self.whole), guess=self.guess)
         except ForwardFailure as failure:
+            if failure.guessed and self.guess:
+                self.guess = 0
+                return self._run(inputs)
             raise failure.as_error(
                 f"on these inputs ({describe_shapes(inputs)})",
                 "check the example inputs: shapes, dtypes, and the mode of the model",
             ) from failure.__cause__
 
     def _keep_whole(self, failure: TraceFailure) -> None:
-        if not failure.layer or failure.layer in self.whole:
+        if failure.layer in self.whole:
             raise CaptureError(
                 failure.layer or type(self.model).__name__,
                 f"its forward cannot be captured: {failure.reason}"
@@ -187,7 +198,9 @@ def _assemble(
         constants=recording.constants,
         call=make_call_format(bound, recording.result),
         whole_modules=tuple(
-            w for w in whole.values() if w.layer in called and not is_torch_leaf(modules[w.layer])
+            w
+            for w in whole.values()
+            if not w.layer or (w.layer in called and not is_torch_leaf(modules[w.layer]))
         ),
         fingerprint=fingerprint_graph(model, graph),
         conditions=Conditions(
@@ -196,6 +209,7 @@ def _assemble(
             dtypes=tuple(tensor.dtype for tensor in bound.tensors),
             any_batch=not session.fixed_batch,
             whole=frozenset(session.whole),
+            guess=session.guess,
             program=tuple(spell_graph(graph)),
             locations=tuple(recording.location_of.get(node.name, "") for node in graph.nodes),
         ),

@@ -34,10 +34,11 @@ class Untraceable(Exception):
 class ForwardFailure(Exception):
     """The model itself fails on these inputs, recorded or not; the cause is ``__cause__``."""
 
-    def __init__(self, layer: str, location: str) -> None:
+    def __init__(self, layer: str, location: str, *, guessed: bool = False) -> None:
         super().__init__(layer, location)
         self.layer = layer
         self.location = location
+        self.guessed = guessed  # it saw guessed values of tensors, and real ones may do
 
     def as_error(self, situation: str, remedy: str) -> CaptureError:
         """The error for the user: "forward fails ``situation``", with the line of their own code."""

@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from placer._torch import without_torch_function
+from placer.capture.failure import Untraceable
 from placer.errors import CaptureError
 
 
@@ -50,9 +52,9 @@ class FakeWorld:
         return self._originals.get(id(twin))
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self, guess: int = 1) -> Iterator[None]:
         """Run code on twins; the values of tensors that it looks at are guessed (`GuessData`)."""
-        with self.mode, GuessData(), quiet_fakes():
+        with self.mode, GuessData(guess), on_fakes():
             yield
 
     def tree(self, value: Any) -> Any:
@@ -64,7 +66,7 @@ class FakeWorld:
 
         Raises ``CaptureError`` when the model cannot be copied.
         """
-        tensors = list(_tensors_of(model))
+        tensors = list(tensors_of(model))
         for tensor in tensors:
             self._note_storage(tensor)
         memo: dict[int, Any] = {id(tensor): self.tensor(tensor) for tensor in tensors}
@@ -106,37 +108,44 @@ class FakeWorld:
 
 
 @contextmanager
-def quiet_fakes() -> Iterator[None]:
-    """What fails on fake tensors is told once, by an error: torch would log a traceback as well."""
+def on_fakes() -> Iterator[None]:
+    """What code on fake tensors needs around it.
+
+    Torch logs a traceback of what fails on them, which is told once, by an error; and a module
+    cannot be converted in place, which code does to be sure of what is so already
+    (``self.to(x.dtype)``).
+    """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before = logger.level
+    level, convert = logger.level, nn.Module._apply
+
+    def convert_fakes(module: nn.Module, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = [*module.parameters(), *module.buffers()]
+        if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            return convert(module, fn, *args, **kwargs)
+        with without_torch_function():
+            if all(fn(tensor).dtype == tensor.dtype for tensor in tensors):
+                return module
+        raise Untraceable("it converts its own parameters to another type in forward")
+
     logger.setLevel(logging.CRITICAL)
+    nn.Module._apply = convert_fakes  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        logger.setLevel(before)
-
-
-_ONE_OF: dict[torch.dtype, Any] = {
-    torch.bool: True,
-    torch.float16: 1.0,
-    torch.bfloat16: 1.0,
-    torch.float32: 1.0,
-    torch.float64: 1.0,
-    torch.complex64: 1 + 0j,
-    torch.complex128: 1 + 0j,
-}
+        logger.setLevel(level)
+        nn.Module._apply = convert  # type: ignore[method-assign]
 
 
 class GuessData(TorchDispatchMode):
     """Lets code that looks at the values of tensors run on fake ones, by guessing the values.
 
-    A scalar read is 1 (or True); as many elements are selected as there can be. ``guessed`` says
-    whether it happened, which makes the run one of many that are possible.
+    A scalar read is ``value``, 1 or 0 (True or False); as many elements are selected as there can
+    be. ``guessed`` says whether it happened, which makes the run one of many that are possible.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, value: int = 1) -> None:
         super().__init__()
+        self.value = value
         self.guessed = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -145,9 +154,9 @@ class GuessData(TorchDispatchMode):
         except DataDependentOutputException:
             self.guessed = True
             if func is torch.ops.aten._local_scalar_dense.default:
-                return _ONE_OF.get(args[0].dtype, 1)
+                return _number(args[0].dtype, self.value)
             if func is torch.ops.aten.equal.default:
-                return True
+                return bool(self.value)
             raise
         except DynamicOutputShapeException:
             self.guessed = True
@@ -159,6 +168,14 @@ class GuessData(TorchDispatchMode):
             if func is torch.ops.aten.index.Tensor:
                 return func(args[0], _all_true(args[1]))
             raise
+
+
+def _number(dtype: torch.dtype, value: int) -> complex | bool:
+    if dtype == torch.bool:
+        return bool(value)
+    if dtype.is_complex:
+        return complex(value)
+    return float(value) if dtype.is_floating_point else value
 
 
 def _all_true(indices: Any) -> list[Any]:
@@ -176,7 +193,7 @@ def _storage(tensor: Tensor) -> int:
     return id(tensor) if tensor.layout != torch.strided else int(tensor.untyped_storage()._cdata)
 
 
-def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
+def tensors_of(model: nn.Module) -> Iterator[Tensor]:
     """Every tensor that a module of ``model`` holds: parameters, buffers, attributes, lists of them."""
     for module in model.modules():
         for name, value in module.__dict__.items():

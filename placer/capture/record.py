@@ -20,7 +20,8 @@ from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 from torch.utils._pytree import tree_iter
 
 from placer._torch import REENTRANT_CHECKPOINT, is_checkpointing, saved_tensor_hooks
-from placer.capture.call import BoundCall, flat_forward
+from placer.capture.call import BoundCall, flat_forward, placeholder_names
+from placer.capture.draws import forbid_python_random, keep_python_random
 from placer.capture.failure import (
     ForwardFailure,
     TraceFailure,
@@ -29,7 +30,7 @@ from placer.capture.failure import (
     locate,
     locate_caller,
 )
-from placer.capture.fake import FakeWorld, GuessData, quiet_fakes
+from placer.capture.fake import FakeWorld, GuessData, on_fakes
 from placer.capture.fingerprint import spell_graph
 from placer.capture.leaves import is_torch_leaf
 from placer.capture.restore import Snapshot
@@ -43,7 +44,6 @@ from placer.capture.targets import (
     UnderModes,
     call_module,
 )
-from placer.capture.types import TENSOR
 from placer.capture.watch import watch_calls
 from placer.capture.writer import CPU, GraphWriter, executable
 
@@ -85,21 +85,24 @@ def record_model(
     bound: BoundCall,
     inputs: Sequence[Tensor],
     whole: frozenset[str],
+    *,
+    guess: int = 1,
 ) -> Recording:
     """Run ``twin``, the fake copy of ``model``, on fake ``inputs`` and write down what it does.
 
-    Modules whose paths are in ``whole`` become single nodes, and so do the layers of ``torch.nn``.
+    Modules whose paths are in ``whole`` become single nodes, and so do the layers of ``torch.nn``;
+    the values of tensors that they look at are guessed (``guess``).
     The twin is as before afterwards. Raises ``TraceFailure`` naming the innermost module that
     cannot be recorded, and ``ForwardFailure`` when the model fails by itself.
     """
     snapshot = Snapshot(twin)
     try:
-        recorder, leaves = _run(world, model, twin, bound, inputs, whole)
+        recorder, leaves = _run(world, model, twin, bound, inputs, whole, guess)
         effects = _replace_buffers(recorder, model, twin, snapshot.changes())
         graph = recorder.writer.finish(leaves)
         if effects:
             # Does what forward left behind change the next one?
-            again, again_leaves = _run(world, model, twin, bound, inputs, whole)
+            again, again_leaves = _run(world, model, twin, bound, inputs, whole, guess)
             settled = spell_graph(again.writer.finish(again_leaves)) == spell_graph(graph)
             for path, attribute in effects:
                 if path and not settled:
@@ -127,10 +130,11 @@ def _run(
     bound: BoundCall,
     inputs: Sequence[Tensor],
     whole: frozenset[str],
+    guess: int,
 ) -> tuple[_Recorder, list[Any]]:
-    recorder = _Recorder(world, model, twin, whole)
+    recorder = _Recorder(world, model, twin, whole, guess)
     try:
-        with _ambient(world), recorder.watching():
+        with ambient(world), recorder.watching():
             return recorder, recorder.run(bound, inputs)
     except (ForwardFailure, TraceFailure):
         raise
@@ -165,13 +169,13 @@ def _replace_buffers(
 
 
 @contextmanager
-def _ambient(world: FakeWorld) -> Iterator[None]:
+def ambient(world: FakeWorld) -> Iterator[None]:
     """Gradients on (a capture inside ``torch.no_grad`` serves training too), fakes on the CPU."""
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(world.mode)
-        stack.enter_context(quiet_fakes())
+        stack.enter_context(on_fakes())
         stack.enter_context(CPU)
         yield
 
@@ -180,9 +184,15 @@ class _Recorder(TorchFunctionMode):
     """Hears of every call, runs it on fakes, and has it written down."""
 
     def __init__(
-        self, world: FakeWorld, model: nn.Module, twin: nn.Module, whole: frozenset[str]
+        self,
+        world: FakeWorld,
+        model: nn.Module,
+        twin: nn.Module,
+        whole: frozenset[str],
+        guess: int,
     ) -> None:
         super().__init__()
+        self.guess = guess
         self.twin = twin
         self.whole = whole
         self.writer = GraphWriter(world, twin)
@@ -210,9 +220,7 @@ class _Recorder(TorchFunctionMode):
 
     def run(self, bound: BoundCall, inputs: Sequence[Tensor]) -> list[Any]:
         """The result leaves of one run, as arguments of the graph's output."""
-        named = zip(bound.leaf_names, bound.constants, strict=True)
-        tensors = [name for name, constant in named if constant is TENSOR]
-        for name, tensor in zip(tensors, inputs, strict=True):
+        for name, tensor in zip(placeholder_names(bound), inputs, strict=True):
             self.writer.placeholder(name, tensor)
 
         def flatten(result: Any) -> list[Any]:
@@ -221,7 +229,8 @@ class _Recorder(TorchFunctionMode):
             )
             return [self.writer.argument(leaf) for leaf in leaves]
 
-        return flat_forward(bound, flatten)(self.twin, *inputs)
+        with forbid_python_random():
+            return flat_forward(bound, flatten)(self.twin, *inputs)
 
     # -- what reports ----------------------------------------------------------------------------
 
@@ -303,7 +312,8 @@ class _Recorder(TorchFunctionMode):
             return self.call_whole(original, path, module, args, kwargs)
         caller, self.writer.layer = self.writer.layer, path
         try:
-            return original(module, *args, **kwargs)
+            with forbid_python_random():
+                return original(module, *args, **kwargs)
         except Exception:
             if self.failed_in is None:
                 self.failed_in = path
@@ -315,13 +325,14 @@ class _Recorder(TorchFunctionMode):
         self, original: Callable[..., Any], path: str, module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
         node_args, node_kwargs = self.writer.argument(args), self.writer.argument(kwargs)
-        guess = GuessData()
+        guess = GuessData(self.guess)
         self.paused = True
         try:
-            with guess:
+            with guess, keep_python_random():
                 value = original(module, *executable(args), **executable(kwargs))
         except Exception as error:
-            raise ForwardFailure(path, locate(error) or locate_caller()) from error
+            location = locate(error) or locate_caller()
+            raise ForwardFailure(path, location, guessed=guess.guessed) from error
         finally:
             self.paused = False
         if guess.guessed and any(isinstance(x, bool | int | float) for x in tree_iter(value)):

@@ -51,6 +51,7 @@ class Conditions:
     dtypes: tuple[torch.dtype, ...]
     any_batch: bool  # does the graph serve every batch size?
     whole: frozenset[str]  # modules that stay whole
+    guess: int  # of the values of tensors that those look at, for runs on fake tensors
     program: tuple[str, ...]  # the graph spelled, a line per node
     locations: tuple[str, ...]  # "file.py:123" or "" of each of these lines
 

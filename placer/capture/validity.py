@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from placer.capture.call import bind_call, describe_shapes
+from placer.capture.call import bind_call, describe_shapes, placeholder_names
 from placer.capture.failure import ForwardFailure, TraceFailure
 from placer.capture.fake import FakeWorld
 from placer.capture.fingerprint import spell_graph
 from placer.capture.record import record_model
-from placer.capture.types import TENSOR, CallFormat, Conditions
+from placer.capture.types import CallFormat, Conditions
 from placer.errors import CaptureError
 
 
@@ -65,7 +65,9 @@ def find_difference(
     twin = world.module(model)
     inputs = [world.tensor(tensor) for tensor in bound.tensors]
     try:
-        recording = record_model(world, model, twin, bound, inputs, conditions.whole)
+        recording = record_model(
+            world, model, twin, bound, inputs, conditions.whole, guess=conditions.guess
+        )
     except ForwardFailure as failure:
         raise failure.as_error(
             f"on inputs of {describe_shapes(inputs)}",
@@ -102,7 +104,7 @@ def require_same_program(
     if difference is None:
         return
     tensors = bind_call(model, args, kwargs).tensors
-    names = [n for n, c in zip(call.leaf_names, call.constants, strict=True) if c is TENSOR]
+    names = placeholder_names(call)
     changed = [
         f"dimension {dim} of {name} is {now}, captured as {was}"
         for name, tensor, shape in zip(names, tensors, conditions.shapes, strict=True)

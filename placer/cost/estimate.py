@@ -39,7 +39,7 @@ def estimate_costs(
             return nullcontext()
         return torch.autocast("cpu", _AUTOCAST[precision])
 
-    with world.running():
+    with world.running(capture.conditions.guess):
         recording = record_run(
             capture.graph,
             capture.order,

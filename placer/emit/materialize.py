@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from placer.capture.fake import tensors_of
 from placer.emit.initialize import initialize_module
 from placer.emit.weights import open_weights
 from placer.errors import PlacerError
@@ -50,6 +51,9 @@ def materialize(
             memo[id(tensor)] = _like(tensor, tensor.detach().to("meta"))
         else:
             missing.append((name, tensor))
+    for tensor in tensors_of(model):
+        if tensor.grad_fn is not None:  # a result that an earlier forward kept
+            memo[id(tensor)] = tensor.detach().clone()
     # Hooks and other attributes are copied with the modules; their tensors are the memo's.
     copied = copy.deepcopy(model, memo)
     if missing:

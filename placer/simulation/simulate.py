@@ -45,7 +45,7 @@ def simulate_plan(
     staged = emit_stages(capture, *plan.parts)
     step = _StepWatch(Attribution(staged.stages, capture.layer_of))
     ledger = Ledger(step.where)
-    with world.running():
+    with world.running(capture.conditions.guess):
         model = materialize(fake_model, dict.fromkeys(staged.state_stage, cpu))
         placed = PlacedModule(model, plan=plan, staged=staged, places=rows)
         _count_state(ledger, placed, staged, rows[0])

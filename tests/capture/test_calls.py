@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import random
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from oracle import assert_close, assert_same
 from torch import Tensor, nn
@@ -106,3 +108,76 @@ class NumpyNumbers(nn.Module):
 
 def test_numbers_of_numpy() -> None:
     assert_same(NumpyNumbers().double(), TWO, (torch.randn(4, 4, dtype=D),))
+
+
+class LooksAtValues(nn.Module):
+    """Its own code looks at values, replaces no module and has no smaller part to keep whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.norm = nn.Linear(4, 4), nn.Linear(4, 2), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        x = self.norm(x)
+        x = self.a(x) if x.sum() > 0 else self.a(-x)
+        return {"out": self.b(x), "rows": len(x)}
+
+
+def test_a_model_that_cannot_be_recorded_is_one_piece() -> None:
+    x = torch.randn(6, 4, dtype=D)
+    placed = assert_same(LooksAtValues().double(), TWO | {"replicas": 2}, (x,), scheduled=False)
+    assert len(placed.plan.stages) == 1
+    capture = placer.api.capture_model(LooksAtValues(), (x.float(),))
+    (whole,) = capture.whole_modules
+    assert whole.layer == ""
+    assert "test_calls.py:" in whole.location
+
+
+class Asserting(nn.Module):
+    """Fails where a value that it reads is one, and is sure of its own type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.linear.to(x.dtype)
+        if bool((x == 1e9).any()):
+            raise AssertionError("too large")
+        if random.random() < 2:
+            x = -x
+        return self.linear(x)
+
+
+def test_values_are_guessed_until_forward_passes() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Asserting(), nn.Linear(4, 2)).double()
+    placed = assert_same(model, TWO, (torch.randn(4, 4, dtype=D),))
+    assert len(placed.plan.stages) == 2
+    placer.simulate(model, placed.plan, torch.randn(4, 4, dtype=D))
+
+
+class Flips(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x if random.random() < 0.5 else -x)
+
+
+def test_pythons_random_numbers_are_drawn_at_every_call() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Flips(), nn.Linear(4, 2)).double()
+    x = torch.randn(4, 4, dtype=D)
+    placed = placer.compile(model, TWO, x)
+    for seed in range(6):
+        random.seed(seed)
+        expected = model(x)
+        random.seed(seed)
+        assert_close(placed(x), expected, f"seed {seed}")
+
+
+def test_a_wrong_forward_names_the_line() -> None:
+    with pytest.raises(placer.CaptureError) as error:
+        placer.compile(LooksAtValues().double(), TWO, torch.randn(6, 5, dtype=D))
+    assert "forward fails on these inputs (6x5)" in str(error.value)
+    assert "test_calls.py:" in str(error.value)
