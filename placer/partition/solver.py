@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from placer.partition.families import beam_rows, chain_rows, distinct, surviving_rows
 from placer.partition.floats import assign_floats
+from placer.partition.interval import best_intervals
 from placer.partition.lattice import (
     Lattice,
     Words,
@@ -25,14 +26,17 @@ from placer.partition.problem import (
     stage_loads,
 )
 from placer.partition.program import Borders, best_borders
-from placer.partition.reduce import fold_dominated, join_together
+from placer.partition.reduce import Reduction, fold_dominated, join_together
+from placer.partition.windows import refine_borders
 from placer.plan.types import Optimality
 
 StageOf = NDArray[np.int64]
 
 _WIDTH = 8  # of the beam; measured: 16 finds nothing better on the published graphs
 _MOST_ALIVE = 150_000  # partly decided downsets at a time in a proof; about a second
+_MOST_BITS = 40_000_000  # of their rows, for the memory they take
 _TOLERANCE = 1e-10
+_LARGE = 1500  # units; from here on stages are intervals of one order, improved at their borders
 _NEAR = 0.8  # share of a budget from which on it may bind
 
 
@@ -45,6 +49,8 @@ def solve(problem: PartitionProblem, *, most_alive: int = _MOST_ALIVE) -> Soluti
     that of a relaxation. Deterministic. None when no placement was found that meets the budgets.
     """
     joined = join_together(problem)
+    if joined.problem.num_units > _LARGE:
+        return _solve_large(problem, joined)
     folded = fold_dominated(joined.problem)
     relaxed = fold_dominated(joined.problem, relaxed=True)
     best = _Best(joined.problem)
@@ -71,6 +77,41 @@ def solve(problem: PartitionProblem, *, most_alive: int = _MOST_ALIVE) -> Soluti
     )
 
 
+def _solve_large(problem: PartitionProblem, joined: Reduction) -> Solution | None:
+    """Intervals of a few orders, then windows around the borders; the bound is the trivial one."""
+    small = joined.problem
+    preds, succs = _adjacency(small)
+    orders = [
+        topological_order(preds, succs, range(small.num_units)),
+        _newest_first(preds, succs),
+        _newest_first(succs, preds)[::-1],
+    ]
+    best, best_order, value = None, None, _above_all(small)
+    for order in (np.array(order, dtype=np.int64) for order in orders):
+        found = best_intervals(small, order, value)
+        if found is not None:
+            best, best_order, value = found, order, _largest(small, found)
+    if best is None or best_order is None:
+        return None
+    best = refine_borders(small, best_order, best, _solve_window)
+    stage_of = best[joined.unit_of]
+    value = _largest(problem, stage_of)
+    return Solution(
+        stage_of=tuple(stage_of.tolist()),
+        optimality=Optimality(
+            criterion="largest stage load",
+            value=value,
+            lower_bound=min(_trivial_bound(small), value),
+        ),
+    )
+
+
+def _solve_window(problem: PartitionProblem) -> StageOf | None:
+    joined = join_together(problem)  # borders move by whole knots of the window
+    found = _heuristic(joined.problem, width=2)
+    return None if found is None else found[joined.unit_of]
+
+
 class _Best:
     """The best placement so far that meets the budgets."""
 
@@ -93,13 +134,13 @@ def _reached(value: float, bound: float) -> bool:
     return value <= bound * (1 + _TOLERANCE)
 
 
-def _heuristic(problem: PartitionProblem) -> StageOf | None:
+def _heuristic(problem: PartitionProblem, *, width: int = _WIDTH) -> StageOf | None:
     """The best placement with borders among a few chains and a beam."""
     lattice = _lattice(problem)
     orders = [np.arange(lattice.num_units), *_deep_orders(lattice)]
     chains = distinct(np.concatenate([chain_rows(lattice, order) for order in orders]))
     best, value = _try(lattice, chains, None, np.inf)
-    rows = distinct(np.concatenate([chains, beam_rows(lattice, _WIDTH)]))
+    rows = distinct(np.concatenate([chains, beam_rows(lattice, width)]))
     best, value = _try(lattice, rows, best, value)
     limited = any(slot.budget is not None for slot in problem.slots)
     if limited and (best is None or _is_tight(problem, best)):
@@ -137,6 +178,7 @@ def _prove(lattice: Lattice, value: float, most_alive: int) -> tuple[float, Stag
         return least, None
     if not np.isfinite(value):
         value = _above_all(problem)
+    most_alive = min(most_alive, _MOST_BITS // max(1, lattice.num_units))
     for share in (1.0, 0.75, 0.5, 0.25):
         limit = least + share * (value - least)
         rows = surviving_rows(lattice, limit * (1 - _TOLERANCE), most=most_alive)
@@ -168,13 +210,18 @@ def _above_all(problem: PartitionProblem) -> float:
 
 def _lattice(problem: PartitionProblem, *, floats: bool = True) -> Lattice:
     loose = set(floating_units(problem)) if floats else set()
-    preds: list[list[int]] = [[] for _ in range(problem.num_units)]
-    succs: list[list[int]] = [[] for _ in range(problem.num_units)]
-    for a, b in problem.edges:
-        preds[b].append(a)
-        succs[a].append(b)
+    preds, succs = _adjacency(problem)
     order = topological_order(preds, succs, range(problem.num_units))
     return build_lattice(problem, [u for u in order if u not in loose])
+
+
+def _adjacency(problem: PartitionProblem) -> tuple[list[list[int]], list[list[int]]]:
+    preds: list[list[int]] = [[] for _ in range(problem.num_units)]
+    succs: list[list[int]] = [[] for _ in range(problem.num_units)]
+    for a, b in sorted(set(problem.edges)):
+        preds[b].append(a)
+        succs[a].append(b)
+    return preds, succs
 
 
 def _deep_orders(lattice: Lattice) -> list[NDArray[np.int64]]:

@@ -1,0 +1,129 @@
+"""Large graphs: stages as intervals of one order, cut at some of its cheapest places.
+
+For each order the places are chosen first (about 1,500), then the dynamic program of `chain` runs
+over the intervals that are within the best bound so far. Loads of all intervals come from two
+difference arrays: a value is paid by the intervals that hold some of its units, but not all.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placer.partition.problem import PartitionProblem, Vector
+
+Indices = NDArray[np.int64]
+
+_MOST_CUTS = 1500
+_TOLERANCE = 1e-12
+
+
+def best_intervals(problem: PartitionProblem, order: Indices, bound: float) -> Indices | None:
+    """The stage of every unit, stages being intervals of ``order``; None if none is below ``bound``.
+
+    O(uses + C^2 + k * C * D) for C places to cut at and D of them within the largest stage.
+    Budgets and pins hold; optimal for these places.
+    """
+    place = np.empty(problem.num_units, dtype=np.int64)
+    place[order] = np.arange(problem.num_units)
+    cuts = _places(problem, order, place)
+    crossing = _crossing_bytes(problem, cuts, place)
+    count = len(cuts)
+    value = np.full(count, np.inf)
+    value[0] = 0.0
+    choices = []
+    for slot in problem.slots:
+        seconds = _sums(slot.seconds[order], cuts)
+        nbytes = _sums(slot.nbytes[order], cuts)
+        foreign = np.zeros(problem.num_units)
+        for unit, device in problem.pins.items():
+            foreign[unit] = device != slot.device
+        strange = _sums(foreign[order], cuts)
+        budget = np.inf if slot.budget is None else slot.budget * (1 + _TOLERANCE)
+        following = value.copy() if problem.may_be_empty else np.full(count, np.inf)
+        choice = np.arange(count)
+        for width in range(1, count):
+            load = seconds[width:] - seconds[:-width]
+            if load.min() >= bound:
+                break
+            load = (
+                load
+                + slot.seconds_per_byte
+                * crossing[np.arange(count - width), np.arange(width, count)]
+            )
+            load = np.maximum(load, value[:-width])
+            load[nbytes[width:] - nbytes[:-width] > budget] = np.inf
+            load[strange[width:] - strange[:-width] > 0.5] = np.inf
+            better = (load < following[width:]) & (load < bound)
+            following[width:][better] = load[better]
+            choice[width:][better] = np.arange(count - width)[better]
+        value = following
+        choices.append(choice)
+    if not value[-1] < bound:
+        return None
+    stage_of = np.empty(problem.num_units, dtype=np.int64)
+    at = count - 1
+    for q in reversed(range(len(problem.slots))):
+        start = int(choices[q][at])
+        stage_of[order[cuts[start] : cuts[at]]] = q
+        at = start
+    return stage_of
+
+
+def _sums(weights: Vector, cuts: Indices) -> Vector:
+    return np.concatenate([[0.0], np.cumsum(weights)])[cuts]
+
+
+def _places(problem: PartitionProblem, order: Indices, place: Indices) -> Indices:
+    """Positions to cut at: the cheapest of each stretch of equal share of work and of units."""
+    n = problem.num_units
+    hollow = np.zeros(n)
+    hollow[sorted(problem.hollow)] = 1.0
+    solid = np.concatenate([[0], np.cumsum(1 - hollow[order])])
+    possible = np.flatnonzero((solid[1:-1] > 0) & (solid[1:-1] < solid[-1])) + 1
+    most = max(_MOST_CUTS, 4 * len(problem.slots))
+    if len(possible) > most:
+        cut = np.zeros(n + 1)
+        for value in problem.values:
+            at = place[list(value.units)]
+            if not value.external:
+                cut[at.min() + 1] += value.nbytes
+                cut[at.max() + 1] -= value.nbytes
+        cut = np.cumsum(cut)
+        work = np.cumsum(problem.slots[0].seconds[order])
+        share = np.arange(1, n + 1) / n + (work / work[-1] if work[-1] else 0.0)
+        stretch = np.minimum((share * (most / 2)).astype(np.int64), most - 1)[possible - 1]
+        by_cost = np.lexsort((possible, cut[possible], stretch))
+        first = np.concatenate([[True], np.diff(stretch[by_cost]) > 0])
+        possible = np.sort(possible[by_cost[first]])
+    return np.concatenate([[0], possible, [n]]).astype(np.int64)
+
+
+def _crossing_bytes(problem: PartitionProblem, cuts: Indices, place: Indices) -> Vector:
+    """``[x, y]``: bytes that cross the borders of the stage from cut x to cut y."""
+    count = len(cuts)
+    steps = np.zeros((count + 1, count + 1))
+
+    def add(first: int, last: int, column: int, until: int, nbytes: float) -> None:
+        """To stages with first <= x <= last and column <= y < until."""
+        steps[first, column] += nbytes
+        steps[last + 1, column] -= nbytes
+        steps[first, until] -= nbytes
+        steps[last + 1, until] += nbytes
+
+    slots = np.searchsorted(cuts, np.arange(problem.num_units), side="right") - 1
+    for value in problem.values:
+        held = np.unique(slots[place[list(value.units)]]).tolist()  # intervals with some unit
+        if problem.relayed and not value.external:
+            if len(held) > 1:
+                add(held[0] + 1, held[-1], 0, count, value.nbytes)
+                add(0, count - 1, held[0] + 1, held[-1] + 1, value.nbytes)
+            continue
+        previous = -1
+        for interval in held:  # some unit in [x, y): the first one at or after x is before y
+            add(previous + 1, interval, interval + 1, count, value.nbytes)
+            previous = interval
+        if not value.external:
+            add(0, held[0], held[-1] + 1, count, -value.nbytes)
+    table: Vector = np.cumsum(np.cumsum(steps, axis=0), axis=1)[:count, :count]
+    return table
