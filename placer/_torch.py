@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -104,3 +105,13 @@ def stage_class_for_fakes() -> Any:
             return not self.is_last, "last-stage output"
 
     return FakeStage
+
+
+def takes_microbatches() -> bool:
+    """Do the schedules of ``torch.distributed.pipelining`` take micro-batches that are cut already?
+
+    Public in 2.15; 2.11 does not have it.
+    """
+    from torch.distributed.pipelining import ScheduleGPipe
+
+    return "arg_mbs" in inspect.signature(ScheduleGPipe.step).parameters

@@ -6,12 +6,14 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
+from placer._torch import takes_microbatches
 from placer.capture import Capture
 from placer.emit import emit_stages
-from placer.errors import PlanError
+from placer.errors import PlacerError, PlanError
 from placer.plan.store import plan_text
 from placer.plan.types import Plan
 from placer.runtime.distributed.faults import lost_peers
@@ -32,10 +34,16 @@ def launch(
 ) -> DistributedModule:
     """This rank's part of ``model`` under ``plan``; all ranks of the job call it together.
 
-    Raises ``PlacerError`` when the job has not one process per device of the plan, before any
-    communication, and ``PlanError`` when another rank has another model or plan, before anything
-    is built.
+    Raises ``PlacerError`` when torch is too old or the job has not one process per device of the
+    plan, before any communication, and ``PlanError`` when another rank has another model or plan,
+    before anything is built.
     """
+    if not takes_microbatches():
+        raise PlacerError(
+            f"torch {torch.__version__}",
+            "one process per device needs schedules that take micro-batches",
+            "use torch 2.15, or run the spec in one process",
+        )
     seat = take_seat(plan, job)
     device = choose_device(plan, job, run_on)
     join_job(device, job)
