@@ -335,7 +335,7 @@ def plot(results: Mapping[str, list[dict[str, Any]]], memory: int = 16) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(1, len(results), figsize=(3.2 * len(results), 3.6), squeeze=False)
+    figure, axes = plt.subplots(1, len(results), figsize=(3.6 * len(results), 4.4), squeeze=False)
     for axis, (name, rows) in zip(axes[0], results.items(), strict=True):
         for index, label in enumerate(dict.fromkeys(r["method"] for r in rows)):
             points = [r for r in rows if r["method"] == label and r["memory_gib"] == memory]
@@ -355,8 +355,9 @@ def plot(results: Mapping[str, list[dict[str, Any]]], memory: int = 16) -> None:
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("edge of the largest cube")
     handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncols=4, frameon=False, fontsize=8)
-    figure.tight_layout(rect=(0, 0.13, 1, 1))
+    figure.legend(handles, labels, loc="lower center", ncols=len(results), frameon=False, fontsize=8)
+    rows_of_legend = -(-len(labels) // len(results))
+    figure.tight_layout(rect=(0, 0.05 * rows_of_legend, 1, 1))
     figure.savefig(RESULTS / "capacity.png", dpi=110)
 
 
