@@ -355,7 +355,9 @@ def plot(results: Mapping[str, list[dict[str, Any]]], memory: int = 16) -> None:
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("edge of the largest cube")
     handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncols=len(results), frameon=False, fontsize=8)
+    figure.legend(
+        handles, labels, loc="lower center", ncols=len(results), frameon=False, fontsize=8
+    )
     rows_of_legend = -(-len(labels) // len(results))
     figure.tight_layout(rect=(0, 0.05 * rows_of_legend, 1, 1))
     figure.savefig(RESULTS / "capacity.png", dpi=110)
