@@ -50,7 +50,7 @@ def default_store() -> Any:
 
 def default_timeout(device: torch.device) -> timedelta:
     """How long the default process group waits for a rank on ``device``. Checked with 2.15."""
-    backend = dist.distributed_c10d._get_default_group()._get_backend(device)
+    backend = default_group()._get_backend(device)
     timeout: timedelta = backend.options._timeout
     return timeout
 

@@ -12,9 +12,9 @@ import models
 import torch
 import torch.distributed as dist
 import torchvision
-from oracle import assert_close, gradient_noise, mean_square
+from oracle import assert_close, gradient_noise, mean_square, reference_step
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 from unet3d import unet3d
 
 import placer
@@ -85,39 +85,6 @@ def make_spec(
         schedule=schedule,
         **fields,
     )
-
-
-def reference_step(
-    model: nn.Module, args: Any, kwargs: Any, replicas: int, microbatches: int
-) -> Tensor:
-    """The plain model on the same cuts, one after the other; gradients accumulate.
-
-    Buffers are those that the first replica's cuts leave.
-    """
-    leaves, spec = tree_flatten((args, kwargs))
-    rows = next(t.size(0) for t in leaves if isinstance(t, Tensor) and t.dim())
-    before = {n: b.clone() for n, b in model.named_buffers()}
-    after: dict[str, Tensor] = {}
-    total = torch.zeros((), dtype=D)
-    for number, row in enumerate(torch.arange(rows).chunk(replicas)):
-        for name, buffer in model.named_buffers():
-            buffer.data = before[name].clone()
-        for cut in row.chunk(microbatches):
-            part = [
-                t[cut[0] : cut[-1] + 1]
-                if isinstance(t, Tensor) and t.dim() and len(t) == rows
-                else t
-                for t in leaves
-            ]
-            part_args, part_kwargs = tree_unflatten(part, spec)
-            loss = mean_square(model(*part_args, **part_kwargs)) * (len(cut) / rows)
-            loss.backward()
-            total = total + loss.detach()
-        if number == 0:
-            after = {n: b.clone() for n, b in model.named_buffers()}
-    for name, buffer in model.named_buffers():
-        buffer.data = after[name]
-    return total
 
 
 def check_equality(

@@ -172,23 +172,27 @@ def _step_both(model: nn.Module, spec: Any, args: Any, kwargs: Any) -> None:
         return
     plain = copy.deepcopy(model)
     torch.manual_seed(0)
-    total = _loss_over_cuts(plain, args, kwargs, placed.plan.replicas, placed.plan.microbatches)
+    total = reference_step(plain, args, kwargs, placed.plan.replicas, placed.plan.microbatches)
     assert_close(found, total.detach(), "loss of step()")
     floor = gradient_noise(plain)
     for (name, a), b in zip(other.named_parameters(), plain.parameters(), strict=True):
         assert_close(a.grad, b.grad, f"step(), gradient of {name}", floor=floor)
 
 
-def _loss_over_cuts(
-    plain: nn.Module, args: Any, kwargs: Any, replicas: int, microbatches: int
+def reference_step(
+    model: nn.Module, args: Any, kwargs: Any, replicas: int, microbatches: int
 ) -> Tensor:
-    """Sum over the cuts of the cut's mean loss times its share of the rows; gradients accumulate."""
+    """The plain model on the same cuts, one after the other; gradients accumulate.
+
+    Buffers are those that the first replica's cuts leave.
+    """
     leaves, spec = tree_flatten((args, kwargs))
     rows = next(t.size(0) for t in leaves if isinstance(t, Tensor) and t.dim())
+    before = {n: b.clone() for n, b in model.named_buffers()}
+    after: dict[str, Tensor] = {}
     total = torch.zeros((), dtype=torch.float64)
-    before = {n: b.clone() for n, b in plain.named_buffers()}
-    for row in torch.arange(rows).chunk(replicas):
-        for name, buffer in plain.named_buffers():
+    for number, row in enumerate(torch.arange(rows).chunk(replicas)):
+        for name, buffer in model.named_buffers():
             buffer.data = before[name].clone()
         for cut in row.chunk(microbatches):
             part = [
@@ -198,9 +202,13 @@ def _loss_over_cuts(
                 for t in leaves
             ]
             part_args, part_kwargs = tree_unflatten(part, spec)
-            loss = mean_square(plain(*part_args, **part_kwargs)) * (len(cut) / rows)
+            loss = mean_square(model(*part_args, **part_kwargs)) * (len(cut) / rows)
             loss.backward()
             total = total + loss.detach()
+        if number == 0:
+            after = {n: b.clone() for n, b in model.named_buffers()}
+    for name, buffer in model.named_buffers():
+        buffer.data = after[name]
     return total
 
 
