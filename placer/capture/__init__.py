@@ -8,7 +8,6 @@ from placer.capture.validity import (
     captured_key,
     condition_key,
     find_difference,
-    require_same_program,
 )
 
 __all__ = [
@@ -24,6 +23,5 @@ __all__ = [
     "find_difference",
     "flatten_call",
     "rebuild_call",
-    "require_same_program",
     "unflatten_output",
 ]

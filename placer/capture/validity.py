@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from placer.capture.call import bind_call, describe_shapes, placeholder_names
+from placer.capture.call import bind_call, describe_shapes
 from placer.capture.failure import ForwardFailure, TraceFailure
 from placer.capture.fake import FakeWorld
 from placer.capture.fingerprint import spell_graph
 from placer.capture.record import record_model
 from placer.capture.types import CallFormat, Conditions
-from placer.errors import CaptureError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,36 +85,3 @@ def find_difference(
     if len(program) != len(conditions.program):
         return Difference(location="", operation=nodes[-1].name)
     return None
-
-
-def require_same_program(
-    model: nn.Module,
-    conditions: Conditions,
-    call: CallFormat,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None = None,
-) -> None:
-    """Raise ``CaptureError`` when the captured graph is not the program of this call.
-
-    The error names the dimensions that differ from the captured ones, the line of code at which the
-    program becomes another one, and what to do.
-    """
-    difference = find_difference(model, conditions, args, kwargs)
-    if difference is None:
-        return
-    tensors = bind_call(model, args, kwargs).tensors
-    names = placeholder_names(call)
-    changed = [
-        f"dimension {dim} of {name} is {now}, captured as {was}"
-        for name, tensor, shape in zip(names, tensors, conditions.shapes, strict=True)
-        for dim, (now, was) in enumerate(zip(tensor.shape, shape, strict=True))
-        if now != was
-    ]
-    where = f" ({difference.location})" if difference.location else ""
-    what = "; ".join(changed) or "the model is in another mode (train or eval) than captured"
-    raise CaptureError(
-        "inputs",
-        f"{what}, and the model computes something else then: it differs from "
-        f"{difference.operation!r} on{where}",
-        "compile again with inputs like these: placer.compile(model, spec, args)",
-    )
