@@ -41,7 +41,7 @@ from placer.schedule import Counts, InFlight
 
 Table = NDArray[np.float64]
 
-_SCALAR_NBYTES = 4  # of a loss
+_LOSS_NBYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,11 +332,12 @@ def peak_bytes(
     peak = np.maximum(forward, backward)
     if in_flight.microbatches > 1:
         later = _saved_by_others(tables, in_flight.after_backward)
+        # The losses of micro-batches that have ended stay; the largest ones are before a smaller last.
+        ended = in_flight.microbatches - (in_flight.last_share < 1)
+        later[:, -1] += _LOSS_NBYTES * (ended - int(in_flight.after_backward))
         forward = tables.owned + tables.forward_live + untaken(in_flight.later_forwards)
         backward = tables.backward_live_grown + untaken(in_flight.backwards)
         peak = np.maximum(peak, later + np.maximum(forward, backward))
-        # Losses stay to the end of the step, and each is weighted by its rows.
-        peak[:, -1] += _SCALAR_NBYTES * (1 + in_flight.microbatches - math.ceil(in_flight.most))
     step = tables.owned + optimizer.transient * tables.largest_parameter
     return static + np.maximum(peak, step)
 
