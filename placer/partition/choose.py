@@ -20,12 +20,14 @@ from placer.partition.model import (
     seconds_problem,
 )
 from placer.partition.problem import Solution
+from placer.partition.returning import find_returning
 from placer.partition.score import build_tables
 from placer.partition.solver import lower_bound, solve
 from placer.partition.types import Demands, DeviceSlot, Partition
 from placer.partition.units import grouped_order, program_order, unit_graph
 
 _MOST_ALIVE = 5_000  # of partly decided downsets in a proof: planning stays within a second or so
+_NEAR_BOUND = 1.02  # of a bound on peaks: there is not much to win
 _NEAR = 0.8  # share of a budget from which on memory decides where cuts are
 
 
@@ -62,6 +64,7 @@ def choose_partition(
     bound = 0.0
     if len(best.slots) > 1 and len(program) > len(best.slots):
         bound = search.add_solved(model)
+        search.add_returning(bound)
         assert search.best is not None
         best = search.best
     return describe_partition(best, capture, costs, search.pinned_nodes(best), demands, bound)
@@ -143,6 +146,18 @@ class _Search:
             return solution.optimality.lower_bound
         most = [None if s.budget is None else s.budget - s.reserve for s in relaxed]
         return lower_bound(seconds_problem(model, self._costs, relaxed, demands, most))
+
+    def add_returning(self, bound: float) -> None:
+        """Where memory decides and the chain is not near ``bound``: devices that come again."""
+        best = self.best
+        assert best is not None
+        if best.rank[0] <= 1 and (
+            self._demands.objective != "memory" or best.peak <= bound * _NEAR_BOUND
+        ):
+            return
+        found = find_returning(best, self._costs, self.pinned_nodes(best), self._demands)
+        if found is not None:
+            self.best = found
 
     def _add_solution(self, model: ModelUnits, solution: Solution | None) -> None:
         if solution is None:
