@@ -324,6 +324,75 @@ def read_from_file(spec: placer.PlacementSpec, path: str) -> None:
             assert torch.equal(placed.state_dict()[name], tensor), name
 
 
+def use_other_modes_and_sizes(spec: placer.PlacementSpec) -> None:
+    """Inputs of another size, in training and evaluation, and hooks on the whole module: as eager."""
+    torch.manual_seed(0)
+    model = unet3d(width=2, depth=2, norm="batch").double()
+    plain = copy.deepcopy(model)
+    placed = placer.compile(model, spec, torch.randn(8, 1, 4, 4, 4, dtype=D))
+    calls = []
+
+    def double(_: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+        calls.append(len(args[0]))
+        return output * 2
+
+    for mode, size, rows, hooked in (
+        (True, 6, 8, False),
+        (False, 4, 5, False),
+        (False, 6, 8, True),
+        (True, 4, 8, False),
+    ):
+        x = torch.randn(rows, 1, size, size, size, dtype=D)
+        hooks = [m.register_forward_hook(double) for m in (placed, plain) if hooked]
+        for module in (placed, plain):
+            module.train(mode)
+            module.zero_grad()
+        calls.clear()
+        loss = placed.step(x, loss_fn=mean_square)
+        last = len(placed.plan.stages) - 1 in placed.stage_indices
+        assert calls == ([2, 2] if hooked and last else []), calls
+        expected = reference_step(plain, (x,), {}, spec.replicas, 2)
+        for hook in hooks:
+            hook.remove()
+        what = f"training {mode}, size {size}"
+        assert_close(loss, expected, f"{what}, loss")
+        compare_state(placed, plain, what)
+        with torch.no_grad():
+            placed.eval(), plain.eval()
+            assert_close(placed(x), plain(x), f"{what}, inference")
+
+
+def try_what_needs_one_process(spec: placer.PlacementSpec) -> list[str]:
+    """The errors of what does not work with one process per device; after each, a step still does."""
+    torch.manual_seed(0)
+    model, (x,), _ = CASES["convnet"](8)
+    placed = placer.compile(model.double(), spec, x)
+    given = x.clone().requires_grad_()
+    first = next(placed.parameters())
+
+    def freeze() -> None:
+        first.requires_grad_(False)
+        placed.step(x, loss_fn=mean_square)
+
+    tries: list[Callable[[], Any]] = [
+        lambda: placed(x),
+        lambda: placed.eval()(given),
+        lambda: placed.step(given, loss_fn=mean_square),
+        freeze,
+        lambda: placed.register_full_backward_hook(_explode) and placed.step(x, loss_fn=mean_square),
+    ]
+    found = []
+    for attempt in tries:
+        try:
+            attempt()
+        except placer.PlacerError as error:
+            found.append(str(error))
+        first.requires_grad_(True)
+        placed._backward_hooks.clear()
+        placed.train().step(x, loss_fn=mean_square)
+    return found
+
+
 def drop_twice(spec: placer.PlacementSpec) -> list[float]:
     """This replica's mean output of two steps, then again after seeding again; the same rows for all."""
     torch.manual_seed(0)

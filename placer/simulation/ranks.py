@@ -144,7 +144,7 @@ def _simulate_rank(
         microbatches += [empty] * (plan.microbatches - len(pieces))
         with ledger:
             for _ in range(2):
-                run = Run(microbatches=microbatches, loss_of=lambda output, _: loss_of(output))
+                run = Run(microbatches=microbatches, loss_of=lambda _, output: loss_of(output))
                 engine.execute(run, crossings[0])
                 del run
                 optimizer.step()

@@ -58,6 +58,27 @@ def test_a_part_is_read_from_a_file(job_of: Callable[[int], Job], tmp_path: Path
     job_of(2).run(cases.read_from_file, cases.make_spec(2, 1, 1), str(path))
 
 
+def test_other_modes_sizes_and_hooks_after_compile(job_of: Callable[[int], Job]) -> None:
+    job_of(4).run(cases.use_other_modes_and_sizes, cases.make_spec(2, 2, 2, "1F1B"))
+
+
+def test_what_needs_one_process_is_said(job_of: Callable[[int], Job]) -> None:
+    found = job_of(2).run(cases.try_what_needs_one_process, cases.make_spec(2, 1, 2, "1F1B"))
+    for messages in found:
+        for message, part in zip(
+            messages,
+            (
+                "gives results without gradients",
+                "none flow into the inputs",
+                "none flow into the inputs",
+                "requires_grad was changed after placer.compile",
+                "the model itself has full backward hooks",
+            ),
+            strict=True,
+        ):
+            assert part in message
+
+
 def test_dropout_differs_per_replica_and_comes_again(job_of: Callable[[int], Job]) -> None:
     found = job_of(2).run(cases.drop_twice, cases.make_spec(1, 2, 2))
     assert found[0] == found[0][:2] * 2  # the same seed, the same step
