@@ -18,7 +18,11 @@ from torch.utils._pytree import tree_leaves
 from unet3d import unet3d
 
 import placer
+from placer.capture import capture_model
 from placer.emit import materialize
+from placer.runtime.distributed.job import find_job
+from placer.runtime.distributed.launch import launch
+from placer.runtime.distributed.module import DistributedModule
 from placer.simulation.ranks import RankLedger
 
 D = torch.float64
@@ -98,7 +102,7 @@ def check_equality(
     model, args, kwargs = CASES[name](batches[0])
     model = model.double()
     plans = [dataclasses.replace(plan, schedule=schedule) for schedule in schedules]
-    trained = [placer.compile(model, p, args, kwargs) for p in plans]
+    trained = _compile_all(model, plans, args, kwargs)
     plain = copy.deepcopy(model)
     ours = [torch.optim.SGD(placed.parameters(), lr=0.02, momentum=0.9) for placed in trained]
     theirs = torch.optim.SGD(plain.parameters(), lr=0.02, momentum=0.9)
@@ -126,6 +130,18 @@ def check_equality(
                 if isinstance(b, Tensor):
                     assert_close(a, b, f"{placed.plan.schedule}, inference")
     return {"names": list(trained[0].state_dict()), "stages": trained[0].stage_indices}
+
+
+def _compile_all(
+    model: nn.Module, plans: list[placer.Plan], args: Any, kwargs: Any
+) -> list[DistributedModule]:
+    """``placer.compile`` for plans that differ in their schedule; what they share is done once."""
+    capture, job = capture_model(model, args, kwargs), find_job()
+    assert job is not None
+    trained = [launch(model, capture, plan, job) for plan in plans]
+    for placed in trained[1:]:
+        placed._finder = trained[0]._finder  # the stages are the same, and so is what crosses
+    return trained
 
 
 def compare_state(placed: nn.Module, plain: nn.Module, when: str) -> None:
