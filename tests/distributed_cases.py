@@ -395,7 +395,9 @@ def try_what_needs_one_process(spec: placer.PlacementSpec) -> list[str]:
         lambda: placed.eval()(given),
         lambda: placed.step(given, loss_fn=mean_square),
         freeze,
-        lambda: placed.register_full_backward_hook(_explode) and placed.step(x, loss_fn=mean_square),
+        lambda: (
+            placed.register_full_backward_hook(_explode) and placed.step(x, loss_fn=mean_square)
+        ),
     ]
     found = []
     for attempt in tries:

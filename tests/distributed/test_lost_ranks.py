@@ -87,7 +87,9 @@ def test_torchrun_restarts_from_the_last_checkpoint_to_the_same_weights(
         assert all(torch.equal(tensor, state[name]) for name, tensor in found.items())
 
 
-def _torchrun(function: Callable[..., None], *args: object, processes: int, max_restarts: int) -> None:
+def _torchrun(
+    function: Callable[..., None], *args: object, processes: int, max_restarts: int
+) -> None:
     """What ``torchrun --max-restarts`` does, for a function; its processes start from the fork server."""
     config = LaunchConfig(
         min_nodes=1,

@@ -1,8 +1,19 @@
 """Gradients summed over the ranks that hold the same parameter, in buckets, while backward runs.
 
-``DistributedDataParallel`` counts on its own forward, one backward per forward, and rows on every
-rank; a pipeline has many of each, splits backwards in halves, and a replica may have no rows. So
-the buckets are ours (Li et al. 2020, arXiv:2006.15704, section 3.2), the sums torch's.
+The buckets are ours (Li et al. 2020, arXiv:2006.15704, section 3.2), the sums torch's. Pipelining
+knows stages wrapped in ``DistributedDataParallel`` (`_PipelineStageBase.backward_maybe_with_nosync`);
+that was tried with torch 2.15, two stages and two replicas, and does not do:
+
+ * zero bubble: ``stage_backward_weight`` (pipelining/_backward.py) gets weights their gradients by
+   ``torch.autograd.grad`` and assigns ``.grad``; DDP listens to the accumulation that this passes by,
+   so that the gradients of every stage but the first are never summed, without an error
+ * a replica whose last micro-batch has no rows: nothing accumulates in its last backward, DDP sends
+   nothing, and the other replicas wait for it until they time out
+ * weights that are tied over stages are summed over other ranks than the rest: one DDP has one group
+ * a stage keeps all that it sent until its backward (``_output_slot_is_releasable``)
+
+``fully_shard`` has its sum in ``finalize_backward``, so that it may serve split backwards; its
+parameters are shards (``DTensor``), which checkpoints and clipping here do not know. Not tried.
 """
 
 from __future__ import annotations
