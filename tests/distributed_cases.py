@@ -331,13 +331,12 @@ def materialise_from_meta(spec: placer.PlacementSpec) -> None:
     placed.step(torch.randn(4, 1, 8, 8), loss_fn=lambda y: y.square().mean())
 
 
-def read_from_file(spec: placer.PlacementSpec, path: str) -> None:
+def read_from_file(spec: placer.PlacementSpec, path: str) -> dict[str, float]:
+    """The sum of every tensor of this rank's part, read from ``path``."""
     with torch.device("meta"):
         model = models.ConvNet()
     placed = placer.compile(model, spec, torch.randn(4, 1, 8, 8), weights=path)
-    for name, tensor in torch.load(path).items():
-        if name in placed.state_dict():
-            assert torch.equal(placed.state_dict()[name], tensor), name
+    return {name: float(tensor.double().sum()) for name, tensor in placed.state_dict().items()}
 
 
 def use_other_modes_and_sizes(spec: placer.PlacementSpec) -> None:

@@ -19,12 +19,15 @@ parameters are shards (``DTensor``), which checkpoints and clipping here do not 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from placer.emit import StagedModel
+from placer.runtime.distributed.part import Holdings
 
 _BUCKET_NBYTES = 25 * 2**20  # DistributedDataParallel's default
 
@@ -42,6 +45,33 @@ class Shared:
     group: dist.ProcessGroup
     holders: tuple[int, ...]
     readers: int
+
+
+def find_shared(
+    part: nn.Module,
+    staged: StagedModel,
+    holdings: Holdings,
+    stage_indices: Sequence[int],
+    group_of: Callable[[tuple[int, ...]], dist.ProcessGroup],
+) -> list[Shared]:
+    """The trained parameters of a rank's part; ``group_of`` gives the ranks of a set of devices."""
+    first_name = holdings.first_name
+    read = [{first_name[name] for name in staged.stages[i].state} for i in stage_indices]
+    found = []
+    for name, parameter in part.named_parameters():
+        if parameter.requires_grad:
+            first = first_name[name]
+            holders = holdings.holders[first]
+            found.append(
+                Shared(
+                    parameter=parameter,
+                    name=first,
+                    group=group_of(holders),
+                    holders=holders,
+                    readers=max(sum(first in names for names in read), 1),
+                )
+            )
+    return found
 
 
 @dataclass(slots=True)
@@ -124,7 +154,7 @@ class GradientReducer:
             assert bucket.work is not None
             bucket.work.wait()
             count = len(bucket.members)
-            exists = bucket.flat[:count].tolist()
+            exists = self._exists_anywhere(bucket.flat[:count])
             pieces = bucket.flat[count:].split([m.parameter.numel() for m in bucket.members])
             for member, there, piece in zip(bucket.members, exists, pieces, strict=True):
                 if not there:
@@ -132,6 +162,10 @@ class GradientReducer:
                 # The bucket itself becomes the gradients: nothing is copied back.
                 member.parameter.grad = piece.view_as(member.parameter)
             bucket.flat = bucket.work = None
+
+    def _exists_anywhere(self, counts: Tensor) -> list[bool]:
+        """Which of a bucket's gradients some rank has; ``counts`` says how many have them."""
+        return [count > 0 for count in counts.tolist()]
 
     def close(self) -> None:
         """Take the hooks off the parameters."""

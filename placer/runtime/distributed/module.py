@@ -18,7 +18,7 @@ from placer.plan.types import Plan
 from placer.runtime.distributed.boundary import BoundaryFinder, Crossings, Wire
 from placer.runtime.distributed.engine import Engine
 from placer.runtime.distributed.faults import Alarm, close_groups
-from placer.runtime.distributed.gradients import GradientReducer, Shared
+from placer.runtime.distributed.gradients import GradientReducer, find_shared
 from placer.runtime.distributed.job import Seat, make_group
 from placer.runtime.distributed.part import Holdings
 from placer.runtime.distributed.randomness import own_random_state
@@ -386,30 +386,19 @@ class DistributedModule(PlacedModule):
         return own_random_state(self.device, self.replica_index, self.seat.device_index)
 
     def _current_reducer(self) -> GradientReducer:
-        named = [(n, p) for n, p in self.named_parameters() if p.requires_grad]
-        ids = tuple(id(p) for _, p in named)
+        ids = tuple(id(p) for _, p in self.named_parameters() if p.requires_grad)
         if self._reducer is None or ids != self._reduced:
             if self._reducer is not None:
                 self._reducer.close()
-            self._reducer = GradientReducer([self._shared(n, p) for n, p in named])
+            shared = find_shared(
+                self, self._staged, self._holdings, self.stage_indices, self._group_of
+            )
+            self._reducer = GradientReducer(shared)
             self._reduced = ids
         return self._reducer
 
-    def _shared(self, name: str, parameter: nn.Parameter) -> Shared:
-        first = self._holdings.first_name[name]
-        holders = self._holdings.holders[first]
-        readers = sum(
-            any(self._holdings.first_name[n] == first for n in self._staged.stages[i].state)
-            for i in self.stage_indices
-        )
-        group = self._dp_group if len(holders) == 1 else self._tied_groups[holders]
-        return Shared(
-            parameter=parameter,
-            name=first,
-            group=group,
-            holders=holders,
-            readers=max(readers, 1),
-        )
+    def _group_of(self, holders: tuple[int, ...]) -> dist.ProcessGroup:
+        return self._dp_group if len(holders) == 1 else self._tied_groups[holders]
 
     def _check_alive(self) -> None:
         if self._world_group is None:
