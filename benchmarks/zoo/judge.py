@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 import placer
 import placer.api
 import placer.plan.build
-from benchmarks.zoo.compare import Failed, compare, infer, is_tensor, seeded, train
+from benchmarks.zoo.compare import Failed, compare, infer, is_tensor, jitter, seeded, train
 from benchmarks.zoo.subject import Call, Subject, Verdict, convert, to_meta, with_rows
 from placer.capture import Capture, capture_model
 from placer.cost import estimate_costs
@@ -105,14 +105,15 @@ def _judge(subject: Subject, most_float64: int | None, found: dict[str, Any]) ->
     tolerance = _TOLERANCE[dtype]
     with _phase("eager, train"):
         expected = train(_fresh(subject, dtype).train(), train_call)
+    jittered = functools.cache(lambda: train(jitter(_fresh(subject, dtype)).train(), train_call))
     model = _fresh(subject, dtype).train()
     for stages in (2, 4):
         with _phase(f"place on {stages} stages"):
             placed = placer.compile(model, plans[stages], *train_call, run_on="cpu")
         with _phase(f"train on {stages} stages"):
-            compare(train(placed, train_call), expected, tolerance)
+            compare(train(placed, train_call), expected, tolerance, jittered)
         del placed
-    del expected
+    del expected, jittered
     model.zero_grad()
 
     model.eval()

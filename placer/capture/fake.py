@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -160,14 +160,42 @@ class GuessData(TorchDispatchMode):
             raise
         except DynamicOutputShapeException:
             self.guessed = True
-            if func is torch.ops.aten.nonzero.default:
-                return torch.zeros(args[0].numel(), args[0].dim(), dtype=torch.int64)
-            if func is torch.ops.aten.masked_select.default:
-                shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
-                return args[0].expand(shape).reshape(-1)
-            if func is torch.ops.aten.index.Tensor:
-                return func(args[0], _all_true(args[1]))
+            if (largest := _LARGEST_RESULT.get(func.name())) is not None:
+                return largest(func, *args, **(kwargs or {}))
             raise
+
+
+def _indices(count: int, *others: int) -> Tensor:
+    return torch.zeros(count, *others, dtype=torch.int64)
+
+
+def _masked(func: Any, x: Tensor, mask: Tensor) -> Tensor:
+    return x.expand(torch.broadcast_shapes(x.shape, mask.shape)).reshape(-1)
+
+
+def _unique(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return x.reshape(-1), torch.zeros_like(x, dtype=torch.int64), _indices(x.numel())
+
+
+def _unique_rows(func: Any, x: Tensor, dim: int, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    return x, _indices(x.size(dim)), _indices(x.size(dim))
+
+
+# By operator: what it gives when as many elements as can be are selected, are different, are kept;
+# when each is repeated once. The last is torchvision's, which need not be there.
+_LARGEST_RESULT: dict[str, Callable[..., Any]] = {
+    "aten::nonzero": lambda func, x: _indices(x.numel(), x.dim()),
+    "aten::masked_select": _masked,
+    "aten::index.Tensor": lambda func, x, indices: func(x, _all_true(indices)),
+    "aten::_unique2": _unique,
+    "aten::_unique": lambda func, x, *args, **kwargs: _unique(func, x)[:2],
+    "aten::unique_consecutive": _unique,
+    "aten::unique_dim": _unique_rows,
+    "aten::repeat_interleave.Tensor": lambda func, repeats, output_size=None: torch.arange(
+        repeats.numel()
+    ),
+    "torchvision::nms": lambda func, boxes, scores, iou_threshold: _indices(boxes.size(0)),
+}
 
 
 def _number(dtype: torch.dtype, value: int) -> complex | bool:
