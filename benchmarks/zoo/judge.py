@@ -95,6 +95,9 @@ def _judge(subject: Subject, most_float64: int | None, found: dict[str, Any]) ->
     found["nodes"] = len(capture.order)
     found["pieces"] = len(unit_graph(capture))
     found["whole"] = tuple(w.layer for w in capture.whole_modules)
+    found["reasons"] = tuple(
+        f"{w.reason} ({w.location.rpartition('/')[2]})" for w in capture.whole_modules
+    )
     found["largest_share"] = round(_largest_share(plans[2]), 3)
     found["largest_share_4"] = round(_largest_share(plans[4]), 3)
     found["best_share"] = found["largest_share"]

@@ -29,10 +29,12 @@ def write_table(
     passed = sum(v["passed"] for v in judged)
     equal = sum(v["other_batch"] == "equal" for v in judged)
     eager = sum(v["other_batch"] not in ("", "eager fails") for v in judged)
+    large = [v["name"] for v in judged if v["passed"] and v["largest_share"] > 0.6]
     version = importlib.metadata.version(library)
     summary = (
         f"{passed} of {len(judged)} models passed ({len(names)} in the zoo, {library} {version}); "
-        f"another batch size: {equal} of {eager}."
+        f"another batch size: {equal} of {eager}. One of two stages has more than 60% of the cost in "
+        f"{len(large)}{': ' if large else ''}{', '.join(large)}."
     )
     write_result(
         f"zoo_{library}",
@@ -47,7 +49,9 @@ def write_table(
 def _row(v: Mapping[str, Any]) -> list[object]:
     verdict = "yes" if v["passed"] else f"**no**: {_short(v['problem'])}"
     if v["passed"] and v["whole"]:
-        verdict += f" (whole: {_short(', '.join(v['whole']), 60)})"
+        layers = _short(", ".join(layer or "all of it" for layer in v["whole"]), 60)
+        reasons = "; ".join(dict.fromkeys(v.get("reasons", ())))
+        verdict += f" (whole: {layers}: {reasons})" if reasons else f" (whole: {layers})"
     share = f"{v['largest_share']:.0%}" if v["nodes"] else ""
     if v["largest_share"] > 0.6:
         share += f" (best {v['best_share']:.0%})"
