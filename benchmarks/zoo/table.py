@@ -14,8 +14,9 @@ downloaded. *Passed*: planned for 2 and 4 stages from an instance on `meta`; und
 eager in train mode (outputs, loss, every gradient and buffer) and in eval mode (outputs), in float64 to
 1e-9 of each tensor's largest value where the model runs in float64, else float32 to 1e-4 (a gradient
 as small as the rounding error of the largest, such as that of a bias before a norm, to ten times what
-eager moves it by when every weight changes by its rounding error); at least five pieces to cut between; and of two stages none with more than 60% of the seconds of forward and backward
-(the plan's own figures), unless no cut of the program's order is better by a hundredth.
+eager moves it by when every weight changes by its rounding error); at least five pieces to cut
+between; and of two stages none with more than 60% of the seconds of forward and backward (the plan's
+own figures), unless no cut of the program's order is better by a hundredth.
 *Another batch*: three rows through the module that was captured with two, in eval mode.
 Each model ran in its own process with limits on processor time and memory.
 """
