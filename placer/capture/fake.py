@@ -6,7 +6,6 @@ parameters, views of one storage) its copy shares too, and nothing is allocated.
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,9 +16,10 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from placer._torch import without_torch_function
+from placer.capture.copying import copy_module, tensors_of
 from placer.capture.failure import Untraceable
 from placer.errors import CaptureError
 
@@ -71,7 +71,7 @@ class FakeWorld:
             self._note_storage(tensor)
         memo: dict[int, Any] = {id(tensor): self.tensor(tensor) for tensor in tensors}
         try:
-            return copy.deepcopy(model, memo)
+            return copy_module(model, memo)
         except Exception as error:
             raise CaptureError(
                 type(model).__name__,
@@ -113,10 +113,10 @@ def on_fakes() -> Iterator[None]:
 
     Torch logs a traceback of what fails on them, which is told once, by an error; and a module
     cannot be converted in place, which code does to be sure of what is so already
-    (``self.to(x.dtype)``).
+    (``self.to(x.dtype)``). A number in a text (``f"expert_{i}"``) is looked at as by ``item()``.
     """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level, convert = logger.level, nn.Module._apply
+    level, convert, print_fakes = logger.level, nn.Module._apply, FakeTensor.__format__
 
     def convert_fakes(module: nn.Module, fn: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = [*module.parameters(), *module.buffers()]
@@ -127,12 +127,17 @@ def on_fakes() -> Iterator[None]:
                 return module
         raise Untraceable("it converts its own parameters to another type in forward")
 
+    def print_number(tensor: FakeTensor, form: str) -> str:
+        return format(tensor.item(), form) if tensor.dim() == 0 else print_fakes(tensor, form)
+
     logger.setLevel(logging.CRITICAL)
+    FakeTensor.__format__ = print_number  # type: ignore[method-assign, assignment]
     nn.Module._apply = convert_fakes  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
         logger.setLevel(level)
+        FakeTensor.__format__ = print_fakes  # type: ignore[method-assign]
         nn.Module._apply = convert  # type: ignore[method-assign]
 
 
@@ -219,13 +224,3 @@ def _all_true(indices: Any) -> list[Any]:
 
 def _storage(tensor: Tensor) -> int:
     return id(tensor) if tensor.layout != torch.strided else int(tensor.untyped_storage()._cdata)
-
-
-def tensors_of(model: nn.Module) -> Iterator[Tensor]:
-    """Every tensor that a module of ``model`` holds: parameters, buffers, attributes, lists of them."""
-    for module in model.modules():
-        for name, value in module.__dict__.items():
-            if name in ("_parameters", "_buffers"):
-                yield from (tensor for tensor in value.values() if tensor is not None)
-            elif name != "_modules":
-                yield from (leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor))

@@ -48,6 +48,7 @@ def estimate_costs(
             constants,
             training=training,
             run_context=run_context,
+            visible=capture.call.result.visible,
         )
     return _table(capture, inputs, recording, training=training)
 

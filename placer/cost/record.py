@@ -177,9 +177,11 @@ def record_run(
     *,
     training: bool,
     run_context: Callable[[], Any],
+    visible: Callable[[Sequence[Any]], list[Any]] = list,
 ) -> Recording:
     """Record one run of ``graph`` on ``inputs`` with the weights of ``model`` (all of them fake).
 
+    A loss depends on the ``visible`` ones of the result's leaves, and the caller holds all of them.
     Call it under the fake mode that the tensors belong to. ``run_context`` makes the context that
     each node runs in (autocast).
     """
@@ -224,11 +226,14 @@ def record_run(
         recorder.start_node(len(order))
         result_leaves = fx.node.map_arg(node.args[0], lambda n: values[n.name])
         values.clear()
-        for leaf in result_leaves if not training else ():
+        under_loss = visible(list(result_leaves)) if training else []
+        held = {id(leaf) for leaf in under_loss}
+        for leaf in result_leaves:
             stored = recorder.storage(leaf) if isinstance(leaf, Tensor) else None
-            if stored is not None:
-                stored.users.add(len(order))  # it goes to the caller, who computes no loss here
-        loss = stand_in_loss(list(result_leaves) if training else [])
+            if stored is not None and id(leaf) not in held:
+                stored.users.add(len(order))  # it goes to the caller, who computes no loss from it
+        loss = stand_in_loss(under_loss)
+        del held, under_loss
         del result_leaves
         owner.claim(loss, len(order))
         for stored in recorder.storages:
