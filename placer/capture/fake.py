@@ -11,15 +11,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from placer._torch import without_torch_function
 from placer.capture.copying import copy_module, tensors_of
+from placer.capture.draws import keep_random
 from placer.capture.failure import Untraceable
 from placer.errors import CaptureError
 
@@ -113,10 +116,10 @@ def on_fakes() -> Iterator[None]:
 
     Torch logs a traceback of what fails on them, which is told once, by an error; and a module
     cannot be converted in place, which code does to be sure of what is so already
-    (``self.to(x.dtype)``). A number in a text (``f"expert_{i}"``) is looked at as by ``item()``.
+    (``self.to(x.dtype)``). Random numbers that Python code draws are not missing afterwards.
     """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level, convert, print_fakes = logger.level, nn.Module._apply, FakeTensor.__format__
+    level, convert = logger.level, nn.Module._apply
 
     def convert_fakes(module: nn.Module, fn: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = [*module.parameters(), *module.buffers()]
@@ -127,17 +130,13 @@ def on_fakes() -> Iterator[None]:
                 return module
         raise Untraceable("it converts its own parameters to another type in forward")
 
-    def print_number(tensor: FakeTensor, form: str) -> str:
-        return format(tensor.item(), form) if tensor.dim() == 0 else print_fakes(tensor, form)
-
     logger.setLevel(logging.CRITICAL)
-    FakeTensor.__format__ = print_number  # type: ignore[method-assign, assignment]
     nn.Module._apply = convert_fakes  # type: ignore[method-assign, assignment]
     try:
-        yield
+        with keep_random():
+            yield
     finally:
         logger.setLevel(level)
-        FakeTensor.__format__ = print_fakes  # type: ignore[method-assign]
         nn.Module._apply = convert  # type: ignore[method-assign]
 
 
@@ -145,13 +144,24 @@ class GuessData(TorchDispatchMode):
     """Lets code that looks at the values of tensors run on fake ones, by guessing the values.
 
     A scalar read is ``value``, 1 or 0 (True or False); as many elements are selected as there can
-    be. ``guessed`` says whether it happened, which makes the run one of many that are possible.
+    be; an array for numpy has zeros. ``guessed`` says whether it happened, which makes the run one of
+    many that are possible.
     """
 
     def __init__(self, value: int = 1) -> None:
         super().__init__()
         self.value = value
         self.guessed = False
+        self._reads = _GuessReads(self)
+
+    def __enter__(self) -> GuessData:
+        super().__enter__()
+        self._reads.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._reads.__exit__(*error)
+        super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
@@ -168,6 +178,28 @@ class GuessData(TorchDispatchMode):
             if (largest := _LARGEST_RESULT.get(func.name())) is not None:
                 return largest(func, *args, **(kwargs or {}))
             raise
+
+
+_READ_AS_VALUES = ("numpy", "__array__", "tolist", "__format__")
+
+
+class _GuessReads(TorchFunctionMode):
+    """Reads that fake tensors refuse before an operator runs: as an array, as a list, in a text."""
+
+    def __init__(self, guess: GuessData) -> None:
+        super().__init__()
+        self.guess = guess
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        tensor = args[0] if args else None
+        if name not in _READ_AS_VALUES or not isinstance(tensor, FakeTensor):
+            return func(*args, **(kwargs or {}))
+        if name == "__format__":
+            return format(tensor.item(), args[1]) if not tensor.dim() else func(*args)
+        self.guess.guessed = True
+        values = np.zeros(tensor.shape, dtype=str(tensor.dtype).removeprefix("torch."))
+        return values.tolist() if name == "tolist" else values
 
 
 def _indices(count: int, *others: int) -> Tensor:

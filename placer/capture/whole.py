@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from placer.capture.call import BoundCall, placeholder_names, rebuild_call
 from placer.capture.copying import copy_module
-from placer.capture.draws import keep_python_random
 from placer.capture.failure import ForwardFailure, locate
 from placer.capture.fake import FakeWorld, GuessData
 from placer.capture.record import Recording, ambient
@@ -39,7 +38,7 @@ def record_whole(
     snapshot = Snapshot(twin)
     guesses = GuessData(guess)
     try:
-        with ambient(world), guesses, keep_python_random():
+        with ambient(world), guesses:
             args, kwargs = rebuild_call(bound, inputs)
             leaves, result = flatten_result(twin.forward(*args, **kwargs), lambda _: False)
     except Exception as error:

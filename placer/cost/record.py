@@ -19,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from placer.errors import CaptureError
+
 _INPUT = -1
 
 
@@ -244,7 +246,7 @@ def record_run(
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(owner.mark_gradient)
-            loss.backward()
+            _backward(loss)
         recorder.position = _INPUT
     return Recording(
         storages=tuple(recorder.storages),
@@ -252,6 +254,17 @@ def record_run(
         output_nbytes=tuple(output_nbytes),
         output_storages=tuple(output_storages),
     )
+
+
+def _backward(loss: Tensor) -> None:
+    try:
+        loss.backward()
+    except Exception as error:
+        raise CaptureError(
+            "the model",
+            f"backward of a loss over all results fails: {type(error).__name__}: {error}",
+            'detach the results that have no derivative, or plan with "training": false',
+        ) from error
 
 
 def _run_node(node: fx.Node, model: nn.Module, values: dict[str, Any], constants: Any) -> Any:
