@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -18,6 +17,7 @@ from placer.partition.lighten import Treatment
 from placer.plan.lighten import LightPlan, lighten
 from placer.plan.types import DevicePeak, Plan, StagePlan, Transfer
 from placer.regions import RegionKey, find_regions, region_keys
+from placer.schedule import batch_cuts
 from placer.spec import PlacementSpec, resolve_layers, resolve_patterns
 from placer.units import format_seconds
 
@@ -30,10 +30,14 @@ def build_plan(
     inputs: Sequence[Tensor],
     *,
     pins: Mapping[str, str] | None = None,
+    costs: CostTable | None = None,
+    processes: bool = False,
 ) -> Plan:
     """The plan for ``capture`` under ``spec``, for a batch shaped like ``inputs`` (any device).
 
-    ``pins`` are nodes and the devices they must be on, beyond what the spec's layers say. A plan
+    ``pins`` are nodes and the devices they must be on, beyond what the spec's layers say; ``costs``
+    those of the spec's micro-batch, where they are known already. ``processes``: the plan is for one
+    process per device, where values pass through the stages between. A plan
     that overflows a budget is returned with ``fits`` False. Raises ``SpecError`` when the spec's
     layers or devices do not go with the model, ``PlacerError`` for what is not supported.
     """
@@ -46,23 +50,26 @@ def build_plan(
     treatments = _treatments(spec)
     plans = []
     for microbatches in _microbatch_choices(spec, capture, replicas):
-        costs = estimate_costs(
+        found = costs or estimate_costs(
             capture,
             microbatch_inputs(capture, inputs, replicas, microbatches),
             training=spec.training,
             precision=spec.precision,
         )
+        sizes = _microbatch_rows(capture, inputs, replicas, microbatches)
         demands = Demands(
             objective=spec.objective,
             schedule=spec.schedule,
-            microbatches=microbatches,
+            microbatches=len(sizes),
+            last_share=sizes[-1] / max(sizes[0], 1),
             optimizer=_optimizer(spec),
             training=spec.training,
             half=spec.precision != "fp32",
+            processes=processes,
         )
         choose = partial(_choose, capture, slots, pins, demands)
-        light = lighten(capture, costs, keys, treatments, slots, demands, choose)
-        plans.append(_plan(capture, spec, light, demands, rows))
+        light = lighten(capture, found, keys, treatments, slots, demands, choose)
+        plans.append(_plan(capture, spec, light, demands, rows, microbatches))
     return min(plans, key=lambda plan: (not plan.fits, _overflow(plan), plan.step_seconds))
 
 
@@ -106,14 +113,23 @@ def microbatch_inputs(
     capture: Capture, inputs: Sequence[Tensor], replicas: int, microbatches: int
 ) -> list[Tensor]:
     """The inputs of the largest micro-batch, as tensors without data."""
+    rows = _microbatch_rows(capture, inputs, replicas, microbatches)[0]
     shaped = []
     for tensor, batched in zip(inputs, capture.call.batched, strict=True):
         shape = list(tensor.shape)
         if batched:
-            shape[0] = math.ceil(math.ceil(shape[0] / replicas) / microbatches)
+            shape[0] = rows
         meta = torch.empty(shape, dtype=tensor.dtype, device="meta")
         shaped.append(meta.requires_grad_(tensor.requires_grad))
     return shaped
+
+
+def _microbatch_rows(
+    capture: Capture, inputs: Sequence[Tensor], replicas: int, microbatches: int
+) -> tuple[int, ...]:
+    """Rows of each micro-batch of the first replica; one micro-batch where no input has a batch."""
+    sizes = (t.size(0) for t, b in zip(inputs, capture.call.batched, strict=True) if b)
+    return batch_cuts(next(sizes, 1), replicas, microbatches)[0]
 
 
 def _check_supported(spec: PlacementSpec) -> None:
@@ -184,6 +200,7 @@ def _plan(
     light: LightPlan,
     demands: Demands,
     rows: Sequence[Sequence[str]],
+    microbatches: int,
 ) -> Plan:
     costs, partition = light.costs, light.partition
     index_of = {device.name: i for i, device in enumerate(spec.devices)}
@@ -210,8 +227,9 @@ def _plan(
     return Plan(
         fits=all(peak.fits for peak in peaks),
         objective=spec.objective,
+        processes=demands.processes,
         replicas=len(rows),
-        microbatches=demands.microbatches,
+        microbatches=microbatches,
         schedule=spec.schedule,
         precision=spec.precision,
         batch_norm=spec.batch_norm,
