@@ -236,13 +236,12 @@ def record_run(
         values.clear()
         under_loss = visible(list(result_leaves)) if training else []
         held = {id(leaf) for leaf in under_loss}
-        for leaf in result_leaves:
-            stored = recorder.storage(leaf) if isinstance(leaf, Tensor) else None
-            if stored is not None and id(leaf) not in held:
+        others = [x for x in result_leaves if isinstance(x, Tensor) and id(x) not in held]
+        for stored in map(recorder.storage, others):
+            if stored is not None:
                 stored.users.add(len(order))  # it goes to the caller, who computes no loss from it
         loss = stand_in_loss(under_loss)
-        del held, under_loss
-        del result_leaves
+        del held, others, under_loss, result_leaves
         owner.claim(loss, len(order))
         for stored in recorder.storages:
             if stored.live and not stored.savers and stored.made_by != _INPUT:
