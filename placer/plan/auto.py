@@ -15,7 +15,11 @@ from placer.spec import PlacementSpec
 
 
 def choose_spec(
-    capture: Capture, wanted: PlacementSpec, inputs: Sequence[Tensor], *, fewest: bool = True
+    capture: Capture,
+    wanted: PlacementSpec,
+    inputs: Sequence[Tensor],
+    *,
+    processes: bool = False,
 ) -> PlacementSpec:
     """``wanted`` with its layers resolved, on the first devices of its list that suffice.
 
@@ -30,7 +34,7 @@ def choose_spec(
     plans: list[Plan] = []
     for count in counts:
         spec = wanted.with_devices(wanted.devices[:count])
-        plan = build_plan(capture, spec, inputs)
+        plan = build_plan(capture, spec, inputs, processes=processes)
         if plan.fits:
             return _with_resolved_layers(capture, spec, plan, inputs)
         plans.append(plan)
@@ -49,7 +53,7 @@ def _with_resolved_layers(
     overflow a budget, the spec without them is returned; it gives ``plan`` again.
     """
     resolved = spec.with_layers({**spec.layers, **whole_layers(capture, plan)})
-    again = build_plan(capture, resolved, inputs)
+    again = build_plan(capture, resolved, inputs, processes=plan.processes)
     worse = max(d.peak for d in again.devices) > max(d.peak for d in plan.devices)
     return resolved if again.fits and not worse else spec
 

@@ -30,10 +30,14 @@ def build_plan(
     inputs: Sequence[Tensor],
     *,
     pins: Mapping[str, str] | None = None,
+    costs: CostTable | None = None,
+    processes: bool = False,
 ) -> Plan:
     """The plan for ``capture`` under ``spec``, for a batch shaped like ``inputs`` (any device).
 
-    ``pins`` are nodes and the devices they must be on, beyond what the spec's layers say. A plan
+    ``pins`` are nodes and the devices they must be on, beyond what the spec's layers say; ``costs``
+    those of the spec's micro-batch, where they are known already. ``processes``: the plan is for one
+    process per device, where values pass through the stages between. A plan
     that overflows a budget is returned with ``fits`` False. Raises ``SpecError`` when the spec's
     layers or devices do not go with the model, ``PlacerError`` for what is not supported.
     """
@@ -48,7 +52,7 @@ def build_plan(
     treatments = _treatments(spec)
     plans = []
     for microbatches in _microbatch_choices(spec, capture, replicas):
-        costs = estimate_costs(
+        found = costs or estimate_costs(
             capture,
             microbatch_inputs(capture, inputs, replicas, microbatches),
             training=spec.training,
@@ -63,9 +67,10 @@ def build_plan(
             optimizer=_optimizer(spec),
             training=spec.training,
             half=spec.precision != "fp32",
+            processes=processes,
         )
         choose = partial(_choose, capture, slots, pins, demands)
-        light = lighten(capture, costs, keys, treatments, slots, demands, choose)
+        light = lighten(capture, found, keys, treatments, slots, demands, choose)
         plans.append(_plan(capture, spec, light, demands, rows, microbatches))
     return min(plans, key=lambda plan: (not plan.fits, _overflow(plan), plan.step_seconds))
 
@@ -208,6 +213,7 @@ def _plan(
     return Plan(
         fits=all(peak.fits for peak in peaks),
         objective=spec.objective,
+        processes=demands.processes,
         replicas=len(rows),
         microbatches=microbatches,
         schedule=spec.schedule,
