@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from placer.capture import Capture
-from placer.plan.build import build_plan, device_slot
+from placer.plan.build import build_plan
 from placer.plan.types import Plan, StageMemory
 from placer.simulation.ranks import simulate_ranks
 from placer.spec import PlacementSpec
@@ -28,13 +29,13 @@ def plan_ranks(capture: Capture, spec: PlacementSpec, inputs: Sequence[Tensor]) 
     whose process group is there already. Raises ``PlacerError`` when the stages cannot be dealt out
     to the devices in turn.
     """
+    plan = build_plan(capture, spec, inputs, processes=True)
     if not spec.training or dist.is_initialized():
-        return build_plan(capture, spec, inputs, processes=True)
-    budgets = {device.name: device_slot(device, spec).budget for device in spec.devices}
+        return plan
+    budgets = {stage.devices[0]: stage.budget for stage in plan.stages}
     less = dict.fromkeys(budgets, 0)
     judged: list[Plan] = []
     for _ in range(_MOST_ROUNDS):
-        plan = build_plan(capture, _shrink(spec, budgets, less), inputs, processes=True)
         judged.append(_judge(capture, plan, budgets, inputs))
         if judged[-1].fits:
             break
@@ -44,6 +45,7 @@ def plan_ranks(capture: Capture, spec: PlacementSpec, inputs: Sequence[Tensor]) 
                 less[now.device] = max(less[now.device], now.peak - estimate.peak)
         if less == before:
             break
+        plan = build_plan(capture, _shrink(spec, budgets, less), inputs, processes=True)
     return min(judged, key=lambda p: (not p.fits, max(-(d.headroom or 0) for d in p.devices)))
 
 
@@ -52,7 +54,7 @@ def _shrink(
 ) -> PlacementSpec:
     devices = []
     for device in spec.devices:
-        budget = budgets[device.name]
+        budget = budgets.get(device.name)
         if budget is not None and less[device.name]:
             device = device.model_copy(update={"memory": max(1, budget - less[device.name])})
         devices.append(device)
@@ -65,9 +67,10 @@ def _judge(
     """``plan`` with the whole budgets and what every rank holds of them."""
     found = [device.peak for device in simulate_ranks(capture, plan, inputs).devices]
     names = list(dict.fromkeys(stage.devices[0] for stage in plan.stages))
+    rank = list(zip(names, found, strict=True))
     devices = tuple(
-        replace(device, peak=found[index % len(names)], budget=budgets[names[index % len(names)]])
-        for index, device in enumerate(plan.devices)
+        replace(device, peak=peak, budget=budgets.get(name, device.budget))
+        for device, (name, peak) in zip(plan.devices, itertools.cycle(rank), strict=False)
     )
     stages = []
     for stage in plan.stages:
@@ -75,7 +78,7 @@ def _judge(
         # With several stages on a device the estimates of each stay: a peak is that of all.
         alone = sum(other.devices[0] == name for other in plan.stages) == 1
         memory = _with_peak(stage.memory, found[names.index(name)]) if alone else stage.memory
-        stages.append(replace(stage, memory=memory, budget=budgets[name]))
+        stages.append(replace(stage, memory=memory, budget=budgets.get(name, stage.budget)))
     fits = all(device.fits for device in devices)
     return replace(plan, fits=fits, devices=devices, stages=tuple(stages))
 
