@@ -99,7 +99,7 @@ def _table(plan: Plan, report: SimulationReport) -> Table:
             format_bytes(device.peak),
             format_bytes(device.predicted),
             relative_difference(device.predicted, device.peak),
-            "no limit" if budget is None else format_bytes(budget),
+            "not known" if budget is None else format_bytes(budget),
             ", ".join(part for part in (device.phase, device.node) if part),
         )
     return table

@@ -40,6 +40,7 @@ def estimate_costs(
             constants,
             training=training,
             run_context=partial(precision_context, precision, "cpu"),
+            visible=capture.call.result.visible,
         )
     return _table(capture, inputs, recording, training=training)
 

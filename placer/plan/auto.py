@@ -8,6 +8,7 @@ from torch import Tensor
 
 from placer.capture import Capture
 from placer.plan.build import build_plan
+from placer.plan.devices import with_known_memory
 from placer.plan.remedies import misfit_error
 from placer.plan.types import Plan
 from placer.spec import PlacementSpec
@@ -22,10 +23,11 @@ def choose_spec(
 ) -> PlacementSpec:
     """``wanted`` with its layers resolved, on the first devices of its list that suffice.
 
-    Devices that ``wanted.layers`` names are always among them. Where no device has a budget all
-    devices are used. Raises ``BudgetError`` naming the device that overflows the least, by how
-    much, and what was tried.
+    Devices that ``wanted.layers`` names are always among them. CPU devices of no given memory share
+    this machine's. Raises ``SpecError`` when the memory of a device is not known, and
+    ``BudgetError`` naming the device that overflows the least, by how much, and what was tried.
     """
+    wanted = with_known_memory(wanted, "how few devices suffice")
     pinned = set(wanted.layers.values())
     least = max((i for i, d in enumerate(wanted.devices, 1) if d.name in pinned), default=1)
     counts = range(least, len(wanted.devices) + 1)
@@ -33,8 +35,7 @@ def choose_spec(
     for count in counts:
         spec = wanted.with_devices(wanted.devices[:count])
         plan = build_plan(capture, spec, inputs, processes=processes)
-        limited = all(device.budget is not None for device in plan.devices)
-        if plan.fits and (limited or count == len(wanted.devices)):
+        if plan.fits:
             return _with_resolved_layers(capture, spec, plan, inputs)
         plans.append(plan)
     closest = min(plans, key=_missing)

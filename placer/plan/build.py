@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from placer.capture import Capture
-from placer.cost import CostTable, device_kind, estimate_costs
+from placer.cost import CostTable, estimate_costs
 from placer.errors import PlacerError, SpecError
 from placer.partition import Demands, DeviceSlot, Partition, choose_partition
 from placer.partition.lighten import Treatment
+from placer.plan.devices import device_slot, memory_uses, with_known_memory
 from placer.plan.lighten import LightPlan, lighten
 from placer.plan.types import DevicePeak, Plan, StagePlan, Transfer
 from placer.regions import RegionKey, find_regions, region_keys
@@ -42,6 +42,8 @@ def build_plan(
     layers or devices do not go with the model, ``PlacerError`` for what is not supported.
     """
     _check_supported(spec)
+    for use in memory_uses(spec):
+        spec = with_known_memory(spec, use)
     pins = {**_pins(capture, spec), **(pins or {})}
     slots = [device_slot(device, spec) for device in spec.devices]
     replicas = _replicas(spec)
@@ -91,22 +93,6 @@ def _treatments(spec: PlacementSpec) -> tuple[Treatment, ...]:
         return ()
     found = [Treatment(recompute=True)] * recompute + [Treatment(offload=True)] * offload
     return (*found, *[Treatment(recompute=True, offload=True)] * (recompute and offload))
-
-
-def device_slot(device: Any, spec: PlacementSpec) -> DeviceSlot:
-    """The device with its budget: as given, from its named kind, from this machine, or none."""
-    kind = device_kind(device.name, device.kind)
-    budget = device.memory
-    if budget is None and device.kind is not None:
-        budget = kind.memory
-    if budget is None and device.name.startswith("cuda") and torch.cuda.is_available():
-        index = torch.device(device.name).index or 0
-        if index < torch.cuda.device_count():
-            budget = torch.cuda.get_device_properties(index).total_memory
-    reserve = kind.reserve if spec.reserve is None else spec.reserve
-    return DeviceSlot(
-        name=device.name, kind=kind, budget=budget, reserve=reserve if budget is not None else 0
-    )
 
 
 def microbatch_inputs(
@@ -324,9 +310,11 @@ def _notes(
             f"placed.step() follows {spec.schedule}; calling the module and loss.backward() holds "
             "all micro-batches at once, as GPipe does, and needs GPipe's memory."
         )
-    if any(stage.budget is None for stage in _budgets(spec)):
+    unknown = [device.name for device in spec.devices if device_slot(device, spec).budget is None]
+    if unknown:
         notes.append(
-            "A device without a memory size has no limit here: give one to have it checked."
+            f"The memory of {', '.join(unknown)} is not known, so whether the plan fits there is not "
+            'judged: write "memory" or "kind" beside the name, or plan on the machine itself.'
         )
     notes += [
         f"{whole.layer or 'the model'} stays whole on one device: {whole.reason}"
@@ -335,8 +323,4 @@ def _notes(
     return tuple(notes)
 
 
-def _budgets(spec: PlacementSpec) -> list[DeviceSlot]:
-    return [device_slot(device, spec) for device in spec.devices]
-
-
-__all__ = ["build_plan", "device_slot", "microbatch_inputs"]
+__all__ = ["build_plan", "microbatch_inputs"]

@@ -134,7 +134,7 @@ def _devices_of(stage: StagePlan) -> str:
 
 
 def _budget(budget: int | None) -> str:
-    return "no limit" if budget is None else format_bytes(budget)
+    return "not known" if budget is None else format_bytes(budget)
 
 
 def _reserve(plan: Plan) -> Text:
