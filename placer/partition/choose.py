@@ -24,9 +24,11 @@ from placer.partition.returning import find_returning
 from placer.partition.score import build_tables
 from placer.partition.solver import lower_bound, solve
 from placer.partition.types import Demands, DeviceSlot, Partition
-from placer.partition.units import grouped_order, program_order, unit_graph
+from placer.partition.units import grouped_order, program_order, sampled_orders, unit_graph
 
 _MOST_ALIVE = 5_000  # of partly decided downsets in a proof: planning stays within a second or so
+_SAMPLES = 4  # orders that are drawn where memory decides: a stage's peak depends on its order
+_MOST_SAMPLED = 500  # units of a graph for which they are; they take a tenth of a second each
 _NEAR_BOUND = 1.02  # of a bound on peaks: there is not much to win
 _NEAR = 0.8  # share of a budget from which on memory decides where cuts are
 
@@ -127,6 +129,9 @@ class _Search:
         if by_memory or best.fullest > _NEAR:
             problem = memory_problem(model, self._costs, best.slots, demands)
             self._add_solution(model, solve(problem, most_alive=0))
+            if len(self._units) <= _MOST_SAMPLED:
+                for order in sampled_orders(self._units, _SAMPLES):
+                    self.add(order)
             if by_memory:
                 bound = lower_bound(memory_problem(model, self._costs, relaxed, demands))
         if over:
