@@ -241,11 +241,11 @@ def measure_memory() -> list[dict[str, Any]]:
 
 
 def predict_memory(found: list[dict[str, Any]]) -> None:
-    """Add to every entry what ``placer.simulate(…, processes=True)`` and the plan say."""
+    """Add to every entry what the plan and ``placer.simulate(…, processes=True)`` say."""
     cases = dict.fromkeys((e["schedule"], e["microbatches"], e["stages"]) for e in found)
     for schedule, count, stages in cases:
         model, spec, x = memory_case(schedule, count, stages)
-        plan = placer.make_plan(model, spec, x)
+        plan = placer.make_plan(model, spec, x, processes=True)
 
         def loss(output: Tensor) -> Tensor:
             return loss_of(output, output.new_zeros((len(output), 32, 32, 32), dtype=torch.long))
@@ -258,7 +258,7 @@ def predict_memory(found: list[dict[str, Any]]) -> None:
                 stages,
             ):
                 entry["predicted"] = report.devices[entry["rank"]].peak
-                entry["one process"] = plan.stages[entry["rank"]].memory.peak
+                entry["planned"] = plan.devices[entry["rank"]].peak
 
 
 # The page.
@@ -368,9 +368,10 @@ def write(found: dict[str, Any], rounds: int, load: float) -> None:
             entry["schedule"],
             str(entry["microbatches"]),
             f"{entry['rank']} of {entry['stages']}",
-            f"{entry['one process'] / 2**20:.1f}",
+            f"{entry['planned'] / 2**20:.1f}",
             f"{entry['predicted'] / 2**20:.1f}",
             f"{entry['measured'] / 2**20:.1f}",
+            f"{entry['measured'] / entry['planned'] - 1:+.1%}",
             f"{entry['measured'] / entry['predicted'] - 1:+.1%}",
         ]
         for entry in sorted(
@@ -378,12 +379,13 @@ def write(found: dict[str, Any], rounds: int, load: float) -> None:
             key=lambda e: (e["stages"], e["schedule"], e["microbatches"], e["rank"]),
         )
     ]
-    header = ["schedule", "micro-batches", "rank", "plan (one process), MiB"]
-    header += ["simulated rank, MiB", "counted, MiB", "counted over simulated"]
+    header = ["schedule", "micro-batches", "rank", "plan, MiB", "simulated with the loss, MiB"]
+    header += ["counted, MiB", "counted over plan", "counted over simulated"]
     lines += table(header, rows)
     lines += [
-        "Simulated is `placer.simulate(model, plan, args, processes=True)`: torch's engine on fake",
-        "tensors.",
+        "The plan is `placer.make_plan(model, spec, args, processes=True)`: torch's engine on fake",
+        "tensors with a stand-in for the loss, which a plan does not know. Simulated is",
+        "`placer.simulate(…, loss_fn=…, processes=True)`, with the cross-entropy that is counted.",
         "",
     ]
     write_page("distributed", "One process per device", COMMAND, lines)
