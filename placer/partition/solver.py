@@ -19,6 +19,7 @@ from placer.partition.lattice import (
     topological_order,
     unpack,
 )
+from placer.partition.moves import move_units
 from placer.partition.problem import (
     CrossingValue,
     PartitionProblem,
@@ -34,6 +35,9 @@ StageOf = NDArray[np.int64]
 
 _WIDTH = 8  # of the beam; measured: 16 finds nothing better on the published graphs
 _MOST_ALIVE = 150_000  # partly decided downsets at a time in a proof; about a second
+_FEW = 10  # a tenth of them for the first attempt, which settles most problems
+_FIRST_SHARE = 1 / 16  # of the gap between bound and value, then doubled
+_MOST_FAILED = 3  # attempts with too many downsets, the first apart
 _MOST_BITS = 40_000_000  # of their rows, for the memory they take
 _TOLERANCE = 1e-10
 _LARGE = 1500  # units; from here on stages are intervals of one order, improved at their borders
@@ -60,11 +64,15 @@ def solve(problem: PartitionProblem, *, most_alive: int = _MOST_ALIVE) -> Soluti
     if not _reached(best.value, bound) and joined.problem.may_be_empty:
         # Folds and floats are exact but for budgets, and for what floats cost among themselves.
         itself = np.arange(joined.problem.num_units)
+        exact = fold_dominated(joined.problem, weightless=True)
         if best.stage_of is None or _is_tight(joined.problem, best.stage_of):
-            best.offer(_heuristic(joined.problem), itself)
-        whole, found = _prove(_lattice(joined.problem, floats=False), best.value, most_alive)
-        bound = max(bound, whole)
-        best.offer(found, itself)
+            best.offer(_heuristic(exact.problem), exact.unit_of)
+            for start in (best.stage_of, None if found is None else found[relaxed.unit_of]):
+                if start is not None and not _reached(best.value, bound):
+                    best.offer(move_units(joined.problem, start, bound), itself)
+        lattice = _lattice(exact.problem, floats=False)
+        bound, found = _prove(lattice, best.value, most_alive, bound=bound)
+        best.offer(found, exact.unit_of)
     if best.stage_of is None:
         return None
     stage_of = best.stage_of[joined.unit_of]
@@ -167,29 +175,43 @@ def _try(
     return best, value
 
 
-def _prove(lattice: Lattice, value: float, most_alive: int) -> tuple[float, StageOf | None]:
-    """A lower bound on all placements, and a placement below ``value`` if one was found.
+def _prove(
+    lattice: Lattice, value: float, most_alive: int, *, bound: float = 0.0
+) -> tuple[float, StageOf | None]:
+    """A lower bound on all placements, and the best placement if one below ``value`` was found.
 
-    Should there be too many downsets for a proof at ``value``, smaller bounds are tried.
+    All placements below a limit have their borders among the downsets that survive it, and these
+    grow exponentially with the limit. So ``value`` is tried with few downsets, then limits from
+    ``bound`` (known before) upwards: the first that holds a placement holds the best one. Where
+    the downsets are too many, limits between that one and the last that held nothing are tried.
     """
     problem = lattice.problem
-    least = _trivial_bound(problem)
+    least = max(bound, _trivial_bound(problem))
     if _reached(value, least) or not most_alive:
         return least, None
     if not np.isfinite(value):
         value = _above_all(problem)
     most_alive = min(most_alive, _MOST_BITS // max(1, lattice.num_units))
-    for share in (1.0, 0.75, 0.5, 0.25):
-        limit = least + share * (value - least)
-        rows = surviving_rows(lattice, limit * (1 - _TOLERANCE), most=most_alive)
-        if rows is None:
-            most_alive //= 2
-            continue
-        borders = best_borders(lattice, rows, limit * (1 - _TOLERANCE))
-        if borders is None:
-            return limit, None
-        return borders.value, _stages(lattice, borders)
-    return least, None
+    empty, full = 0.0, np.inf  # shares of the gap: nothing is below; too many downsets are
+    share, most = 1.0, most_alive // _FEW
+    failed = attempt = 0
+    while failed < _MOST_FAILED:
+        limit = (least + share * (value - least)) * (1 - _TOLERANCE)
+        rows = surviving_rows(lattice, limit, most=most)
+        borders = None if rows is None else best_borders(lattice, rows, limit)
+        if borders is not None:
+            return borders.value, _stages(lattice, borders)
+        if rows is not None and share == 1.0:
+            return value, None
+        if rows is not None:
+            empty = share
+        elif attempt:
+            full, most, failed = share, most // 2, failed + 1
+        share = min(1.0, 2 * empty) if full > 1 else (empty + full) / 2
+        if not attempt:
+            share, most = _FIRST_SHARE, most_alive
+        attempt += 1
+    return (least + empty * (value - least)) * (1 - _TOLERANCE), None
 
 
 def lower_bound(problem: PartitionProblem) -> float:
