@@ -30,8 +30,10 @@ def variants(workload: Workload) -> Iterator[Workload]:
     """All variants of ``workload``, one after the other; the same ones every time."""
     for devices in DEVICES:
         if devices != workload.num_devices:
-            yield _variant(workload, f"{devices} devices", maxFPGAs=devices)
-    for devices in (workload.num_devices, 4):
+            changed = _variant(workload, f"{devices} devices", maxFPGAs=devices)
+            limit = max(changed.data["maxSizePerFPGA"], least_limit(changed))
+            yield replace(changed, data={**changed.data, "maxSizePerFPGA": limit})
+    for devices in dict.fromkeys((workload.num_devices, 4)):
         least = least_limit(replace(workload, data={**workload.data, "maxFPGAs": devices}))
         for share in TIGHT:
             name = f"memory {share:g} x least, {devices} devices"
@@ -197,9 +199,7 @@ def _twice(*, chained: bool) -> Callable[[Data, Random], None]:
             data["edges"].append({**edge, "sourceId": a, "destId": b})
         for a in sorted(sinks) if chained else ():
             for b in sorted(sources):
-                data["edges"].append(
-                    {"sourceId": a, "destId": b + first, "cost": cost.get(a, 1.0)}
-                )
+                data["edges"].append({"sourceId": a, "destId": b + first, "cost": cost.get(a, 1.0)})
 
     return change
 

@@ -197,7 +197,9 @@ def surviving_rows(lattice: Lattice, bound: float, *, most: int) -> Words | None
     """
     n, m = lattice.num_units, len(lattice.values)
     window = Window(lattice, bound)
-    weights = np.array(window.columns).reshape(len(window.columns), n)  # columns x units; none for one stage
+    weights = np.array(window.columns).reshape(
+        len(window.columns), n
+    )  # columns x units; none for one stage
     sums = [WeightLookup(w) for w in weights]
     cut_of = WeightLookup(window.cut_nbytes)
     after = _descendants(lattice)
@@ -244,7 +246,7 @@ def surviving_rows(lattice: Lattice, bound: float, *, most: int) -> Words | None
         if complete.any():
             done.append(added[0][complete])
         ended = free[in_alive][((outside[free[in_alive]] & rest) == rest).all(axis=1)]
-        if u < n - 1 and len(ended):
+        if len(ended):
             done.append(inside[ended])
         keep = np.ones(len(inside), dtype=bool)
         keep[free[~in_alive]] = False

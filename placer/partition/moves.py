@@ -11,6 +11,7 @@ Indices = NDArray[np.int64]
 
 _MOST_MOVES = 150  # of one pass; a unit moves once in a pass
 _MOST_PASSES = 4
+_NEARER = 0.999  # of the best load: where to from the second pass on
 _TOLERANCE = 1e-10
 
 
@@ -21,8 +22,11 @@ def move_units(problem: PartitionProblem, stage_of: Indices, target: float) -> I
     above its budget (or ``target``, the load to reach) to a stage that its edges allow, where the
     sum of squared excesses is then the least, better than before or not; a unit moves once in a
     pass, and the best placement of a pass begins the next. Heuristic, deterministic.
-    O(passes * moves * stages * uses of the units of a stage). Pins hold; values are not relayed.
+    O(passes * moves * stages * uses of the units of a stage). Pins hold. Relayed values are not
+    understood: None.
     """
+    if problem.relayed:
+        return None
     search = _Moves(problem, stage_of, target)
     best, best_value = None, np.inf
     for _ in range(_MOST_PASSES):
@@ -32,11 +36,11 @@ def move_units(problem: PartitionProblem, stage_of: Indices, target: float) -> I
             value = search.value()
             if value < best_value * (1 - _TOLERANCE):
                 best, best_value = search.stage_of.copy(), value
-            if best_value <= target or not search.move():
+            if best_value <= target * (1 + _TOLERANCE) or not search.move():
                 break
         if best is None or not best_value < before:
             break
-        search = _Moves(problem, best, target)
+        search = _Moves(problem, best, max(target, _NEARER * best_value))
     return best
 
 
@@ -66,6 +70,9 @@ class _Moves:
         self._pinned = np.zeros(n, dtype=bool)
         self._pinned[sorted(problem.pins)] = True
 
+        self._solid = np.ones(n, dtype=bool)
+        self._solid[sorted(problem.hollow)] = False
+
     def begin_pass(self) -> None:
         self._free = ~self._pinned
 
@@ -79,6 +86,10 @@ class _Moves:
         fullness = self._excess(self._loads, self._held, np.arange(len(self._loads)))
         home = int(np.argmax(np.where(fullness > 0, fullness, self._loads / self._loads.max() - 1)))
         units = np.flatnonzero(self._free & (self.stage_of == home))
+        if not self._problem.may_be_empty:
+            solid = self._solid & (self.stage_of == home)
+            if solid.sum() == 1:
+                units = units[~solid[units]]
         if not len(units):
             return False
         first, last = self._range()

@@ -88,8 +88,9 @@ def fold_dominated(
     at most the seconds of u, plus the bytes of u's values that v does not share, less those that u
     and v share with nobody. Where that is <= 0 on every device some best placement has them
     together, memory apart: ``relaxed`` lets the bytes that u holds wait on any stage where u may
-    be, in parts, so that the best of the reduced problem is no worse than the original's; ``weightless`` joins only units that hold no
-    bytes, which is exact under budgets, too. Only done where stages may be empty.
+    be, in parts, so that the best of the reduced problem is no worse than the original's;
+    ``weightless`` joins only units that hold no bytes, which is exact under budgets, too. Only done
+    where stages may be empty.
     """
     unit_of = np.arange(problem.num_units)
     if not problem.may_be_empty or problem.relayed:
@@ -126,9 +127,7 @@ def _loosen(
     return replace(slot, nbytes=nbytes, earlier=earlier, later=later)
 
 
-def _foldable(
-    problem: PartitionProblem, *, weightless: bool
-) -> tuple[list[int], dict[int, int]]:
+def _foldable(problem: PartitionProblem, *, weightless: bool) -> tuple[list[int], dict[int, int]]:
     """A leader per unit, and what unit each folds into; every unit is in one fold at most."""
     n = problem.num_units
     preds: list[set[int]] = [set() for _ in range(n)]
@@ -143,7 +142,9 @@ def _foldable(
     costs = {(s.seconds.tobytes(), s.seconds_per_byte): s for s in problem.slots}
     fixed = np.zeros(n, dtype=bool)
     if weightless:
-        fixed = np.any([s.nbytes > 0 for s in problem.slots if s.budget is not None], axis=0) | fixed
+        fixed = (
+            np.any([s.nbytes > 0 for s in problem.slots if s.budget is not None], axis=0) | fixed
+        )
     leaders, taken = list(range(n)), [False] * n
     folded: dict[int, int] = {}
     for u in range(n):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -41,6 +41,7 @@ _MOST_FAILED = 3  # attempts with too many downsets, the first apart
 _MOST_BITS = 40_000_000  # of their rows, for the memory they take
 _TOLERANCE = 1e-10
 _LARGE = 1500  # units; from here on stages are intervals of one order, improved at their borders
+_FACTORS = (1.2, 1.6, 3.0)  # of the trivial bound: where a first answer is looked for
 _NEAR = 0.8  # share of a budget from which on it may bind
 
 
@@ -55,24 +56,25 @@ def solve(problem: PartitionProblem, *, most_alive: int = _MOST_ALIVE) -> Soluti
     joined = join_together(problem)
     if joined.problem.num_units > _LARGE:
         return _solve_large(problem, joined)
-    folded = fold_dominated(joined.problem)
-    relaxed = fold_dominated(joined.problem, relaxed=True)
-    best = _Best(joined.problem)
+    small = joined.problem
+    itself = np.arange(small.num_units)
+    best, bound = _Best(small), _trivial_bound(small)
+    folded = fold_dominated(small)
     best.offer(_heuristic(folded.problem), folded.unit_of)
-    bound, found = _prove(_lattice(relaxed.problem), best.value, most_alive)
-    best.offer(found, relaxed.unit_of)
-    if not _reached(best.value, bound) and joined.problem.may_be_empty:
-        # Folds and floats are exact but for budgets, and for what floats cost among themselves.
-        itself = np.arange(joined.problem.num_units)
-        exact = fold_dominated(joined.problem, weightless=True)
-        if best.stage_of is None or _is_tight(joined.problem, best.stage_of):
-            best.offer(_heuristic(exact.problem), exact.unit_of)
-            for start in (best.stage_of, None if found is None else found[relaxed.unit_of]):
-                if start is not None and not _reached(best.value, bound):
-                    best.offer(move_units(joined.problem, start, bound), itself)
-        lattice = _lattice(exact.problem, floats=False)
+    for rung, (reduction, floats) in enumerate(_ladder(small)):
+        if rung and best.is_tight:
+            best.offer(_heuristic(reduction.problem), reduction.unit_of)
+        if best.stage_of is None:
+            best.offer(_smallest(small, most_alive), itself)
+        if best.stage_of is not None and best.is_tight and not _reached(best.value, bound):
+            best.offer(move_units(small, best.stage_of, bound), itself)
+        lattice = _lattice(reduction.problem, floats=floats)
         bound, found = _prove(lattice, best.value, most_alive, bound=bound)
-        best.offer(found, exact.unit_of)
+        best.offer(found, reduction.unit_of)
+        if found is not None and not _reached(best.value, bound):
+            best.offer(move_units(small, found[reduction.unit_of], bound), itself)
+        if _reached(best.value, bound):
+            break
     if best.stage_of is None:
         return None
     stage_of = best.stage_of[joined.unit_of]
@@ -83,6 +85,20 @@ def solve(problem: PartitionProblem, *, most_alive: int = _MOST_ALIVE) -> Soluti
             criterion="largest stage load", value=value, lower_bound=min(bound, value)
         ),
     )
+
+
+def _ladder(problem: PartitionProblem) -> Iterator[tuple[Reduction, bool]]:
+    """Reductions to prove on, each with whether its floats are left out; from the loosest to exact.
+
+    Folds are exact but for budgets, floats but for budgets and for what they cost among themselves.
+    """
+    relaxed = fold_dominated(problem, relaxed=True)
+    yield relaxed, True
+    exact = fold_dominated(problem, weightless=True)
+    if exact.problem.num_units > relaxed.problem.num_units:
+        yield exact, True
+    if floating_units(exact.problem):
+        yield exact, False
 
 
 def _solve_large(problem: PartitionProblem, joined: Reduction) -> Solution | None:
@@ -128,6 +144,11 @@ class _Best:
         self.stage_of: StageOf | None = None
         self.value = np.inf
 
+    @property
+    def is_tight(self) -> bool:
+        """Whether budgets may have shaped the answer, or prevented one."""
+        return self.stage_of is None or _is_tight(self._problem, self.stage_of)
+
     def offer(self, stage_of: StageOf | None, unit_of: StageOf) -> None:
         """Take ``stage_of`` (of the units that ``unit_of`` maps to) if it is better."""
         if stage_of is None:
@@ -152,7 +173,7 @@ def _heuristic(problem: PartitionProblem, *, width: int = _WIDTH) -> StageOf | N
     best, value = _try(lattice, rows, best, value)
     limited = any(slot.budget is not None for slot in problem.slots)
     if limited and (best is None or _is_tight(problem, best)):
-        smallest = _smallest(problem)
+        smallest = _smallest(problem, 0)
         if smallest is not None:
             order = np.lexsort((np.arange(lattice.num_units), smallest[lattice.order]))
             rows = distinct(np.concatenate([rows, chain_rows(lattice, order)]))
@@ -164,8 +185,13 @@ def _try(
     lattice: Lattice, rows: Words, best: StageOf | None, value: float
 ) -> tuple[StageOf | None, float]:
     """The better of ``best`` and the best placement with borders among ``rows``."""
-    limit = value * (1 - _TOLERANCE) if np.isfinite(value) else _above_all(lattice.problem)
-    borders = best_borders(lattice, rows, limit)
+    least, most = _trivial_bound(lattice.problem), _above_all(lattice.problem)
+    limits = [value * (1 - _TOLERANCE)]
+    if not np.isfinite(value):  # low limits first: time grows with the limit
+        limits = [*(factor * least for factor in _FACTORS if factor * least < most), most]
+    borders = None
+    for limit in limits:
+        borders = borders or best_borders(lattice, rows, limit)
     if borders is None:
         return best, value
     stage_of = _stages(lattice, borders)
@@ -191,26 +217,25 @@ def _prove(
         return least, None
     if not np.isfinite(value):
         value = _above_all(problem)
-    most_alive = min(most_alive, _MOST_BITS // max(1, lattice.num_units))
+    left = min(most_alive, _MOST_BITS // max(1, lattice.num_units))
     empty, full = 0.0, np.inf  # shares of the gap: nothing is below; too many downsets are
-    share, most = 1.0, most_alive // _FEW
-    failed = attempt = 0
-    while failed < _MOST_FAILED:
+    share, most, failed = 1.0, left // _FEW, 0
+    while failed <= _MOST_FAILED and left > 0:
         limit = (least + share * (value - least)) * (1 - _TOLERANCE)
         rows = surviving_rows(lattice, limit, most=most)
-        borders = None if rows is None else best_borders(lattice, rows, limit)
-        if borders is not None:
-            return borders.value, _stages(lattice, borders)
-        if rows is not None and share == 1.0:
-            return value, None
-        if rows is not None:
-            empty = share
-        elif attempt:
-            full, most, failed = share, most // 2, failed + 1
-        share = min(1.0, 2 * empty) if full > 1 else (empty + full) / 2
-        if not attempt:
-            share, most = _FIRST_SHARE, most_alive
-        attempt += 1
+        if rows is None:
+            failed += 1
+            full = share if failed > 1 else np.inf
+            most = left if failed == 1 else most // 2
+        else:
+            borders = best_borders(lattice, rows, limit)
+            if borders is not None:
+                return borders.value, _stages(lattice, borders)
+            if share == 1.0:
+                return value, None
+            empty, left = share, left - len(rows)
+            most = min(most, left)
+        share = (empty + full) / 2 if full <= 1 else min(1.0, max(_FIRST_SHARE, 4 * empty))
     return (least + empty * (value - least)) * (1 - _TOLERANCE), None
 
 
@@ -267,7 +292,7 @@ def _newest_first(preds: Sequence[Sequence[int]], succs: Sequence[Sequence[int]]
     return order
 
 
-def _smallest(problem: PartitionProblem) -> StageOf | None:
+def _smallest(problem: PartitionProblem, most_alive: int) -> StageOf | None:
     """A placement whose largest share of a budget is small: memory as the load, no values."""
     slots = tuple(
         replace(
@@ -279,7 +304,8 @@ def _smallest(problem: PartitionProblem) -> StageOf | None:
         for slot in problem.slots
     )
     ties = tuple(CrossingValue(nbytes=v.nbytes, units=v.units) for v in problem.values)
-    return _heuristic(replace(problem, slots=slots, values=ties))
+    solution = solve(replace(problem, slots=slots, values=ties), most_alive=most_alive)
+    return None if solution is None else np.array(solution.stage_of, dtype=np.int64)
 
 
 def _is_tight(problem: PartitionProblem, stage_of: StageOf) -> bool:
