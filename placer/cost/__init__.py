@@ -1,12 +1,13 @@
 """Cost: a capture in, a table of bytes and FLOPs per node out; nothing is allocated."""
 
-from placer.cost.devices import DeviceKind, device_kind
+from placer.cost.devices import DeviceKind, device_kind, kinds_with_memory
 from placer.cost.estimate import estimate_costs
 from placer.cost.record import stand_in_loss
 from placer.cost.regions import with_regions
-from placer.cost.types import CostTable, NodeCost, PendingGradient, StoredValue
+from placer.cost.types import AddedGradient, CostTable, NodeCost, PendingGradient, StoredValue
 
 __all__ = [
+    "AddedGradient",
     "CostTable",
     "DeviceKind",
     "NodeCost",
@@ -14,6 +15,7 @@ __all__ = [
     "StoredValue",
     "device_kind",
     "estimate_costs",
+    "kinds_with_memory",
     "stand_in_loss",
     "with_regions",
 ]

@@ -19,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from placer.errors import CaptureError
+
 _INPUT = -1
 
 
@@ -35,6 +37,7 @@ class RecordedStorage:
         None  # the node in whose backward it went; None: it did not, or in forward
     )
     parameter_gradient: bool = False
+    fixed: bool = False  # made of weights alone
     live: bool = True
     sent: list[tuple[int, int, int]] = field(default_factory=list)  # parts: (from, to node, bytes)
 
@@ -87,10 +90,15 @@ class Recorder(TorchDispatchMode):
         else:
             tally.forward_flops += flops
             tally.forward_traffic += traffic
+        of_weights = bool(inputs) and all(self._is_fixed(tensor) for tensor in inputs)
         for tensor in outputs:
             if id(_key(tensor)) not in self._known:
-                self.add(tensor)
+                self.add(tensor).fixed = of_weights
         return result
+
+    def _is_fixed(self, tensor: Tensor) -> bool:
+        _, record = self._known.get(id(_key(tensor)), (None, None))
+        return record is None or record.fixed
 
     def storage(self, tensor: Tensor) -> RecordedStorage | None:
         """The record of the tensor's storage; None for weights and what is not recorded."""
@@ -177,9 +185,11 @@ def record_run(
     *,
     training: bool,
     run_context: Callable[[], Any],
+    visible: Callable[[Sequence[Any]], list[Any]] = list,
 ) -> Recording:
     """Record one run of ``graph`` on ``inputs`` with the weights of ``model`` (all of them fake).
 
+    A loss depends on the ``visible`` ones of the result's leaves, and the caller holds all of them.
     Call it under the fake mode that the tensors belong to. ``run_context`` makes the context that
     each node runs in (autocast).
     """
@@ -224,12 +234,14 @@ def record_run(
         recorder.start_node(len(order))
         result_leaves = fx.node.map_arg(node.args[0], lambda n: values[n.name])
         values.clear()
-        for leaf in result_leaves if not training else ():
-            stored = recorder.storage(leaf) if isinstance(leaf, Tensor) else None
+        under_loss = visible(list(result_leaves)) if training else []
+        held = {id(leaf) for leaf in under_loss}
+        others = [x for x in result_leaves if isinstance(x, Tensor) and id(x) not in held]
+        for stored in map(recorder.storage, others):
             if stored is not None:
-                stored.users.add(len(order))  # it goes to the caller, who computes no loss here
-        loss = stand_in_loss(list(result_leaves) if training else [])
-        del result_leaves
+                stored.users.add(len(order))  # it goes to the caller, who computes no loss from it
+        loss = stand_in_loss(under_loss)
+        del held, others, under_loss, result_leaves
         owner.claim(loss, len(order))
         for stored in recorder.storages:
             if stored.live and not stored.savers and stored.made_by != _INPUT:
@@ -239,7 +251,7 @@ def record_run(
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(owner.mark_gradient)
-            loss.backward()
+            _backward(loss)
         recorder.position = _INPUT
     return Recording(
         storages=tuple(recorder.storages),
@@ -247,6 +259,17 @@ def record_run(
         output_nbytes=tuple(output_nbytes),
         output_storages=tuple(output_storages),
     )
+
+
+def _backward(loss: Tensor) -> None:
+    try:
+        loss.backward()
+    except Exception as error:
+        raise CaptureError(
+            "the model",
+            f"backward of a loss over all results fails: {type(error).__name__}: {error}",
+            'detach the results that have no derivative, or plan with "training": false',
+        ) from error
 
 
 def _run_node(node: fx.Node, model: nn.Module, values: dict[str, Any], constants: Any) -> Any:

@@ -25,11 +25,12 @@ class Demands:
 
     objective: str = "throughput"
     schedule: str = "GPipe"
-    microbatches: int = 1
+    microbatches: int = 1  # that there are rows for
+    last_share: float = 1.0  # rows of the last one, as a share of the others'
     optimizer: str | Mapping[str, int] = "adam"
     training: bool = True
     half: bool = False
-    relayed: bool = False  # values pass through the stages between, as under torchrun
+    processes: bool = False  # one per device: values pass through the stages between
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

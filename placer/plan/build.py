@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from placer.capture import Capture
-from placer.cost import CostTable, device_kind, estimate_costs
+from placer.cost import CostTable, estimate_costs
 from placer.errors import PlacerError, SpecError
 from placer.partition import Demands, DeviceSlot, Partition, choose_partition
 from placer.partition.lighten import Treatment
+from placer.plan.devices import device_slot, memory_uses, with_known_memory
 from placer.plan.lighten import LightPlan, lighten
 from placer.plan.types import DevicePeak, Plan, StagePlan, Transfer
 from placer.regions import RegionKey, find_regions, region_keys
+from placer.schedule import batch_cuts
 from placer.spec import PlacementSpec, resolve_layers, resolve_patterns
 from placer.units import format_seconds
 
@@ -30,14 +30,20 @@ def build_plan(
     inputs: Sequence[Tensor],
     *,
     pins: Mapping[str, str] | None = None,
+    costs: CostTable | None = None,
+    processes: bool = False,
 ) -> Plan:
     """The plan for ``capture`` under ``spec``, for a batch shaped like ``inputs`` (any device).
 
-    ``pins`` are nodes and the devices they must be on, beyond what the spec's layers say. A plan
+    ``pins`` are nodes and the devices they must be on, beyond what the spec's layers say; ``costs``
+    those of the spec's micro-batch, where they are known already. ``processes``: the plan is for one
+    process per device, where values pass through the stages between. A plan
     that overflows a budget is returned with ``fits`` False. Raises ``SpecError`` when the spec's
     layers or devices do not go with the model, ``PlacerError`` for what is not supported.
     """
     _check_supported(spec)
+    for use in memory_uses(spec):
+        spec = with_known_memory(spec, use)
     pins = {**_pins(capture, spec), **(pins or {})}
     slots = [device_slot(device, spec) for device in spec.devices]
     replicas = _replicas(spec)
@@ -46,23 +52,26 @@ def build_plan(
     treatments = _treatments(spec)
     plans = []
     for microbatches in _microbatch_choices(spec, capture, replicas):
-        costs = estimate_costs(
+        found = costs or estimate_costs(
             capture,
             microbatch_inputs(capture, inputs, replicas, microbatches),
             training=spec.training,
             precision=spec.precision,
         )
+        sizes = _microbatch_rows(capture, inputs, replicas, microbatches)
         demands = Demands(
             objective=spec.objective,
             schedule=spec.schedule,
-            microbatches=microbatches,
+            microbatches=len(sizes),
+            last_share=sizes[-1] / max(sizes[0], 1),
             optimizer=_optimizer(spec),
             training=spec.training,
             half=spec.precision != "fp32",
+            processes=processes,
         )
         choose = partial(_choose, capture, slots, pins, demands)
-        light = lighten(capture, costs, keys, treatments, slots, demands, choose)
-        plans.append(_plan(capture, spec, light, demands, rows))
+        light = lighten(capture, found, keys, treatments, slots, demands, choose)
+        plans.append(_plan(capture, spec, light, demands, rows, microbatches))
     return min(plans, key=lambda plan: (not plan.fits, _overflow(plan), plan.step_seconds))
 
 
@@ -86,34 +95,27 @@ def _treatments(spec: PlacementSpec) -> tuple[Treatment, ...]:
     return (*found, *[Treatment(recompute=True, offload=True)] * (recompute and offload))
 
 
-def device_slot(device: Any, spec: PlacementSpec) -> DeviceSlot:
-    """The device with its budget: as given, from its named kind, from this machine, or none."""
-    kind = device_kind(device.name, device.kind)
-    budget = device.memory
-    if budget is None and device.kind is not None:
-        budget = kind.memory
-    if budget is None and device.name.startswith("cuda") and torch.cuda.is_available():
-        index = torch.device(device.name).index or 0
-        if index < torch.cuda.device_count():
-            budget = torch.cuda.get_device_properties(index).total_memory
-    reserve = kind.reserve if spec.reserve is None else spec.reserve
-    return DeviceSlot(
-        name=device.name, kind=kind, budget=budget, reserve=reserve if budget is not None else 0
-    )
-
-
 def microbatch_inputs(
     capture: Capture, inputs: Sequence[Tensor], replicas: int, microbatches: int
 ) -> list[Tensor]:
     """The inputs of the largest micro-batch, as tensors without data."""
+    rows = _microbatch_rows(capture, inputs, replicas, microbatches)[0]
     shaped = []
     for tensor, batched in zip(inputs, capture.call.batched, strict=True):
         shape = list(tensor.shape)
         if batched:
-            shape[0] = math.ceil(math.ceil(shape[0] / replicas) / microbatches)
+            shape[0] = rows
         meta = torch.empty(shape, dtype=tensor.dtype, device="meta")
         shaped.append(meta.requires_grad_(tensor.requires_grad))
     return shaped
+
+
+def _microbatch_rows(
+    capture: Capture, inputs: Sequence[Tensor], replicas: int, microbatches: int
+) -> tuple[int, ...]:
+    """Rows of each micro-batch of the first replica; one micro-batch where no input has a batch."""
+    sizes = (t.size(0) for t, b in zip(inputs, capture.call.batched, strict=True) if b)
+    return batch_cuts(next(sizes, 1), replicas, microbatches)[0]
 
 
 def _check_supported(spec: PlacementSpec) -> None:
@@ -184,6 +186,7 @@ def _plan(
     light: LightPlan,
     demands: Demands,
     rows: Sequence[Sequence[str]],
+    microbatches: int,
 ) -> Plan:
     costs, partition = light.costs, light.partition
     index_of = {device.name: i for i, device in enumerate(spec.devices)}
@@ -210,8 +213,9 @@ def _plan(
     return Plan(
         fits=all(peak.fits for peak in peaks),
         objective=spec.objective,
+        processes=demands.processes,
         replicas=len(rows),
-        microbatches=demands.microbatches,
+        microbatches=microbatches,
         schedule=spec.schedule,
         precision=spec.precision,
         batch_norm=spec.batch_norm,
@@ -306,9 +310,11 @@ def _notes(
             f"placed.step() follows {spec.schedule}; calling the module and loss.backward() holds "
             "all micro-batches at once, as GPipe does, and needs GPipe's memory."
         )
-    if any(stage.budget is None for stage in _budgets(spec)):
+    unknown = [device.name for device in spec.devices if device_slot(device, spec).budget is None]
+    if unknown:
         notes.append(
-            "A device without a memory size has no limit here: give one to have it checked."
+            f"The memory of {', '.join(unknown)} is not known, so whether the plan fits there is not "
+            'judged: write "memory" or "kind" beside the name, or plan on the machine itself.'
         )
     notes += [
         f"{whole.layer or 'the model'} stays whole on one device: {whole.reason}"
@@ -317,8 +323,4 @@ def _notes(
     return tuple(notes)
 
 
-def _budgets(spec: PlacementSpec) -> list[DeviceSlot]:
-    return [device_slot(device, spec) for device in spec.devices]
-
-
-__all__ = ["build_plan", "device_slot", "microbatch_inputs"]
+__all__ = ["build_plan", "microbatch_inputs"]

@@ -109,8 +109,10 @@ def transfer(value: Any, source: Place, target: Place, *, gradients_wait: bool =
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
+            if not (leaf.requires_grad and torch.is_grad_enabled()):
+                return copy_to(target, leaf)
             waiting = None
-            if gradients_wait and has_backward(leaf) and torch.is_grad_enabled():
+            if gradients_wait and has_backward(leaf):
                 waiting = WaitingGradients(source, leaf)
                 leaf.register_hook(waiting.add_to)
             return _Transfer.apply(leaf, source, target, waiting)
@@ -127,8 +129,8 @@ def has_backward(tensor: torch.Tensor) -> bool:
 class _Receive(torch.autograd.Function):
     """A value from another stage as the start of a new graph; ``deliver`` gets its gradient.
 
-    The anchor is what makes the result require grad. Unlike a leaf, the result is kept alive only
-    by those who save it, and in-place operations on it are allowed.
+    The anchor, which has no bytes, is what makes the result require grad. Unlike a leaf, the result
+    is kept alive only by those who save it, and in-place operations on it are allowed.
     """
 
     @staticmethod
@@ -157,7 +159,7 @@ def receive(
 ) -> torch.Tensor:
     """``tensor`` on ``target``, cut off from its graph; ``deliver`` is given its gradient there."""
     with on(target):
-        anchor = torch.zeros((), requires_grad=True)
+        anchor = torch.zeros(0, requires_grad=True)
     return _Receive.apply(anchor, tensor.detach(), source, target, deliver)  # type: ignore[no-any-return]
 
 
