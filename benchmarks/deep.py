@@ -10,6 +10,7 @@ from torch.nn import functional
 from torchvision.models.resnet import Bottleneck, ResNet
 
 _WIDTH, _HEADS = 768, 12  # of GPT-2
+_WORDS = 1_000  # a head over all 50,257 would be the largest load of any placement
 
 
 class Block(nn.Module):
@@ -37,9 +38,9 @@ class GPT(nn.Module):
 
     def __init__(self, depth: int) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(50_257, _WIDTH)
+        self.embedding = nn.Embedding(_WORDS, _WIDTH)
         self.blocks = nn.Sequential(*(Block() for _ in range(depth)))
-        self.norm, self.head = nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, 50_257)
+        self.norm, self.head = nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, _WORDS)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.norm(self.blocks(self.embedding(tokens))))
