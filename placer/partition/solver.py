@@ -65,7 +65,7 @@ def solve(problem: PartitionProblem, *, most_alive: int = _MOST_ALIVE) -> Soluti
     for rung, (reduction, floats) in enumerate(_ladder(small)):
         if rung and best.is_tight:
             best.offer(_heuristic(reduction.problem), reduction.unit_of)
-        if best.stage_of is None:
+        if best.stage_of is None and _is_limited(small):
             best.offer(_smallest(small, most_alive), itself)
         if best.stage_of is not None and best.is_tight and not _reached(best.value, bound):
             best.offer(move_units(small, best.stage_of, bound), itself)
@@ -173,8 +173,7 @@ def _heuristic(problem: PartitionProblem, *, width: int | None = None) -> StageO
     best, value = _try(lattice, chains, None, np.inf)
     rows = distinct(np.concatenate([chains, beam_rows(lattice, width)]))
     best, value = _try(lattice, rows, best, value)
-    limited = any(slot.budget is not None for slot in problem.slots)
-    if limited and (best is None or _is_tight(problem, best)):
+    if _is_limited(problem) and (best is None or _is_tight(problem, best)):
         smallest = _smallest(problem, 0)
         if smallest is not None:
             order = np.lexsort((np.arange(lattice.num_units), smallest[lattice.order]))
@@ -308,6 +307,10 @@ def _smallest(problem: PartitionProblem, most_alive: int) -> StageOf | None:
     ties = tuple(CrossingValue(nbytes=v.nbytes, units=v.units) for v in problem.values)
     solution = solve(replace(problem, slots=slots, values=ties), most_alive=most_alive)
     return None if solution is None else np.array(solution.stage_of, dtype=np.int64)
+
+
+def _is_limited(problem: PartitionProblem) -> bool:
+    return any(slot.budget is not None for slot in problem.slots)
 
 
 def _is_tight(problem: PartitionProblem, stage_of: StageOf) -> bool:

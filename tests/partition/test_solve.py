@@ -160,6 +160,9 @@ def test_memory_parts_what_is_joined_for_time() -> None:
     assert moved is not None and moved.tolist() == [0, 0, 0, 1, 1]
     small = dataclasses.replace(problem, slots=(dataclasses.replace(slot, budget=3.0),) * 2)
     assert solve(small) is None and move_units(small, moved, 7.0) is None
+    named = tuple(dataclasses.replace(slot, device=name) for name in ("first", "second"))
+    crossed = dataclasses.replace(problem, slots=named, pins={0: "second", 4: "first"})
+    assert solve(crossed) is None
 
 
 def test_large_graphs_keep_the_rules_and_windows_only_help() -> None:
