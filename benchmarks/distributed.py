@@ -241,11 +241,11 @@ def measure_memory() -> list[dict[str, Any]]:
 
 
 def predict_memory(found: list[dict[str, Any]]) -> None:
-    """Add to every entry what ``placer.simulate(…, processes=True)`` and the plan say."""
+    """Add to every entry what the plan and ``placer.simulate(…, processes=True)`` say."""
     cases = dict.fromkeys((e["schedule"], e["microbatches"], e["stages"]) for e in found)
     for schedule, count, stages in cases:
         model, spec, x = memory_case(schedule, count, stages)
-        plan = placer.make_plan(model, spec, x)
+        plan = placer.make_plan(model, spec, x, processes=True)
 
         def loss(output: Tensor) -> Tensor:
             return loss_of(output, output.new_zeros((len(output), 32, 32, 32), dtype=torch.long))
@@ -258,33 +258,34 @@ def predict_memory(found: list[dict[str, Any]]) -> None:
                 stages,
             ):
                 entry["predicted"] = report.devices[entry["rank"]].peak
-                entry["one process"] = plan.stages[entry["rank"]].memory.peak
+                entry["planned"] = plan.devices[entry["rank"]].peak
 
 
 # The page.
 
 
-def work(path: Path, rounds: int) -> None:
-    """What each process of a job does; rank 0 writes what was found. With four, only memory."""
+def work(what: str, path: Path, rounds: int) -> None:
+    """What each process of a job does; rank 0 writes what was found."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    memory: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(memory, measure_memory())
-    found: dict[str, Any] = {"memory": [entry for rank in memory for entry in rank]}
-    if dist.get_world_size() == 2:
-        found["replicas"] = compare_replicas(rounds)
-        found["stages"] = compare_stages(rounds)
+    found: dict[str, Any]
+    if what == "memory":
+        memory: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(memory, measure_memory())
+        found = {"memory": [entry for rank in memory for entry in rank]}
+    else:
+        found = {"replicas": compare_replicas(rounds), "stages": compare_stages(rounds)}
     if dist.get_rank() == 0:
         path.write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
-def run_job(processes: int, rounds: int) -> dict[str, Any]:
+def run_job(what: str, processes: int, rounds: int) -> dict[str, Any]:
     """What a job of this size finds, in processes of one thread each."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={processes}", "-m", "benchmarks.distributed"]
+        command += [f"--nproc-per-node={processes}", "-m", "benchmarks.distributed", what]
         command += ["--worker", str(path), "--rounds", str(rounds)]
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         found: dict[str, Any] = json.loads(path.read_text())
@@ -306,7 +307,7 @@ def milliseconds(seconds: list[float]) -> str:
     return f"{statistics.median(seconds) * 1e3:.0f}"
 
 
-def write(found: dict[str, Any], rounds: int, load: float) -> None:
+def write_speed(found: dict[str, Any], rounds: int, load: float) -> None:
     lines = [
         f"Two processes of one thread each, gloo on loopback; {rounds} rounds, contestants in turn; "
         f"a ratio is the median of the ratios of the rounds. Load average at the start: {load:.1f}.",
@@ -360,7 +361,15 @@ def write(found: dict[str, Any], rounds: int, load: float) -> None:
         "Efficiency is the time of one process for the same micro-batches over twice the step's; that",
         "of the schedule is 1 - bubble. [Plot](distributed.png).",
         "",
-        "## Peak memory per rank, 3D U-Net (width 8, depth 3), 8 x 1 x 32 x 32 x 32, Adam",
+    ]
+    write_page("distributed", "One process per device: speed", COMMAND, lines)
+    plot(found["stages"])
+
+
+def write_memory(memory: list[dict[str, Any]]) -> None:
+    lines = [
+        "The most bytes that each rank holds in a training step of a 3D U-Net (width 8, depth 3),",
+        "8 x 1 x 32 x 32 x 32, Adam, counted storage by storage on real tensors in real processes.",
         "",
     ]
     rows = [
@@ -368,26 +377,32 @@ def write(found: dict[str, Any], rounds: int, load: float) -> None:
             entry["schedule"],
             str(entry["microbatches"]),
             f"{entry['rank']} of {entry['stages']}",
-            f"{entry['one process'] / 2**20:.1f}",
+            f"{entry['planned'] / 2**20:.1f}",
             f"{entry['predicted'] / 2**20:.1f}",
             f"{entry['measured'] / 2**20:.1f}",
+            f"{entry['measured'] / entry['planned'] - 1:+.1%}",
             f"{entry['measured'] / entry['predicted'] - 1:+.1%}",
         ]
         for entry in sorted(
-            found["memory"],
+            memory,
             key=lambda e: (e["stages"], e["schedule"], e["microbatches"], e["rank"]),
         )
     ]
-    header = ["schedule", "micro-batches", "rank", "plan (one process), MiB"]
-    header += ["simulated rank, MiB", "counted, MiB", "counted over simulated"]
+    header = ["schedule", "micro-batches", "rank", "plan, MiB", "simulated with the loss, MiB"]
+    header += ["counted, MiB", "counted over plan", "counted over simulated"]
     lines += table(header, rows)
     lines += [
-        "Simulated is `placer.simulate(model, plan, args, processes=True)`: torch's engine on fake",
-        "tensors.",
+        "The plan is `placer.make_plan(model, spec, args, processes=True)`: torch's engine on fake",
+        "tensors with a stand-in for the loss, which a plan does not know. Simulated is",
+        "`placer.simulate(…, loss_fn=…, processes=True)`, with the cross-entropy that is counted.",
         "",
     ]
-    write_page("distributed", "One process per device", COMMAND, lines)
-    plot(found["stages"])
+    write_page(
+        "distributed_memory",
+        "One process per device: memory of a rank",
+        f"{COMMAND} memory",
+        lines,
+    )
 
 
 def plot(stages: Mapping[str, Mapping[str, list[float]]]) -> None:
@@ -414,17 +429,19 @@ def plot(stages: Mapping[str, Mapping[str, list[float]]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", nargs="?", choices=("speed", "memory"), default="speed")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        work(options.worker, options.rounds)
-        return
-    load = os.getloadavg()[0]
-    found = run_job(2, options.rounds)
-    found["memory"] += run_job(4, options.rounds)["memory"]
-    predict_memory(found["memory"])
-    write(found, options.rounds, load)
+        work(options.what, options.worker, options.rounds)
+    elif options.what == "memory":
+        memory = [e for count in (2, 4) for e in run_job("memory", count, 1)["memory"]]
+        predict_memory(memory)
+        write_memory(memory)
+    else:
+        load = os.getloadavg()[0]
+        write_speed(run_job("speed", 2, options.rounds), options.rounds, load)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,9 @@ How it is done: the plan's stages are `PipelineStage`s with static shapes, found
 boundary is a chain, so skips are relayed. Every rank has the model's own inputs, they do not travel.
 A micro-batch with fewer rows is filled up on the wire only, one without rows sends zeros. Gradients
 are summed over replicas in buckets while backward runs, those of tied weights over their stages too.
-``placer.simulate(model, plan, args, processes=True)`` is the memory judge of this runtime.
+``placer.make_plan(model, spec, args, processes=True)`` says what each rank will hold: its peaks are
+those of a dry run of torch's engine on fake tensors (``placer.simulate(…, processes=True)``). A plan
+that ``compile`` makes inside a job has estimates; give it a plan made before for the judged ones.
 
 As in one process: inputs of other sizes and modes after ``compile``; hooks, those on the whole module
 too (forward hooks in a step run where the last stage is, for each micro-batch). What differs: inputs
