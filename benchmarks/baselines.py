@@ -10,16 +10,22 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
 from placer.capture import Capture
-from placer.cost import CostTable
+from placer.cost import CostTable, estimate_costs
 from placer.plan.build import build_plan
 from placer.plan.types import Plan
 from placer.spec import PlacementSpec, resolve_layers
+
+
+class RivalFailure(Exception):
+    """The other tool cannot place this model."""
+
 
 Placement = dict[str, int]  # node name -> index of its device
 Rival = Callable[[Capture, CostTable, int], Placement]
@@ -133,7 +139,7 @@ def accelerate_map(
     """accelerate's `infer_auto_device_map` for k devices of ``memory`` bytes; it counts weights."""
     from accelerate import infer_auto_device_map
 
-    with _quiet("accelerate.utils.modeling"):
+    with _accelerate():
         found = infer_auto_device_map(capture.model, max_memory=dict.fromkeys(range(k), memory))
     return _follow_modules(capture, found)
 
@@ -145,7 +151,7 @@ def accelerate_balanced(
     from accelerate import infer_auto_device_map
     from accelerate.utils import get_balanced_memory
 
-    with _quiet("accelerate.utils.modeling"):
+    with _accelerate():
         limits = get_balanced_memory(capture.model, max_memory=dict.fromkeys(range(k), memory))
         found = infer_auto_device_map(capture.model, max_memory=limits)
     return _follow_modules(capture, found)
@@ -171,7 +177,12 @@ RIVALS: dict[str, Rival] = {
 
 
 def plan_placement(
-    capture: Capture, spec: PlacementSpec, inputs: Sequence[Tensor], placement: Placement
+    capture: Capture,
+    spec: PlacementSpec,
+    inputs: Sequence[Tensor],
+    placement: Placement,
+    *,
+    estimate: Callable[..., CostTable] = estimate_costs,
 ) -> Plan:
     """The plan with every node where ``placement`` puts it; ``spec`` names the devices.
 
@@ -182,7 +193,7 @@ def plan_placement(
     used = {names[device] for device in placement.values()}
     only = spec.with_devices([device for device in spec.devices if device.name in used])
     pins = {node: names[device] for node, device in placement.items()}
-    return build_plan(capture, only, inputs, pins=pins)
+    return build_plan(capture, only, inputs, pins=pins, estimate=estimate)
 
 
 def layer_chain(capture: Capture) -> list[list[str]]:
@@ -246,15 +257,15 @@ def _follow_modules(capture: Capture, devices: Mapping[str, Any]) -> Placement:
     return placement
 
 
-class _quiet:
-    """Without the warnings of a logger (accelerate's: that this machine has no such GPU)."""
-
-    def __init__(self, name: str) -> None:
-        self._logger = logging.getLogger(name)
-
-    def __enter__(self) -> None:
-        self._level = self._logger.level
-        self._logger.setLevel(logging.ERROR)
-
-    def __exit__(self, *_: object) -> None:
-        self._logger.setLevel(self._level)
+@contextmanager
+def _accelerate() -> Iterator[None]:
+    """Without its warnings that this machine has no such GPU; modules under two names are its limit."""
+    logger = logging.getLogger("accelerate.utils.modeling")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    except IndexError as error:
+        raise RivalFailure("accelerate cannot map modules that have two names") from error
+    finally:
+        logger.setLevel(level)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from placer.capture import Capture
-from placer.cost import CostTable, device_kind, estimate_costs
+from placer.cost import CostTable, device_kind, device_type, estimate_costs
 from placer.errors import PlacerError, SpecError
 from placer.partition import Demands, DeviceSlot, Partition, choose_partition
 from placer.partition.lighten import Treatment
@@ -30,12 +30,14 @@ def build_plan(
     inputs: Sequence[Tensor],
     *,
     pins: Mapping[str, str] | None = None,
+    estimate: Callable[..., CostTable] = estimate_costs,
 ) -> Plan:
     """The plan for ``capture`` under ``spec``, for a batch shaped like ``inputs`` (any device).
 
-    ``pins`` are nodes and the devices they must be on, beyond what the spec's layers say. A plan
-    that overflows a budget is returned with ``fits`` False. Raises ``SpecError`` when the spec's
-    layers or devices do not go with the model, ``PlacerError`` for what is not supported.
+    ``pins`` are nodes and the devices they must be on, beyond what the spec's layers say;
+    ``estimate`` gives the costs (one that remembers them, where many plans are made of a capture).
+    A plan that overflows a budget is returned with ``fits`` False. Raises ``SpecError`` when the
+    spec's layers or devices do not go with the model, ``PlacerError`` for what is not supported.
     """
     _check_supported(spec)
     pins = {**_pins(capture, spec), **(pins or {})}
@@ -44,13 +46,12 @@ def build_plan(
     rows = spec.device_rows(replicas)
     keys = _region_keys(capture, spec)
     treatments = _treatments(spec)
+    types = {device_type(device.name) for device in spec.devices}
     plans = []
     for microbatches in _microbatch_choices(spec, capture, replicas):
-        costs = estimate_costs(
-            capture,
-            microbatch_inputs(capture, inputs, replicas, microbatches),
-            training=spec.training,
-            precision=spec.precision,
+        shaped = microbatch_inputs(capture, inputs, replicas, microbatches)
+        costs_of = partial(
+            estimate, capture, shaped, training=spec.training, precision=spec.precision
         )
         demands = Demands(
             objective=spec.objective,
@@ -60,8 +61,15 @@ def build_plan(
             training=spec.training,
             half=spec.precision != "fp32",
         )
+        costs = costs_of(kernels="cuda" if "cuda" in types else "cpu")
         choose = partial(_choose, capture, slots, pins, demands)
         light = lighten(capture, costs, keys, treatments, slots, demands, choose)
+        if len(types) > 1:  # where each node runs is known now: the same with its own kernels
+            stages = light.partition.stages
+            placed = {node: stage.device.name for stage in stages for node in stage.nodes}
+            costs = costs_of(kernels={n: device_type(name) for n, name in placed.items()})
+            choose = partial(_choose, capture, slots, placed, demands)
+            light = lighten(capture, costs, keys, treatments, slots, demands, choose)
         plans.append(_plan(capture, spec, light, demands, rows))
     return min(plans, key=lambda plan: (not plan.fits, _overflow(plan), plan.step_seconds))
 

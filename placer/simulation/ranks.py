@@ -27,6 +27,7 @@ from placer.runtime.scatter import batch_cuts, batch_size, split_rows
 from placer.simulation.attribution import Attribution
 from placer.simulation.ledger import HOST, Ledger, Moment
 from placer.simulation.optimizers import make_optimizer
+from placer.simulation.simulate import running_kernels
 from placer.simulation.types import DeviceSimulation, SimulationReport
 
 _CPU = torch.device("cpu")
@@ -57,6 +58,7 @@ def simulate_ranks(
     inputs: Sequence[Tensor],
     *,
     loss_fn: Callable[[Any], Tensor] | None = None,
+    run_on: str | None = None,
 ) -> SimulationReport:
     """The peak of every device of the first replica when each has a process of its own.
 
@@ -79,7 +81,7 @@ def simulate_ranks(
         job = Job(rank=index, world_size=plan.replicas * len(names), local_rank=0)
         seat = take_seat(plan, job)
         with fake_process_group(index, len(names)):
-            ledger = _simulate_rank(capture, plan, staged, seat, inputs, loss_fn)
+            ledger = _simulate_rank(capture, plan, staged, seat, inputs, loss_fn, run_on or name)
         peak = ledger.peak
         found.append(
             DeviceSimulation(
@@ -103,6 +105,7 @@ def _simulate_rank(
     seat: Seat,
     inputs: Sequence[Tensor],
     loss_fn: Callable[[Any], Tensor] | None,
+    name: str,
 ) -> RankLedger:
     world = FakeWorld()
     fake_model = world.module(capture.model)
@@ -142,7 +145,7 @@ def _simulate_rank(
         ]
         empty = Microbatch(inputs={}, crossings=None)
         microbatches += [empty] * (plan.microbatches - len(pieces))
-        with ledger:
+        with ledger, running_kernels(plan, name):
             for _ in range(2):
                 run = Run(microbatches=microbatches, loss_of=lambda output, _: loss_of(output))
                 engine.execute(run, crossings[0])
