@@ -334,6 +334,44 @@ def run(names: list[str], memories: Sequence[int]) -> dict[str, list[dict[str, A
     return found
 
 
+_NOTE = (
+    "A cell is the edge of the largest cube (a multiple of 16; SwinUNETR takes multiples of 32) that "
+    "one training step fits on devices of 8, 16 and 24 GiB each: Adam, batch 1, fp32, the fullest "
+    "device's peak by the ledger, nothing kept back; 0: the tool cannot place the model, -: not "
+    "measured. The hand split is for two devices. Sharding divides parameters, gradients and Adam's "
+    "states; the parameters gathered for the running layer are left out, in its favour."
+)
+
+
+def _compared(results: Mapping[str, list[dict[str, Any]]]) -> list[str]:
+    """A sentence per row of placer's: where a row above it, on as many devices, fits a larger cube.
+
+    Without recomputation placer is compared with those that do not recompute.
+    """
+    found = []
+    for label in ("placer, objective memory", "placer, checkpoint auto"):
+        recomputes = "checkpoint" in label
+        cells, smaller = 0, []
+        for model, rows in results.items():
+            for row in rows:
+                if row["method"] != label:
+                    continue
+                cells += 1
+                smaller += [
+                    f"{model}, {row['devices']} x {row['memory_gib']} GiB: {row['edge']}, "
+                    f"{other['method']} {other['edge']}"
+                    for other in rows
+                    if (other["devices"], other["memory_gib"])
+                    == (row["devices"], row["memory_gib"])
+                    and other["edge"] > row["edge"]
+                    and (recomputes or "checkpoint" not in other["method"])
+                ]
+        among = "all rows" if recomputes else "the rows that recompute nothing"
+        found += [f"- {label}: smaller than one of {among} in {len(smaller)} of {cells} cells."]
+        found += [f"  - {line}" for line in smaller]
+    return found
+
+
 def write(results: Mapping[str, list[dict[str, Any]]]) -> None:
     """The page with a table per model, and the plot."""
     blocks = []
@@ -351,13 +389,7 @@ def write(results: Mapping[str, list[dict[str, Any]]]) -> None:
                 cells.append(", ".join("-" if e is None else str(e) for e in edges) * known)
             blocks.append(f"| {label} | {' | '.join(cells)} |")
         blocks.append("")
-    blocks.append(
-        "A cell is the edge of the largest cube (a multiple of 16; SwinUNETR takes multiples of 32) "
-        "that one training step fits on devices of 8, 16 and 24 GiB each: Adam, batch 1, fp32, the "
-        "fullest device's peak by the ledger, nothing kept back; 0: none fits, -: not measured. The hand split "
-        "is for two devices. Sharding divides parameters, gradients and Adam's states; the "
-        "parameters gathered for the running layer are left out, in its favour."
-    )
+    blocks += [_NOTE, "", *_compared(results)]
     blocks += ["", "![edges on 16 GiB devices](capacity.png)", ""]
     write_page(
         "capacity", "The largest volume that trains", "python -m benchmarks.capacity", blocks

@@ -17,7 +17,8 @@ from placer.capture.call import rebuild_arguments
 from placer.cost import stand_in_loss
 from placer.plan.types import Plan
 from placer.runtime.module import PlacedModule
-from placer.runtime.scatter import batch_cuts, batch_size, join_rows, split_rows
+from placer.runtime.scatter import batch_size, join_rows, split_rows
+from placer.schedule import batch_cuts
 
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 

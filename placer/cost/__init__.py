@@ -5,9 +5,10 @@ from placer.cost.estimate import estimate_costs
 from placer.cost.kernels import device_kernels
 from placer.cost.record import stand_in_loss
 from placer.cost.regions import with_regions
-from placer.cost.types import CostTable, NodeCost, PendingGradient, StoredValue
+from placer.cost.types import AddedGradient, CostTable, NodeCost, PendingGradient, StoredValue
 
 __all__ = [
+    "AddedGradient",
     "CostTable",
     "DeviceKind",
     "NodeCost",

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from placer.capture import Capture, FakeWorld
 from placer.cost.gradients import backward_transients, pending_gradients
 from placer.cost.record import Recording, record_run
 from placer.cost.types import CostTable, NodeCost, StoredValue
-
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+from placer.precision import precision_context
 
 
 def estimate_costs(
@@ -36,11 +33,6 @@ def estimate_costs(
     model = world.module(capture.model)
     constants = {name: world.tensor(t) for name, t in capture.constants.items()}
 
-    def run_context() -> AbstractContextManager[Any]:
-        if precision == "fp32":
-            return nullcontext()
-        return torch.autocast("cpu", _AUTOCAST[precision])
-
     with world.running(capture.conditions.guess):
         recording = record_run(
             capture.graph,
@@ -49,7 +41,7 @@ def estimate_costs(
             [world.tensor(t) for t in inputs],
             constants,
             training=training,
-            run_context=run_context,
+            run_context=partial(precision_context, precision, "cpu"),
             kernels=_kernels_of(capture, kernels),
             half=precision != "fp32",
         )
@@ -108,6 +100,7 @@ def _table(
                 producer=s.made_by,
                 users=tuple(sorted(s.users)),
                 savers=tuple(sorted(s.savers)) if training else (),
+                fixed=s.fixed,
             )
             for s in forward
         ),

@@ -46,8 +46,14 @@ def backward_transients(
         alone.append(most)
         came.append(sum(s.nbytes for s in incoming[node] if id(s) not in elsewhere))
         if elsewhere:
+            made = {id(stored) for stored in sums[node] if stored.made_by == node}
+            before = _most_live(node, tally, incoming[node], private.get(node, 0), made)
             whole = _most_live(node, tally, incoming[node], private.get(node, 0), set())
-            added.append(AddedGradient(node=node, home=home_of[node], nbytes=whole - most))
+            added.append(
+                AddedGradient(
+                    node=node, home=home_of[node], nbytes=whole - most, waiting=before - most
+                )
+            )
     return tuple(alone), tuple(came), tuple(added)
 
 

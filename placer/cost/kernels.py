@@ -73,7 +73,7 @@ def device_kernels(kind: Callable[[], str], *, half: bool) -> Iterator[None]:
             yield
 
 
-def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
+def _dropout(x: Tensor, p: float, train: bool) -> Any:
     if not train or not 0 < p < 1 or not x.numel():
         return call_composite(aten.dropout.default, x, p, train)
     return torch.native_dropout(x, p, train)[0]
@@ -89,16 +89,18 @@ def _batch_norm(
     momentum: float,
     eps: float,
     cudnn_enabled: bool,
-) -> Tensor:
-    """The conditions are those of torch's ``_select_batch_norm_backend``."""
-    given = weight is not None and bias is not None
-    both = (running_mean is None) == (running_var is None)
-    dtypes = given and weight.dtype != torch.bfloat16 and x.dtype != torch.bfloat16
-    if dtypes and x.dtype == torch.float16:
-        dtypes = weight.dtype == torch.float32
+) -> Any:
+    """The conditions are those of torch's ``_select_batch_norm_backend``.
+
+    Of half inputs the kernels without data keep the statistics in half, CUDA's in fp32: 4 bytes per
+    channel are missing here.
+    """
     cudnn = (
-        dtypes
-        and both
+        weight is not None
+        and bias is not None
+        and torch.bfloat16 not in (weight.dtype, x.dtype)
+        and (x.dtype != torch.float16 or weight.dtype == torch.float32)
+        and (running_mean is None) == (running_var is None)
         and (running_mean is not None or training)
         and x.dim() >= 3
         and x.size(0) <= (880801 if training else 65535)
@@ -110,6 +112,7 @@ def _batch_norm(
             aten.batch_norm.default,
             x, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled,
         )  # fmt: skip
+    assert weight is not None and bias is not None
     return torch.cudnn_batch_norm(
         x.contiguous(), weight.contiguous(), bias.contiguous(),
         running_mean, running_var, training, momentum, eps,
@@ -126,7 +129,7 @@ def _attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Tensor:
+) -> Any:
     """What torch's ``sdp_utils.cpp`` and ``attention.cpp`` do for sm80 and later."""
     mask = attn_mask
     if mask is not None and mask.dtype == torch.bool:
@@ -172,13 +175,13 @@ def _pad_last(x: Tensor, alignment: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, missing)) if missing else x
 
 
-def _softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+def _softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
     if x.dtype == torch.float16 and dtype == torch.float32:
         return aten._softmax.default(x, dim, True)
     return call_composite(aten.softmax.int, x, dim, dtype)
 
 
-def _log_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+def _log_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
     if x.dtype == torch.float16 and dtype == torch.float32:
         return aten._log_softmax.default(x, dim, True)
     return call_composite(aten.log_softmax.int, x, dim, dtype)
@@ -204,7 +207,7 @@ def _gru_cell(
     w_hh: Tensor,
     b_ih: Tensor | None = None,
     b_hh: Tensor | None = None,
-) -> Tensor:
+) -> Any:
     gates = x.matmul(w_ih.t()), hx.matmul(w_hh.t())
     return aten._thnn_fused_gru_cell.default(*gates, hx, b_ih, b_hh)[0]
 
@@ -275,7 +278,8 @@ class _CudnnRnn(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, hx, cx, _, _, _, *params = ctx.saved_tensors
         flat = x.new_empty(sum(p.numel() for p in params))  # cuDNN's gradients lie in one buffer
-        views = [v.view_as(p) for v, p in zip(flat.split([p.numel() for p in params]), params)]
+        pieces = flat.split([p.numel() for p in params])
+        views = [v.view_as(p) for v, p in zip(pieces, params, strict=True)]
         states = [None if s is None else torch.empty_like(s) for s in (hx, cx)]
         return None, None, None, torch.empty_like(x), *states, *views
 
@@ -284,7 +288,7 @@ class _FusedRmsNorm(torch.autograd.Function):
     """What `_fused_rms_norm` makes and keeps (its derivative is CUDA's alone)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, dims: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, dims: int) -> Any:
         outer = x.shape[: x.dim() - dims]
         accumulated = torch.float32 if x.dtype in _HALF else x.dtype
         rstd = x.new_empty(*outer, *[1] * dims, dtype=accumulated)
@@ -299,7 +303,7 @@ class _FusedRmsNorm(torch.autograd.Function):
 
 def _rms_norm(
     x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
-) -> Tensor:
+) -> Any:
     normed: Tensor = _FusedRmsNorm.apply(x, weight, len(shape))
     return normed
 

@@ -38,6 +38,7 @@ class RecordedStorage:
         None  # the node in whose backward it went; None: it did not, or in forward
     )
     parameter_gradient: bool = False
+    fixed: bool = False  # made of weights alone
     live: bool = True
     sent: list[tuple[int, int, int]] = field(default_factory=list)  # parts: (from, to node, bytes)
 
@@ -90,10 +91,15 @@ class Recorder(TorchDispatchMode):
         else:
             tally.forward_flops += flops
             tally.forward_traffic += traffic
+        of_weights = bool(inputs) and all(self._is_fixed(tensor) for tensor in inputs)
         for tensor in outputs:
             if id(_key(tensor)) not in self._known:
-                self.add(tensor)
+                self.add(tensor).fixed = of_weights
         return result
+
+    def _is_fixed(self, tensor: Tensor) -> bool:
+        _, record = self._known.get(id(_key(tensor)), (None, None))
+        return record is None or record.fixed
 
     def storage(self, tensor: Tensor) -> RecordedStorage | None:
         """The record of the tensor's storage; None for weights and what is not recorded."""
@@ -185,9 +191,9 @@ def record_run(
 ) -> Recording:
     """Record one run of ``graph`` on ``inputs`` with the weights of ``model`` (all of them fake).
 
-    Call it under the fake mode that the tensors belong to. ``run_context`` makes the context that
-each node runs in (autocast, with ``half``), ``kernels`` are the device types, per node and of the
-    loss, whose kernels run.
+        Call it under the fake mode that the tensors belong to. ``run_context`` makes the context that
+    each node runs in (autocast, with ``half``), ``kernels`` are the device types, per node and of the
+        loss, whose kernels run.
     """
     position = {name: i for i, name in enumerate(order)}
     recorder = Recorder(len(order) + 1)

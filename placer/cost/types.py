@@ -13,12 +13,15 @@ class StoredValue:
     """One storage that forward made (or received), and who needs it; positions are node positions.
 
     ``producer`` is -1 for the model's inputs. ``savers`` are the nodes whose backward needs it.
+    ``fixed``: made of weights alone (autocast's copies of them), so that its bytes do not depend on
+    the rows of a micro-batch.
     """
 
     nbytes: int
     producer: int
     users: tuple[int, ...]
     savers: tuple[int, ...]
+    fixed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +49,13 @@ class AddedGradient:
     """Bytes that the backward of ``node`` needs on top in the stage that has ``home`` as well.
 
     Where several nodes read the result of ``home``, their gradients are added up on its device.
+    ``waiting`` of the bytes are there before the sum is made: what ``node`` saved is let go between.
     """
 
     node: int
     home: int
     nbytes: int
+    waiting: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,9 +42,9 @@ class Candidate:
 def waiting_at(demands: Demands, num_stages: int, stage_index: int) -> InFlight:
     """What waits at a stage under the schedule that is asked for."""
     if demands.microbatches == 1 or not demands.training:
-        return InFlight(microbatches=demands.microbatches)
+        return InFlight(microbatches=demands.microbatches, last_share=demands.last_share)
     schedule = make_schedule(demands.schedule, num_stages, demands.microbatches)
-    return in_flight(schedule, stage_index)
+    return in_flight(schedule, stage_index, last_share=demands.last_share)
 
 
 def solve_order(

@@ -22,6 +22,7 @@ from placer.partition.score import (
     optimizer_bytes,
     peak_bytes,
     replica_peak_bytes,
+    saved_bytes,
     stage_seconds,
     transfer_seconds,
 )
@@ -70,7 +71,7 @@ def describe_partition(
         waiting = received_from[index, :index].tolist()
         table = peak_bytes(t, count, kept, training=demands.training, received_from=waiting)
         peak = int(table[x, y])
-        saved = int(t.saved[x, y]) * count.most if demands.training else 0
+        saved = int(saved_bytes(t, count.most)[x, y]) if demands.training else 0
         boundary = int(t.received[x, y] + (t.sent[x, y] if demands.training else 0))
         memory = StageMemory(
             parameters=int(t.parameters[x, y]),

@@ -48,7 +48,7 @@ class StageLimits:
 
     static: float
     budget: float
-    held: int
+    held: float
     grown: bool
 
 

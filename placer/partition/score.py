@@ -9,7 +9,8 @@ live bytes of one micro-batch are
   + transient(i)     what only the backward of i needs, and makes
   + gradients(i, b)  of the parameters whose backward has ended
 
-and the peak over the step, for ``c`` micro-batches in flight at the stage's position,
+and the peak over the step, for ``c`` micro-batches in flight at the stage's position (a smaller last
+one counts as its share of rows),
 
     parameters + buffers + optimizer
       + max( (c - 1) * saved(a, b) + max_i live(i),    first backward: gradients grow
@@ -24,6 +25,7 @@ Building takes O(C * n + users) time and memory for C cuts and n nodes; each que
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +40,8 @@ from placer.partition.waiting import Elsewhere, largest_up_to, waiting_gradients
 from placer.schedule import Counts, InFlight
 
 Table = NDArray[np.float64]
+
+_LOSS_NBYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +70,7 @@ class IntervalTables:
     trained: Table  # parameters with a gradient here
     owned: Table  # of those, the ones whose gradient and optimizer state stay here
     saved: Table
+    saved_fixed: Table  # of that, what does not depend on the rows of a micro-batch
     received: Table  # values that come from other stages (or the caller)
     computed: Table  # of those, what other stages computed
     sent: Table
@@ -94,7 +99,7 @@ def build_tables(
     at = lambda nodes: sorted({int(place[i]) for i in nodes})  # noqa: E731
     build = _Builder(n + 1, cuts)
 
-    saved, waiting = build.rectangles(), build.rectangles()
+    saved, saved_fixed, waiting = build.rectangles(), build.rectangles(), build.rectangles()
     forward, received, sent = build.rectangles(), build.rectangles(), build.rectangles()
     computed = build.rectangles()
     released: list[Elsewhere] = []
@@ -105,6 +110,8 @@ def build_tables(
         savers, users = at(v.savers), at(v.users)
         producer = int(place[v.producer]) if v.producer >= 0 else -1
         saved.some(savers, v.nbytes)
+        if v.fixed:
+            saved_fixed.some(savers, v.nbytes)
         if len(savers) == 1:
             waiting.add(0, savers[0], savers[0] + 1, v.nbytes)
         else:
@@ -196,6 +203,7 @@ def build_tables(
         trained=trained_table,
         owned=owned_table,
         saved=build.at_ends(saved_table),
+        saved_fixed=build.at_ends(saved_fixed.table()),
         received=build.at_ends(received.table()),
         computed=build.at_ends(computed.table()),
         sent=build.at_ends(sent.table()),
@@ -311,21 +319,36 @@ def peak_bytes(
     static = tables.parameters + tables.buffers + optimizer.state * tables.owned
     if not training:
         # Results of earlier micro-batches wait for those of the last, and are put together.
-        waiting = (in_flight.microbatches - 1) * tables.results
-        joined = 2 * in_flight.microbatches * tables.results * (in_flight.microbatches > 1)
-        return static + np.maximum(tables.forward_live + waiting, joined)
-    waiting = (in_flight.most - 1) * tables.saved
+        before, last = in_flight.microbatches - 1, in_flight.last_share
+        running = before * tables.results + last * tables.forward_live
+        if before:
+            running = np.maximum(running, (before - 1) * tables.results + tables.forward_live)
+            running = np.maximum(running, 2 * (before + last) * tables.results)
+        return static + running
+    waiting = _saved_by_others(tables, in_flight.most)
     untaken = partial(_untaken_gradients, tables, received_from)
     forward = waiting + tables.forward_live
     backward = waiting + tables.backward_live_growing + untaken(in_flight.backwards)
     peak = np.maximum(forward, backward)
     if in_flight.microbatches > 1:
-        later = (in_flight.after_backward - 1) * tables.saved
+        later = _saved_by_others(tables, in_flight.after_backward)
+        # The losses of micro-batches that have ended stay; the largest ones are before a smaller last.
+        ended = in_flight.microbatches - (in_flight.last_share < 1)
+        later[:, -1] += _LOSS_NBYTES * (ended - int(in_flight.after_backward))
         forward = tables.owned + tables.forward_live + untaken(in_flight.later_forwards)
         backward = tables.backward_live_grown + untaken(in_flight.backwards)
         peak = np.maximum(peak, later + np.maximum(forward, backward))
     step = tables.owned + optimizer.transient * tables.largest_parameter
     return static + np.maximum(peak, step)
+
+
+def saved_bytes(tables: IntervalTables, count: float) -> Table:
+    """What ``count`` micro-batches hold from forward to backward; a fraction is a smaller last one."""
+    return count * tables.saved + (math.ceil(count) - count) * tables.saved_fixed
+
+
+def _saved_by_others(tables: IntervalTables, count: float) -> Table:
+    return saved_bytes(tables, count) - tables.saved
 
 
 def _untaken_gradients(
@@ -357,7 +380,7 @@ def replica_peak_bytes(
     untaken = partial(_untaken_gradients, tables, received_from)
     forward = tables.forward_live + untaken(in_flight.later_forwards)
     backward = tables.backward_live_growing + untaken(in_flight.backwards)
-    return static + (in_flight.most - 1) * tables.saved + np.maximum(forward, backward)
+    return static + _saved_by_others(tables, in_flight.most) + np.maximum(forward, backward)
 
 
 def stage_seconds(tables: IntervalTables, kind: DeviceKind, *, half: bool) -> tuple[Table, Table]:

@@ -25,7 +25,8 @@ class Demands:
 
     objective: str = "throughput"
     schedule: str = "GPipe"
-    microbatches: int = 1
+    microbatches: int = 1  # that there are rows for
+    last_share: float = 1.0  # rows of the last one, as a share of the others'
     optimizer: str | Mapping[str, int] = "adam"
     training: bool = True
     half: bool = False

@@ -18,13 +18,15 @@ before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from placer.cost import CostTable, PendingGradient
+from placer.cost import AddedGradient, CostTable, PendingGradient
 
 Add = Callable[[int, int, int, int, float], None]  # first start, last start, column, until, bytes
 
@@ -62,11 +64,35 @@ def waiting_gradients(
             sender_of[sum_at] = min(sender, sender_of.get(sum_at, sender))
     for sum_ in costs.added:
         home, node = int(place[sum_.home]), int(place[sum_.node])
-        if home < node:
-            add(0, node, node, node + 1, sum_.nbytes)
-            sender = len(costs.nodes) if relayed else sender_of.get((sum_.node, sum_.home), node)
-            _change(elsewhere, home + 1, node, node, node + 1, sender, -sum_.nbytes)
+        if home >= node:
+            continue
+        sender = len(costs.nodes) if relayed else sender_of.get((sum_.node, sum_.home), node)
+        for first, last, nbytes in _beside_sum(sum_, costs, place):
+            add(first, last, node, node + 1, nbytes)
+            _change(elsewhere, max(first, home + 1), last, node, node + 1, sender, -nbytes)
     return elsewhere
+
+
+def _beside_sum(
+    added: AddedGradient, costs: CostTable, place: NDArray[np.int64]
+) -> Iterator[tuple[int, int, float]]:
+    """First and last start of a stage, and the bytes that the sum is on top there.
+
+    What the node saved and no node before it in the stage needs is let go before the adding up.
+    """
+    node = int(place[added.node])
+    released: dict[int, float] = defaultdict(float)  # from which start on
+    for value in costs.values:
+        if added.node in value.savers and len(value.savers) > 1:
+            if any(costs.keys[i] for i in value.savers if i < len(costs.keys)):
+                continue  # `HeldInRegions` says when it is held
+            positions = (int(place[saver]) for saver in value.savers)
+            released[max((p for p in positions if p < node), default=-1) + 1] += value.nbytes
+    nbytes = float(added.nbytes)
+    starts = sorted({0, *released})
+    for first, following in pairwise([*starts, node + 1]):
+        nbytes = max(added.waiting, nbytes - released.get(first, 0.0))
+        yield first, following - 1, nbytes
 
 
 def _wait(

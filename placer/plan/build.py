@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -18,6 +17,7 @@ from placer.partition.lighten import Treatment
 from placer.plan.lighten import LightPlan, lighten
 from placer.plan.types import DevicePeak, Plan, StagePlan, Transfer
 from placer.regions import RegionKey, find_regions, region_keys
+from placer.schedule import batch_cuts
 from placer.spec import PlacementSpec, resolve_layers, resolve_patterns
 from placer.units import format_seconds
 
@@ -53,10 +53,12 @@ def build_plan(
         costs_of = partial(
             estimate, capture, shaped, training=spec.training, precision=spec.precision
         )
+        sizes = _microbatch_rows(capture, inputs, replicas, microbatches)
         demands = Demands(
             objective=spec.objective,
             schedule=spec.schedule,
-            microbatches=microbatches,
+            microbatches=len(sizes),
+            last_share=sizes[-1] / max(sizes[0], 1),
             optimizer=_optimizer(spec),
             training=spec.training,
             half=spec.precision != "fp32",
@@ -70,7 +72,7 @@ def build_plan(
             costs = costs_of(kernels={n: device_type(name) for n, name in placed.items()})
             choose = partial(_choose, capture, slots, placed, demands)
             light = lighten(capture, costs, keys, treatments, slots, demands, choose)
-        plans.append(_plan(capture, spec, light, demands, rows))
+        plans.append(_plan(capture, spec, light, demands, rows, microbatches))
     return min(plans, key=lambda plan: (not plan.fits, _overflow(plan), plan.step_seconds))
 
 
@@ -114,14 +116,23 @@ def microbatch_inputs(
     capture: Capture, inputs: Sequence[Tensor], replicas: int, microbatches: int
 ) -> list[Tensor]:
     """The inputs of the largest micro-batch, as tensors without data."""
+    rows = _microbatch_rows(capture, inputs, replicas, microbatches)[0]
     shaped = []
     for tensor, batched in zip(inputs, capture.call.batched, strict=True):
         shape = list(tensor.shape)
         if batched:
-            shape[0] = math.ceil(math.ceil(shape[0] / replicas) / microbatches)
+            shape[0] = rows
         meta = torch.empty(shape, dtype=tensor.dtype, device="meta")
         shaped.append(meta.requires_grad_(tensor.requires_grad))
     return shaped
+
+
+def _microbatch_rows(
+    capture: Capture, inputs: Sequence[Tensor], replicas: int, microbatches: int
+) -> tuple[int, ...]:
+    """Rows of each micro-batch of the first replica; one micro-batch where no input has a batch."""
+    sizes = (t.size(0) for t, b in zip(inputs, capture.call.batched, strict=True) if b)
+    return batch_cuts(next(sizes, 1), replicas, microbatches)[0]
 
 
 def _check_supported(spec: PlacementSpec) -> None:
@@ -192,6 +203,7 @@ def _plan(
     light: LightPlan,
     demands: Demands,
     rows: Sequence[Sequence[str]],
+    microbatches: int,
 ) -> Plan:
     costs, partition = light.costs, light.partition
     index_of = {device.name: i for i, device in enumerate(spec.devices)}
@@ -219,7 +231,7 @@ def _plan(
         fits=all(peak.fits for peak in peaks),
         objective=spec.objective,
         replicas=len(rows),
-        microbatches=demands.microbatches,
+        microbatches=microbatches,
         schedule=spec.schedule,
         precision=spec.precision,
         batch_norm=spec.batch_norm,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from placer.capture import Capture
 from placer.cost import CostTable, with_regions
 from placer.partition import Demands, DeviceSlot, Partition
+from placer.partition.candidate import waiting_at
 from placer.partition.lighten import (
     KEEP,
     Lightened,
@@ -18,7 +19,6 @@ from placer.partition.lighten import (
     lighten_stage,
 )
 from placer.regions import RegionKey, cuttable_nodes, whole_groups
-from placer.schedule import InFlight, in_flight, make_schedule
 
 _ROUNDS = 4  # how often a stage's limit is corrected by what the formula says of its answer
 
@@ -185,7 +185,7 @@ class _Search:
 
     def _limits(self, partition: Partition, index: int) -> StageLimits:
         stage = partition.stages[index]
-        count = self._in_flight(len(partition.stages), index)
+        count = waiting_at(self._demands, len(partition.stages), index)
         memory = stage.memory
         slot = stage.device
         budget = float("inf") if self._limited else 0.0
@@ -198,14 +198,6 @@ class _Search:
             held=count.most,
             grown=count.microbatches > 1,
         )
-
-    def _in_flight(self, num_stages: int, index: int) -> InFlight:
-        demands = self._demands
-        if demands.microbatches == 1:
-            return InFlight()
-        return in_flight(
-            make_schedule(demands.schedule, num_stages, demands.microbatches), index
-        )  # fmt: skip
 
 
 def _with_budget(limits: StageLimits, budget: float) -> StageLimits:

@@ -18,10 +18,10 @@ from placer.runtime.programs import Programs
 from placer.runtime.replica import Replica, Run, run_schedule
 from placer.runtime.sampler import ReplicaSampler
 from placer.runtime.scaling import scale_of
-from placer.runtime.scatter import batch_cuts, batch_size, join_rows, split_rows, split_target
+from placer.runtime.scatter import batch_size, join_rows, split_rows, split_target
 from placer.runtime.transfer import transfer
 from placer.runtime.tree import write_back
-from placer.schedule import linearize, make_schedule, merge_backward
+from placer.schedule import batch_cuts, linearize, make_schedule, merge_backward
 
 _TABLES = (
     "_modules",

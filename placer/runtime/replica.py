@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,6 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from placer.emit import StageCode, StagedModel
+from placer.precision import precision_context
 from placer.runtime.mirror import Mirrors
 from placer.runtime.pieces import run_pieces
 from placer.runtime.place import Place, on
@@ -25,8 +25,6 @@ from placer.runtime.transfer import (
 )
 from placer.runtime.tree import build_tree
 from placer.schedule import Action
-
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Replica:
@@ -84,15 +82,8 @@ class Replica:
     def run_stage(self, tree: Any, stage: StageCode, inputs: list[Any]) -> tuple[Any, ...]:
         """The stage's outputs; ``inputs`` are on its place already, and the list is emptied."""
         place = self.places[stage.index]
-        with on(place), self._autocast(place):
+        with on(place), precision_context(self.precision, place.device.type):
             return run_pieces(stage, tree, place, inputs)
-
-    def _autocast(self, place: Place) -> AbstractContextManager[Any]:
-        if self.precision == "fp32":
-            return nullcontext()
-        # Cached casts of weights would pile up over the stage; only a backward has a use for them.
-        kept = torch.is_grad_enabled()
-        return torch.autocast(place.device.type, _AUTOCAST[self.precision], cache_enabled=kept)
 
     def constant(self, name: str, place: Place) -> torch.Tensor:
         key = (name, place)

@@ -1,7 +1,6 @@
 """Cutting a batch into replicas and micro-batches, and joining what comes out.
 
-Sizes are those of ``torch.chunk``, as ``nn.DataParallel`` has them: 30 rows over 8 replicas are
-4 x 7 + 2, 10 rows over 8 are 2 x 5.
+Sizes are those of ``torch.chunk``, as ``nn.DataParallel`` has them (`placer.schedule.batch_cuts`).
 """
 
 from __future__ import annotations
@@ -14,27 +13,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from placer.capture import TENSOR, CallFormat
 from placer.errors import CaptureError
-
-
-def chunk_sizes(total: int, chunks: int) -> tuple[int, ...]:
-    """The sizes ``torch.chunk`` gives; at most ``chunks`` of them, none zero unless ``total`` is.
-
-    >>> chunk_sizes(30, 8), chunk_sizes(10, 8), chunk_sizes(10, 3)
-    ((4, 4, 4, 4, 4, 4, 4, 2), (2, 2, 2, 2, 2), (4, 4, 2))
-    """
-    if total == 0:
-        return (0,)
-    size = -(-total // chunks)
-    return tuple(min(size, total - start) for start in range(0, total, size))
-
-
-def batch_cuts(total: int, replicas: int, microbatches: int) -> tuple[tuple[int, ...], ...]:
-    """Micro-batch sizes of every replica that gets rows.
-
-    >>> batch_cuts(10, 2, 2), batch_cuts(1, 2, 4)
-    (((3, 2), (3, 2)), ((1,),))
-    """
-    return tuple(chunk_sizes(size, microbatches) for size in chunk_sizes(total, replicas))
 
 
 def batch_size(call: CallFormat, leaves: Sequence[torch.Tensor]) -> int | None:

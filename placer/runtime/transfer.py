@@ -127,8 +127,8 @@ def has_backward(tensor: torch.Tensor) -> bool:
 class _Receive(torch.autograd.Function):
     """A value from another stage as the start of a new graph; ``deliver`` gets its gradient.
 
-    The anchor is what makes the result require grad. Unlike a leaf, the result is kept alive only
-    by those who save it, and in-place operations on it are allowed.
+    The anchor, which has no bytes, is what makes the result require grad. Unlike a leaf, the result
+    is kept alive only by those who save it, and in-place operations on it are allowed.
     """
 
     @staticmethod
@@ -157,7 +157,7 @@ def receive(
 ) -> torch.Tensor:
     """``tensor`` on ``target``, cut off from its graph; ``deliver`` is given its gradient there."""
     with on(target):
-        anchor = torch.zeros((), requires_grad=True)
+        anchor = torch.zeros(0, requires_grad=True)
     return _Receive.apply(anchor, tensor.detach(), source, target, deliver)  # type: ignore[no-any-return]
 
 

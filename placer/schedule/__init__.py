@@ -1,8 +1,9 @@
 """Schedule: a name and two numbers in, a table of actions out; pure."""
 
+from placer.schedule.batch import batch_cuts
 from placer.schedule.build import make_schedule
 from placer.schedule.in_flight import Counts, InFlight, in_flight
-from placer.schedule.order import bubble, draw, linearize, max_in_flight, merge_backward
+from placer.schedule.order import bubble, draw, linearize, merge_backward
 from placer.schedule.types import Action, Schedule
 
 __all__ = [
@@ -10,11 +11,11 @@ __all__ = [
     "Counts",
     "InFlight",
     "Schedule",
+    "batch_cuts",
     "bubble",
     "draw",
     "in_flight",
     "linearize",
     "make_schedule",
-    "max_in_flight",
     "merge_backward",
 ]

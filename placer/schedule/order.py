@@ -1,4 +1,4 @@
-"""What a schedule implies: one order for one process, micro-batches in flight, idle time."""
+"""What a schedule implies: one order for one process, idle time."""
 
 from __future__ import annotations
 
@@ -45,21 +45,6 @@ def merge_backward(schedule: Schedule) -> Schedule:
         for rank in schedule.actions
     )
     return replace(schedule, actions=actions)
-
-
-def max_in_flight(schedule: Schedule, stage_index: int) -> int:
-    """The most micro-batches whose forward ran on ``stage_index`` and whose backward has not ended.
-
-    >>> from placer.schedule import make_schedule
-    >>> [max_in_flight(make_schedule("1F1B", 4, 8), s) for s in range(4)]
-    [4, 3, 2, 1]
-    """
-    alive = most = 0
-    for action in schedule.actions[stage_index % len(schedule.actions)]:
-        if action.stage_index == stage_index:
-            alive += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
-            most = max(most, alive)
-    return most
 
 
 def bubble(schedule: Schedule) -> float:

@@ -23,7 +23,8 @@ from placer.runtime.distributed.part import build_part, find_holdings
 from placer.runtime.distributed.stage import Microbatch, Run
 from placer.runtime.place import Place
 from placer.runtime.replica import Replica
-from placer.runtime.scatter import batch_cuts, batch_size, split_rows
+from placer.runtime.scatter import batch_size, split_rows
+from placer.schedule import batch_cuts
 from placer.simulation.attribution import Attribution
 from placer.simulation.ledger import HOST, Ledger, Moment
 from placer.simulation.optimizers import make_optimizer

@@ -15,7 +15,8 @@ from placer.cost import device_kernels, device_type, stand_in_loss
 from placer.emit import StagedModel, emit_stages, materialize
 from placer.plan.types import Plan
 from placer.runtime.module import PlacedModule
-from placer.runtime.place import Place, current_place
+from placer.runtime.place import HOST as HOST_MEMORY
+from placer.runtime.place import Place, current_place, on
 from placer.simulation.attribution import Attribution, Where
 from placer.simulation.ledger import HOST, Ledger, Moment
 from placer.simulation.optimizers import make_optimizer
@@ -117,7 +118,8 @@ def _train(
     for _ in range(2):
         placed.step_leaves(leaves, loss_fn=loss_of)
         step.in_optimizer = True
-        optimizer.step()
+        with on(HOST_MEMORY):  # Adam's step counts; all else is made from tensors on a device
+            optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         step.in_optimizer = False
 

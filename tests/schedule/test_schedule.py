@@ -14,9 +14,9 @@ from placer.schedule import (
     Schedule,
     bubble,
     draw,
+    in_flight,
     linearize,
     make_schedule,
-    max_in_flight,
     merge_backward,
 )
 
@@ -101,8 +101,13 @@ def _assert_dependencies(schedule: Schedule, order: list[str]) -> None:
 
 
 def test_in_flight_falls_along_1f1b_and_not_along_gpipe() -> None:
-    assert [max_in_flight(make_schedule("GPipe", 4, 8), s) for s in range(4)] == [8] * 4
-    assert [max_in_flight(make_schedule("1F1B", 4, 8), s) for s in range(4)] == [4, 3, 2, 1]
+    assert [in_flight(make_schedule("GPipe", 4, 8), s).most for s in range(4)] == [8] * 4
+    assert [in_flight(make_schedule("1F1B", 4, 8), s).most for s in range(4)] == [4, 3, 2, 1]
+
+
+def test_a_smaller_last_microbatch_counts_as_the_share_that_it_is() -> None:
+    waits = in_flight(make_schedule("GPipe", 2, 3), 1, last_share=0.5)
+    assert (waits.microbatches, waits.most) == (3, 2.5)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])

@@ -43,3 +43,45 @@ def test_inference_has_no_loss_and_keeps_the_results_of_earlier_micro_batches() 
     kwargs = {"scale": torch.randn(1200, 1), "twice": True}
     for stages in (3, 4):
         check(words, (torch.randn(1200, 6),), kwargs, stages=stages, training=False)
+
+
+def test_a_batch_that_does_not_divide_evenly_has_a_smaller_last_micro_batch() -> None:
+    """4 rows in 3 are 2 + 2; 16 in 3 are 6 + 6 + 4, of which autocast's copies of weights are no part."""
+    unet = unet3d(width=8, depth=2)
+    check(unet, (torch.randn(4, 1, 16, 16, 16),), stages=2, microbatches=3)
+    model = models.TiedTransformer(width=64, length=32, vocabulary=100)
+    ids = torch.randint(0, 100, (16, 32))
+    check(model, (ids,), stages=2, microbatches=3, precision="bf16")
+    check(model.eval(), (ids,), stages=2, microbatches=3, training=False)
+
+
+def test_inference_casts_weights_as_the_stage_does() -> None:
+    """A cast that autocast caches requires grad, and torch then multiplies by another kernel."""
+    model, x = models.Recurrent().eval(), torch.randn(120, 40, 3)
+    check(model, (x,), stages=3, precision="bf16", training=False)
+
+
+class Fork(nn.Module):
+    """A result that its own activation saves is read by two strided convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU())
+        self.long = nn.Conv2d(16, 32, 3, stride=2, padding=1)
+        self.short = nn.Conv2d(16, 32, 1, stride=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        return self.long(x) + self.short(x)
+
+
+def test_gradients_are_added_up_after_the_received_copy_is_let_go() -> None:
+    layers = {"stem": "cuda:0", "long": "cuda:1", "short": "cuda:1"}
+    check(Fork(), (torch.randn(4, 3, 32, 32),), stages=2, layers=layers)
+
+
+def test_the_scalars_of_a_step_are_counted() -> None:
+    """Seen where a stage holds a few hundred bytes: the losses, and nothing for what is received."""
+    model, x = models.InPlace(), torch.randn(8, 2, 64, 64)
+    for microbatches, schedule in ((3, "1F1B"), (4, "GPipe")):
+        check(model, (x,), stages=4, microbatches=microbatches, schedule=schedule)

@@ -28,13 +28,13 @@ from placer.runtime.module import PlacedModule
 from placer.runtime.place import Place
 from placer.runtime.scaling import scale_of
 from placer.runtime.scatter import (
-    batch_cuts,
     batch_size,
     join_rows,
     split_rows,
     split_target,
 )
 from placer.runtime.transfer import transfer
+from placer.schedule import batch_cuts
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 

@@ -1,0 +1,20 @@
+"""The context that a spec's precision means, the same where a model is costed and where it runs."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def precision_context(precision: str, device_type: str) -> AbstractContextManager[Any]:
+    """Autocast on devices of that type for ``"bf16"`` and ``"fp16"``, nothing for ``"fp32"``."""
+    if precision == "fp32":
+        return nullcontext()
+    # Cached casts of weights would pile up over the stage; only a backward has a use for them.
+    # (A cached cast also requires grad, and then torch multiplies by other kernels.)
+    kept = torch.is_grad_enabled()
+    return torch.autocast(device_type, _AUTOCAST[precision], cache_enabled=kept)
