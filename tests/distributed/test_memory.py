@@ -19,7 +19,9 @@ def test_a_simulated_rank_peaks_where_the_real_one_does(
 ) -> None:
     model, x = cases.memory_case()
     plan = placer.make_plan(model, cases.make_spec(4, 1, 4, schedule), x)
-    report = placer.simulate(model, plan, x, loss_fn=mean_square, processes=True)
+    report = placer.simulate(
+        model, plan, x, loss_fn=mean_square, run_on="cpu", processes=True
+    )
     assert not dist.is_initialized()
     predicted = [device.peak for device in report.devices]
     counted = job_of(4).run(cases.count_bytes, plan)
