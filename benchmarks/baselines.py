@@ -10,16 +10,28 @@ from __future__ import annotations
 
 import itertools
 import logging
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import networkx as nx
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from placer.capture import Capture
-from placer.cost import CostTable, estimate_costs
+from placer.cost import CostTable
+from placer.partition import Demands, DeviceSlot
+from placer.partition.arrange import candidate_cuts
+from placer.partition.candidate import solve_order
+from placer.partition.chain import best_cuts
+from placer.partition.score import build_tables, optimizer_bytes, peak_bytes
+from placer.partition.units import unit_graph
 from placer.plan.build import build_plan
 from placer.plan.types import Plan
+from placer.schedule import InFlight
 from placer.spec import PlacementSpec, resolve_layers
 
 
@@ -166,6 +178,116 @@ def hand_split(capture: Capture, layers: Mapping[str, int]) -> Placement:
     return _follow_modules(capture, {layer: int(device) for layer, device in placed.items()})
 
 
+def one_order(
+    capture: Capture,
+    costs: CostTable,
+    chain: Sequence[DeviceSlot],
+    demands: Demands,
+    *,
+    seed: int = 0,
+) -> Placement:
+    """The best cuts of one arbitrary topological order, by the planner's own scores.
+
+    The order is Kahn's with ``random.Random(seed)`` choosing among what is ready.
+    """
+    units = unit_graph(capture)
+    order: list[int] = []
+    waiting = dict(units.in_degree())
+    ready = [unit for unit, degree in waiting.items() if not degree]
+    draw = random.Random(seed)
+    while ready:
+        order.append(ready.pop(draw.randrange(len(ready))))
+        for reader in units.successors(order[-1]):
+            waiting[reader] -= 1
+            if not waiting[reader]:
+                ready.append(reader)
+    nodes = [node for unit in order for node in units.nodes[unit]["nodes"]]
+    tables = build_tables(costs, nodes, candidate_cuts(units, order, costs, {}))
+    found = solve_order(tables, nodes, chain, [None] * len(nodes), demands)
+    assert found is not None
+    borders = [tables.cuts[cut] for cut in found.cuts]
+    return {
+        capture.order[node]: device
+        for device, (begin, end) in enumerate(itertools.pairwise(borders))
+        for node in nodes[begin:end]
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePeaks:
+    """Every stage that there can be: ``peaks[x, y]`` bytes from downset x up to downset y + 1."""
+
+    downsets: tuple[frozenset[int], ...]  # of nodes, by size
+    peaks: NDArray[np.float64]  # inf where the one does not hold the other
+
+
+def all_stage_peaks(
+    capture: Capture, costs: CostTable, *, most_pairs: int = 40_000
+) -> StagePeaks | None:
+    """The predicted peak of every contiguous stage, its nodes in program order (Adam, one
+    micro-batch, anywhere in the chain). None where there are more than ``most_pairs``."""
+    units = unit_graph(capture)
+    found = all_downsets(units, int((2 * most_pairs) ** 0.5))
+    if found is None:
+        return None
+    downsets = tuple(
+        frozenset(node for unit in downset for node in units.nodes[unit]["nodes"])
+        for downset in found
+    )
+    peaks = np.full((len(downsets) - 1,) * 2, np.inf)
+    for x, before in enumerate(downsets[:-1]):
+        above = {y for y in range(x + 1, len(downsets)) if before < downsets[y]}
+        while above:  # those that follow each other in program order share their tables
+            rest = sorted(set(range(len(capture.order))) - before)
+            first = min(above)
+            inside = sorted(downsets[first] - before)
+            after = [node for node in rest if node not in downsets[first]]
+            nodes = [*sorted(before), *inside, *after]
+            ends = {first: len(before) + len(inside)}
+            if nodes[len(before) :] == rest:
+                ends = {y: len(downsets[y]) for y in above
+                        if set(nodes[: len(downsets[y])]) == downsets[y]}  # fmt: skip
+            cuts = sorted({0, len(before), *ends.values(), len(nodes)})
+            tables = build_tables(costs, nodes, cuts)
+            row = peak_bytes(tables, InFlight(), optimizer_bytes("adam"), training=True)
+            for y, end in ends.items():
+                peaks[x, y - 1] = row[cuts.index(len(before)), cuts.index(end) - 1]
+            above -= set(ends)
+    return StagePeaks(downsets=downsets, peaks=peaks)
+
+
+def exact_peaks(capture: Capture, stages: StagePeaks, k: int) -> Placement:
+    """The contiguous placement on k equal devices of least largest peak, as predicted."""
+    peaks = stages.peaks
+    result = best_cuts(
+        [peaks] * k, [np.isfinite(peaks)] * k, combine="max", may_be_empty=[True] * k
+    )
+    assert result is not None
+    borders = itertools.pairwise(stages.downsets[cut] for cut in result[0])
+    return {
+        capture.order[node]: device
+        for device, (before, after) in enumerate(borders)
+        for node in after - before
+    }
+
+
+def all_downsets(units: nx.DiGraph, most: int) -> list[frozenset[int]] | None:
+    """Every set of units that has all predecessors of its units, by size; None if over ``most``."""
+    level = {frozenset[int]()}
+    found: list[frozenset[int]] = []
+    while level:
+        found += sorted(level, key=sorted)
+        if len(found) > most:
+            return None
+        level = {
+            ideal | {unit}
+            for ideal in level
+            for unit in units
+            if unit not in ideal and all(before in ideal for before in units.predecessors(unit))
+        }
+    return found
+
+
 RIVALS: dict[str, Rival] = {
     "equal layer counts": equal_layer_counts,
     "equal parameters": equal_parameters,
@@ -182,7 +304,7 @@ def plan_placement(
     inputs: Sequence[Tensor],
     placement: Placement,
     *,
-    estimate: Callable[..., CostTable] = estimate_costs,
+    costs: CostTable | None = None,
 ) -> Plan:
     """The plan with every node where ``placement`` puts it; ``spec`` names the devices.
 
@@ -193,7 +315,7 @@ def plan_placement(
     used = {names[device] for device in placement.values()}
     only = spec.with_devices([device for device in spec.devices if device.name in used])
     pins = {node: names[device] for node, device in placement.items()}
-    return build_plan(capture, only, inputs, pins=pins, estimate=estimate)
+    return build_plan(capture, only, inputs, pins=pins, costs=costs)
 
 
 def layer_chain(capture: Capture) -> list[list[str]]:

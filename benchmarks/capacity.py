@@ -138,9 +138,6 @@ class Case:
     inputs: list[torch.Tensor]
     placed: dict[tuple[object, ...], Plan] = field(default_factory=dict)
 
-    def estimate(self, *_: Any, **__: Any) -> CostTable:
-        return self.costs
-
 
 Planner = Callable[[Case, int], Plan]  # the second is the number of devices
 
@@ -165,7 +162,7 @@ def _placed(find: Callable[[Capture, CostTable, int], Placement]) -> Planner:
         where = tuple(placement[name] for name in case.capture.order)
         if where not in case.placed:
             case.placed[where] = plan_placement(
-                case.capture, _spec(devices), case.inputs, placement, estimate=case.estimate
+                case.capture, _spec(devices), case.inputs, placement, costs=case.costs
             )
         return case.placed[where]
 
@@ -176,7 +173,7 @@ def _automatic(case: Case, devices: int, **fields: Any) -> Plan:
     key = (devices, *fields.items())
     if key not in case.placed:
         case.placed[key] = build_plan(
-            case.capture, _spec(devices, **fields), case.inputs, estimate=case.estimate
+            case.capture, _spec(devices, **fields), case.inputs, costs=case.costs
         )
     return case.placed[key]
 
@@ -224,7 +221,7 @@ class Search:
         if edge not in self.cases:
             x = torch.empty(1, self.subject.channels, edge, edge, edge, device="meta")
             capture = capture_model(self.model, (x,))
-            costs = estimate_costs(capture, [x])
+            costs = estimate_costs(capture, [x], kernels="cuda")
             self.cases[edge] = Case(capture=capture, costs=costs, inputs=[x])
         return self.cases[edge]
 

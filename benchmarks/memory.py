@@ -163,7 +163,7 @@ def main() -> None:
     if "--matrix" in sys.argv[1:]:
         from benchmarks import memory_matrix
 
-        memory_matrix.main()
+        memory_matrix.main([name for name in sys.argv[1:] if name != "--matrix"])
         return
     command = "python -m benchmarks.memory"
     write_result(

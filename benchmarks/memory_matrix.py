@@ -1,25 +1,34 @@
 """Predicted against simulated peaks over the models of the equivalence suite, cell by cell.
 
-A cell is a model at 1-4 stages, 1, 2 or 4 micro-batches (inference: 1 or 2), fp32 or bf16 autocast,
-training or inference. The optimizer goes round sgd, sgd_momentum and adam from cell to cell, the
-schedule round GPipe and 1F1B. The suite's smallest models hold a few kilobytes, where the scalars of
-a step are percents; they are given larger inputs here.
+A cell is a model at 1-4 stages and 1-4 micro-batches, fp32 or bf16 autocast, training or inference;
+training in fp32 also with every top-level layer recomputed, with its saved activations offloaded,
+and both. The optimizer goes round sgd, sgd_momentum and adam from cell to cell, the schedule round
+GPipe and 1F1B, so that over four cells each meets each. The suite's smallest models hold a few
+kilobytes, where the scalars of a step are percents; they are given larger inputs here.
+
+    python -m benchmarks.memory --matrix [MODEL ...]
+
+measures the models that are named, or all, and keeps the rows of the others.
 """
 
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Callable, Iterator
+import json
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 import torchvision
 from torch import nn
 
-import placer
-from benchmarks.record import write_result
+from benchmarks.record import RESULTS, write_result
 from examples.unet3d import unet3d
+from placer.capture import capture_model, flatten_call
+from placer.plan.build import build_plan
+from placer.simulation import simulate_plan
+from placer.spec import load_spec
 from tests import models
 
 Case = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
@@ -58,6 +67,21 @@ MODELS: dict[str, Callable[[], Case]] = {
     ),
 }
 _OPTIMIZERS = ("sgd", "sgd_momentum", "adam")
+WAYS: dict[str, dict[str, list[str]]] = {
+    "kept": {},
+    "recomputed": {"checkpoint": ["*"]},
+    "offloaded": {"offload": ["*"]},
+    "recomputed and offloaded": {"checkpoint": ["*"], "offload": ["*"]},
+}
+_MODES = (
+    *(
+        (training, precision, "kept")
+        for training in (True, False)
+        for precision in ("fp32", "bf16")
+    ),
+    *((True, "fp32", way) for way in WAYS if way != "kept"),
+)
+_ROWS = RESULTS / "memory_matrix.json"
 
 
 def _unet(norm: str) -> Case:
@@ -68,52 +92,51 @@ def _video(build: Callable[..., nn.Module]) -> Case:
     return build(num_classes=4), (torch.randn(4, 3, 8, 32, 32),), {}
 
 
-def differences(
-    case: Case, *, training: bool, precision: str, deadline: float = float("inf")
-) -> list[float]:
+def differences(case: Case, *, training: bool, precision: str, way: str = "kept") -> list[float]:
     """Simulated / predicted - 1 of every stage of every cell."""
     model, args, kwargs = case
     model.train(training)
+    capture = capture_model(model, args, kwargs)
+    inputs = flatten_call(capture.call, args, kwargs)
     found: list[float] = []
-    cells = itertools.product((1, 2, 3, 4), (1, 2, 4) if training else (1, 2))
+    counts = (1, 2, 3, 4)
+    cells = itertools.product(counts, counts if way == "kept" else (1, 2))
     for number, (stages, microbatches) in enumerate(cells):
-        if time.monotonic() > deadline:
-            break
-        spec = {
-            "devices": [f"cuda:{i}" for i in range(stages)],
-            "microbatches": microbatches,
-            "schedule": ("GPipe", "1F1B")[number % 2],
-            "optimizer": _OPTIMIZERS[number % 3],
-            "precision": precision,
-            "training": training,
-        }
-        plan = placer.make_plan(model, spec, args, kwargs)
-        report = placer.simulate(model, plan, args, kwargs)
+        spec = load_spec(
+            {
+                "devices": [f"cuda:{i}" for i in range(stages)],
+                "microbatches": microbatches,
+                "schedule": ("GPipe", "1F1B")[(number + number // 4) % 2],
+                "optimizer": _OPTIMIZERS[number % 3],
+                "precision": precision,
+                "training": training,
+                **WAYS[way],
+            }
+        )
+        plan = build_plan(capture, spec, inputs)
+        report = simulate_plan(capture, plan, inputs)
         found += [device.peak / device.predicted - 1 for device in report.devices]
     return found
 
 
-def rows() -> Iterator[list[object]]:
+def rows(names: Collection[str]) -> Iterator[list[object]]:
+    """Rows of the table: measured anew for ``names``, for the others as they were."""
+    known = json.loads(_ROWS.read_text()) if _ROWS.exists() else {}
     for name, build in MODELS.items():
         torch.manual_seed(0)
         case = build()
-        for training, precision in itertools.product((True, False), ("fp32", "bf16")):
-            found = differences(case, training=training, precision=precision)
-            beyond = sum(abs(error) > 0.01 for error in found)
-            row = [
-                name,
-                "training" if training else "inference",
-                precision,
-                len(found),
-                f"{max(found):+.2%}",
-                f"{min(found):+.2%}",
-                beyond,
-            ]
-            print(row, flush=True)
-            yield row
+        for training, precision, way in _MODES:
+            key = f"{name}, {'training' if training else 'inference'}, {precision}, {way}"
+            if name in names or key not in known:
+                found = differences(case, training=training, precision=precision, way=way)
+                beyond = sum(abs(error) > 0.01 for error in found)
+                known[key] = [len(found), f"{max(found):+.2%}", f"{min(found):+.2%}", beyond]
+                print(key, known[key], flush=True)
+                _ROWS.write_text(json.dumps(known, indent=1) + "\n")
+            yield [name, *key.split(", ")[-3:], *known[key]]
 
 
-def main() -> None:
+def main(names: Sequence[str] = ()) -> None:
     write_result(
         "memory_matrix",
         "Predicted against simulated peaks, over the models of the equivalence suite",
@@ -122,16 +145,17 @@ def main() -> None:
             "model",
             "mode",
             "precision",
+            "saved activations",
             "stages compared",
             "most above prediction",
             "most below prediction",
             "beyond 1%",
         ],
-        rows(),
-        "1-4 stages x 1, 2, 4 micro-batches (inference: 1, 2); simulated / predicted - 1 of every "
-        "stage. Optimizers go round sgd, sgd_momentum, adam, schedules round GPipe, 1F1B.",
+        rows(names or list(MODELS)),
+        "1-4 stages x 1-4 micro-batches (1, 2 where activations are not kept); simulated / predicted "
+        "- 1 of every stage. Optimizers go round sgd, sgd_momentum, adam, schedules round GPipe, 1F1B.",
     )
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

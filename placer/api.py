@@ -31,13 +31,22 @@ def make_plan(
     spec: SpecSource,
     args: Sequence[Any] | Tensor = (),
     kwargs: Mapping[str, Any] | None = None,
+    *,
+    processes: bool = False,
 ) -> Plan:
     """The plan for ``model`` under ``spec`` for inputs like ``args`` and ``kwargs``.
 
-    Nothing is allocated: model and inputs may live on ``meta``. A plan that overflows a budget has
-    ``fits`` False. Raises ``SpecError``, ``CaptureError``.
+    Nothing is allocated: model and inputs may live on ``meta``. With ``processes`` the plan is for
+    one process per device (``torchrun``): a value that skips stages passes through them and costs
+    each its bytes, where one process copies it once, and peaks are those of a dry run of every rank.
+    `compile` plans so by itself inside a job, with estimated peaks. A plan that overflows a budget
+    has ``fits`` False. Raises ``SpecError``, ``CaptureError``.
     """
     capture, leaves = _capture(model, args, kwargs)
+    if processes:
+        from placer.simulation.judge import plan_ranks  # pipelining takes a while to import
+
+        return plan_ranks(capture, as_spec(spec), leaves)
     return build_plan(capture, as_spec(spec), leaves)
 
 
@@ -63,16 +72,16 @@ def compile(
     another model, and ``BudgetError`` when the placement does not fit.
     """
     capture, leaves = _capture(model, args, kwargs)
+    job = find_job()
     if isinstance(spec_or_plan, Plan):
         plan = spec_or_plan
         check_fingerprint(plan, capture)
         require_fit(plan)
     else:
         spec = as_spec(spec_or_plan)
-        plan = build_plan(capture, spec, leaves)
+        plan = build_plan(capture, spec, leaves, processes=job is not None)
         if not all(device.fits for device in plan.devices):
             raise misfit_error(capture, spec, leaves, plan)
-    job = find_job()
     if job is not None:
         from placer.runtime.distributed.launch import launch  # pipelining takes a while to import
 
@@ -105,17 +114,19 @@ def auto_spec(
     *,
     devices: Iterable[Any],
     objective: str = "memory",
+    processes: bool = False,
     **options: Any,
 ) -> PlacementSpec:
     """A spec under which ``model`` fits ``devices``, using as few of them as it needs.
 
     ``devices`` are device names, ``{"name", "memory", "kind"}`` objects or ``DeviceSpec`` values;
-    ``options`` are other fields of the spec. Raises ``BudgetError`` when none fits.
+    ``processes`` is as for `make_plan`, ``options`` are other fields of the spec. Raises
+    ``BudgetError`` when none fits.
     """
     fields = {"devices": list(devices), "objective": objective, **options}
     spec = PlacementSpec.model_validate(fields)
     capture, leaves = _capture(model, args, kwargs)
-    return choose_spec(capture, spec, leaves)
+    return choose_spec(capture, spec, leaves, processes=processes)
 
 
 def simulate(
@@ -138,7 +149,7 @@ def simulate(
     """
     capture, leaves = _capture(model, args, kwargs)
     if not isinstance(plan, Plan):
-        plan = build_plan(capture, as_spec(plan), leaves)
+        plan = build_plan(capture, as_spec(plan), leaves, processes=processes)
     check_fingerprint(plan, capture)
     if processes:
         from placer.simulation.ranks import simulate_ranks

@@ -13,14 +13,20 @@ from placer.spec import PlacementSpec, resolve_layers
 
 
 def assert_valid_plan(
-    model: nn.Module, spec: Any, args: tuple[Tensor, ...], plan: placer.Plan | None = None
+    model: nn.Module,
+    spec: Any,
+    args: tuple[Tensor, ...],
+    plan: placer.Plan | None = None,
+    *,
+    processes: bool = False,
 ) -> placer.Plan:
     """Plan ``model`` (or take ``plan``) and check it against the capture and the spec alone.
 
     Every node on one stage, edges forward, what belongs together together, pins honoured, `fits`
     as the budgets say, transfers as the graph has them, a bound that is one, boundaries in order.
     """
-    plan = plan or placer.make_plan(model, spec, args)
+    plan = plan or placer.make_plan(model, spec, args, processes=processes)
+    assert plan.processes == processes
     spec = spec if isinstance(spec, PlacementSpec) else PlacementSpec(**spec)
     capture = capture_model(model, args)
     stage_of = {node: stage.index for stage in plan.stages for node in stage.nodes}

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_iter
 
 from placer._torch import REENTRANT_CHECKPOINT, is_checkpointing, saved_tensor_hooks
 from placer.capture.call import BoundCall, flat_forward, placeholder_names
-from placer.capture.draws import forbid_python_random, keep_python_random
+from placer.capture.draws import forbid_python_random, keep_random
 from placer.capture.failure import (
     ForwardFailure,
     TraceFailure,
@@ -328,7 +328,7 @@ class _Recorder(TorchFunctionMode):
         guess = GuessData(self.guess)
         self.paused = True
         try:
-            with guess, keep_python_random():
+            with guess, keep_random():
                 value = original(module, *executable(args), **executable(kwargs))
         except Exception as error:
             location = locate(error) or locate_caller()

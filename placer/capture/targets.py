@@ -10,8 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch._subclasses import FakeTensor
+from torch.utils._pytree import TreeSpec, tree_unflatten
 from torch.utils.checkpoint import checkpoint
+
+from placer.capture.restore import Snapshot
+from placer.capture.result import flatten_result
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +164,17 @@ class WholeRoot:
     def __call__(self, *values: Any) -> list[Any]:
         state: Mapping[str, Tensor] = dict(zip(self.names, values, strict=False))
         args, kwargs = self.rebuild(list(values[len(self.names) :]))
-        result = torch.func.functional_call(
-            self.skeleton, dict(state), args, kwargs, tie_weights=False
-        )
-        return tree_flatten(result)[0]
+        # What a forward on tensors without data leaves in attributes is not for the next one.
+        dry = any(isinstance(value, FakeTensor) for value in values)
+        snapshot = Snapshot(self.skeleton) if dry else None
+        try:
+            result = torch.func.functional_call(
+                self.skeleton, dict(state), args, kwargs, tie_weights=False
+            )
+        finally:
+            if snapshot is not None:
+                snapshot.restore()
+        return flatten_result(result, lambda _: False)[0]
 
     def __repr__(self) -> str:
         return f"WholeRoot({type(self.skeleton).__qualname__}, {self.names})"

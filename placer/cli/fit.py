@@ -35,7 +35,7 @@ def report_misfit(
     """
     with console.status("looking for what would fit …"):
         error = error or misfit_error(capture, spec, inputs, plan)
-        needed = memory_needed(capture, spec, inputs)
+        needed = memory_needed(capture, spec, inputs, processes=plan.processes)
     console.print(error.problem, style="bold red", markup=False)
     console.print("what would make it fit:")
     for change in [*(t.change for t in error.tried if t.fits), needed]:

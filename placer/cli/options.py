@@ -53,6 +53,12 @@ ModelArguments = Annotated[
 Evaluation = Annotated[
     bool, typer.Option("--eval", help="Put the model into eval mode; by default it trains.")
 ]
+Processes = Annotated[
+    bool,
+    typer.Option(
+        "--processes", help="One process per device, as under torchrun, instead of one for all."
+    ),
+]
 AsJson = Annotated[
     bool, typer.Option("--json", help="Only JSON on stdout; text for people on stderr.")
 ]

@@ -16,7 +16,7 @@ from placer.partition import Demands, choose_partition
 from placer.partition.model import least_bytes, model_units
 from placer.partition.score import build_tables, optimizer_bytes, peak_bytes, unit_seconds
 from placer.partition.units import program_order, unit_graph
-from placer.plan.build import device_slot
+from placer.plan.devices import device_slot
 from placer.schedule import InFlight
 from placer.spec import DeviceSpec, PlacementSpec
 

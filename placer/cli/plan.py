@@ -7,7 +7,16 @@ from typing import Annotated
 
 import typer
 
-from placer.cli.options import AsJson, Evaluation, Inputs, Keywords, Model, ModelArguments, Spec
+from placer.cli.options import (
+    AsJson,
+    Evaluation,
+    Inputs,
+    Keywords,
+    Model,
+    ModelArguments,
+    Processes,
+    Spec,
+)
 from placer.cli.output import people, print_json
 
 Output = Annotated[
@@ -32,6 +41,7 @@ def plan(
     output: Output = None,
     html: Page = None,
     explain: Explain = False,
+    processes: Processes = False,
     as_json: AsJson = False,
 ) -> None:
     """Show on which device everything goes and what it costs; nothing is allocated."""
@@ -52,7 +62,12 @@ def plan(
         evaluation=evaluation,
     )
     capture, leaves = subject.capture()
-    made = build_plan(capture, wanted, leaves)
+    if processes:
+        from placer.simulation.judge import plan_ranks  # pipelining takes a while to import
+
+        made = plan_ranks(capture, wanted, leaves)
+    else:
+        made = build_plan(capture, wanted, leaves)
     console.print(plan_table(made))
     if explain:
         console.print("\n" + made.explain(), markup=False, highlight=False, soft_wrap=True)

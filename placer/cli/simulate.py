@@ -14,6 +14,7 @@ from placer.cli.options import (
     Keywords,
     Model,
     ModelArguments,
+    Processes,
     SpecOrPlan,
 )
 from placer.cli.output import people, print_json
@@ -32,6 +33,7 @@ def simulate(
     keywords: Keywords,
     model_arguments: ModelArguments,
     evaluation: Evaluation = False,
+    processes: Processes = False,
     as_json: AsJson = False,
 ) -> None:
     """Run a training step on simulated devices and show the peak of each; nothing is allocated."""
@@ -53,9 +55,16 @@ def simulate(
         evaluation=evaluation,
     )
     capture, leaves = subject.capture()
-    plan = wanted if isinstance(wanted, Plan) else build_plan(capture, wanted, leaves)
+    plan = wanted
+    if not isinstance(plan, Plan):
+        plan = build_plan(capture, plan, leaves, processes=processes)
     check_fingerprint(plan, capture)
-    report = simulate_plan(capture, plan, leaves)
+    if processes:
+        from placer.simulation.ranks import simulate_ranks  # pipelining takes a while to import
+
+        report = simulate_ranks(capture, plan, leaves)
+    else:
+        report = simulate_plan(capture, plan, leaves)
     console.print(_table(plan, report))
     for device in report.devices:
         console.print(_moment(device))
@@ -90,7 +99,7 @@ def _table(plan: Plan, report: SimulationReport) -> Table:
             format_bytes(device.peak),
             format_bytes(device.predicted),
             relative_difference(device.predicted, device.peak),
-            "no limit" if budget is None else format_bytes(budget),
+            "not known" if budget is None else format_bytes(budget),
             ", ".join(part for part in (device.phase, device.node) if part),
         )
     return table

@@ -1,6 +1,6 @@
 """Cost: a capture in, a table of bytes and FLOPs per node out; nothing is allocated."""
 
-from placer.cost.devices import DeviceKind, device_kind, device_type
+from placer.cost.devices import DeviceKind, device_kind, device_type, kinds_with_memory
 from placer.cost.estimate import estimate_costs
 from placer.cost.kernels import device_kernels
 from placer.cost.record import stand_in_loss
@@ -18,6 +18,7 @@ __all__ = [
     "device_kind",
     "device_type",
     "estimate_costs",
+    "kinds_with_memory",
     "stand_in_loss",
     "with_regions",
 ]

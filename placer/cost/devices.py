@@ -98,3 +98,9 @@ def device_kind(name: str, kind: str | None) -> DeviceKind:
         )
     chosen = kind.lower() if kind else _DEFAULT_KIND.get(name.split(":")[0], "a100")
     return CATALOGUE[chosen]
+
+
+def kinds_with_memory() -> tuple[DeviceKind, ...]:
+    """The catalogue's kinds whose memory it knows, the smallest first."""
+    known = [kind for kind in CATALOGUE.values() if kind.memory is not None]
+    return tuple(sorted(known, key=lambda kind: (kind.memory or 0, kind.name)))

@@ -44,6 +44,7 @@ def estimate_costs(
             run_context=partial(precision_context, precision, "cpu"),
             kernels=_kernels_of(capture, kernels),
             half=precision != "fp32",
+            visible=capture.call.result.visible,
         )
     return _table(capture, inputs, recording, training=training)
 

@@ -100,7 +100,7 @@ class _Search:
         self._tried.add(tuple(order))
         nodes = [i for unit in order for i in self._units.nodes[unit]["nodes"]]
         cuts = candidate_cuts(self._units, order, self._costs, self._pin_of, kept)
-        tables = build_tables(self._costs, nodes, cuts, relayed=self._demands.relayed)
+        tables = build_tables(self._costs, nodes, cuts, relayed=self._demands.processes)
         pinned = [self._pin_of.get(u) for u in order for _ in self._units.nodes[u]["nodes"]]
         for chain in device_chains(self._devices, pinned):
             self._chains.setdefault(tuple(slot.name for slot in chain), chain)

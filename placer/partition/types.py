@@ -30,7 +30,7 @@ class Demands:
     optimizer: str | Mapping[str, int] = "adam"
     training: bool = True
     half: bool = False
-    relayed: bool = False  # values pass through the stages between, as under torchrun
+    processes: bool = False  # one per device: values pass through the stages between
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,29 +8,34 @@ from torch import Tensor
 
 from placer.capture import Capture
 from placer.plan.build import build_plan
+from placer.plan.devices import with_known_memory
 from placer.plan.remedies import misfit_error
 from placer.plan.types import Plan
 from placer.spec import PlacementSpec
 
 
 def choose_spec(
-    capture: Capture, wanted: PlacementSpec, inputs: Sequence[Tensor], *, fewest: bool = True
+    capture: Capture,
+    wanted: PlacementSpec,
+    inputs: Sequence[Tensor],
+    *,
+    processes: bool = False,
 ) -> PlacementSpec:
     """``wanted`` with its layers resolved, on the first devices of its list that suffice.
 
-    Devices that ``wanted.layers`` names are always among them. Where no device has a budget all
-    devices are used. Raises ``BudgetError`` naming the device that overflows the least, by how
-    much, and what was tried.
+    Devices that ``wanted.layers`` names are always among them. CPU devices of no given memory share
+    this machine's. Raises ``SpecError`` when the memory of a device is not known, and
+    ``BudgetError`` naming the device that overflows the least, by how much, and what was tried.
     """
+    wanted = with_known_memory(wanted, "how few devices suffice")
     pinned = set(wanted.layers.values())
     least = max((i for i, d in enumerate(wanted.devices, 1) if d.name in pinned), default=1)
     counts = range(least, len(wanted.devices) + 1)
     plans: list[Plan] = []
     for count in counts:
         spec = wanted.with_devices(wanted.devices[:count])
-        plan = build_plan(capture, spec, inputs)
-        limited = all(device.budget is not None for device in plan.devices)
-        if plan.fits and (limited or count == len(wanted.devices)):
+        plan = build_plan(capture, spec, inputs, processes=processes)
+        if plan.fits:
             return _with_resolved_layers(capture, spec, plan, inputs)
         plans.append(plan)
     closest = min(plans, key=_missing)
@@ -48,7 +53,7 @@ def _with_resolved_layers(
     overflow a budget, the spec without them is returned; it gives ``plan`` again.
     """
     resolved = spec.with_layers({**spec.layers, **whole_layers(capture, plan)})
-    again = build_plan(capture, resolved, inputs)
+    again = build_plan(capture, resolved, inputs, processes=plan.processes)
     worse = max(d.peak for d in again.devices) > max(d.peak for d in plan.devices)
     return resolved if again.fits and not worse else spec
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from placer.capture import Capture
-from placer.cost import CostTable, device_kind, device_type, estimate_costs
+from placer.cost import CostTable, device_type, estimate_costs
 from placer.errors import PlacerError, SpecError
 from placer.partition import Demands, DeviceSlot, Partition, choose_partition
 from placer.partition.lighten import Treatment
+from placer.plan.devices import device_slot, memory_uses, with_known_memory
 from placer.plan.lighten import LightPlan, lighten
 from placer.plan.types import DevicePeak, Plan, StagePlan, Transfer
 from placer.regions import RegionKey, find_regions, region_keys
@@ -30,16 +30,20 @@ def build_plan(
     inputs: Sequence[Tensor],
     *,
     pins: Mapping[str, str] | None = None,
-    estimate: Callable[..., CostTable] = estimate_costs,
+    costs: CostTable | None = None,
+    processes: bool = False,
 ) -> Plan:
     """The plan for ``capture`` under ``spec``, for a batch shaped like ``inputs`` (any device).
 
-    ``pins`` are nodes and the devices they must be on, beyond what the spec's layers say;
-    ``estimate`` gives the costs (one that remembers them, where many plans are made of a capture).
-    A plan that overflows a budget is returned with ``fits`` False. Raises ``SpecError`` when the
-    spec's layers or devices do not go with the model, ``PlacerError`` for what is not supported.
+    ``pins`` are nodes and the devices they must be on, beyond what the spec's layers say; ``costs``
+    those of the spec's micro-batch, where they are known already. ``processes``: the plan is for one
+    process per device, where values pass through the stages between. A plan
+    that overflows a budget is returned with ``fits`` False. Raises ``SpecError`` when the spec's
+    layers or devices do not go with the model, ``PlacerError`` for what is not supported.
     """
     _check_supported(spec)
+    for use in memory_uses(spec):
+        spec = with_known_memory(spec, use)
     pins = {**_pins(capture, spec), **(pins or {})}
     slots = [device_slot(device, spec) for device in spec.devices]
     replicas = _replicas(spec)
@@ -49,9 +53,12 @@ def build_plan(
     types = {device_type(device.name) for device in spec.devices}
     plans = []
     for microbatches in _microbatch_choices(spec, capture, replicas):
-        shaped = microbatch_inputs(capture, inputs, replicas, microbatches)
         costs_of = partial(
-            estimate, capture, shaped, training=spec.training, precision=spec.precision
+            estimate_costs,
+            capture,
+            microbatch_inputs(capture, inputs, replicas, microbatches),
+            training=spec.training,
+            precision=spec.precision,
         )
         sizes = _microbatch_rows(capture, inputs, replicas, microbatches)
         demands = Demands(
@@ -62,16 +69,17 @@ def build_plan(
             optimizer=_optimizer(spec),
             training=spec.training,
             half=spec.precision != "fp32",
+            processes=processes,
         )
-        costs = costs_of(kernels="cuda" if "cuda" in types else "cpu")
+        found = costs or costs_of(kernels="cuda" if "cuda" in types else "cpu")
         choose = partial(_choose, capture, slots, pins, demands)
-        light = lighten(capture, costs, keys, treatments, slots, demands, choose)
-        if len(types) > 1:  # where each node runs is known now: the same with its own kernels
+        light = lighten(capture, found, keys, treatments, slots, demands, choose)
+        if costs is None and len(types) > 1:  # where each node runs is known: with its own kernels
             stages = light.partition.stages
             placed = {node: stage.device.name for stage in stages for node in stage.nodes}
-            costs = costs_of(kernels={n: device_type(name) for n, name in placed.items()})
+            found = costs_of(kernels={node: device_type(name) for node, name in placed.items()})
             choose = partial(_choose, capture, slots, placed, demands)
-            light = lighten(capture, costs, keys, treatments, slots, demands, choose)
+            light = lighten(capture, found, keys, treatments, slots, demands, choose)
         plans.append(_plan(capture, spec, light, demands, rows, microbatches))
     return min(plans, key=lambda plan: (not plan.fits, _overflow(plan), plan.step_seconds))
 
@@ -94,22 +102,6 @@ def _treatments(spec: PlacementSpec) -> tuple[Treatment, ...]:
         return ()
     found = [Treatment(recompute=True)] * recompute + [Treatment(offload=True)] * offload
     return (*found, *[Treatment(recompute=True, offload=True)] * (recompute and offload))
-
-
-def device_slot(device: Any, spec: PlacementSpec) -> DeviceSlot:
-    """The device with its budget: as given, from its named kind, from this machine, or none."""
-    kind = device_kind(device.name, device.kind)
-    budget = device.memory
-    if budget is None and device.kind is not None:
-        budget = kind.memory
-    if budget is None and device.name.startswith("cuda") and torch.cuda.is_available():
-        index = torch.device(device.name).index or 0
-        if index < torch.cuda.device_count():
-            budget = torch.cuda.get_device_properties(index).total_memory
-    reserve = kind.reserve if spec.reserve is None else spec.reserve
-    return DeviceSlot(
-        name=device.name, kind=kind, budget=budget, reserve=reserve if budget is not None else 0
-    )
 
 
 def microbatch_inputs(
@@ -230,6 +222,7 @@ def _plan(
     return Plan(
         fits=all(peak.fits for peak in peaks),
         objective=spec.objective,
+        processes=demands.processes,
         replicas=len(rows),
         microbatches=microbatches,
         schedule=spec.schedule,
@@ -326,9 +319,11 @@ def _notes(
             f"placed.step() follows {spec.schedule}; calling the module and loss.backward() holds "
             "all micro-batches at once, as GPipe does, and needs GPipe's memory."
         )
-    if any(stage.budget is None for stage in _budgets(spec)):
+    unknown = [device.name for device in spec.devices if device_slot(device, spec).budget is None]
+    if unknown:
         notes.append(
-            "A device without a memory size has no limit here: give one to have it checked."
+            f"The memory of {', '.join(unknown)} is not known, so whether the plan fits there is not "
+            'judged: write "memory" or "kind" beside the name, or plan on the machine itself.'
         )
     notes += [
         f"{whole.layer or 'the model'} stays whole on one device: {whole.reason}"
@@ -337,8 +332,4 @@ def _notes(
     return tuple(notes)
 
 
-def _budgets(spec: PlacementSpec) -> list[DeviceSlot]:
-    return [device_slot(device, spec) for device in spec.devices]
-
-
-__all__ = ["build_plan", "device_slot", "microbatch_inputs"]
+__all__ = ["build_plan", "microbatch_inputs"]

@@ -112,6 +112,7 @@ class PlanFile(_File):
     version: Literal[1]
     fits: bool
     objective: str
+    processes: bool
     replicas: int = Field(ge=1)
     microbatches: int = Field(ge=1)
     schedule: str

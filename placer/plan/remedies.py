@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from placer.capture import Capture
-from placer.cost import estimate_costs
+from placer.cost import device_type, estimate_costs
 from placer.errors import BudgetError, PlacerError, Tried
 from placer.plan.build import build_plan
 from placer.plan.types import Plan
@@ -29,6 +29,15 @@ class LargestNode:
     nbytes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Case:
+    """What every change is planned for."""
+
+    capture: Capture
+    inputs: Sequence[Tensor]
+    processes: bool
+
+
 def misfit_error(
     capture: Capture,
     spec: PlacementSpec,
@@ -44,7 +53,7 @@ def misfit_error(
     worst = min(plan.devices, key=lambda d: d.headroom if d.headroom is not None else 0)
     missing = -(worst.headroom or 0)
     largest = find_largest_node(capture, spec, inputs)
-    tried = try_remedies(capture, spec, inputs) if tries else ()
+    tried = try_remedies(capture, spec, inputs, processes=plan.processes) if tries else ()
     fitting = [t.change for t in tried if t.fits]
     return BudgetError(
         f"device {worst.device}",
@@ -76,7 +85,14 @@ def find_largest_node(
     capture: Capture, spec: PlacementSpec, inputs: Sequence[Tensor]
 ) -> LargestNode:
     """For the whole batch at once: what the node's parameters and its own run keep on a device."""
-    costs = estimate_costs(capture, inputs, training=spec.training, precision=spec.precision)
+    types = {device_type(device.name) for device in spec.devices}
+    costs = estimate_costs(
+        capture,
+        inputs,
+        training=spec.training,
+        precision=spec.precision,
+        kernels="cuda" if "cuda" in types else "cpu",
+    )
     sizes = []
     for node, cost in enumerate(costs.nodes[: len(costs.names)]):
         names = {costs.alias_of[name] for name in costs.parameters_of[node]}
@@ -90,30 +106,27 @@ def find_largest_node(
 
 
 def try_remedies(
-    capture: Capture, spec: PlacementSpec, inputs: Sequence[Tensor]
+    capture: Capture, spec: PlacementSpec, inputs: Sequence[Tensor], *, processes: bool = False
 ) -> tuple[Tried, ...]:
     """Changes of ``spec``, each planned: the smallest first."""
-    found = [*_own_placement(capture, spec, inputs), *_microbatches(capture, spec, inputs)]
-    found += [*_lighter(capture, spec, inputs), *_devices(capture, spec, inputs)]
+    case = _Case(capture=capture, inputs=inputs, processes=processes)
+    found = [*_own_placement(case, spec), *_microbatches(case, spec)]
+    found += [*_lighter(case, spec), *_devices(case, spec)]
     return tuple(found)
 
 
-def _own_placement(
-    capture: Capture, spec: PlacementSpec, inputs: Sequence[Tensor]
-) -> Iterator[Tried]:
+def _own_placement(case: _Case, spec: PlacementSpec) -> Iterator[Tried]:
     if spec.layers:
         change = "leave out 'layers': the compiler places all of them on these devices"
-        yield from _try(change, capture, spec.with_layers({}), inputs)
+        yield from _try(change, case, spec.with_layers({}))
 
 
-def _microbatches(
-    capture: Capture, spec: PlacementSpec, inputs: Sequence[Tensor]
-) -> Iterator[Tried]:
+def _microbatches(case: _Case, spec: PlacementSpec) -> Iterator[Tried]:
     """The fewest micro-batches that fit, under the given schedule or 1F1B; else the nearest."""
     if spec.microbatches == "auto":
         return
     replicas = spec.replicas if isinstance(spec.replicas, int) else 1
-    rows = (capture.call.batch_size or 1) // replicas
+    rows = (case.capture.call.batch_size or 1) // replicas
     tried: list[Tried] = []
     for count in _MICROBATCHES:
         if not int(spec.microbatches) < count <= rows:
@@ -122,14 +135,14 @@ def _microbatches(
             new = "" if schedule == spec.schedule else f', "schedule": "{schedule}"'
             change = f'cut the batch: "microbatches": {count}{new}'
             wanted = _updated(spec, microbatches=count, schedule=schedule)
-            tried += _try(change, capture, wanted, inputs)
+            tried += _try(change, case, wanted)
             if tried and tried[-1].fits:
                 yield tried[-1]
                 return
     yield from sorted(tried, key=lambda t: t.peak)[:1]
 
 
-def _lighter(capture: Capture, spec: PlacementSpec, inputs: Sequence[Tensor]) -> Iterator[Tried]:
+def _lighter(case: _Case, spec: PlacementSpec) -> Iterator[Tried]:
     if not spec.training:
         return
     ways: tuple[dict[str, str], ...] = (
@@ -142,13 +155,13 @@ def _lighter(capture: Capture, spec: PlacementSpec, inputs: Sequence[Tensor]) ->
         words = " and ".join(f'"{field}": "auto"' for field in new)
         does = {"checkpoint": "recompute in backward", "offload": "wait in host memory"}
         what = " or ".join(does[field] for field in new)
-        tried = list(_try(f"{words} ({what})", capture, _updated(spec, **new), inputs))
+        tried = list(_try(f"{words} ({what})", case, _updated(spec, **new)))
         yield from tried
         if tried and tried[0].fits and len(way) == 2:
             return
 
 
-def _devices(capture: Capture, spec: PlacementSpec, inputs: Sequence[Tensor]) -> Iterator[Tried]:
+def _devices(case: _Case, spec: PlacementSpec) -> Iterator[Tried]:
     """The fewest more devices that fit, up to eight; where none do, all eight."""
     devices = list(spec.devices)
     last: list[Tried] = []
@@ -161,18 +174,21 @@ def _devices(capture: Capture, spec: PlacementSpec, inputs: Sequence[Tensor]) ->
             + " and leave out 'layers'" * bool(spec.layers)
         )
         wanted = _updated(spec.with_layers({}).with_devices(devices), replica_devices=())
-        last = list(_try(change, capture, wanted, inputs)) or last
+        last = list(_try(change, case, wanted)) or last
         if last and last[0].fits:
             break
     yield from last
 
 
-def memory_needed(capture: Capture, spec: PlacementSpec, inputs: Sequence[Tensor]) -> str:
+def memory_needed(
+    capture: Capture, spec: PlacementSpec, inputs: Sequence[Tensor], *, processes: bool = False
+) -> str:
     """The memory that every device would need: with the spec's layers, or without if that helps."""
+    case = _Case(capture=capture, inputs=inputs, processes=processes)
     wanted = _updated(spec, objective="memory")
     needs = []
     for layers in dict.fromkeys((tuple(spec.layers.items()), ())):
-        made = _plan(capture, wanted.with_layers(dict(layers)), inputs)
+        made = _plan(case, wanted.with_layers(dict(layers)))
         if made is not None:
             needs.append(max(device.peak + device.reserve for device in made.devices))
     if not needs:
@@ -196,17 +212,15 @@ def _updated(spec: PlacementSpec, **fields: Any) -> PlacementSpec:
     return spec.model_copy(update=fields)
 
 
-def _try(
-    change: str, capture: Capture, spec: PlacementSpec, inputs: Sequence[Tensor]
-) -> Iterator[Tried]:
-    made = _plan(capture, spec, inputs)
+def _try(change: str, case: _Case, spec: PlacementSpec) -> Iterator[Tried]:
+    made = _plan(case, spec)
     if made is not None:
         peak = max(device.peak for device in made.devices)
         yield Tried(change=change, fits=made.fits, peak=peak)
 
 
-def _plan(capture: Capture, spec: PlacementSpec, inputs: Sequence[Tensor]) -> Plan | None:
+def _plan(case: _Case, spec: PlacementSpec) -> Plan | None:
     try:
-        return build_plan(capture, spec, inputs)
+        return build_plan(case.capture, spec, case.inputs, processes=case.processes)
     except PlacerError:  # the change does not go with the rest of the spec
         return None

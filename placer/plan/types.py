@@ -139,6 +139,7 @@ class Plan:
     optimality: Optimality | None = None  # None: a file of a placer that did not say
     boundaries: tuple[Boundary, ...] = ()
     node_layers: Mapping[str, str] = field(default_factory=dict)  # for the diff of a changed model
+    processes: bool = False  # made for one process per device
 
     @property
     def parts(self) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[Region, ...], ...]]:

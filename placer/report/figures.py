@@ -56,15 +56,23 @@ def holds_several(plan: Plan) -> bool:
 
 
 def verdict(plan: Plan) -> list[str]:
-    """One sentence per device that overflows, worst first; that it fits when none does."""
+    """One sentence per device that overflows, worst first; that it fits when none does.
+
+    A device of unknown memory is not judged, and a sentence says so.
+    """
     over = sorted((d for d in plan.devices if not d.fits), key=lambda d: d.headroom or 0)
     if over:
         return [overflow_text(device) for device in over]
     limited = [d for d in plan.devices if d.budget is not None]
-    if not limited:
-        return ["no device has a memory limit here"]
-    least = min(limited, key=lambda d: d.headroom or 0)
-    return [f"fits: {least.device} has the least headroom, {format_bytes(least.headroom or 0)}"]
+    unknown = [d.device for d in plan.devices if d.budget is None]
+    found = []
+    if limited:
+        least = min(limited, key=lambda d: d.headroom or 0)
+        headroom = format_bytes(least.headroom or 0)
+        found.append(f"fits: {least.device} has the least headroom, {headroom}")
+    if unknown:
+        found.append(f"not judged: the memory of {', '.join(unknown)} is not known")
+    return found
 
 
 def overflow_text(device: DevicePeak) -> str:

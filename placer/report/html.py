@@ -124,7 +124,7 @@ def _devices(plan: Plan, simulated: Mapping[str, int]) -> str:
             row += _compared(device.peak, simulated.get(device.device))
         row += [
             (format_bytes(device.reserve) if limited else "", "number"),
-            (format_bytes(device.budget or 0) if limited else "no limit", "number"),
+            (format_bytes(device.budget or 0) if limited else "not known", "number"),
             (
                 format_bytes(device.headroom or 0) if limited else "",
                 f"number {'good' if device.fits else 'bad'}",

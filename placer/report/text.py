@@ -54,6 +54,7 @@ def _headline(plan: Plan) -> Text:
         _count(plan.replicas, "replica"),
         _count(plan.microbatches, "micro-batch", "micro-batches") + f" ({plan.schedule})",
         f"{plan.precision}, {step}",
+        *["one process per device"] * plan.processes,
     ]
     times = [f"step {format_seconds(plan.step_seconds)}", f"bubble {bubble(plan):.0%}"]
     return Text(" · ".join(words) + "\n" + " · ".join(times), style="bold")
@@ -133,7 +134,7 @@ def _devices_of(stage: StagePlan) -> str:
 
 
 def _budget(budget: int | None) -> str:
-    return "no limit" if budget is None else format_bytes(budget)
+    return "not known" if budget is None else format_bytes(budget)
 
 
 def _reserve(plan: Plan) -> Text:

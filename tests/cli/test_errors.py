@@ -54,6 +54,7 @@ CASES = [
     (("auto", "net.py:Net", *X), "no device was given"),
     (("auto", "net.py:Net", *X, "-d", "cuda:0=16Gx"), "is not a size"),
     (("auto", "net.py:Net", *X, "-d", "cda:0"), "did you mean 'cuda:0'?"),
+    (("auto", "net.py:Net", *X, "-d", "cuda:0"), '"memory": "16GiB"'),
     (("auto", "net.py:Net", *X, "-d", "cuda:0", "--objective", "fast"), "throughput, memory"),
     (("auto", "net.py:Net", *X, "-d", "cuda:0", "--kind", "h1000"), "did you mean 'h100'?"),
     (("auto", "net.py:Net", *X, "-d", "cuda:0", "--microbatches", "two"), "is not a count"),

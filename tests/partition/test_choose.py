@@ -126,6 +126,42 @@ def test_under_1f1b_earlier_stages_hold_less_per_micro_batch(objective: str) -> 
     assert sizes == sorted(sizes)
 
 
+class LongSkip(nn.Module):
+    """Equal blocks in a row, and a wide value that goes from before the first to behind the last."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.narrow = nn.Linear(64, width), nn.Linear(width, 64)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(18))
+        self.last = nn.Linear(width, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = self.first(x)
+        x = self.narrow(wide)
+        for block in self.blocks:
+            x = block(x)
+        return x + self.last(wide)
+
+
+@pytest.mark.parametrize(("objective", "width"), [("throughput", 1024), ("memory", 256)])
+def test_relays_cost_the_stages_between_under_one_process_per_device(
+    objective: str, width: int
+) -> None:
+    """There the middle stage passes the wide value on, and gets fewer blocks for it."""
+    model, x = LongSkip(width), torch.randn(4096, 64)
+    layers = {"first": "cuda:0", "last": "cuda:2"}
+    spec = {"devices": ["cuda:0", "cuda:1", "cuda:2"], "layers": layers, "objective": objective}
+    plans = {
+        processes: assert_valid_plan(model, spec, (x,), processes=processes)
+        for processes in (False, True)
+    }
+    sizes = {key: len(plan.stages[1].nodes) for key, plan in plans.items()}
+    assert sizes[True] < sizes[False], sizes
+    wide = 4096 * width * 4
+    between = {key: plan.stages[1].memory.boundary for key, plan in plans.items()}
+    assert between[True] - between[False] == 2 * wide  # it comes in, and goes out
+
+
 def test_pins_in_turn_make_a_device_hold_two_stages() -> None:
     layers = {"first": "cpu:0", "blocks.*": "cpu:1", "sides.*": "cpu:1", "last": "cpu:0"}
     spec = {"devices": ["cpu:0", "cpu:1"], "layers": layers}

@@ -42,7 +42,8 @@ def test_resnet50_by_hand_and_by_auto_as_measured_in_the_design() -> None:
     assert [len(stage.devices) for stage in hand.stages] == [1, 1]
     peaks = [stage.memory.peak / GIB for stage in hand.stages]
     assert peaks == pytest.approx([13.25, 4.67], rel=0.02)
-    auto = placer.auto_spec(model, args, devices=devices, optimizer="sgd")
+    budgets = [{"name": name, "memory": "16GiB"} for name in devices]
+    auto = placer.auto_spec(model, args, devices=budgets, optimizer="sgd")
     plan = placer.make_plan(model, auto, args)
     assert max(device.peak for device in plan.devices) <= 9.6 * GIB
     assert {layer for stage in plan.stages for layer in stage.layers} >= {"conv1", "fc"}
@@ -121,6 +122,37 @@ def test_budget_comes_from_the_named_kind() -> None:
     assert device.reserve == parse_bytes("1GiB")
     with pytest.raises(DeviceError, match="did you mean 'h100'"):
         _small(devices=[{"name": "cuda:0", "kind": "h10"}])
+
+
+UNKNOWN = {"devices": [{"name": "cuda:6", "memory": "1GiB"}, "cuda:7"]}
+
+
+@pytest.mark.parametrize("field", ["microbatches", "checkpoint", "offload"])
+def test_what_memory_decides_needs_the_memory_of_every_device(field: str) -> None:
+    with pytest.raises(SpecError) as error:
+        _small(**UNKNOWN, **{field: "auto"})
+    ((where, problem, remedy),) = error.value.problems
+    assert where == "/devices/1"
+    assert "the memory of 'cuda:7' is not known" in problem and f'"{field}": "auto"' in problem
+    assert '"memory": "16GiB"' in remedy and "p100 (16.00 GiB)" in remedy and "h200" in remedy
+
+
+def test_automatic_specs_need_it_too_and_cpus_share_the_machines() -> None:
+    model, x = models.ConvNet(), torch.randn(8, 1, 8, 8)
+    with pytest.raises(SpecError, match="how few devices suffice"):
+        placer.auto_spec(model, (x,), devices=UNKNOWN["devices"])
+    first, second = placer.auto_spec(
+        model, (x,), devices=["cpu:0", "cpu:1"], layers={"fc2": "cpu:1"}
+    ).devices
+    assert first.memory == second.memory and first.memory is not None
+
+
+def test_a_plan_of_given_stages_needs_no_memory_and_says_that_it_is_not_judged() -> None:
+    plan = _small(**UNKNOWN, layers={"conv1": "cuda:6", "fc*": "cuda:7"})
+    assert any(note.startswith("The memory of cuda:7 is not known") for note in plan.notes)
+    assert [device.budget for device in plan.devices] == [GIB, None]
+    least = _small(devices=["cuda:7"], objective="memory", checkpoint="auto")
+    assert least.devices[0].budget is None  # down to the least peak: no budget decides
 
 
 def test_1f1b_needs_less_memory_than_gpipe_and_early_stages_get_a_smaller_share() -> None:

@@ -43,6 +43,7 @@ def make_plan() -> Plan:
     return Plan(
         fits=False,
         objective="memory",
+        processes=True,
         replicas=2,
         microbatches=4,
         schedule="1F1B",

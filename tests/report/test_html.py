@@ -71,7 +71,7 @@ def test_an_overflow_is_marked() -> None:
 def test_a_plan_without_budgets_or_transfers() -> None:
     plan = dataclasses.replace(make_plan(budget=None), transfers=())
     text = page(plan)
-    assert "no limit" in text
+    assert "not known" in text
     assert "nothing crosses" in text
 
 

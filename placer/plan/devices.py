@@ -1,0 +1,81 @@
+"""How much memory a plan's devices have: as the spec says, or as machine and catalogue do."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from placer.cost import device_kind, kinds_with_memory
+from placer.errors import SpecError
+from placer.partition import DeviceSlot
+from placer.spec import DeviceSpec, PlacementSpec
+from placer.units import format_bytes
+
+
+def device_slot(device: DeviceSpec, spec: PlacementSpec) -> DeviceSlot:
+    """The device with its budget: as given, from its named kind, from this machine, or none."""
+    kind = device_kind(device.name, device.kind)
+    budget = device.memory
+    if budget is None and device.kind is not None:
+        budget = kind.memory
+    if budget is None and device.name.startswith("cuda") and torch.cuda.is_available():
+        index = torch.device(device.name).index or 0
+        if index < torch.cuda.device_count():
+            budget = torch.cuda.get_device_properties(index).total_memory
+    reserve = kind.reserve if spec.reserve is None else spec.reserve
+    return DeviceSlot(
+        name=device.name, kind=kind, budget=budget, reserve=reserve if budget is not None else 0
+    )
+
+
+def memory_uses(spec: PlacementSpec) -> tuple[str, ...]:
+    """What of ``spec`` has an answer only for devices of known memory.
+
+    Without any memory and with the objective "memory", "auto" recomputes and offloads down to the
+    least peak, which no budget decides.
+    """
+    fields = [f'"{f}": "auto"' for f in ("microbatches",) if getattr(spec, f) == "auto"]
+    least = spec.objective == "memory" and not any(d.memory or d.kind for d in spec.devices)
+    if spec.training and not least:
+        fields += [
+            f'"{f}": "auto"' for f in ("checkpoint", "offload") if getattr(spec, f) == "auto"
+        ]
+    return tuple(fields)
+
+
+def with_known_memory(spec: PlacementSpec, why: str) -> PlacementSpec:
+    """``spec`` with the memory of every device known; CPU devices share this machine's evenly.
+
+    Raises ``SpecError`` for every other device whose memory is not known; ``why`` needs it.
+    """
+    kinds = ", ".join(f"{k.name} ({format_bytes(k.memory or 0)})" for k in kinds_with_memory())
+    problems = []
+    devices = []
+    for index, device in enumerate(spec.devices):
+        if device_slot(device, spec).budget is None and device.name.startswith("cpu"):
+            share = _machine_memory() // _cpu_devices(spec)
+            device = device.model_copy(update={"memory": share})
+        elif device_slot(device, spec).budget is None:
+            problems.append(
+                (
+                    f"/devices/{index}",
+                    f"the memory of {device.name!r} is not known (it is not given, and this machine "
+                    f"has no such device), and {why} depends on it",
+                    f'write {{"name": "{device.name}", "memory": "16GiB"}}, or "kind": one of {kinds}',
+                )
+            )
+        devices.append(device)
+    if problems:
+        raise SpecError(SpecError.UNNAMED, problems)
+    return spec.with_devices(devices)
+
+
+def _machine_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _cpu_devices(spec: PlacementSpec) -> int:
+    """How many devices of ``spec`` share the machine's memory evenly."""
+    rows = [[device.name for device in spec.devices], *spec.replica_devices]
+    return max(1, len({name for row in rows for name in row if name.startswith("cpu")}))
