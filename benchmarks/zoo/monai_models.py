@@ -7,7 +7,7 @@ needs another package.
 
 from __future__ import annotations
 
-import functools
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -41,7 +41,8 @@ def subjects() -> Iterator[Subject]:
 
 
 def _net(cls: Any, *args: Any, **options: Any) -> Callable[[], nn.Module]:
-    return functools.partial(cls, *args, **options)
+    """Builds ``cls`` from arguments of its own each time: some networks write to their lists."""
+    return lambda: cls(*copy.deepcopy(args), **copy.deepcopy(options))
 
 
 def _with(make: Callable[[], tuple[Any, ...]]) -> Callable[[bool], Call]:

@@ -19,8 +19,15 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 from torch.utils._pytree import tree_iter
 
-from placer._torch import REENTRANT_CHECKPOINT, is_checkpointing, saved_tensor_hooks
+from placer._torch import (
+    REENTRANT_CHECKPOINT,
+    is_checkpointing,
+    saved_tensor_hooks,
+    without_modes,
+    without_torch_function,
+)
 from placer.capture.call import BoundCall, flat_forward, placeholder_names
+from placer.capture.constants import constant_value
 from placer.capture.draws import forbid_python_random, keep_random
 from placer.capture.failure import (
     ForwardFailure,
@@ -389,7 +396,11 @@ class _Recorder(TorchFunctionMode):
         try:
             return func(*executable(args), **executable(kwargs))
         except Exception as error:
-            raise Untraceable("its Python code depends on the value of a tensor") from error
+            value = constant_value(self.writer.node_of(args[0]), self.writer.constants)
+            if value is None:
+                raise Untraceable("its Python code depends on the value of a tensor") from error
+            with without_torch_function(), without_modes():
+                return func(*executable((value, *args[1:])), **executable(kwargs))
 
     # -- sizes -----------------------------------------------------------------------------------
 
