@@ -37,7 +37,7 @@ def subjects() -> Iterator[Subject]:
     """The networks in the order of the table below, those that take long to judge last."""
     for name, (build, shape, *more) in sorted(_NETS.items(), key=lambda item: item[0] in _SLOW):
         call = shape if callable(shape) else positional(shape)
-        yield Subject(name=name, build=build, call=call, may_be_whole="block" in more)
+        yield Subject(name=name, build=build, call=call, may_be_whole=bool(more))
 
 
 def _net(cls: Any, *args: Any, **options: Any) -> Callable[[], nn.Module]:
@@ -309,6 +309,7 @@ _NETS: dict[str, tuple[Any, ...]] = {
         _with(
             lambda: ([[torch.randn(1, 32, 32)], [torch.randn(1, 16, 24), torch.randn(1, 8, 8)]],)
         ),
+        "lists of images, whose lengths its own code reads from tensors",
     ),
     "NetAdapter": (_adapter, (2, 3, 64, 64)),
     "PatchDiscriminator": (

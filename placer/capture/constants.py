@@ -8,10 +8,9 @@ from typing import Any
 from torch import Tensor, fx
 from torch._subclasses import FakeTensor
 
-from placer._torch import without_modes, without_torch_function
-
 # Operations that pick, convert or compare; none draws random numbers or writes to what it reads.
 _READERS = {
+    "__getitem__",
     "getitem",
     "getattr",
     "unbind",
@@ -48,36 +47,44 @@ _READERS = {
 }
 
 
-def constant_value(node: fx.Node, constants: Mapping[str, Tensor]) -> Tensor | None:
-    """The value of ``node`` if it is picked from a constant tensor of the model that has data.
+def find_constant(node: fx.Node, constants: Mapping[str, Tensor]) -> fx.Node | None:
+    """The constant that ``node`` is picked from, if it has data and nothing writes to it so far.
 
     Constants are tensors that are neither parameters nor buffers nor inputs, such as plain
-    attributes. None as well when something writes to the constant.
+    attributes.
     """
-    chain: list[fx.Node] = []
     while node.name not in constants:
         sources = node.all_input_nodes
         if _name(node) not in _READERS or len(sources) != 1:
             return None
-        chain.append(node)
         (node,) = sources
-    if any(_writes(user) for each in (node, *chain) for user in each.users):
-        return None
-    value: Any = constants[node.name]
-    if value.device.type == "meta" or isinstance(value, FakeTensor):
-        return None
-    with without_torch_function(), without_modes():
-        for each in reversed(chain):
-            value = _run(each, value)
-    return value if isinstance(value, Tensor) else None
+    value = constants[node.name]
+    known = value.device.type != "meta" and not isinstance(value, FakeTensor)
+    return node if known and not is_written(node) else None
 
 
-def _run(node: fx.Node, value: Any) -> Any:
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda _: value)
+def pick_value(node: fx.Node, constant: fx.Node, value: Tensor) -> Any:
+    """The value of ``node``, which is picked from ``constant``, whose value is ``value``."""
+    if node is constant:
+        return value
+    found = pick_value(node.all_input_nodes[0], constant, value)
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda _: found)
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     assert callable(node.target)
     return node.target(*args, **kwargs)
+
+
+def is_written(constant: fx.Node) -> bool:
+    """Does a node write to ``constant``, or to what may be a view: what is made of it alone?"""
+    views = [constant]
+    for view in views:
+        for user in view.users:
+            if _writes(user) and user.args[:1] == (view,):
+                return True
+            if user.all_input_nodes == [view]:
+                views.append(user)
+    return False
 
 
 def _name(node: fx.Node) -> str:
@@ -88,8 +95,6 @@ def _name(node: fx.Node) -> str:
 
 def _writes(node: fx.Node) -> bool:
     name = _name(node)
-    return (
-        name in ("setitem", "__setitem__")
-        or "out" in node.kwargs
-        or (name.endswith("_") and not name.endswith("__"))
-    )
+    if name.endswith("__"):
+        return name == "__setitem__" or name.startswith("__i")  # x += 1
+    return name == "setitem" or name.endswith("_")
