@@ -38,11 +38,16 @@ def make_plan(
 
     Nothing is allocated: model and inputs may live on ``meta``. With ``processes`` the plan is for
     one process per device (``torchrun``): a value that skips stages passes through them and costs
-    each its bytes, where one process copies it once. `compile` plans so by itself inside a job. A
-    plan that overflows a budget has ``fits`` False. Raises ``SpecError``, ``CaptureError``.
+    each its bytes, where one process copies it once, and peaks are those of a dry run of every rank.
+    `compile` plans so by itself inside a job, with estimated peaks. A plan that overflows a budget
+    has ``fits`` False. Raises ``SpecError``, ``CaptureError``.
     """
     capture, leaves = _capture(model, args, kwargs)
-    return build_plan(capture, as_spec(spec), leaves, processes=processes)
+    if processes:
+        from placer.simulation.judge import plan_ranks  # pipelining takes a while to import
+
+        return plan_ranks(capture, as_spec(spec), leaves)
+    return build_plan(capture, as_spec(spec), leaves)
 
 
 def compile(
