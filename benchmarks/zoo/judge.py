@@ -31,7 +31,7 @@ import placer.plan.build
 from benchmarks.zoo.compare import Failed, compare, infer, is_tensor, jitter, seeded, train
 from benchmarks.zoo.subject import Call, Subject, Verdict, convert, to_meta, with_rows
 from placer.capture import Capture, capture_model
-from placer.cost import estimate_costs
+from placer.cost import device_kind, estimate_costs
 from placer.errors import PlacerError
 from placer.partition.score import build_tables, stage_seconds
 from placer.partition.units import program_order, unit_graph
@@ -234,12 +234,14 @@ def _largest_share(plan: placer.Plan) -> float:
 def _best_share(capture: Capture, args: Any, kwargs: Any) -> float:
     """The least largest share over all cuts of the program's order of units into two stages."""
     inputs = [t for t in tree_leaves((args, kwargs)) if is_tensor(t)]
-    costs = placer.plan.build.estimate_costs(capture, inputs, training=True, precision="fp32")
+    costs = placer.plan.build.estimate_costs(
+        capture, inputs, training=True, precision="fp32", kernels="cuda"
+    )
     units = unit_graph(capture)
     order = program_order(units)
     cuts = [0, *itertools.accumulate(len(units.nodes[unit]["nodes"]) for unit in order)]
     tables = build_tables(costs, [i for unit in order for i in units.nodes[unit]["nodes"]], cuts)
-    kind = placer.plan.build.device_kind("cuda:0", _KIND)
+    kind = device_kind("cuda:0", _KIND)
     seconds = sum(stage_seconds(tables, kind, half=False))
     last = len(cuts) - 2
     pairs = [(seconds[0, x], seconds[x + 1, last]) for x in range(last)]

@@ -144,8 +144,8 @@ class GuessData(TorchDispatchMode):
     """Lets code that looks at the values of tensors run on fake ones, by guessing the values.
 
     A scalar read is ``value``, 1 or 0 (True or False); as many elements are selected as there can
-    be; an array for numpy has zeros. ``guessed`` says whether it happened, which makes the run one of
-    many that are possible.
+    be; an array for numpy is full of ``value``. ``guessed`` says whether it happened, which makes the
+    run one of many that are possible.
     """
 
     def __init__(self, value: int = 1) -> None:
@@ -198,7 +198,8 @@ class _GuessReads(TorchFunctionMode):
         if name == "__format__":
             return format(tensor.item(), args[1]) if not tensor.dim() else func(*args)
         self.guess.guessed = True
-        values = np.zeros(tensor.shape, dtype=str(tensor.dtype).removeprefix("torch."))
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        values = np.full(tensor.shape, self.guess.value, dtype=dtype)
         return values.tolist() if name == "tolist" else values
 
 

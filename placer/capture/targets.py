@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,6 +14,8 @@ from torch._subclasses import FakeTensor
 from torch.utils._pytree import TreeSpec, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from placer._torch import without_modes
+from placer.capture.copying import tensors_of
 from placer.capture.restore import Snapshot
 from placer.capture.result import flatten_result
 
@@ -164,17 +166,31 @@ class WholeRoot:
     def __call__(self, *values: Any) -> list[Any]:
         state: Mapping[str, Tensor] = dict(zip(self.names, values, strict=False))
         args, kwargs = self.rebuild(list(values[len(self.names) :]))
-        # What a forward on tensors without data leaves in attributes is not for the next one.
         dry = any(isinstance(value, FakeTensor) for value in values)
-        snapshot = Snapshot(self.skeleton) if dry else None
-        try:
+        with _unchanged(self.skeleton) if dry else nullcontext():
             result = torch.func.functional_call(
                 self.skeleton, dict(state), args, kwargs, tie_weights=False
             )
-        finally:
-            if snapshot is not None:
-                snapshot.restore()
         return flatten_result(result, lambda _: False)[0]
 
     def __repr__(self) -> str:
         return f"WholeRoot({type(self.skeleton).__qualname__}, {self.names})"
+
+
+@contextmanager
+def _unchanged(module: nn.Module) -> Iterator[None]:
+    """What a forward on tensors without data leaves in attributes is not for the next one."""
+    snapshot = Snapshot(module)
+    with without_modes():
+        kept = [
+            (tensor, tensor.detach().clone())
+            for tensor in tensors_of(module)
+            if tensor.device.type != "meta" and not isinstance(tensor, FakeTensor)
+        ]
+    try:
+        yield
+    finally:
+        snapshot.restore()
+        with without_modes(), torch.no_grad():
+            for tensor, value in kept:
+                tensor.copy_(value)

@@ -243,3 +243,48 @@ def test_a_result_without_a_derivative_is_named_when_planning_for_training() -> 
         placer.make_plan(NoDerivative(), TWO, x)
     assert "detach" in caught.value.remedy
     placer.make_plan(NoDerivative().eval(), TWO | {"training": False}, x)
+
+
+class Routed(nn.Module):
+    """Which layers run is in a tensor that is neither parameter nor buffer."""
+
+    def __init__(self, *, writes: str = "") -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.active = torch.tensor([[1, 0], [1, 1]])
+        self.writes = writes
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.writes == "before":
+            self.active[0].fill_(1)
+        for layer, active in zip(self.layers, self.active.reshape(-1), strict=True):
+            if active > 0:
+                x = layer(x).tanh()
+        if self.active[0].cpu().numpy().sum() > 1:
+            x = x * 2
+        if self.writes == "after":
+            self.active += 1
+        return x
+
+
+def test_control_flow_over_constants_is_followed() -> None:
+    x = torch.randn(3, 4, dtype=D)
+    capture = capture_model(Routed().double(), (x,))
+    assert not capture.whole_modules
+    assert {layer for layer in capture.layer_of.values() if layer} == {
+        "layers.0",
+        "layers.2",
+        "layers.3",
+    }
+    assert_same(Routed().double(), TWO, (x,))
+
+
+@pytest.mark.parametrize("writes", ["before", "after"])
+def test_control_flow_over_what_is_written_stays_whole(writes: str) -> None:
+    x = torch.randn(3, 4, dtype=D)
+    model = Routed(writes=writes).double()
+    assert [whole.layer for whole in capture_model(model, (x,)).whole_modules] == [""]
+    assert model.active[0, 1] == 0
+    placed = placer.compile(model, TWO, x)
+    for _ in range(2):
+        assert_close(placed(x), model(x), "output")
