@@ -201,9 +201,12 @@ def test_a_model_without_operations_is_one_stage(count: int) -> None:
 _PLAN = """
 import torch, models
 from placer.plan.store import plan_text
+from unet3d import unet3d
 import placer
 spec = {"devices": ["cpu:0", "cpu:1", "cpu:2"], "microbatches": 2, "objective": "memory"}
 print(plan_text(placer.make_plan(models.TiedTransformer(), spec, (torch.arange(12).view(4, 3),))))
+x = torch.empty(1, 1, 16, 16, 16)
+print(plan_text(placer.make_plan(unet3d(width=4, depth=3), spec | {"microbatches": 1}, (x,))))
 """
 
 
