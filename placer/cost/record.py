@@ -31,10 +31,12 @@ class RecordedStorage:
     backward: bool
     users: set[int] = field(default_factory=set)
     savers: set[int] = field(default_factory=set)
+    saved_nbytes: list[tuple[int, int]] = field(default_factory=list)  # saver, of what it saved
     freed_by: int | None = (
         None  # the node in whose backward it went; None: it did not, or in forward
     )
     parameter_gradient: bool = False
+    of_weight: bool = False  # it waits to be added to what a weight's other readers give
     fixed: bool = False  # made of weights alone
     live: bool = True
     sent: list[tuple[int, int, int]] = field(default_factory=list)  # parts: (from, to node, bytes)
@@ -42,7 +44,10 @@ class RecordedStorage:
 
 @dataclass(slots=True)
 class NodeTally:
-    """Sums for one node over the run; ``events`` are the changes of live bytes in its backward."""
+    """Sums for one node over the run; ``events`` are the changes of live bytes in its backward.
+
+    An event of no bytes: what was saved for backward is read there.
+    """
 
     forward_flops: int = 0
     backward_flops: int = 0
@@ -142,6 +147,10 @@ class Recorder(TorchDispatchMode):
             self._own_live += change
             tally.forward_transient = max(tally.forward_transient, self._own_live)
 
+    def read(self, record: RecordedStorage) -> None:
+        """Note that the running node's backward reads what was saved."""
+        self._event(record, 0)
+
     def start_node(self, position: int) -> None:
         self.position = position
         self._own_live = 0
@@ -183,11 +192,13 @@ def record_run(
     *,
     training: bool,
     run_context: Callable[[], Any],
+    offloads: bool = False,
 ) -> Recording:
     """Record one run of ``graph`` on ``inputs`` with the weights of ``model`` (all of them fake).
 
     Call it under the fake mode that the tensors belong to. ``run_context`` makes the context that
-    each node runs in (autocast).
+    each node runs in (autocast). With ``offloads`` nothing is kept for backward, as when all of it
+    goes to the host at once, and no backward is run.
     """
     position = {name: i for i, name in enumerate(order)}
     recorder = Recorder(len(order) + 1)
@@ -203,9 +214,17 @@ def record_run(
         stored = recorder.storage(tensor)
         if stored is not None and not recorder.backward:
             stored.savers.add(recorder.position)
-        return tensor.detach()
+            nbytes = tensor.numel() * tensor.element_size()
+            stored.saved_nbytes.append((recorder.position, min(nbytes, stored.nbytes)))
+        return tensor.new_empty(0) if offloads else tensor.detach()
 
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    def unpack(tensor: Tensor) -> Tensor:
+        stored = recorder.storage(tensor)
+        if stored is not None and recorder.backward:
+            recorder.read(stored)
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
     with torch.set_grad_enabled(training), recorder, hooks:
         values: dict[str, Any] = {}
         leaves = iter(inputs)
@@ -240,7 +259,7 @@ def record_run(
         for stored in recorder.storages:
             if stored.live and not stored.savers and stored.made_by != _INPUT:
                 stored.savers.add(stored.made_by)
-        if training and loss.requires_grad:
+        if training and loss.requires_grad and not offloads:
             recorder.backward = True
             for parameter in model.parameters():
                 if parameter.requires_grad:
@@ -318,15 +337,18 @@ class _BackwardOwners:
 
     def _sender(self, node: Any, position: int) -> Callable[[Any, Any], None]:
         """Notes which part of a storage the backward of ``node`` hands on to which other node."""
-        targets = [self._claimed.get(parent) for parent, _ in node.next_functions]
+        parents = [parent for parent, _ in node.next_functions]
+        targets = [self._claimed.get(parent) for parent in parents]
+        weights = [hasattr(parent, "variable") for parent in parents]  # AccumulateGrad
 
         def send(grad_inputs: Any, _: Any) -> None:
-            for grad, target in zip(grad_inputs, targets, strict=False):
+            for grad, target, of_weight in zip(grad_inputs, targets, weights, strict=False):
                 if isinstance(grad, Tensor) and target is not None and target != position:
                     stored = self._recorder.storage(grad)
                     if stored is not None:
                         nbytes = grad.numel() * grad.element_size()
                         stored.sent.append((position, target, nbytes))
+                        stored.of_weight |= of_weight
 
         return send
 
