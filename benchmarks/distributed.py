@@ -72,29 +72,34 @@ def train(module: nn.Module, backward: Callable[[], Any]) -> Step:
 
 def replica_cases() -> dict[str, tuple[nn.Module, Tensor, Tensor]]:
     torch.manual_seed(0)
-    return {
-        "ResNet-18, 32 x 3 x 64 x 64": (
+    cases: dict[str, tuple[nn.Module, Tensor, Tensor]] = {}
+    for rows in (32, 128):  # 43 MiB of gradients against little, and against more computation
+        cases[f"ResNet-18, {rows} x 3 x 64 x 64"] = (
             torchvision.models.resnet18(num_classes=10),
-            torch.randn(32, 3, 64, 64),
-            torch.randint(0, 10, (32,)),
-        ),
-        "3D U-Net (width 8, depth 3), 4 x 1 x 32 x 32 x 32": (
-            unet3d(width=8, depth=3, out_channels=3),
-            torch.randn(4, 1, 32, 32, 32),
-            torch.randint(0, 3, (4, 32, 32, 32)),
-        ),
-    }
+            torch.randn(rows, 3, 64, 64),
+            torch.randint(0, 10, (rows,)),
+        )
+    cases["3D U-Net (width 8, depth 3), 8 x 1 x 32 x 32 x 32"] = (
+        unet3d(width=8, depth=3, out_channels=3),
+        torch.randn(8, 1, 32, 32, 32),
+        torch.randint(0, 3, (8, 32, 32, 32)),
+    )
+    return cases
 
 
 def compare_replicas(rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Two replicas, a batch of the same size in all: one process, placer, DDP, averaging by hand."""
+    """Two replicas, a batch of the same size in all: one process, placer, DDP, averaging by hand.
+
+    "no communication" are two processes that train on half of the batch each, by themselves: what
+    the machine can do (two cores share clock, cache and memory; the optimizer's part is not halved).
+    """
     found = {}
     rank = dist.get_rank()
     for name, (model, x, target) in replica_cases().items():
         rows, wanted = x.chunk(2)[rank], target.chunk(2)[rank]
         placed = placer.compile(model, {"devices": ["cpu"], "replicas": 2}, x)
         ddp = DistributedDataParallel(_copy(model))
-        averaged, alone = _copy(model), _copy(model)
+        averaged, alone, apart = _copy(model), _copy(model), _copy(model)
 
         def average(
             averaged: nn.Module = averaged, rows: Tensor = rows, wanted: Tensor = wanted
@@ -108,6 +113,9 @@ def compare_replicas(rounds: int) -> dict[str, dict[str, list[float]]]:
         found[name] = take_turns(
             {
                 "one process": one if rank == 0 else lambda: None,
+                "no communication": train(
+                    apart, lambda m=apart, x=rows, t=wanted: loss_of(m(x), t).backward()
+                ),
                 "placer": train(
                     placed, lambda p=placed, x=x, t=target: p.step(x, target=t, loss_fn=loss_of)
                 ),
@@ -127,14 +135,14 @@ def _copy(model: nn.Module) -> nn.Module:
 
 
 def stage_model() -> tuple[nn.Sequential, Tensor, Tensor]:
-    """Eight equal blocks; four of them are half of the work, and the boundary is 2 MiB."""
+    """Eight equal blocks; four of them are half of the work, and the boundary is 8 MiB."""
     torch.manual_seed(0)
     blocks = [
         nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.GroupNorm(4, 32), nn.ReLU())
         for _ in range(8)
     ]
     model = nn.Sequential(*blocks, nn.Flatten(), nn.Linear(32 * 16 * 16, 10))
-    return model, torch.randn(64, 32, 16, 16), torch.randint(0, 10, (64,))
+    return model, torch.randn(256, 32, 16, 16), torch.randint(0, 10, (256,))
 
 
 def stage_spec(schedule: str, microbatches: int) -> dict[str, Any]:
@@ -233,16 +241,16 @@ def measure_memory() -> list[dict[str, Any]]:
 
 
 def predict_memory(found: list[dict[str, Any]]) -> None:
-    """Add to every entry what ``placer.simulate(…, processes=True)`` and the plan say."""
+    """Add to every entry what the plan and ``placer.simulate(…, processes=True)`` say."""
     cases = dict.fromkeys((e["schedule"], e["microbatches"], e["stages"]) for e in found)
     for schedule, count, stages in cases:
         model, spec, x = memory_case(schedule, count, stages)
-        plan = placer.make_plan(model, spec, x)
+        plan = placer.make_plan(model, spec, x, processes=True)
 
         def loss(output: Tensor) -> Tensor:
             return loss_of(output, output.new_zeros((len(output), 32, 32, 32), dtype=torch.long))
 
-        report = placer.simulate(model, plan, x, loss_fn=loss, processes=True)
+        report = placer.simulate(model, plan, x, loss_fn=loss, run_on="cpu", processes=True)
         for entry in found:
             if (entry["schedule"], entry["microbatches"], entry["stages"]) == (
                 schedule,
@@ -250,33 +258,34 @@ def predict_memory(found: list[dict[str, Any]]) -> None:
                 stages,
             ):
                 entry["predicted"] = report.devices[entry["rank"]].peak
-                entry["one process"] = plan.stages[entry["rank"]].memory.peak
+                entry["planned"] = plan.devices[entry["rank"]].peak
 
 
 # The page.
 
 
-def work(path: Path, rounds: int) -> None:
-    """What each process of a job does; rank 0 writes what was found. With four, only memory."""
+def work(what: str, path: Path, rounds: int) -> None:
+    """What each process of a job does; rank 0 writes what was found."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    memory: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(memory, measure_memory())
-    found: dict[str, Any] = {"memory": [entry for rank in memory for entry in rank]}
-    if dist.get_world_size() == 2:
-        found["replicas"] = compare_replicas(rounds)
-        found["stages"] = compare_stages(rounds)
+    found: dict[str, Any]
+    if what == "memory":
+        memory: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(memory, measure_memory())
+        found = {"memory": [entry for rank in memory for entry in rank]}
+    else:
+        found = {"replicas": compare_replicas(rounds), "stages": compare_stages(rounds)}
     if dist.get_rank() == 0:
         path.write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
-def run_job(processes: int, rounds: int) -> dict[str, Any]:
+def run_job(what: str, processes: int, rounds: int) -> dict[str, Any]:
     """What a job of this size finds, in processes of one thread each."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={processes}", "-m", "benchmarks.distributed"]
+        command += [f"--nproc-per-node={processes}", "-m", "benchmarks.distributed", what]
         command += ["--worker", str(path), "--rounds", str(rounds)]
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         found: dict[str, Any] = json.loads(path.read_text())
@@ -298,7 +307,7 @@ def milliseconds(seconds: list[float]) -> str:
     return f"{statistics.median(seconds) * 1e3:.0f}"
 
 
-def write(found: dict[str, Any], rounds: int, load: float) -> None:
+def write_speed(found: dict[str, Any], rounds: int, load: float) -> None:
     lines = [
         f"Two processes of one thread each, gloo on loopback; {rounds} rounds, contestants in turn; "
         f"a ratio is the median of the ratios of the rounds. Load average at the start: {load:.1f}.",
@@ -307,19 +316,27 @@ def write(found: dict[str, Any], rounds: int, load: float) -> None:
         "",
     ]
     header = ["training step", "one process, ms", "placer dp=2, ms", "over one process"]
-    header += ["over DDP", "over average_gradients"]
+    header += ["DDP over one process", "no communication over one process"]
+    header += ["placer over DDP", "placer over average_gradients"]
     rows = [
         [
             name,
             milliseconds(seconds["one process"]),
             milliseconds(seconds["placer"]),
             f"{ratio(seconds, 'one process', 'placer'):.2f}",
+            f"{ratio(seconds, 'one process', 'DDP'):.2f}",
+            f"{ratio(seconds, 'one process', 'no communication'):.2f}",
             f"{ratio(seconds, 'DDP', 'placer'):.2f}",
             f"{ratio(seconds, 'average_gradients', 'placer'):.2f}",
         ]
         for name, seconds in found["replicas"].items()
     ]
     lines += table(header, rows)
+    lines += [
+        "No communication: two processes, each training by itself on half of the batch. What is over",
+        "one process there is what this machine's two cores can do; no way to sum gradients is faster.",
+        "",
+    ]
     lines += ["## Two stages: step time over the same stages by hand; efficiency", ""]
     header = ["micro-batches", "schedule", "placer, ms", "by hand, ms", "placer / by hand"]
     header += ["efficiency", "of the schedule"]
@@ -344,7 +361,15 @@ def write(found: dict[str, Any], rounds: int, load: float) -> None:
         "Efficiency is the time of one process for the same micro-batches over twice the step's; that",
         "of the schedule is 1 - bubble. [Plot](distributed.png).",
         "",
-        "## Peak memory per rank, 3D U-Net (width 8, depth 3), 8 x 1 x 32 x 32 x 32, Adam",
+    ]
+    write_page("distributed", "One process per device: speed", COMMAND, lines)
+    plot(found["stages"])
+
+
+def write_memory(memory: list[dict[str, Any]]) -> None:
+    lines = [
+        "The most bytes that each rank holds in a training step of a 3D U-Net (width 8, depth 3),",
+        "8 x 1 x 32 x 32 x 32, Adam, counted storage by storage on real tensors in real processes.",
         "",
     ]
     rows = [
@@ -352,26 +377,32 @@ def write(found: dict[str, Any], rounds: int, load: float) -> None:
             entry["schedule"],
             str(entry["microbatches"]),
             f"{entry['rank']} of {entry['stages']}",
-            f"{entry['one process'] / 2**20:.1f}",
+            f"{entry['planned'] / 2**20:.1f}",
             f"{entry['predicted'] / 2**20:.1f}",
             f"{entry['measured'] / 2**20:.1f}",
+            f"{entry['measured'] / entry['planned'] - 1:+.1%}",
             f"{entry['measured'] / entry['predicted'] - 1:+.1%}",
         ]
         for entry in sorted(
-            found["memory"],
+            memory,
             key=lambda e: (e["stages"], e["schedule"], e["microbatches"], e["rank"]),
         )
     ]
-    header = ["schedule", "micro-batches", "rank", "plan (one process), MiB"]
-    header += ["simulated rank, MiB", "counted, MiB", "counted over simulated"]
+    header = ["schedule", "micro-batches", "rank", "plan, MiB", "simulated with the loss, MiB"]
+    header += ["counted, MiB", "counted over plan", "counted over simulated"]
     lines += table(header, rows)
     lines += [
-        "Simulated is `placer.simulate(model, plan, args, processes=True)`: torch's engine on fake",
-        "tensors. Split backwards are simulated with more than they hold: an upper bound.",
+        "The plan is `placer.make_plan(model, spec, args, processes=True)`: torch's engine on fake",
+        "tensors with a stand-in for the loss, which a plan does not know. Simulated is",
+        "`placer.simulate(…, loss_fn=…, processes=True)`, with the cross-entropy that is counted.",
         "",
     ]
-    write_page("distributed", "One process per device", COMMAND, lines)
-    plot(found["stages"])
+    write_page(
+        "distributed_memory",
+        "One process per device: memory of a rank",
+        f"{COMMAND} memory",
+        lines,
+    )
 
 
 def plot(stages: Mapping[str, Mapping[str, list[float]]]) -> None:
@@ -398,17 +429,19 @@ def plot(stages: Mapping[str, Mapping[str, list[float]]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", nargs="?", choices=("speed", "memory"), default="speed")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        work(options.worker, options.rounds)
-        return
-    load = os.getloadavg()[0]
-    found = run_job(2, options.rounds)
-    found["memory"] += run_job(4, options.rounds)["memory"]
-    predict_memory(found["memory"])
-    write(found, options.rounds, load)
+        work(options.what, options.worker, options.rounds)
+    elif options.what == "memory":
+        memory = [e for count in (2, 4) for e in run_job("memory", count, 1)["memory"]]
+        predict_memory(memory)
+        write_memory(memory)
+    else:
+        load = os.getloadavg()[0]
+        write_speed(run_job("speed", 2, options.rounds), options.rounds, load)
 
 
 if __name__ == "__main__":

@@ -38,11 +38,16 @@ def make_plan(
 
     Nothing is allocated: model and inputs may live on ``meta``. With ``processes`` the plan is for
     one process per device (``torchrun``): a value that skips stages passes through them and costs
-    each its bytes, where one process copies it once. `compile` plans so by itself inside a job. A
-    plan that overflows a budget has ``fits`` False. Raises ``SpecError``, ``CaptureError``.
+    each its bytes, where one process copies it once, and peaks are those of a dry run of every rank.
+    `compile` plans so by itself inside a job, with estimated peaks. A plan that overflows a budget
+    has ``fits`` False. Raises ``SpecError``, ``CaptureError``.
     """
     capture, leaves = _capture(model, args, kwargs)
-    return build_plan(capture, as_spec(spec), leaves, processes=processes)
+    if processes:
+        from placer.simulation.judge import plan_ranks  # pipelining takes a while to import
+
+        return plan_ranks(capture, as_spec(spec), leaves)
+    return build_plan(capture, as_spec(spec), leaves)
 
 
 def compile(
@@ -131,9 +136,13 @@ def simulate(
     kwargs: Mapping[str, Any] | None = None,
     *,
     loss_fn: Callable[[Any], Tensor] | None = None,
+    run_on: str | None = None,
     processes: bool = False,
 ) -> SimulationReport:
     """Per-device peak bytes of one training step of the emitted module, on simulated devices.
+
+    A stage on a CUDA device keeps what CUDA's kernels keep (`placer.cost.kernels`), for which no GPU
+    is needed; ``run_on="cpu"`` says what ``compile(…, run_on="cpu")`` would hold.
 
     With ``processes`` every device has a process of its own, as under ``torchrun``: torch's
     pipeline engine keeps more than the plan's figures say, which are for one process.
@@ -145,8 +154,8 @@ def simulate(
     if processes:
         from placer.simulation.ranks import simulate_ranks
 
-        return simulate_ranks(capture, plan, leaves, loss_fn=loss_fn)
-    return simulate_plan(capture, plan, leaves, loss_fn=loss_fn)
+        return simulate_ranks(capture, plan, leaves, loss_fn=loss_fn, run_on=run_on)
+    return simulate_plan(capture, plan, leaves, loss_fn=loss_fn, run_on=run_on)
 
 
 def as_spec(source: SpecSource) -> PlacementSpec:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from placer.api import SpecSource, compile
 from placer.capture import TENSOR, CallFormat, flatten_call, unflatten_output
 from placer.capture.call import rebuild_arguments
+from placer.capture.copying import copy_module
 from placer.cost import stand_in_loss
 from placer.plan.types import Plan
 from placer.runtime.module import PlacedModule
@@ -87,7 +87,7 @@ def verify(
     ``tolerance`` (relative) is by default that of the parameters' dtype.
     """
     placed = compile(model, spec_or_plan, args, kwargs, run_on=run_on)
-    plain = copy.deepcopy(model)
+    plain = copy_module(model)
     wanted = loss_fn or (lambda output: stand_in_loss(tree_leaves(output)))
     theirs = _run_plain(plain, placed, tuple(args), dict(kwargs or {}), wanted, seed)
     ours = _run_placed(placed, tuple(args), dict(kwargs or {}), wanted, seed)

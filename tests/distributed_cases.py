@@ -18,7 +18,12 @@ from torch.utils._pytree import tree_leaves
 from unet3d import unet3d
 
 import placer
+from placer.capture import capture_model
+from placer.cost import stand_in_loss
 from placer.emit import materialize
+from placer.runtime.distributed.job import find_job
+from placer.runtime.distributed.launch import launch
+from placer.runtime.distributed.module import DistributedModule
 from placer.simulation.ranks import RankLedger
 
 D = torch.float64
@@ -98,7 +103,7 @@ def check_equality(
     model, args, kwargs = CASES[name](batches[0])
     model = model.double()
     plans = [dataclasses.replace(plan, schedule=schedule) for schedule in schedules]
-    trained = [placer.compile(model, p, args, kwargs) for p in plans]
+    trained = _compile_all(model, plans, args, kwargs)
     plain = copy.deepcopy(model)
     ours = [torch.optim.SGD(placed.parameters(), lr=0.02, momentum=0.9) for placed in trained]
     theirs = torch.optim.SGD(plain.parameters(), lr=0.02, momentum=0.9)
@@ -126,6 +131,18 @@ def check_equality(
                 if isinstance(b, Tensor):
                     assert_close(a, b, f"{placed.plan.schedule}, inference")
     return {"names": list(trained[0].state_dict()), "stages": trained[0].stage_indices}
+
+
+def _compile_all(
+    model: nn.Module, plans: list[placer.Plan], args: Any, kwargs: Any
+) -> list[DistributedModule]:
+    """``placer.compile`` for plans that differ in their schedule; what they share is done once."""
+    capture, job = capture_model(model, args, kwargs), find_job()
+    assert job is not None
+    trained = [launch(model, capture, plan, job) for plan in plans]
+    for placed in trained[1:]:
+        placed._finder = trained[0]._finder  # the stages are the same, and so is what crosses
+    return trained
 
 
 def compare_state(placed: nn.Module, plain: nn.Module, when: str) -> None:
@@ -315,13 +332,83 @@ def materialise_from_meta(spec: placer.PlacementSpec) -> None:
     placed.step(torch.randn(4, 1, 8, 8), loss_fn=lambda y: y.square().mean())
 
 
-def read_from_file(spec: placer.PlacementSpec, path: str) -> None:
+def read_from_file(spec: placer.PlacementSpec, path: str) -> dict[str, float]:
+    """The sum of every tensor of this rank's part, read from ``path``."""
     with torch.device("meta"):
         model = models.ConvNet()
     placed = placer.compile(model, spec, torch.randn(4, 1, 8, 8), weights=path)
-    for name, tensor in torch.load(path).items():
-        if name in placed.state_dict():
-            assert torch.equal(placed.state_dict()[name], tensor), name
+    return {name: float(tensor.double().sum()) for name, tensor in placed.state_dict().items()}
+
+
+def use_other_modes_and_sizes(spec: placer.PlacementSpec) -> None:
+    """Inputs of another size, in training and evaluation, and hooks on the whole module: as eager."""
+    torch.manual_seed(0)
+    model = unet3d(width=2, depth=2, norm="batch").double()
+    plain = copy.deepcopy(model)
+    placed = placer.compile(model, spec, torch.randn(8, 1, 4, 4, 4, dtype=D))
+    calls = []
+
+    def double(_: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+        calls.append(len(args[0]))
+        return output * 2
+
+    for mode, size, rows, hooked in (
+        (True, 6, 8, False),
+        (False, 4, 5, False),
+        (False, 6, 8, True),
+        (True, 4, 8, False),
+    ):
+        x = torch.randn(rows, 1, size, size, size, dtype=D)
+        hooks = [m.register_forward_hook(double) for m in (placed, plain) if hooked]
+        for module in (placed, plain):
+            module.train(mode)
+            module.zero_grad()
+        calls.clear()
+        loss = placed.step(x, loss_fn=mean_square)
+        last = len(placed.plan.stages) - 1 in placed.stage_indices
+        assert calls == ([2, 2] if hooked and last else []), calls
+        expected = reference_step(plain, (x,), {}, spec.replicas, 2)
+        for hook in hooks:
+            hook.remove()
+        what = f"training {mode}, size {size}"
+        assert_close(loss, expected, f"{what}, loss")
+        compare_state(placed, plain, what)
+        with torch.no_grad():
+            placed.eval(), plain.eval()
+            assert_close(placed(x), plain(x), f"{what}, inference")
+
+
+def try_what_needs_one_process(spec: placer.PlacementSpec) -> list[str]:
+    """The errors of what does not work with one process per device; after each, a step still does."""
+    torch.manual_seed(0)
+    model, (x,), _ = CASES["convnet"](8)
+    placed = placer.compile(model.double(), spec, x)
+    given = x.clone().requires_grad_()
+    first = next(placed.parameters())
+
+    def freeze() -> None:
+        first.requires_grad_(False)
+        placed.step(x, loss_fn=mean_square)
+
+    tries: list[Callable[[], Any]] = [
+        lambda: placed(x),
+        lambda: placed.eval()(given),
+        lambda: placed.step(given, loss_fn=mean_square),
+        freeze,
+        lambda: (
+            placed.register_full_backward_hook(_explode) and placed.step(x, loss_fn=mean_square)
+        ),
+    ]
+    found = []
+    for attempt in tries:
+        try:
+            attempt()
+        except placer.PlacerError as error:
+            found.append(str(error))
+        first.requires_grad_(True)
+        placed._backward_hooks.clear()
+        placed.train().step(x, loss_fn=mean_square)
+    return found
 
 
 def drop_twice(spec: placer.PlacementSpec) -> list[float]:
@@ -386,14 +473,14 @@ def count_bytes(plan: placer.Plan) -> int:
     model, x = memory_case()
     placed = placer.compile(model, plan, x)
     optimizer = torch.optim.Adam(placed.parameters())
-    placed.step(x, loss_fn=mean_square)  # finds what crosses, on fake tensors
+    placed.step(x, loss_fn=lambda y: stand_in_loss([y]))  # finds what crosses, on fake tensors
     optimizer.zero_grad()
     ledger = RankLedger()
     ledger.add_state((*placed.parameters(), *placed.buffers()))
     ledger.add(x, "caller")
     with ledger:
         for _ in range(2):
-            placed.step(x, loss_fn=mean_square)
+            placed.step(x, loss_fn=lambda y: stand_in_loss([y]))
             optimizer.step()
             optimizer.zero_grad()
     return ledger.peak.nbytes

@@ -1,10 +1,9 @@
-"""What the processes of a job do in the tests of faults; also a script for ``torchrun``."""
+"""What the processes of a job do in the tests of faults."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -54,6 +53,14 @@ def train_with_checkpoints(
         if step % 2:
             placer.save(placed, optimizer, folder / "last", extra={"steps": step + 1})
     return dict(placed.state_dict())
+
+
+def train_and_write(folder: Path) -> None:
+    """A program for ``torchrun``: rank 1 kills itself in step 3; its weights after step 5 are kept."""
+    torch.set_num_threads(1)
+    state = train_with_checkpoints(folder, stages=2, replicas=1, steps=5, kill=(1, 3))
+    torch.save(state, folder / f"weights.{dist.get_rank()}")
+    dist.destroy_process_group()
 
 
 def _end_here(folder: Path, signal_number: int) -> None:
@@ -156,11 +163,3 @@ def nan_in_one_stage() -> dict[str, Any]:
         )
         found["scales"].append(scaler.get_scale())
     return found
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    path = Path(sys.argv[1])
-    state = train_with_checkpoints(path, stages=2, replicas=1, steps=5, kill=(1, 3))
-    torch.save(state, path / f"weights.{dist.get_rank()}")
-    dist.destroy_process_group()

@@ -28,10 +28,10 @@ from torch.utils._pytree import tree_leaves
 import placer
 import placer.api
 import placer.plan.build
-from benchmarks.zoo.compare import Failed, compare, infer, is_tensor, seeded, train
+from benchmarks.zoo.compare import Failed, compare, infer, is_tensor, jitter, seeded, train
 from benchmarks.zoo.subject import Call, Subject, Verdict, convert, to_meta, with_rows
 from placer.capture import Capture, capture_model
-from placer.cost import estimate_costs
+from placer.cost import device_kind, estimate_costs
 from placer.errors import PlacerError
 from placer.partition.score import build_tables, stage_seconds
 from placer.partition.units import program_order, unit_graph
@@ -74,21 +74,17 @@ def _attempt(subject: Subject, most_float64: int | None) -> tuple[dict[str, Any]
 
 def _judge(subject: Subject, most_float64: int | None, found: dict[str, Any]) -> None:
     with _phase("build"):
-        model = seeded(subject.build)
         train_call = seeded(lambda: subject.call(True))
         eval_call = seeded(lambda: subject.call(False))
         empty = _on_meta(subject)
     dtype = torch.float32
-    parameters = sum(p.numel() for p in model.parameters())
+    parameters = sum(p.numel() for p in empty.parameters())
     if subject.float64 and (most_float64 is None or parameters <= most_float64):
-        dtype = _widest(model, eval_call)
+        dtype = _widest(subject, eval_call)
     found["dtype"] = str(dtype).removeprefix("torch.")
-    if dtype == torch.float64:
-        model, empty = model.double(), empty.double()
     train_call, eval_call = convert(train_call, dtype), convert(eval_call, dtype)
 
-    model.train()
-    empty.train()
+    empty = _as(empty, dtype).train()
     plans = {}
     meta_args, meta_kwargs = to_meta(train_call)
     for stages in (2, 4):
@@ -99,6 +95,9 @@ def _judge(subject: Subject, most_float64: int | None, found: dict[str, Any]) ->
     found["nodes"] = len(capture.order)
     found["pieces"] = len(unit_graph(capture))
     found["whole"] = tuple(w.layer for w in capture.whole_modules)
+    found["reasons"] = tuple(
+        f"{w.reason} ({w.location.rpartition('/')[2]})" for w in capture.whole_modules
+    )
     found["largest_share"] = round(_largest_share(plans[2]), 3)
     found["largest_share_4"] = round(_largest_share(plans[4]), 3)
     found["best_share"] = found["largest_share"]
@@ -107,30 +106,32 @@ def _judge(subject: Subject, most_float64: int | None, found: dict[str, Any]) ->
     del empty
 
     tolerance = _TOLERANCE[dtype]
+    with _phase("eager, train"):
+        expected = train(_fresh(subject, dtype).train(), train_call)
+    jittered = functools.cache(lambda: train(jitter(_fresh(subject, dtype)).train(), train_call))
+    model = _fresh(subject, dtype).train()
     for stages in (2, 4):
         with _phase(f"place on {stages} stages"):
             placed = placer.compile(model, plans[stages], *train_call, run_on="cpu")
-        if stages == 2:
-            with _phase("eager, train"):
-                expected = train(model, train_call)
         with _phase(f"train on {stages} stages"):
-            compare(train(placed, train_call), expected, tolerance)
+            compare(train(placed, train_call), expected, tolerance, jittered)
         del placed
-    del expected
+    del expected, jittered
     model.zero_grad()
 
     model.eval()
+    eager = _fresh(subject, dtype).eval()
+    with _phase("eager, eval"):
+        outputs = infer(eager, eval_call)
     for stages in (2, 4):
         with _phase(f"place for inference on {stages} stages"):
             same_program = plans[stages].fingerprint == _fingerprint(model, eval_call)
             spec = plans[stages] if same_program else {**_spec(stages), "training": False}
             placed = placer.compile(model, spec, *eval_call, run_on="cpu")
-        if stages == 2:
-            with _phase("eager, eval"):
-                outputs = infer(model, eval_call)
-            found["other_batch"] = _other_batch(model, placed, eval_call, tolerance)
         with _phase(f"eval on {stages} stages"):
             compare(infer(placed, eval_call), outputs, tolerance)
+        if stages == 2:
+            found["other_batch"] = _other_batch(eager, placed, eval_call, tolerance)
     _check_split(subject, found)
 
 
@@ -203,21 +204,25 @@ def _on_meta(subject: Subject) -> nn.Module:
         return seeded(subject.build).to("meta")
 
 
-def _widest(model: nn.Module, call: Call) -> torch.dtype:
+def _fresh(subject: Subject, dtype: torch.dtype) -> nn.Module:
+    """An instance of its own: what a forward leaves behind in a model may change the next one."""
+    return _as(seeded(subject.build), dtype)
+
+
+def _as(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    return model.double() if dtype == torch.float64 else model
+
+
+def _widest(subject: Subject, call: Call) -> torch.dtype:
     """float64 when the model runs in it: some write float32 into their code."""
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     args, kwargs = convert(call, torch.float64)
-    model.double().eval()
+    with _phase("build"):
+        model = _fresh(subject, torch.float64).eval()
     try:
         with torch.no_grad():
             seeded(lambda: model(*args, **kwargs))
     except Exception:
-        model.float()
         return torch.float32
-    finally:
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                buffer.copy_(before[name])
     return torch.float64
 
 
@@ -229,12 +234,14 @@ def _largest_share(plan: placer.Plan) -> float:
 def _best_share(capture: Capture, args: Any, kwargs: Any) -> float:
     """The least largest share over all cuts of the program's order of units into two stages."""
     inputs = [t for t in tree_leaves((args, kwargs)) if is_tensor(t)]
-    costs = placer.plan.build.estimate_costs(capture, inputs, training=True, precision="fp32")
+    costs = placer.plan.build.estimate_costs(
+        capture, inputs, training=True, precision="fp32", kernels="cuda"
+    )
     units = unit_graph(capture)
     order = program_order(units)
     cuts = [0, *itertools.accumulate(len(units.nodes[unit]["nodes"]) for unit in order)]
     tables = build_tables(costs, [i for unit in order for i in units.nodes[unit]["nodes"]], cuts)
-    kind = placer.plan.build.device_kind("cuda:0", _KIND)
+    kind = device_kind("cuda:0", _KIND)
     seconds = sum(stage_seconds(tables, kind, half=False))
     last = len(cuts) - 2
     pairs = [(seconds[0, x], seconds[x + 1, last]) for x in range(last)]

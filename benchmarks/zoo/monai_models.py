@@ -7,7 +7,7 @@ needs another package.
 
 from __future__ import annotations
 
-import functools
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,11 +37,12 @@ def subjects() -> Iterator[Subject]:
     """The networks in the order of the table below, those that take long to judge last."""
     for name, (build, shape, *more) in sorted(_NETS.items(), key=lambda item: item[0] in _SLOW):
         call = shape if callable(shape) else positional(shape)
-        yield Subject(name=name, build=build, call=call, may_be_whole="block" in more)
+        yield Subject(name=name, build=build, call=call, may_be_whole=bool(more))
 
 
 def _net(cls: Any, *args: Any, **options: Any) -> Callable[[], nn.Module]:
-    return functools.partial(cls, *args, **options)
+    """Builds ``cls`` from arguments of its own each time: some networks write to their lists."""
+    return lambda: cls(*copy.deepcopy(args), **copy.deepcopy(options))
 
 
 def _with(make: Callable[[], tuple[Any, ...]]) -> Callable[[bool], Call]:
@@ -308,6 +309,7 @@ _NETS: dict[str, tuple[Any, ...]] = {
         _with(
             lambda: ([[torch.randn(1, 32, 32)], [torch.randn(1, 16, 24), torch.randn(1, 8, 8)]],)
         ),
+        "lists of images, whose lengths its own code reads from tensors",
     ),
     "NetAdapter": (_adapter, (2, 3, 64, 64)),
     "PatchDiscriminator": (

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -84,6 +84,6 @@ class Verdict:
     largest_share_4: float = 0.0
     dtype: str = ""
     whole: tuple[str, ...] = ()  # submodules kept whole
+    reasons: tuple[str, ...] = ()  # why, for each
     other_batch: str = ""  # "equal", "refused: why", or what went wrong
-    notes: Mapping[str, str] = field(default_factory=dict)
     seconds: float = 0.0  # of processor time

@@ -12,9 +12,11 @@ _NOTE = """\
 Every model has random weights from its configuration and a small input (batch of two); nothing is
 downloaded. *Passed*: planned for 2 and 4 stages from an instance on `meta`; under both plans equal to
 eager in train mode (outputs, loss, every gradient and buffer) and in eval mode (outputs), in float64 to
-1e-9 of each tensor's largest value where the model runs in float64, else float32 to 1e-4; at least five
-pieces to cut between; and of two stages none with more than 60% of the seconds of forward and backward
-(the plan's own figures), unless no cut of the program's order is better by a hundredth.
+1e-9 of each tensor's largest value where the model runs in float64, else float32 to 1e-4 (a gradient
+as small as the rounding error of the largest, such as that of a bias before a norm, to ten times what
+eager moves it by when every weight changes by its rounding error); at least five pieces to cut
+between; and of two stages none with more than 60% of the seconds of forward and backward (the plan's
+own figures), unless no cut of the program's order is better by a hundredth.
 *Another batch*: three rows through the module that was captured with two, in eval mode.
 Each model ran in its own process with limits on processor time and memory.
 """
@@ -28,10 +30,12 @@ def write_table(
     passed = sum(v["passed"] for v in judged)
     equal = sum(v["other_batch"] == "equal" for v in judged)
     eager = sum(v["other_batch"] not in ("", "eager fails") for v in judged)
+    large = [v["name"] for v in judged if v["passed"] and v["largest_share"] > 0.6]
     version = importlib.metadata.version(library)
     summary = (
         f"{passed} of {len(judged)} models passed ({len(names)} in the zoo, {library} {version}); "
-        f"another batch size: {equal} of {eager}."
+        f"another batch size: {equal} of {eager}. One of two stages has more than 60% of the cost in "
+        f"{len(large)}{': ' if large else ''}{', '.join(large)}."
     )
     write_result(
         f"zoo_{library}",
@@ -46,7 +50,9 @@ def write_table(
 def _row(v: Mapping[str, Any]) -> list[object]:
     verdict = "yes" if v["passed"] else f"**no**: {_short(v['problem'])}"
     if v["passed"] and v["whole"]:
-        verdict += f" (whole: {_short(', '.join(v['whole']), 60)})"
+        layers = _short(", ".join(layer or "all of it" for layer in v["whole"]), 60)
+        reasons = "; ".join(dict.fromkeys(v.get("reasons", ())))
+        verdict += f" (whole: {layers}: {reasons})" if reasons else f" (whole: {layers})"
     share = f"{v['largest_share']:.0%}" if v["nodes"] else ""
     if v["largest_share"] > 0.6:
         share += f" (best {v['best_share']:.0%})"

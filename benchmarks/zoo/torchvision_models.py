@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -45,13 +45,44 @@ def _dense_models() -> Iterator[Subject]:
         yield Subject(name=name, build=build, call=_scenes(name), may_be_whole=True)
 
 
+def _regnet_y_128gf(**options: Any) -> torch.nn.Module:
+    """A quarter of the width, and so of the group width: 40 of 645 million parameters."""
+    blocks = models.regnet.BlockParams.from_init_params(
+        depth=27, w_0=112, w_a=40.21, w_m=2.52, group_width=66, se_ratio=0.25
+    )
+    return models.regnet.RegNet(block_params=blocks, num_classes=options["num_classes"])
+
+
+def _shallow_vit(patch_size: int, hidden: int, **options: Any) -> torch.nn.Module:
+    """Four blocks of 24 or 32."""
+    del options["weights"]
+    return models.VisionTransformer(
+        patch_size=patch_size,
+        num_layers=4,
+        num_heads=16,
+        hidden_dim=hidden,
+        mlp_dim=4 * hidden,
+        **options,
+    )
+
+
+# Models of more than 300 million parameters, smaller: the same blocks, fewer or less wide.
+_REDUCED: dict[str, Callable[..., torch.nn.Module]] = {
+    "regnet_y_128gf": _regnet_y_128gf,
+    "vit_l_16": functools.partial(_shallow_vit, 16, 1024),
+    "vit_l_32": functools.partial(_shallow_vit, 32, 1024),
+    "vit_h_14": functools.partial(_shallow_vit, 14, 1280),
+}
+
+
 def _classifier(name: str) -> Any:
     options: dict[str, Any] = {"weights": None, "num_classes": 10}
     if name.startswith("vit_"):
         options["image_size"] = 56 if name == "vit_h_14" else 64
     if name in ("googlenet", "inception_v3"):
         options["init_weights"] = False  # scipy's truncated normal, slow
-    return functools.partial(models.get_model, name, **options)
+    build = _REDUCED.get(name) or functools.partial(models.get_model, name)
+    return functools.partial(build, **options)
 
 
 def _images(name: str) -> Any:

@@ -65,6 +65,10 @@ _TINY: dict[str, Any] = {
     "num_labels": 3,
     "use_cache": False,
 }
+# Converts its own parameters to float32 in forward.
+_FLOAT32 = ("Switch",)
+# Which layers run is drawn at random in the encoder's and the decoder's own code.
+_MAY_BE_WHOLE = ("M2M-100 with layerdrop",)
 
 
 def subjects() -> Iterator[Subject]:
@@ -73,7 +77,13 @@ def subjects() -> Iterator[Subject]:
         for name, (model, options) in listed.items():
             call = _CALLS.get(name, _CALLS[kind])
             build = functools.partial(_build, model, options)
-            yield Subject(name=name, build=build, call=call)
+            yield Subject(
+                name=name,
+                build=build,
+                call=call,
+                float64=name not in _FLOAT32,
+                may_be_whole=name in _MAY_BE_WHOLE,
+            )
 
 
 def _build(model_name: str, options: dict[str, Any]) -> nn.Module:

@@ -126,7 +126,11 @@ TEXT: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "mBART": ("MBartForConditionalGeneration", {}),
         "Marian": ("MarianMTModel", {}),
         "Pegasus": ("PegasusForConditionalGeneration", {}),
-        "M2M-100": ("M2M100ForConditionalGeneration", {}),
+        "M2M-100": (
+            "M2M100ForConditionalGeneration",
+            {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0},
+        ),
+        "M2M-100 with layerdrop": ("M2M100ForConditionalGeneration", {}),
         "Blenderbot small": ("BlenderbotSmallForConditionalGeneration", {}),
         "LED": (
             "LEDForConditionalGeneration",

@@ -6,20 +6,23 @@ parameters, views of one storage) its copy shares too, and nothing is allocated.
 
 from __future__ import annotations
 
-import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from placer._torch import without_torch_function
+from placer.capture.copying import copy_module, tensors_of
+from placer.capture.draws import keep_random
 from placer.capture.failure import Untraceable
 from placer.errors import CaptureError
 
@@ -71,7 +74,7 @@ class FakeWorld:
             self._note_storage(tensor)
         memo: dict[int, Any] = {id(tensor): self.tensor(tensor) for tensor in tensors}
         try:
-            return copy.deepcopy(model, memo)
+            return copy_module(model, memo)
         except Exception as error:
             raise CaptureError(
                 type(model).__name__,
@@ -113,7 +116,7 @@ def on_fakes() -> Iterator[None]:
 
     Torch logs a traceback of what fails on them, which is told once, by an error; and a module
     cannot be converted in place, which code does to be sure of what is so already
-    (``self.to(x.dtype)``).
+    (``self.to(x.dtype)``). Random numbers that Python code draws are not missing afterwards.
     """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level, convert = logger.level, nn.Module._apply
@@ -130,7 +133,8 @@ def on_fakes() -> Iterator[None]:
     logger.setLevel(logging.CRITICAL)
     nn.Module._apply = convert_fakes  # type: ignore[method-assign, assignment]
     try:
-        yield
+        with keep_random():
+            yield
     finally:
         logger.setLevel(level)
         nn.Module._apply = convert  # type: ignore[method-assign]
@@ -140,13 +144,24 @@ class GuessData(TorchDispatchMode):
     """Lets code that looks at the values of tensors run on fake ones, by guessing the values.
 
     A scalar read is ``value``, 1 or 0 (True or False); as many elements are selected as there can
-    be. ``guessed`` says whether it happened, which makes the run one of many that are possible.
+    be; an array for numpy is full of ``value``. ``guessed`` says whether it happened, which makes the
+    run one of many that are possible.
     """
 
     def __init__(self, value: int = 1) -> None:
         super().__init__()
         self.value = value
         self.guessed = False
+        self._reads = _GuessReads(self)
+
+    def __enter__(self) -> GuessData:
+        super().__enter__()
+        self._reads.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._reads.__exit__(*error)
+        super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
@@ -160,14 +175,65 @@ class GuessData(TorchDispatchMode):
             raise
         except DynamicOutputShapeException:
             self.guessed = True
-            if func is torch.ops.aten.nonzero.default:
-                return torch.zeros(args[0].numel(), args[0].dim(), dtype=torch.int64)
-            if func is torch.ops.aten.masked_select.default:
-                shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
-                return args[0].expand(shape).reshape(-1)
-            if func is torch.ops.aten.index.Tensor:
-                return func(args[0], _all_true(args[1]))
+            if (largest := _LARGEST_RESULT.get(func.name())) is not None:
+                return largest(func, *args, **(kwargs or {}))
             raise
+
+
+_READ_AS_VALUES = ("numpy", "__array__", "tolist", "__format__")
+
+
+class _GuessReads(TorchFunctionMode):
+    """Reads that fake tensors refuse before an operator runs: as an array, as a list, in a text."""
+
+    def __init__(self, guess: GuessData) -> None:
+        super().__init__()
+        self.guess = guess
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        tensor = args[0] if args else None
+        if name not in _READ_AS_VALUES or not isinstance(tensor, FakeTensor):
+            return func(*args, **(kwargs or {}))
+        if name == "__format__":
+            return format(tensor.item(), args[1]) if not tensor.dim() else func(*args)
+        self.guess.guessed = True
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        values = np.full(tensor.shape, self.guess.value, dtype=dtype)
+        return values.tolist() if name == "tolist" else values
+
+
+def _indices(count: int, *others: int) -> Tensor:
+    return torch.zeros(count, *others, dtype=torch.int64)
+
+
+def _masked(func: Any, x: Tensor, mask: Tensor) -> Tensor:
+    return x.expand(torch.broadcast_shapes(x.shape, mask.shape)).reshape(-1)
+
+
+def _unique(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return x.reshape(-1), torch.zeros_like(x, dtype=torch.int64), _indices(x.numel())
+
+
+def _unique_rows(func: Any, x: Tensor, dim: int, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    return x, _indices(x.size(dim)), _indices(x.size(dim))
+
+
+# By operator: what it gives when as many elements as can be are selected, are different, are kept;
+# when each is repeated once. The last is torchvision's, which need not be there.
+_LARGEST_RESULT: dict[str, Callable[..., Any]] = {
+    "aten::nonzero": lambda func, x: _indices(x.numel(), x.dim()),
+    "aten::masked_select": _masked,
+    "aten::index.Tensor": lambda func, x, indices: func(x, _all_true(indices)),
+    "aten::_unique2": _unique,
+    "aten::_unique": lambda func, x, *args, **kwargs: _unique(func, x)[:2],
+    "aten::unique_consecutive": _unique,
+    "aten::unique_dim": _unique_rows,
+    "aten::repeat_interleave.Tensor": lambda func, repeats, output_size=None: torch.arange(
+        repeats.numel()
+    ),
+    "torchvision::nms": lambda func, boxes, scores, iou_threshold: _indices(boxes.size(0)),
+}
 
 
 def _number(dtype: torch.dtype, value: int) -> complex | bool:
@@ -191,13 +257,3 @@ def _all_true(indices: Any) -> list[Any]:
 
 def _storage(tensor: Tensor) -> int:
     return id(tensor) if tensor.layout != torch.strided else int(tensor.untyped_storage()._cdata)
-
-
-def tensors_of(model: nn.Module) -> Iterator[Tensor]:
-    """Every tensor that a module of ``model`` holds: parameters, buffers, attributes, lists of them."""
-    for module in model.modules():
-        for name, value in module.__dict__.items():
-            if name in ("_parameters", "_buffers"):
-                yield from (tensor for tensor in value.values() if tensor is not None)
-            elif name != "_modules":
-                yield from (leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor))

@@ -19,9 +19,16 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 from torch.utils._pytree import tree_iter
 
-from placer._torch import REENTRANT_CHECKPOINT, is_checkpointing, saved_tensor_hooks
+from placer._torch import (
+    REENTRANT_CHECKPOINT,
+    is_checkpointing,
+    saved_tensor_hooks,
+    without_modes,
+    without_torch_function,
+)
 from placer.capture.call import BoundCall, flat_forward, placeholder_names
-from placer.capture.draws import forbid_python_random, keep_python_random
+from placer.capture.constants import find_constant, is_written, pick_value
+from placer.capture.draws import forbid_python_random, keep_random
 from placer.capture.failure import (
     ForwardFailure,
     TraceFailure,
@@ -60,6 +67,7 @@ _READS = (
     "__index__",
     "__contains__",
 )
+_READS_VALUES = "its Python code depends on the value of a tensor"
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "backward", "grad")
 
 
@@ -205,6 +213,7 @@ class _Recorder(TorchFunctionMode):
         self.saved_hooks: Any = None
         self.reentrant = False  # inside a reentrant checkpoint
         self.checkpointed: dict[str, str] = {}
+        self.looked_at: dict[fx.Node, tuple[str, str]] = {}  # constants, and where
         self.paths = {id(module): path for path, module in twin.named_modules()}
         self.twins = dict(zip(map(id, model.modules()), twin.modules(), strict=True))
 
@@ -230,7 +239,9 @@ class _Recorder(TorchFunctionMode):
             return [self.writer.argument(leaf) for leaf in leaves]
 
         with forbid_python_random():
-            return flat_forward(bound, flatten)(self.twin, *inputs)
+            leaves = flat_forward(bound, flatten)(self.twin, *inputs)
+        self.check_constants()
+        return leaves
 
     # -- what reports ----------------------------------------------------------------------------
 
@@ -328,7 +339,7 @@ class _Recorder(TorchFunctionMode):
         guess = GuessData(self.guess)
         self.paused = True
         try:
-            with guess, keep_python_random():
+            with guess, keep_random():
                 value = original(module, *executable(args), **executable(kwargs))
         except Exception as error:
             location = locate(error) or locate_caller()
@@ -389,7 +400,23 @@ class _Recorder(TorchFunctionMode):
         try:
             return func(*executable(args), **executable(kwargs))
         except Exception as error:
-            raise Untraceable("its Python code depends on the value of a tensor") from error
+            return self.read_constant(func, args, kwargs, error)
+
+    def read_constant(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
+        node, constants = self.writer.node_of(args[0]), self.writer.constants
+        constant = find_constant(node, constants)
+        if constant is None:
+            raise Untraceable(_READS_VALUES) from error
+        self.looked_at.setdefault(constant, (self.writer.layer, locate_caller()))
+        with without_torch_function(), without_modes():
+            value = pick_value(node, constant, constants[constant.name])
+            return func(*executable((value, *args[1:])), **executable(kwargs))
+
+    def check_constants(self) -> None:
+        """Refuse a program that looked at a constant and wrote to it later: the next run sees that."""
+        for constant, (layer, location) in self.looked_at.items():
+            if is_written(constant):
+                raise TraceFailure(layer, _READS_VALUES, location)
 
     # -- sizes -----------------------------------------------------------------------------------
 

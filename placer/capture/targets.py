@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch._subclasses import FakeTensor
+from torch.utils._pytree import TreeSpec, tree_unflatten
 from torch.utils.checkpoint import checkpoint
+
+from placer._torch import without_modes
+from placer.capture.copying import tensors_of
+from placer.capture.restore import Snapshot
+from placer.capture.result import flatten_result
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +166,31 @@ class WholeRoot:
     def __call__(self, *values: Any) -> list[Any]:
         state: Mapping[str, Tensor] = dict(zip(self.names, values, strict=False))
         args, kwargs = self.rebuild(list(values[len(self.names) :]))
-        result = torch.func.functional_call(
-            self.skeleton, dict(state), args, kwargs, tie_weights=False
-        )
-        return tree_flatten(result)[0]
+        dry = any(isinstance(value, FakeTensor) for value in values)
+        with _unchanged(self.skeleton) if dry else nullcontext():
+            result = torch.func.functional_call(
+                self.skeleton, dict(state), args, kwargs, tie_weights=False
+            )
+        return flatten_result(result, lambda _: False)[0]
 
     def __repr__(self) -> str:
         return f"WholeRoot({type(self.skeleton).__qualname__}, {self.names})"
+
+
+@contextmanager
+def _unchanged(module: nn.Module) -> Iterator[None]:
+    """What a forward on tensors without data leaves in attributes is not for the next one."""
+    snapshot = Snapshot(module)
+    with without_modes():
+        kept = [
+            (tensor, tensor.detach().clone())
+            for tensor in tensors_of(module)
+            if tensor.device.type != "meta" and not isinstance(tensor, FakeTensor)
+        ]
+    try:
+        yield
+    finally:
+        snapshot.restore()
+        with without_modes(), torch.no_grad():
+            for tensor, value in kept:
+                tensor.copy_(value)

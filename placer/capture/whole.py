@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from placer.capture.call import BoundCall, placeholder_names, rebuild_call
-from placer.capture.draws import keep_python_random
+from placer.capture.copying import copy_module
 from placer.capture.failure import ForwardFailure, locate
 from placer.capture.fake import FakeWorld, GuessData
 from placer.capture.record import Recording, ambient
@@ -39,7 +38,7 @@ def record_whole(
     snapshot = Snapshot(twin)
     guesses = GuessData(guess)
     try:
-        with ambient(world), guesses, keep_python_random():
+        with ambient(world), guesses:
             args, kwargs = rebuild_call(bound, inputs)
             leaves, result = flatten_result(twin.forward(*args, **kwargs), lambda _: False)
     except Exception as error:
@@ -85,7 +84,7 @@ def _skeleton(model: nn.Module) -> nn.Module:
         if isinstance(tensor, nn.Parameter):
             empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
         memo[id(tensor)] = empty
-    skeleton = copy.deepcopy(model, memo)
+    skeleton = copy_module(model, memo)
     for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
         getattr(skeleton, hooks).clear()
     return skeleton

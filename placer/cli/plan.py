@@ -62,7 +62,12 @@ def plan(
         evaluation=evaluation,
     )
     capture, leaves = subject.capture()
-    made = build_plan(capture, wanted, leaves, processes=processes)
+    if processes:
+        from placer.simulation.judge import plan_ranks  # pipelining takes a while to import
+
+        made = plan_ranks(capture, wanted, leaves)
+    else:
+        made = build_plan(capture, wanted, leaves)
     console.print(plan_table(made))
     if explain:
         console.print("\n" + made.explain(), markup=False, highlight=False, soft_wrap=True)

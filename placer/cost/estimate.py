@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from torch import Tensor, nn
@@ -21,13 +21,15 @@ def estimate_costs(
     training: bool = True,
     precision: str = "fp32",
     offloads: bool = False,
+    kernels: str | Mapping[str, str] = "cpu",
 ) -> CostTable:
     """Bytes and FLOPs of every node of ``capture`` for a micro-batch shaped like ``inputs``.
 
     ``inputs`` are the tensor inputs of one micro-batch of one replica, on any device, ``meta``
-    included. Nothing is allocated: the run is on fake CPU tensors. With ``training`` the backward is
-    run as well, from a stand-in loss (`placer.cost.record.stand_in_loss`). With ``offloads`` there
-    is one more forward run, for what nodes need whose savings go to the host at once.
+    included. Nothing is allocated: the run is on fake CPU tensors, with the kernels of the device
+    type ``kernels`` ("cpu" or "cuda", or per node which). With ``training`` the backward is run as
+    well, from a stand-in loss (`placer.cost.record.stand_in_loss`). With ``offloads`` there is one
+    more forward run, for what nodes need whose savings go to the host at once.
     """
     world = FakeWorld()
     model = world.module(capture.model)
@@ -43,6 +45,9 @@ def estimate_costs(
             training=training,
             run_context=partial(precision_context, precision, "cpu"),
             offloads=offloads,
+            kernels=_kernels_of(capture, kernels),
+            half=precision != "fp32",
+            visible=capture.call.result.visible,
         )
 
     with world.running(capture.conditions.guess):
@@ -50,6 +55,14 @@ def estimate_costs(
         sent = run(offloads=True) if offloads and training else recording
     sending = [tally.forward_transient for tally in sent.tallies]
     return _table(capture, inputs, recording, sending, training=training)
+
+
+def _kernels_of(capture: Capture, kernels: str | Mapping[str, str]) -> list[str]:
+    """Per node, and of the loss, which is on the last device."""
+    if isinstance(kernels, str):
+        return [kernels] * (len(capture.order) + 1)
+    found = [kernels[name] for name in capture.order]
+    return [*found, found[-1] if found else "cpu"]
 
 
 def _table(

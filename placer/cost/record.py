@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,9 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+
+from placer.cost.kernels import device_kernels
+from placer.errors import CaptureError
 
 _INPUT = -1
 
@@ -192,12 +196,17 @@ def record_run(
     *,
     training: bool,
     run_context: Callable[[], Any],
+    kernels: Sequence[str],
+    half: bool,
     offloads: bool = False,
+    visible: Callable[[Sequence[Any]], list[Any]] = list,
 ) -> Recording:
     """Record one run of ``graph`` on ``inputs`` with the weights of ``model`` (all of them fake).
 
-    Call it under the fake mode that the tensors belong to. ``run_context`` makes the context that
-    each node runs in (autocast). With ``offloads`` nothing is kept for backward, as when all of it
+        A loss depends on the ``visible`` ones of the result's leaves, and the caller holds all of them.
+        Call it under the fake mode that the tensors belong to. ``run_context`` makes the context that
+        each node runs in (autocast, with ``half``); ``kernels`` are the device types, per node and of
+    the loss, whose kernels run. With ``offloads`` nothing is kept for backward, as when all of it
     goes to the host at once, and no backward is run.
     """
     position = {name: i for i, name in enumerate(order)}
@@ -225,7 +234,10 @@ def record_run(
         return tensor
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-    with torch.set_grad_enabled(training), recorder, hooks:
+    chosen: Any = nullcontext()
+    if set(kernels) != {"cpu"}:
+        chosen = device_kernels(lambda: kernels[recorder.position], half=half)
+    with torch.set_grad_enabled(training), recorder, hooks, chosen:
         values: dict[str, Any] = {}
         leaves = iter(inputs)
         last_reader = _last_readers(graph)
@@ -249,12 +261,14 @@ def record_run(
         recorder.start_node(len(order))
         result_leaves = fx.node.map_arg(node.args[0], lambda n: values[n.name])
         values.clear()
-        for leaf in result_leaves if not training else ():
-            stored = recorder.storage(leaf) if isinstance(leaf, Tensor) else None
+        under_loss = visible(list(result_leaves)) if training else []
+        held = {id(leaf) for leaf in under_loss}
+        others = [x for x in result_leaves if isinstance(x, Tensor) and id(x) not in held]
+        for stored in map(recorder.storage, others):
             if stored is not None:
-                stored.users.add(len(order))  # it goes to the caller, who computes no loss here
-        loss = stand_in_loss(list(result_leaves) if training else [])
-        del result_leaves
+                stored.users.add(len(order))  # it goes to the caller, who computes no loss from it
+        loss = stand_in_loss(under_loss)
+        del held, others, under_loss, result_leaves
         owner.claim(loss, len(order))
         for stored in recorder.storages:
             if stored.live and not stored.savers and stored.made_by != _INPUT:
@@ -264,7 +278,7 @@ def record_run(
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(owner.mark_gradient)
-            loss.backward()
+            _backward(loss)
         recorder.position = _INPUT
     return Recording(
         storages=tuple(recorder.storages),
@@ -272,6 +286,17 @@ def record_run(
         output_nbytes=tuple(output_nbytes),
         output_storages=tuple(output_storages),
     )
+
+
+def _backward(loss: Tensor) -> None:
+    try:
+        loss.backward()
+    except Exception as error:
+        raise CaptureError(
+            "the model",
+            f"backward of a loss over all results fails: {type(error).__name__}: {error}",
+            'detach the results that have no derivative, or plan with "training": false',
+        ) from error
 
 
 def _run_node(node: fx.Node, model: nn.Module, values: dict[str, Any], constants: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from placer.capture.fake import tensors_of
+from placer.capture.copying import copy_module
 from placer.emit.initialize import initialize_module
 from placer.emit.weights import open_weights
 from placer.errors import PlacerError
@@ -51,11 +50,8 @@ def materialize(
             memo[id(tensor)] = _like(tensor, tensor.detach().to("meta"))
         else:
             missing.append((name, tensor))
-    for tensor in tensors_of(model):
-        if tensor.grad_fn is not None:  # a result that an earlier forward kept
-            memo[id(tensor)] = tensor.detach().clone()
     # Hooks and other attributes are copied with the modules; their tensors are the memo's.
-    copied = copy.deepcopy(model, memo)
+    copied = copy_module(model, memo)
     if missing:
         names = {name for name, _ in missing}
         initialize_module(copied, names, device_of, initialize=initialize, seed=seed)

@@ -20,7 +20,8 @@ from placer.partition.score import (
 from placer.partition.types import Demands, DeviceSlot
 from placer.schedule import InFlight, in_flight, make_schedule
 
-SLACK = 1.005  # how far above the least bottleneck the next criterion may go
+SLACK = 1.005  # how far above the least peak the additive bounds of a proposal may go
+_TIE = 1e-9  # the next criterion decides among equals only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +74,7 @@ def solve_order(
         if demands.objective == "memory":
             result = best_cuts(costs.peaks, allowed, combine="max", may_be_empty=empty)
             assert result is not None
-            near = result[1] * SLACK
+            near = result[1] * (1 + _TIE)
             allowed = [a & (p <= near) for a, p in zip(allowed, costs.peaks, strict=True)]
         cuts = _fastest(costs.seconds, allowed, empty, demands.objective)
     load = costs.along(costs.seconds, cuts)
@@ -167,7 +168,7 @@ def _fastest(
         return result[0]
     result = best_cuts(times, allowed, combine="max", may_be_empty=empty)
     assert result is not None
-    near = [a & (t <= result[1] * SLACK) for a, t in zip(allowed, times, strict=True)]
+    near = [a & (t <= result[1] * (1 + _TIE)) for a, t in zip(allowed, times, strict=True)]
     second = best_cuts(times, near, combine="sum", may_be_empty=empty)
     assert second is not None
     return second[0]

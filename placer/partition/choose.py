@@ -20,12 +20,16 @@ from placer.partition.model import (
     seconds_problem,
 )
 from placer.partition.problem import Solution
+from placer.partition.returning import find_returning
 from placer.partition.score import build_tables
 from placer.partition.solver import lower_bound, solve
 from placer.partition.types import Demands, DeviceSlot, Partition
-from placer.partition.units import grouped_order, program_order, unit_graph
+from placer.partition.units import grouped_order, program_order, sampled_orders, unit_graph
 
 _MOST_ALIVE = 5_000  # of partly decided downsets in a proof: planning stays within a second or so
+_SAMPLES = 4  # orders that are drawn where memory decides: a stage's peak depends on its order
+_MOST_SAMPLED = 500  # units of a graph for which they are; they take a tenth of a second each
+_NEAR_BOUND = 1.02  # of a bound on peaks: there is not much to win
 _NEAR = 0.8  # share of a budget from which on memory decides where cuts are
 
 
@@ -62,6 +66,7 @@ def choose_partition(
     bound = 0.0
     if len(best.slots) > 1 and len(program) > len(best.slots):
         bound = search.add_solved(model)
+        search.add_returning(bound)
         assert search.best is not None
         best = search.best
     return describe_partition(best, capture, costs, search.pinned_nodes(best), demands, bound)
@@ -124,6 +129,9 @@ class _Search:
         if by_memory or best.fullest > _NEAR:
             problem = memory_problem(model, self._costs, best.slots, demands)
             self._add_solution(model, solve(problem, most_alive=0))
+            if len(self._units) <= _MOST_SAMPLED:
+                for order in sampled_orders(self._units, _SAMPLES):
+                    self.add(order)
             if by_memory:
                 bound = lower_bound(memory_problem(model, self._costs, relaxed, demands))
         if over:
@@ -143,6 +151,18 @@ class _Search:
             return solution.optimality.lower_bound
         most = [None if s.budget is None else s.budget - s.reserve for s in relaxed]
         return lower_bound(seconds_problem(model, self._costs, relaxed, demands, most))
+
+    def add_returning(self, bound: float) -> None:
+        """Where memory decides and the chain is not near ``bound``: devices that come again."""
+        best = self.best
+        assert best is not None
+        if best.rank[0] <= 1 and (
+            self._demands.objective != "memory" or best.peak <= bound * _NEAR_BOUND
+        ):
+            return
+        found = find_returning(best, self._costs, self.pinned_nodes(best), self._demands)
+        if found is not None:
+            self.best = found
 
     def _add_solution(self, model: ModelUnits, solution: Solution | None) -> None:
         if solution is None:

@@ -18,6 +18,7 @@ from placer.partition.candidate import (
     reference_bytes,
     waiting_at,
 )
+from placer.partition.returning import ReturningChains, can_return, device_peaks
 from placer.partition.score import (
     optimizer_bytes,
     peak_bytes,
@@ -26,7 +27,7 @@ from placer.partition.score import (
     stage_seconds,
     transfer_seconds,
 )
-from placer.partition.types import Demands, Partition, PartitionStage
+from placer.partition.types import Demands, DeviceSlot, Partition, PartitionStage
 from placer.plan.types import Boundary, Optimality, StageMemory
 
 SLOWEST_SECONDS = "seconds of the slowest stage"
@@ -105,21 +106,32 @@ def describe_partition(
         )
         loads.append(stages[-1].forward_seconds + stages[-1].backward_seconds + float(moved))
     peaks = _per_device([(stage, stage.memory.peak) for stage in stages])
+    replica_peaks = _per_device([(stage, stage.replica_peak) for stage in stages])
+    spans = {name: [(x, y + 1) for q, x, y in used if best.slots[q].name == name] for name in peaks}
+    if len(peaks) < len(stages) and can_return(demands, best.slots):
+        peaks = device_peaks(t, costs, best.nodes, spans, demands)
+        replica_peaks = device_peaks(t, costs, best.nodes, spans, demands, replica=True)
     fits = all(
         stage.device.budget is None
         or peaks[stage.device.name] + stage.device.reserve <= stage.device.budget
         for stage in stages
     )
-    seconds = max(loads) * (demands.microbatches - 1) + sum(loads)
+    busy = dict.fromkeys(peaks, 0.0)
+    for stage, load in zip(stages, loads, strict=True):
+        busy[stage.device.name] += load
+    seconds = max(busy.values()) * (demands.microbatches - 1) + sum(loads)
     criterion = _criterion(best, demands)
+    if criterion != TOTAL_SECONDS:
+        loads = [busy[stage.device.name] for stage in stages]
     measured = [
-        _measure(criterion, stage, load, best) for stage, load in zip(stages, loads, strict=True)
+        _measure(criterion, stage.device, peaks[stage.device.name], load, best)
+        for stage, load in zip(stages, loads, strict=True)
     ]
     value = sum(measured) if criterion == TOTAL_SECONDS else max(measured)
     return Partition(
         stages=tuple(stages),
         peaks=peaks,
-        replica_peaks=_per_device([(stage, stage.replica_peak) for stage in stages]),
+        replica_peaks=replica_peaks,
         fits=fits,
         seconds=seconds,
         optimality=Optimality(
@@ -140,16 +152,17 @@ def _criterion(best: Candidate, demands: Demands) -> str:
     return TOTAL_SECONDS if demands.objective == "latency" else SLOWEST_SECONDS
 
 
-def _measure(criterion: str, stage: PartitionStage, seconds: float, best: Candidate) -> float:
-    """The load of a stage in the unit of the criterion."""
+def _measure(
+    criterion: str, device: DeviceSlot, peak: int, seconds: float, best: Candidate
+) -> float:
+    """The load of a device (or, of all seconds, of a stage) in the unit of the criterion."""
     if criterion in (TOTAL_SECONDS, SLOWEST_SECONDS):
         return seconds
-    peak = float(stage.memory.peak)
     if criterion == PEAK_BYTES:
-        return peak
-    if stage.device.budget is None:
+        return float(peak)
+    if device.budget is None:
         return peak / reference_bytes(best.slots)
-    return (peak + stage.device.reserve) / max(stage.device.budget, 1)
+    return (peak + device.reserve) / max(device.budget, 1)
 
 
 def _boundaries(
@@ -165,7 +178,11 @@ def _boundaries(
     inner = sorted({best.cuts[q] for q in range(1, len(best.cuts) - 1)} - {0, len(cuts) - 1})
     others: list[tuple[float, int | None]] = [(math.inf, None)] * len(inner)
     if len(inner) == len(best.slots) - 1:
-        others = border_alternatives(best, pinned, demands)
+        names = {slot.name for slot in best.slots}
+        if len(names) == len(best.slots):
+            others = border_alternatives(best, pinned, demands)
+        elif can_return(demands, best.slots):
+            others = ReturningChains(best, costs, pinned, demands).moves()
     place = {node: i for i, node in enumerate(best.nodes)}
     ends = [
         (

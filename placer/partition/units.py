@@ -5,12 +5,15 @@ from __future__ import annotations
 import heapq
 import itertools
 import operator
-from collections.abc import Iterable, Mapping
+import random
+from collections.abc import Iterable, Iterator, Mapping
 
 import networkx as nx
 from torch import fx
 
 from placer.capture import Capture
+
+_SEED = 20_260_101
 
 
 def unit_graph(capture: Capture) -> nx.DiGraph:
@@ -65,6 +68,25 @@ def _takes_apart(node: fx.Node) -> bool:
 def program_order(units: nx.DiGraph) -> list[int]:
     """The topological order of units that is nearest to the program's own."""
     return list(nx.lexicographical_topological_sort(units))
+
+
+def sampled_orders(units: nx.DiGraph, count: int) -> Iterator[list[int]]:
+    """``count`` topological orders, each ready unit as likely next as any other; the same each time.
+
+    Kahn's algorithm; O(n) each.
+    """
+    draw = random.Random(_SEED)
+    for _ in range(count):
+        waiting = dict(units.in_degree())
+        ready = [unit for unit in units if not waiting[unit]]
+        order: list[int] = []
+        while ready:
+            order.append(ready.pop(draw.randrange(len(ready))))
+            for reader in sorted(units.successors(order[-1])):
+                waiting[reader] -= 1
+                if not waiting[reader]:
+                    ready.append(reader)
+        yield order
 
 
 def grouped_order(units: nx.DiGraph, pin_of: Mapping[int, str]) -> list[int]:

@@ -35,12 +35,16 @@ def explain_plan(plan: Plan) -> str:
 
 def _boundary(plan: Plan, boundary: Boundary, criterion: str, value: float) -> list[str]:
     left, right = boundary.index, boundary.index + 1
+    devices = [stage.devices[0] for stage in plan.stages]
+    whole = ""
+    if len(set(devices)) < len(devices):
+        whole = f" (all stages of {devices[left]} | {devices[right]})"
     lines = [
         "",
         f"stage {left} | stage {right}: between {_place(plan, boundary.last)} and "
         f"{_place(plan, boundary.first)}",
-        f"  load {_in_unit(boundary.left, criterion)} | {_in_unit(boundary.right, criterion)}, "
-        f"{format_bytes(boundary.nbytes)} cross per micro-batch forward",
+        f"  load {_in_unit(boundary.left, criterion)} | {_in_unit(boundary.right, criterion)}"
+        f"{whole}, {format_bytes(boundary.nbytes)} cross per micro-batch forward",
     ]
     if boundary.next_best is None or boundary.next_value is None:
         return [*lines, "  it can be nowhere else: pins, budgets or the number of stages forbid it"]

@@ -109,8 +109,10 @@ def transfer(value: Any, source: Place, target: Place, *, gradients_wait: bool =
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
+            if not (leaf.requires_grad and torch.is_grad_enabled()):
+                return copy_to(target, leaf)
             waiting = None
-            if gradients_wait and has_backward(leaf) and torch.is_grad_enabled():
+            if gradients_wait and has_backward(leaf):
                 waiting = WaitingGradients(source, leaf)
                 leaf.register_hook(waiting.add_to)
             return _Transfer.apply(leaf, source, target, waiting)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from placer._torch import default_group, fake_process_group, stage_class_for_fakes
+from placer._torch import fake_process_group, stage_class_for_fakes
 from placer.capture import Capture, FakeWorld
 from placer.cost import stand_in_loss
 from placer.emit import StagedModel, emit_stages
@@ -18,6 +19,7 @@ from placer.errors import PlacerError
 from placer.plan.types import Plan
 from placer.runtime.distributed.boundary import BoundaryFinder
 from placer.runtime.distributed.engine import Engine
+from placer.runtime.distributed.gradients import GradientReducer, find_shared
 from placer.runtime.distributed.job import Job, Seat, take_seat
 from placer.runtime.distributed.part import build_part, find_holdings
 from placer.runtime.distributed.stage import Microbatch, Run
@@ -28,11 +30,19 @@ from placer.schedule import batch_cuts
 from placer.simulation.attribution import Attribution
 from placer.simulation.ledger import HOST, Ledger, Moment
 from placer.simulation.optimizers import make_optimizer
+from placer.simulation.simulate import running_kernels
 from placer.simulation.types import DeviceSimulation, SimulationReport
 
 _CPU = torch.device("cpu")
 _RANK = "rank"
 _LARGEST_SHOWN = 10
+
+
+class _FakeReducer(GradientReducer):
+    """Sums fake gradients, which hold no numbers to look at."""
+
+    def _exists_anywhere(self, counts: Tensor) -> list[bool]:
+        return [True] * len(counts)
 
 
 class RankLedger(Ledger):
@@ -58,13 +68,14 @@ def simulate_ranks(
     inputs: Sequence[Tensor],
     *,
     loss_fn: Callable[[Any], Tensor] | None = None,
+    run_on: str | None = None,
 ) -> SimulationReport:
     """The peak of every device of the first replica when each has a process of its own.
 
     Each rank's training step runs twice under its real schedule, on fake tensors and a process
     group that sends nothing. What ``torch.distributed.pipelining`` keeps beyond the plan's figures
-    (gradients of whole boundaries, relayed values, both halves of a split backward) is in it; the
-    buckets in which replicas sum their gradients are not. Raises ``PlacerError`` inside a job.
+    (gradients of whole boundaries, relayed values, both halves of a split backward) is in it, and
+    so are the buckets in which replicas sum their gradients. Raises ``PlacerError`` inside a job.
     """
     if dist.is_initialized():
         raise PlacerError(
@@ -79,8 +90,8 @@ def simulate_ranks(
     for index, name in enumerate(names):
         job = Job(rank=index, world_size=plan.replicas * len(names), local_rank=0)
         seat = take_seat(plan, job)
-        with fake_process_group(index, len(names)):
-            ledger = _simulate_rank(capture, plan, staged, seat, inputs, loss_fn)
+        with fake_process_group(index, job.world_size):
+            ledger = _simulate_rank(capture, plan, staged, seat, inputs, loss_fn, run_on or name)
         peak = ledger.peak
         found.append(
             DeviceSimulation(
@@ -104,6 +115,7 @@ def _simulate_rank(
     seat: Seat,
     inputs: Sequence[Tensor],
     loss_fn: Callable[[Any], Tensor] | None,
+    name: str,
 ) -> RankLedger:
     world = FakeWorld()
     fake_model = world.module(capture.model)
@@ -124,12 +136,14 @@ def _simulate_rank(
             schedule=plan.schedule,
             microbatches=plan.microbatches,
             stage_indices=seat.stage_indices,
-            group=default_group(),
+            group=_make_group(1, seat, tuple(range(seat.num_devices))),
             device=_CPU,
             stage_class=stage_class_for_fakes(),
         )
         trained = [p for p in part.parameters() if p.requires_grad]
         optimizer = make_optimizer(plan.optimizer, trained)
+        group_of = cache(partial(_make_group, plan.replicas, seat))
+        reducer = _FakeReducer(find_shared(part, staged, holdings, seat.stage_indices, group_of))
         ledger.add_state((*part.parameters(), *part.buffers()))
         for leaf in (*leaves, *(tensor for piece in pieces for tensor in piece)):
             ledger.add(leaf, HOST, kind="input")
@@ -143,15 +157,23 @@ def _simulate_rank(
         ]
         empty = Microbatch(inputs={}, crossings=None)
         microbatches += [empty] * (plan.microbatches - len(pieces))
-        with ledger:
+        with ledger, running_kernels(plan, name):
             for _ in range(2):
-                run = Run(microbatches=microbatches, loss_of=lambda output, _: loss_of(output))
+                run = Run(microbatches=microbatches, loss_of=lambda _, output: loss_of(output))
+                reducer.prepare(len(pieces), overlap=not engine.splits_backward)
                 engine.execute(run, crossings[0])
+                reducer.finish()
                 del run
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
     engine.close()
     return ledger
+
+
+def _make_group(replicas: int, seat: Seat, devices: tuple[int, ...]) -> dist.ProcessGroup:
+    ranks = [r * seat.num_devices + d for r in range(replicas) for d in devices]
+    group: Any = dist.new_group(ranks)
+    return group  # type: ignore[no-any-return]
 
 
 def _cut(staged: StagedModel, plan: Plan, leaves: list[Tensor]) -> list[list[Tensor]]:

@@ -64,3 +64,16 @@ def test_one_wrong_tensor_is_seen(kind: str) -> None:
 def test_rows_are_added_to_batched_tensors_only() -> None:
     (x, scale), _ = with_rows(((torch.zeros(2, 3), torch.ones(4)), {}), 3)
     assert (x.shape, scale.shape) == ((3, 3), (4,))
+
+
+def test_only_a_gradient_that_is_rounding_may_be_off_as_much_as_eager_is() -> None:
+    true = {"gradient of a": torch.tensor([1.0]), "gradient of b": torch.tensor([3e-7])}
+    moved = {"gradient of a": torch.tensor([1.1]), "gradient of b": torch.tensor([-2e-7])}
+    noise = {**true, "gradient of b": torch.tensor([-1e-7])}
+    compare(noise, true, 1e-4, lambda: moved)
+    with pytest.raises(Failed, match="gradient of b"):
+        compare(noise, true, 1e-4)
+    with pytest.raises(Failed, match="gradient of b"):
+        compare({**true, "gradient of b": torch.tensor([1e-5])}, true, 1e-4, lambda: moved)
+    with pytest.raises(Failed, match="gradient of a"):
+        compare({**true, "gradient of a": torch.tensor([1.05])}, true, 1e-4, lambda: moved)

@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torchvision
 from oracle import assert_close, assert_same
 from torch import Tensor, nn
 
 import placer
+from placer.capture import capture_model
 
 D = torch.float64
 TWO = {"devices": ["cpu:0", "cpu:1"]}
@@ -181,3 +183,108 @@ def test_a_wrong_forward_names_the_line() -> None:
         placer.compile(LooksAtValues().double(), TWO, torch.randn(6, 5, dtype=D))
     assert "forward fails on these inputs (6x5)" in str(error.value)
     assert "test_calls.py:" in str(error.value)
+
+
+def test_a_loss_does_not_depend_on_what_an_object_hides() -> None:
+    """Gradients of the cache's tensors are counted neither where costs are nor where they are judged."""
+    model, x = Caching(), torch.randn(64, 3, 4)
+    report = placer.simulate(model, {"devices": ["cuda:0", "cuda:1"], "objective": "memory"}, x)
+    for device in report.devices:
+        assert device.predicted == pytest.approx(device.peak, rel=0.01)
+
+
+class Selecting(nn.Module):
+    """Results whose sizes the values decide: distinct ones, boxes that overlap little, repetitions."""
+
+    def forward(self, boxes: Tensor, scores: Tensor) -> list[Tensor]:
+        kept = torchvision.ops.nms(boxes, scores, 0.5)
+        distinct, where = torch.unique(scores.round(), return_inverse=True)
+        rows = torch.unique(boxes.detach().round(), dim=0)
+        runs = torch.unique_consecutive(scores)
+        names = {"box 0": 1.0, "box 1": 2.0}
+        weight = names[f"box {(scores > 2).sum()}"]
+        again = scores.repeat_interleave((scores > 0).long())
+        return [boxes[kept] * weight, distinct, where, rows, runs, again]
+
+
+@pytest.mark.filterwarnings("ignore:`create_unbacked_symint` is deprecated")  # by torchvision
+def test_sizes_that_values_decide_are_guessed_and_stay_those_of_the_values() -> None:
+    outer = Outer(Selecting()).double()
+    boxes, scores = torch.rand(5, 4, dtype=D).cumsum(1), torch.rand(5, dtype=D)
+    capture = capture_model(outer, (boxes.to("meta"), scores.to("meta")))
+    assert [whole.layer for whole in capture.whole_modules] == ["select"]
+    placed = placer.compile(outer, TWO, (boxes, scores))
+    for found, expected in zip(placed(boxes, scores), outer(boxes, scores), strict=True):
+        assert_close(found, expected, "result")
+
+
+class Outer(nn.Module):
+    def __init__(self, select: nn.Module) -> None:
+        super().__init__()
+        self.before, self.select, self.after = nn.Linear(4, 4), select, nn.Linear(4, 2)
+
+    def forward(self, boxes: Tensor, scores: Tensor) -> list[Tensor]:
+        first, *others = self.select(boxes + self.before(boxes).abs(), scores)
+        return [self.after(first), *others]
+
+
+class NoDerivative(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.unique(self.linear(x), dim=0)
+
+
+def test_a_result_without_a_derivative_is_named_when_planning_for_training() -> None:
+    x = torch.randn(3, 4)
+    with pytest.raises(placer.CaptureError, match="unique_dim") as caught:
+        placer.make_plan(NoDerivative(), TWO, x)
+    assert "detach" in caught.value.remedy
+    placer.make_plan(NoDerivative().eval(), TWO | {"training": False}, x)
+
+
+class Routed(nn.Module):
+    """Which layers run is in a tensor that is neither parameter nor buffer."""
+
+    def __init__(self, *, writes: str = "") -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.active = torch.tensor([[1, 0], [1, 1]])
+        self.writes = writes
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.writes == "before":
+            self.active[0].fill_(1)
+        for layer, active in zip(self.layers, self.active.reshape(-1), strict=True):
+            if active > 0:
+                x = layer(x).tanh()
+        if self.active[0].cpu().numpy().sum() > 1:
+            x = x * 2
+        if self.writes == "after":
+            self.active += 1
+        return x
+
+
+def test_control_flow_over_constants_is_followed() -> None:
+    x = torch.randn(3, 4, dtype=D)
+    capture = capture_model(Routed().double(), (x,))
+    assert not capture.whole_modules
+    assert {layer for layer in capture.layer_of.values() if layer} == {
+        "layers.0",
+        "layers.2",
+        "layers.3",
+    }
+    assert_same(Routed().double(), TWO, (x,))
+
+
+@pytest.mark.parametrize("writes", ["before", "after"])
+def test_control_flow_over_what_is_written_stays_whole(writes: str) -> None:
+    x = torch.randn(3, 4, dtype=D)
+    model = Routed(writes=writes).double()
+    assert [whole.layer for whole in capture_model(model, (x,)).whole_modules] == [""]
+    assert model.active[0, 1] == 0
+    placed = placer.compile(model, TWO, x)
+    for _ in range(2):
+        assert_close(placed(x), model(x), "output")

@@ -72,6 +72,16 @@ def test_models_that_cannot_be_built_on_meta(placer: Run) -> None:
     assert placer("plan", "net.py:Words", "fits.json", "-i", "2x5:int64<11").exit_code == 0
 
 
+def test_a_plan_for_processes_has_the_peaks_of_its_ranks(placer: Run, tmp_path: Path) -> None:
+    saved = tmp_path / "plan.json"
+    result = placer("plan", "net.py:Net", "fits.json", *X, "--processes", "-o", str(saved))
+    assert result.exit_code == 0
+    assert "one process per device" in result.stdout
+    result = placer("simulate", "net.py:Net", str(saved), *X, "--processes", "--json")
+    for device in json.loads(result.stdout)["devices"].values():
+        assert device["peak"] == device["predicted"]
+
+
 def test_simulate_judges_the_prediction(placer: Run) -> None:
     result = placer("simulate", "net.py:Net", "fits.json", *X, "--json")
     assert result.exit_code == 0

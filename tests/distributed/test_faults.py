@@ -20,6 +20,7 @@ import placer
         ("1F1B", "layer", 0, "0", "tokens", "IndexError: index out of range"),
         ("GPipe", "hook", 1, "1", "blocks.2.mlp.0", "ArithmeticError: boom"),
         ("InterleavedZeroBubble", "backward", 0, "0", "", "backward: ArithmeticError: boom"),
+        ("1F1B", "backward", 1, "1", "", "one of its layers (blocks.1"),
         ("1F1B", "loss", 1, "1", "", "loss_fn: IndexError: Target"),
     ],
 )

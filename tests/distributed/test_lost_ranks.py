@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,10 +16,9 @@ import torch.distributed as dist
 from distributed_cases import make_spec
 from jobs import TIMEOUT_SECONDS, Job
 from torch import nn
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import placer
-
-TESTS = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("rank", [0, 3])
@@ -82,22 +78,37 @@ def test_torchrun_restarts_from_the_last_checkpoint_to_the_same_weights(
     expected = job_of(2).run(
         cases.train_with_checkpoints, tmp_path / "straight", stages=2, replicas=1, steps=5
     )
-    command = ["torchrun", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
-    launcher = [sys.executable, "-m", "torch.distributed.run", *command[1:]]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(
-            [str(TESTS.parent), str(TESTS), str(TESTS.parent / "examples")]
-        ),
-    }
-    script = [str(TESTS / "fault_cases.py"), str(tmp_path)]
-    subprocess.run([*launcher, *script], env=environment, check=True, timeout=300)
+    _torchrun(cases.train_and_write, tmp_path, processes=2, max_restarts=1)
     started = sorted(p.name for p in tmp_path.glob("started.*"))
     assert started == ["started.0.0", "started.0.2", "started.1.0", "started.1.2"]
     for rank, state in enumerate(expected):
         found = torch.load(tmp_path / f"weights.{rank}")
         assert found.keys() == state.keys()
         assert all(torch.equal(tensor, state[name]) for name, tensor in found.items())
+
+
+def _torchrun(
+    function: Callable[..., None], *args: object, processes: int, max_restarts: int
+) -> None:
+    """What ``torchrun --max-restarts`` does, for a function; its processes start from the fork server."""
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        max_restarts=max_restarts,
+        start_method="forkserver",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        rdzv_configs={"is_host": True},
+        run_id="test",
+    )
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    try:
+        elastic_launch(config, function)(*args)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _pretend_torchrun(patch: pytest.MonkeyPatch, **variables: object) -> None:

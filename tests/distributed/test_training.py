@@ -7,6 +7,7 @@ from pathlib import Path
 
 import distributed_cases as cases
 import pytest
+import safetensors.torch
 import torch
 from jobs import Job
 
@@ -51,11 +52,38 @@ def test_a_meta_model_starts_from_the_same_weights_in_every_plan(
     job_of(shape[0] * shape[1]).run(cases.materialise_from_meta, cases.make_spec(*shape, 1))
 
 
-def test_a_part_is_read_from_a_file(job_of: Callable[[int], Job], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["weights.pt", "weights.safetensors"])
+def test_a_part_is_read_from_a_file(
+    job_of: Callable[[int], Job], tmp_path: Path, name: str
+) -> None:
     torch.manual_seed(3)
-    path = tmp_path / "weights.pt"
-    torch.save(cases.CASES["convnet"](2)[0].state_dict(), path)
-    job_of(2).run(cases.read_from_file, cases.make_spec(2, 1, 1), str(path))
+    state = cases.CASES["convnet"](2)[0].state_dict()
+    save = safetensors.torch.save_file if name.endswith("safetensors") else torch.save
+    save(state, tmp_path / name)
+    sums = job_of(2).run(cases.read_from_file, cases.make_spec(2, 1, 1), str(tmp_path / name))
+    read = {name: total for rank in sums for name, total in rank.items()}
+    assert read == {name: float(tensor.double().sum()) for name, tensor in state.items()}
+
+
+def test_other_modes_sizes_and_hooks_after_compile(job_of: Callable[[int], Job]) -> None:
+    job_of(4).run(cases.use_other_modes_and_sizes, cases.make_spec(2, 2, 2, "1F1B"))
+
+
+def test_what_needs_one_process_is_said(job_of: Callable[[int], Job]) -> None:
+    found = job_of(2).run(cases.try_what_needs_one_process, cases.make_spec(2, 1, 2, "1F1B"))
+    for messages in found:
+        for message, part in zip(
+            messages,
+            (
+                "gives results without gradients",
+                "none flow into the inputs",
+                "none flow into the inputs",
+                "requires_grad was changed after placer.compile",
+                "the model itself has full backward hooks",
+            ),
+            strict=True,
+        ):
+            assert part in message
 
 
 def test_dropout_differs_per_replica_and_comes_again(job_of: Callable[[int], Job]) -> None:

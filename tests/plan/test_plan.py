@@ -99,7 +99,8 @@ def test_the_reserve_counts() -> None:
 
 
 def test_auto_uses_as_few_devices_as_it_needs() -> None:
-    model, x = models.ConvNet(), torch.randn(64, 1, 8, 8)
+    blocks = (layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh()))
+    model, x = nn.Sequential(*blocks), torch.randn(256, 64)
 
     def least(count: int) -> int:
         spec = {"devices": [f"cpu:{i}" for i in range(count)], "objective": "memory"}

@@ -6,9 +6,11 @@ Every model is trained plain and placed over at least two stages, and must compu
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from oracle import assert_same
@@ -420,6 +422,16 @@ class RootCheckpoints(nn.Module):
         return self.out(x)
 
 
+class RootReadsValues(Chain):
+    """The model's own code depends on values, so all of it stays whole; and it goes through numpy."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 1e9:
+            return x
+        scale = np.abs(x.detach().numpy()).max(axis=0)
+        return super().forward(x) + torch.from_numpy(scale)[:3]
+
+
 def normalized() -> nn.Module:
     """Weights computed from others at every call."""
     return nn.Sequential(
@@ -427,6 +439,16 @@ def normalized() -> nn.Module:
         nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
         nn.utils.parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH)),
     )
+
+
+def normalized_of_old() -> nn.Module:
+    """The same by hooks that put the weight, a result, into an attribute."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return nn.Sequential(
+            nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH)),
+            nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH)),
+        )
 
 
 # -- devices -------------------------------------------------------------------------------------
@@ -503,6 +525,17 @@ def test_kept(name: str, cut: tuple[int, int, int]) -> None:
     assert len(placed.plan.stages) >= 2
     if stages == 2:
         assert_same(copy.deepcopy(model).eval(), spec, (_input(),), steps=1, scheduled=False)
+
+
+@pytest.mark.parametrize("root", [False, True])
+def test_results_that_an_earlier_forward_kept_do_not_hinder(root: bool) -> None:
+    model = (RootReadsValues() if root else Chain(normalized_of_old())).double()
+    model.kept = {"results": [model(_input())]}
+    with pytest.raises(RuntimeError, match="deepcopy"):
+        copy.deepcopy(model)
+    spec = {"devices": ["cpu:0", "cpu:1"], "microbatches": 2}
+    verification = placer.verify(model, spec, (_input(),))
+    assert verification.ok, verification.worst
 
 
 def test_what_a_whole_module_notes_is_kept_wherever_it_runs() -> None:

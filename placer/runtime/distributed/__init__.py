@@ -39,9 +39,14 @@ How it is done: the plan's stages are `PipelineStage`s with static shapes, found
 boundary is a chain, so skips are relayed. Every rank has the model's own inputs, they do not travel.
 A micro-batch with fewer rows is filled up on the wire only, one without rows sends zeros. Gradients
 are summed over replicas in buckets while backward runs, those of tied weights over their stages too.
-``placer.simulate(model, plan, args, processes=True)`` is the memory judge of this runtime.
+``placer.make_plan(model, spec, args, processes=True)`` says what each rank will hold: its peaks are
+those of a dry run of torch's engine on fake tensors (``placer.simulate(…, processes=True)``). A plan
+that ``compile`` makes inside a job has estimates; give it a plan made before for the judged ones.
 
-What differs from one process: no gradients flow into the inputs or out of ``placed(x)``; hooks on
-the whole module are refused; ``requires_grad`` is fixed at ``compile``; ``batch_norm: "sync"`` works
-here (one micro-batch, every replica needs a row).
+As in one process: inputs of other sizes and modes after ``compile``; hooks, those on the whole module
+too (forward hooks in a step run where the last stage is, for each micro-batch). What differs: inputs
+get no gradients, and no graph comes out of ``placed(x)``: both are errors, tested; ``requires_grad``
+is fixed at ``compile``; full backward hooks on the whole module are refused in a step, as they are in
+one process; an exception in backward names the stage and its layers, not the one layer;
+``batch_norm: "sync"`` works here (one micro-batch, every replica needs a row).
 """

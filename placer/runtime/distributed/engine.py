@@ -14,6 +14,7 @@ from torch.distributed import pipelining
 
 from placer.errors import PlacerError
 from placer.runtime.distributed.boundary import Crossings, Wire
+from placer.runtime.distributed.faults import LocatedStage
 from placer.runtime.distributed.stage import Run, StageModule
 from placer.runtime.replica import Replica
 
@@ -49,7 +50,7 @@ class Engine:
         stage_indices: tuple[int, ...],
         group: dist.ProcessGroup,
         device: torch.device,
-        stage_class: Any = pipelining.PipelineStage,
+        stage_class: Any = LocatedStage,
     ) -> None:
         self._replica = replica
         self._stage_class = stage_class
@@ -107,7 +108,7 @@ class Engine:
 
     def _widen(self, training: bool, crossings: Sequence[Crossings]) -> Any:
         """Make the wires wide enough; returns the key of the schedule to use."""
-        needed = [_widths(c) for c in crossings]
+        needed = [_widths(c) for c in {id(c): c for c in crossings}.values()]
         kinds = [_kinds(widths) for widths in needed]
         if any(kind != kinds[0] for kind in kinds):
             raise PlacerError(

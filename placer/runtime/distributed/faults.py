@@ -6,11 +6,12 @@ import gc
 import json
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
 
 from placer._torch import default_store
 from placer.emit import StageCode, node_lines
@@ -37,6 +38,25 @@ def locate_layer(code: StageCode, phase: str = "forward") -> Iterator[None]:
     except Exception as error:
         node = _failing_node(code, error) if phase == "forward" else ""
         raise LayerFailure(code.index, node, phase) from error
+
+
+class LocatedStage(PipelineStage):
+    """Torch's stage, whose exceptions in backward are ``LayerFailure``s with its number."""
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self._located():
+            return super().backward_one_chunk(*args, **kwargs)
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self._located():
+            return super().backward_weight_one_chunk(*args, **kwargs)
+
+    @contextmanager
+    def _located(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise LayerFailure(self.stage_index, "", "backward") from error
 
 
 def _failing_node(code: StageCode, error: BaseException) -> str:
@@ -66,10 +86,13 @@ class Alarm:
         error: Exception,
         *,
         layer_of: Mapping[str, str],
-        stage_indices: tuple[int, ...],
+        layers: Sequence[Sequence[str]],
         replica_index: int,
     ) -> NoReturn:
         """Tell the others of ``error`` if it arose here, and raise it as what it is.
+
+        ``layer_of`` gives a node's layer, ``layers`` those of every stage: autograd does not say
+        whose backward failed, so that a failure there names the stage's layers.
 
         Raises ``StageError`` on the rank where the exception arose, ``PeerError`` on those that
         only lost a neighbour by it.
@@ -79,8 +102,6 @@ class Alarm:
             told = self._listen()
             if told is not None:
                 raise PeerError(**told) from error
-        backward = "Failed to run stage backward" in str(error)
-        if failure is None and not backward:
             if isinstance(error, PlacerError):
                 raise error
             lost = _lost(self._rank, error)
@@ -89,11 +110,13 @@ class Alarm:
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        stage = failure.stage_index if failure else stage_indices[0]
-        layer = layer_of.get(failure.node, "") if failure else ""
-        phase = "backward" if failure is None else failure.phase
+        stage, layer = failure.stage_index, layer_of.get(failure.node, "")
         place = f"layer {layer!r}, " if layer else ""
-        where = f"stage {stage}, {place}rank {self._rank} (replica {replica_index}), {phase}"
+        if failure.phase == "backward" and layers[stage]:
+            place = f"one of its layers ({_span(layers[stage])}), "
+        where = (
+            f"stage {stage}, {place}rank {self._rank} (replica {replica_index}), {failure.phase}"
+        )
         problem = f"{type(cause).__name__}: {cause}"
         told = {
             "where": where,
@@ -174,6 +197,10 @@ def _find_cause(error: BaseException, kind: type[Any]) -> Any:
     while seen is not None and not isinstance(seen, kind):
         seen = seen.__cause__
     return seen
+
+
+def _span(layers: Sequence[str]) -> str:
+    return layers[0] if len(layers) == 1 else f"{layers[0]} … {layers[-1]}"
 
 
 def _last_line(error: BaseException) -> str:

@@ -1,19 +1,33 @@
 """Gradients summed over the ranks that hold the same parameter, in buckets, while backward runs.
 
-``DistributedDataParallel`` counts on its own forward, one backward per forward, and rows on every
-rank; a pipeline has many of each, splits backwards in halves, and a replica may have no rows. So
-the buckets are ours (Li et al. 2020, arXiv:2006.15704, section 3.2), the sums torch's.
+The buckets are ours (Li et al. 2020, arXiv:2006.15704, section 3.2), the sums torch's. Pipelining
+knows stages wrapped in ``DistributedDataParallel`` (`_PipelineStageBase.backward_maybe_with_nosync`);
+that was tried with torch 2.15, two stages and two replicas, and does not do:
+
+ * zero bubble: ``stage_backward_weight`` (pipelining/_backward.py) gets weights their gradients by
+   ``torch.autograd.grad`` and assigns ``.grad``; DDP listens to the accumulation that this passes by,
+   so that the gradients of every stage but the first are never summed, without an error
+ * a replica whose last micro-batch has no rows: nothing accumulates in its last backward, DDP sends
+   nothing, and the other replicas wait for it until they time out
+ * weights that are tied over stages are summed over other ranks than the rest: one DDP has one group
+ * a stage keeps all that it sent until its backward (``_output_slot_is_releasable``)
+
+``fully_shard`` has its sum in ``finalize_backward``, so that it may serve split backwards; its
+parameters are shards (``DTensor``), which checkpoints and clipping here do not know. Not tried.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from placer.emit import StagedModel
+from placer.runtime.distributed.part import Holdings
 
 _BUCKET_NBYTES = 25 * 2**20  # DistributedDataParallel's default
 
@@ -31,6 +45,33 @@ class Shared:
     group: dist.ProcessGroup
     holders: tuple[int, ...]
     readers: int
+
+
+def find_shared(
+    part: nn.Module,
+    staged: StagedModel,
+    holdings: Holdings,
+    stage_indices: Sequence[int],
+    group_of: Callable[[tuple[int, ...]], dist.ProcessGroup],
+) -> list[Shared]:
+    """The trained parameters of a rank's part; ``group_of`` gives the ranks of a set of devices."""
+    first_name = holdings.first_name
+    read = [{first_name[name] for name in staged.stages[i].state} for i in stage_indices]
+    found = []
+    for name, parameter in part.named_parameters():
+        if parameter.requires_grad:
+            first = first_name[name]
+            holders = holdings.holders[first]
+            found.append(
+                Shared(
+                    parameter=parameter,
+                    name=first,
+                    group=group_of(holders),
+                    holders=holders,
+                    readers=max(sum(first in names for names in read), 1),
+                )
+            )
+    return found
 
 
 @dataclass(slots=True)
@@ -113,7 +154,7 @@ class GradientReducer:
             assert bucket.work is not None
             bucket.work.wait()
             count = len(bucket.members)
-            exists = bucket.flat[:count].tolist()
+            exists = self._exists_anywhere(bucket.flat[:count])
             pieces = bucket.flat[count:].split([m.parameter.numel() for m in bucket.members])
             for member, there, piece in zip(bucket.members, exists, pieces, strict=True):
                 if not there:
@@ -121,6 +162,10 @@ class GradientReducer:
                 # The bucket itself becomes the gradients: nothing is copied back.
                 member.parameter.grad = piece.view_as(member.parameter)
             bucket.flat = bucket.work = None
+
+    def _exists_anywhere(self, counts: Tensor) -> list[bool]:
+        """Which of a bucket's gradients some rank has; ``counts`` says how many have them."""
+        return [count > 0 for count in counts.tolist()]
 
     def close(self) -> None:
         """Take the hooks off the parameters."""

@@ -77,7 +77,8 @@ def take_seat(plan: Plan, job: Job) -> Seat:
                 f"stage {stage.index}",
                 f"is on {stage.devices[0]}; with several stages per device, one process per device "
                 f"runs stage s on device s % {num_devices}",
-                "give the devices their stages in turn, or one stage each",
+                "plan for it (processes=True, placer plan --processes), or give the devices their "
+                "stages in turn",
             )
     if len(plan.stages) % num_devices:
         raise PlacerError(

@@ -11,19 +11,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from placer.capture import Capture, unflatten_output
+from placer.capture import Capture, rebuild_call, unflatten_output
 from placer.emit import StagedModel
 from placer.errors import PeerError, PlacerError
 from placer.plan.types import Plan
 from placer.runtime.distributed.boundary import BoundaryFinder, Crossings, Wire
 from placer.runtime.distributed.engine import Engine
 from placer.runtime.distributed.faults import Alarm, close_groups
-from placer.runtime.distributed.gradients import GradientReducer, Shared
+from placer.runtime.distributed.gradients import GradientReducer, find_shared
 from placer.runtime.distributed.job import Seat, make_group
 from placer.runtime.distributed.part import Holdings
 from placer.runtime.distributed.randomness import own_random_state
 from placer.runtime.distributed.stage import CALLER, Microbatch, Run
 from placer.runtime.distributed.sync_norm import synchronise_norms
+from placer.runtime.hooks import run_forward_hooks
 from placer.runtime.module import PlacedModule
 from placer.runtime.place import Place
 from placer.runtime.scaling import scale_of
@@ -151,6 +152,7 @@ class DistributedModule(PlacedModule):
                 "use torch.no_grad()",
             )
         self._check_alive()
+        self._check_inputs(leaves)
         total = batch_size(self._staged.call, leaves)
         cuts = self._cuts(total, self.num_replicas)
         with torch.no_grad(), self._own_random_state():
@@ -176,6 +178,7 @@ class DistributedModule(PlacedModule):
         """`step` for inputs that are flattened already."""
         self._check_alive()
         self._check_frozen()
+        self._check_inputs(leaves)
         total = batch_size(self._staged.call, leaves)
         try:
             if own_rows:
@@ -265,39 +268,51 @@ class DistributedModule(PlacedModule):
         count = len(cuts[mine]) if mine < len(cuts) else 0
         grad = training is not None
         self._finder.follow_modes(self)
-        find = lambda piece: self._finder.find(piece, grad=grad)  # noqa: E731
-        microbatches = []
-        for position in range(start, start + count):
-            crossings = find(pieces[position])
-            staged = crossings.staged
-            needed = {name for i in self.stage_indices for name in staged.stages[i].inputs}
-            if len(staged.stages) - 1 in self.stage_indices:
-                needed.update(str(x) for kind, x in staged.result if kind == "value")
-            named = dict(zip(staged.graph_inputs, pieces[position], strict=True))
-            microbatches.append(
-                Microbatch(
-                    inputs={n: leaf.detach() for n, leaf in named.items() if n in needed},
-                    crossings=crossings,
-                    target=targets[position],
-                    weight=1.0 if total is None else sizes[position] / total,
-                )
+        own = range(start, start + count)
+        largest = max(range(len(sizes)), key=lambda position: sizes[position])
+        some = {sizes[position]: pieces[position] for position in (*own, largest)}
+        crossings = {size: self._finder.find(piece, grad=grad) for size, piece in some.items()}
+        needed = {size: self._inputs_needed(c.staged) for size, c in crossings.items()}
+
+        def microbatch(position: int) -> Microbatch:
+            found = crossings[sizes[position]]
+            named = zip(found.staged.graph_inputs, pieces[position], strict=True)
+            return Microbatch(
+                inputs={n: x.detach() for n, x in named if n in needed[sizes[position]]},
+                crossings=found,
+                leaves=pieces[position],
+                target=targets[position],
+                weight=1.0 if total is None else sizes[position] / total,
             )
+
+        microbatches = [microbatch(position) for position in own]
         empty = Microbatch(inputs={}, crossings=None)
         microbatches += [empty] * (self.plan.microbatches - count)
-        largest = max(range(len(sizes)), key=lambda position: sizes[position])
         run = Run(
             microbatches=microbatches,
             loss_of=None if training is None else self._loss_of(training[1]),
             scale=scale,
         )
-        return run, find(pieces[largest])
+        return run, crossings[sizes[largest]]
 
-    def _loss_of(self, loss_fn: Callable[..., Tensor]) -> Callable[[Any, Any], Tensor]:
-        def loss_of(output: Any, target: Any) -> Tensor:
-            if target is None:
+    def _inputs_needed(self, staged: StagedModel) -> set[str]:
+        """The model's own inputs that this rank's stages read or return."""
+        needed = {name for i in self.stage_indices for name in staged.stages[i].inputs}
+        if len(staged.stages) - 1 in self.stage_indices:
+            needed.update(str(x) for kind, x in staged.result if kind == "value")
+        return needed
+
+    def _loss_of(self, loss_fn: Callable[..., Tensor]) -> Callable[[Microbatch, Any], Tensor]:
+        place = self._replicas[0].output_place
+
+        def loss_of(given: Microbatch, output: Any) -> Tensor:
+            if self._forward_hooks:
+                assert given.crossings is not None
+                arguments = rebuild_call(given.crossings.staged.call, given.leaves)
+                output = run_forward_hooks(self, *arguments, output)
+            if given.target is None:
                 return loss_fn(output)
-            place = self._replicas[0].output_place
-            return loss_fn(output, transfer(target, CALLER, place))
+            return loss_fn(output, transfer(given.target, CALLER, place))
 
         return loss_of
 
@@ -371,44 +386,35 @@ class DistributedModule(PlacedModule):
         return own_random_state(self.device, self.replica_index, self.seat.device_index)
 
     def _current_reducer(self) -> GradientReducer:
-        named = [(n, p) for n, p in self.named_parameters() if p.requires_grad]
-        ids = tuple(id(p) for _, p in named)
+        ids = tuple(id(p) for _, p in self.named_parameters() if p.requires_grad)
         if self._reducer is None or ids != self._reduced:
             if self._reducer is not None:
                 self._reducer.close()
-            self._reducer = GradientReducer([self._shared(n, p) for n, p in named])
+            shared = find_shared(
+                self, self._staged, self._holdings, self.stage_indices, self._group_of
+            )
+            self._reducer = GradientReducer(shared)
             self._reduced = ids
         return self._reducer
 
-    def _shared(self, name: str, parameter: nn.Parameter) -> Shared:
-        first = self._holdings.first_name[name]
-        holders = self._holdings.holders[first]
-        readers = sum(
-            any(self._holdings.first_name[n] == first for n in self._staged.stages[i].state)
-            for i in self.stage_indices
-        )
-        group = self._dp_group if len(holders) == 1 else self._tied_groups[holders]
-        return Shared(
-            parameter=parameter,
-            name=first,
-            group=group,
-            holders=holders,
-            readers=max(readers, 1),
-        )
+    def _group_of(self, holders: tuple[int, ...]) -> dist.ProcessGroup:
+        return self._dp_group if len(holders) == 1 else self._tied_groups[holders]
 
     def _check_alive(self) -> None:
-        if self._forward_hooks:
-            raise PlacerError(
-                "forward hooks",
-                "on the placed module as a whole do not run with one process per device: no rank "
-                "has all of its inputs and results",
-                "register them on layers, or look at outputs in loss_fn",
-            )
         if self._world_group is None:
             raise PeerError(
                 f"rank {dist.get_rank()}",
                 "an earlier call failed, and the connections of this module are closed",
                 "end the job; torchrun --max-restarts starts it anew",
+            )
+
+    def _check_inputs(self, leaves: Sequence[Tensor]) -> None:
+        if torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves):
+            raise PlacerError(
+                "inputs",
+                "one of them requires gradients, and with one process per device none flow into "
+                "the inputs: the stages that read them are on several ranks",
+                "give x.detach(), or run the spec in one process, where inputs get theirs",
             )
 
     def _check_frozen(self) -> None:
@@ -440,7 +446,7 @@ class DistributedModule(PlacedModule):
             self._alarm.raise_for(
                 error,
                 layer_of=self._layer_of,
-                stage_indices=self.stage_indices,
+                layers=[stage.layers for stage in self.plan.stages],
                 replica_index=self.replica_index,
             )
         finally:

@@ -25,8 +25,9 @@ CALLER = Place("caller", torch.device("cpu"))
 class Microbatch:
     """One micro-batch of this replica; None for ``crossings`` means that it has no rows."""
 
-    inputs: Mapping[str, Tensor]  # the model's own inputs, where the caller has them
+    inputs: Mapping[str, Tensor]  # what the stages read of the model's own inputs, at the caller's
     crossings: Crossings | None
+    leaves: Sequence[Tensor] = ()  # all of the model's inputs, flattened
     target: Any = None
     weight: float = 1.0  # what its loss counts in the loss of the batch
 
@@ -36,7 +37,7 @@ class Run:
     """One pass of a batch through this rank: what goes in, and what the last stage leaves here."""
 
     microbatches: Sequence[Microbatch]
-    loss_of: Callable[[Any, Any], Tensor] | None  # None: inference
+    loss_of: Callable[[Microbatch, Any], Tensor] | None  # of a result; None: inference
     scale: float = 1.0
     losses: list[Tensor] = field(default_factory=list)
     results: dict[int, list[Any]] = field(default_factory=dict)
@@ -130,7 +131,7 @@ class StageModule(nn.Module):
             return torch.zeros(1)
         output = unflatten_output(crossings.staged.call, result)
         with locate_layer(crossings.staged.stages[self._index], "loss_fn"):
-            loss = run.loss_of(output, given.target) * given.weight
+            loss = run.loss_of(given, output) * given.weight
         run.losses.append(loss.detach())
         return loss * run.scale
 

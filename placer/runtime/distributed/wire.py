@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from placer._torch import without_modes
-
 
 class _ToWire(torch.autograd.Function):
     @staticmethod
@@ -50,7 +48,10 @@ def _fill(flat: Tensor, numel: int) -> Tensor:
 
 
 def to_wire(value: Tensor, numel: int) -> Tensor:
-    """``value`` flattened and filled up with zeros to ``numel`` elements."""
+    """``value`` flattened and filled up with zeros to ``numel`` elements, no view of it.
+
+    ``PipelineStage`` detaches what it sent in place when a backward is split.
+    """
     return _ToWire.apply(value, numel)  # type: ignore[no-any-return]
 
 
@@ -65,8 +66,4 @@ def hollow(wire: Tensor) -> None:
     ``PipelineStage`` keeps every received tensor until its backward. What was read from the wire
     shares its storage, and now lives as long as it is needed itself.
     """
-    with without_modes():  # a ledger would count what is gone at once
-        empty = wire.detach().new_empty(0)
-        empty.set_(empty.untyped_storage(), 0, wire.shape, wire.stride())
-        empty.untyped_storage().resize_(0)
-    wire.data = empty
+    wire.data = wire.new_empty(()).expand(wire.shape)

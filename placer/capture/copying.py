@@ -1,0 +1,33 @@
+"""Copies of a module, also after a forward that left its results in attributes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
+
+
+def copy_module(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """A deep copy of ``model``; ``memo`` says, by id, what stands for which tensor.
+
+    ``copy.deepcopy`` refuses tensors that an earlier forward computed and kept (the weight of the
+    older ``torch.nn.utils.weight_norm`` is one); the copy has their values.
+    """
+    known = dict(memo or {})
+    for tensor in tensors_of(model):
+        if tensor.grad_fn is not None and id(tensor) not in known:
+            known[id(tensor)] = tensor.detach().clone()
+    return copy.deepcopy(model, known)
+
+
+def tensors_of(model: nn.Module) -> Iterator[Tensor]:
+    """Every tensor that a module of ``model`` holds: parameters, buffers, attributes, lists of them."""
+    for module in model.modules():
+        for name, value in module.__dict__.items():
+            if name in ("_parameters", "_buffers"):
+                yield from (tensor for tensor in value.values() if tensor is not None)
+            elif name != "_modules":
+                yield from (leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor))

@@ -1,0 +1,168 @@
+"""Chains in which a device comes again: what each device comes to, and the search for better ones."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from placer.cost import CostTable
+from placer.partition.candidate import Candidate, StageCosts, reference_bytes
+from placer.partition.fold import MOST_CUTS, improved_devices, nested_devices
+from placer.partition.score import IntervalTables, optimizer_bytes
+from placer.partition.shared import SharedPeaks, Span
+from placer.partition.types import Demands, DeviceSlot
+
+GAIN = 0.01  # share by which a chain with more stages than devices must be better
+
+
+def can_return(demands: Demands, slots: Sequence[DeviceSlot]) -> bool:
+    """Whether such a chain can be judged, and run: one micro-batch in training, in one process."""
+    several = len({slot.name for slot in slots}) > 1
+    return several and demands.training and demands.microbatches == 1 and not demands.processes
+
+
+def device_peaks(
+    tables: IntervalTables,
+    costs: CostTable,
+    nodes: Sequence[int],
+    spans: Mapping[str, Sequence[Span]],
+    demands: Demands,
+    *,
+    replica: bool = False,
+) -> dict[str, int]:
+    """Peak bytes per device with its stages (cut indices), for one micro-batch in training."""
+    kept = None if replica else optimizer_bytes(demands.optimizer)
+    shared = SharedPeaks(tables, costs, nodes, kept)
+    return {device: int(shared.peak(own)) for device, own in spans.items()}
+
+
+class ReturningChains:
+    """Chains along the order of ``best``, on its devices; ranked by device, as stages are by
+    `placer.partition.candidate.solve_order`."""
+
+    def __init__(
+        self,
+        best: Candidate,
+        costs: CostTable,
+        pinned: Sequence[str | None],
+        demands: Demands,
+    ) -> None:
+        self._best, self._pinned, self._demands = best, pinned, demands
+        self.slots = list({slot.name: slot for slot in best.slots}.values())
+        self.scales = [_scale(slot, self.slots) for slot in self.slots]
+        kept = optimizer_bytes(demands.optimizer)
+        self.shared = SharedPeaks(best.tables, costs, best.nodes, kept)
+        self._costs = StageCosts(best.tables, self.slots, pinned, demands)
+
+    def load(self, device: int, spans: Sequence[Span]) -> float:
+        """The peak of a device (index) with the stages ``spans``, as a share of its budget."""
+        scale, offset = self.scales[device]
+        return self.shared.peak(spans) * scale + offset if spans else 0.0
+
+    def candidate(self, chain: Sequence[DeviceSlot], cuts: Sequence[int]) -> Candidate:
+        """The chain with its stages between ``cuts`` (indices)."""
+        spans: list[list[Span]] = [[] for _ in self.slots]
+        seconds = [0.0] * len(self.slots)
+        for slot, (x, y) in zip(chain, itertools.pairwise(cuts), strict=True):
+            device = self.slots.index(slot)
+            spans[device].append((x, y))
+            seconds[device] += float(self._costs.seconds[device][x, y - 1])
+        loads = [self.load(device, own) for device, own in enumerate(spans)]
+        limited = [x for x, slot in zip(loads, self.slots, strict=True) if slot.budget is not None]
+        fullest, bottleneck, total = max(limited, default=0.0), max(seconds), sum(seconds)
+        rank = (0.0, bottleneck, total)
+        if self._demands.objective == "memory" and fullest <= 1:
+            rank = (max(loads), bottleneck, total)
+        elif self._demands.objective == "latency":
+            rank = (0.0, total, bottleneck)
+        return Candidate(
+            rank=(fullest if fullest > 1 else 0.0, *rank),
+            tables=self._best.tables,
+            nodes=self._best.nodes,
+            slots=tuple(chain),
+            cuts=tuple(cuts),
+            limit=max(fullest, 1.0),
+            fullest=fullest,
+            peak=max(loads),
+            bottleneck=bottleneck,
+            total=total,
+        )
+
+    def moves(self) -> list[tuple[float, int | None]]:
+        """For every border of ``best`` its best other place, the other borders staying: the
+        criterion there, and the cut. ``inf`` and None where there is none."""
+        best, found = self._best, []
+        for q in range(1, len(best.cuts) - 1):
+            least: tuple[float, int | None] = (math.inf, None)
+            for cut in range(best.cuts[q - 1] + 1, best.cuts[q + 1]):
+                cuts = (*best.cuts[:q], cut, *best.cuts[q + 1 :])
+                if cut == best.cuts[q] or not self._follows_pins(cuts):
+                    continue
+                tried = self.candidate(best.slots, cuts)
+                value = next((x for x in tried.rank if x), 0.0)  # overflow, peak or seconds
+                least = min(least, (value, cut))
+            found.append(least)
+        return found
+
+    def _follows_pins(self, cuts: Sequence[int]) -> bool:
+        pairs = zip(self._best.slots, itertools.pairwise(cuts), strict=True)
+        held = self._costs.held
+        return all(held[self.slots.index(slot)][x, y - 1] for slot, (x, y) in pairs)
+
+
+def find_returning(
+    best: Candidate, costs: CostTable, pinned: Sequence[str | None], demands: Demands
+) -> Candidate | None:
+    """A chain on the order of ``best`` in which devices come again, if it is better by `GAIN`."""
+    names = {slot.name for slot in best.slots}
+    if len(names) < len(best.slots) or not can_return(demands, best.slots):
+        return None
+    chains = ReturningChains(best, costs, pinned, demands)
+    cuts = _coarse(best.tables, best.cuts)
+    borders = [best.tables.cuts[cut] for cut in cuts]
+    free = [not any(pinned[a:b]) for a, b in itertools.pairwise(borders)]
+    if not any(free):
+        return None
+    device_of = np.searchsorted(best.cuts[1:-1], cuts[:-1], side="right").tolist()
+    if all(free):
+        device_of = nested_devices(chains.shared, cuts, chains.scales)
+    device_of = improved_devices(device_of, cuts, free, len(chains.slots), chains.load)
+    chain: list[DeviceSlot] = []
+    ends = [0]
+    for cut, device in zip(cuts[1:], device_of, strict=True):
+        if chain and chain[-1] is chains.slots[device]:
+            ends[-1] = cut
+        else:
+            chain.append(chains.slots[device])
+            ends.append(cut)
+    found = chains.candidate(chain, ends)
+    return found if _is_better(found, best) else None
+
+
+def _is_better(found: Candidate, best: Candidate) -> bool:
+    """By overflow where ``best`` does not fit, else by its peak."""
+    if best.rank[0] > 0:
+        return found.rank[0] < best.rank[0] * (1 - GAIN)
+    return found.rank[0] == 0 and found.peak < best.peak * (1 - GAIN)
+
+
+def _scale(slot: DeviceSlot, slots: Sequence[DeviceSlot]) -> tuple[float, float]:
+    """What makes a peak a share of the budget, the reserve counted."""
+    if slot.budget is None:
+        return 1 / reference_bytes(slots), 0.0
+    budget = max(slot.budget, 1)
+    return 1 / budget, slot.reserve / budget
+
+
+def _coarse(tables: IntervalTables, kept: Sequence[int]) -> list[int]:
+    """Some tens of cut indices, evenly by number and by saved bytes; ``kept`` among them."""
+    count = len(tables.cuts)
+    if count <= MOST_CUTS:
+        return list(range(count))
+    saved = np.concatenate([[0.0], tables.saved[0]])
+    share = np.arange(count) / (count - 1) + saved / max(saved[-1], 1.0)
+    wanted = np.linspace(0, share[-1], MOST_CUTS - len(kept))
+    return sorted({*kept, *np.minimum(np.searchsorted(share, wanted), count - 1).tolist()})
