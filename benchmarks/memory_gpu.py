@@ -108,12 +108,12 @@ def measure(case: Case, device: str) -> Iterator[dict[str, Any]]:
         return
     pair = {**spec, "devices": ["cuda:0", "cuda:1"]}
     stages = placer.make_plan(model, pair, (x,)).stages
-    for index, stage in enumerate(stages):
-        names = ["cpu:0"] * len(stages)
-        names[index] = f"{device}:0"
-        pins = {node: names[s.index] for s in stages for node in s.nodes}
-        half = _pinned(model, {**spec, "devices": names}, x, pins)
-        label = f"{index + 1} of {len(stages)}: {stage.layers[0]} … {stage.layers[-1]}"
+    for chosen in pair["devices"]:
+        home = {name: "cuda:0" if name == chosen else "cpu:0" for name in pair["devices"]}
+        pins = {node: home[s.devices[0]] for s in stages for node in s.nodes}
+        half = _pinned(model, {**spec, "devices": list(dict.fromkeys(pins.values()))}, x, pins)
+        parts = [s for s in stages if s.devices[0] == chosen]
+        label = ", ".join(f"{s.layers[0]} … {s.layers[-1]}" for s in parts)
         yield {"stage": label, **_compare(model, half, x, device)}
 
 
