@@ -11,7 +11,8 @@ from __future__ import annotations
 import itertools
 import logging
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,11 @@ from placer.plan.build import build_plan
 from placer.plan.types import Plan
 from placer.schedule import InFlight
 from placer.spec import PlacementSpec, resolve_layers
+
+
+class RivalFailure(Exception):
+    """The other tool cannot place this model."""
+
 
 Placement = dict[str, int]  # node name -> index of its device
 Rival = Callable[[Capture, CostTable, int], Placement]
@@ -145,7 +151,7 @@ def accelerate_map(
     """accelerate's `infer_auto_device_map` for k devices of ``memory`` bytes; it counts weights."""
     from accelerate import infer_auto_device_map
 
-    with _quiet("accelerate.utils.modeling"):
+    with _accelerate():
         found = infer_auto_device_map(capture.model, max_memory=dict.fromkeys(range(k), memory))
     return _follow_modules(capture, found)
 
@@ -157,7 +163,7 @@ def accelerate_balanced(
     from accelerate import infer_auto_device_map
     from accelerate.utils import get_balanced_memory
 
-    with _quiet("accelerate.utils.modeling"):
+    with _accelerate():
         limits = get_balanced_memory(capture.model, max_memory=dict.fromkeys(range(k), memory))
         found = infer_auto_device_map(capture.model, max_memory=limits)
     return _follow_modules(capture, found)
@@ -373,15 +379,15 @@ def _follow_modules(capture: Capture, devices: Mapping[str, Any]) -> Placement:
     return placement
 
 
-class _quiet:
-    """Without the warnings of a logger (accelerate's: that this machine has no such GPU)."""
-
-    def __init__(self, name: str) -> None:
-        self._logger = logging.getLogger(name)
-
-    def __enter__(self) -> None:
-        self._level = self._logger.level
-        self._logger.setLevel(logging.ERROR)
-
-    def __exit__(self, *_: object) -> None:
-        self._logger.setLevel(self._level)
+@contextmanager
+def _accelerate() -> Iterator[None]:
+    """Without its warnings that this machine has no such GPU; modules under two names are its limit."""
+    logger = logging.getLogger("accelerate.utils.modeling")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    except IndexError as error:
+        raise RivalFailure("accelerate cannot map modules that have two names") from error
+    finally:
+        logger.setLevel(level)

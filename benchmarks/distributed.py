@@ -250,7 +250,7 @@ def predict_memory(found: list[dict[str, Any]]) -> None:
         def loss(output: Tensor) -> Tensor:
             return loss_of(output, output.new_zeros((len(output), 32, 32, 32), dtype=torch.long))
 
-        report = placer.simulate(model, plan, x, loss_fn=loss, processes=True)
+        report = placer.simulate(model, plan, x, loss_fn=loss, run_on="cpu", processes=True)
         for entry in found:
             if (entry["schedule"], entry["microbatches"], entry["stages"]) == (
                 schedule,

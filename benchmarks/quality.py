@@ -118,7 +118,7 @@ class Judge:
         x = x.to("meta")
         self.inputs = [x]
         self.capture: Capture = capture_model(model.to("meta"), (x,))
-        self.costs: CostTable = estimate_costs(self.capture, [x])
+        self.costs: CostTable = estimate_costs(self.capture, [x], kernels="cuda")
         units = unit_graph(self.capture)
         self.units: ModelUnits = model_units(units, program_order(units), self.costs, {})
         self._peaks: dict[object, int] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
@@ -115,3 +115,46 @@ def takes_microbatches() -> bool:
     from torch.distributed.pipelining import ScheduleGPipe
 
     return "arg_mbs" in inspect.signature(ScheduleGPipe.step).parameters
+
+
+@contextmanager
+def override_operators(
+    key: str, kernels: Mapping[Any, Callable[..., Any]], *, with_keyset: bool = False
+) -> Iterator[None]:
+    """Have the dispatcher call ``kernels`` for these aten operators at ``key``. Checked with 2.15."""
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        for op, kernel in kernels.items():
+            name = op.name().removeprefix("aten::")
+            library.impl(name, kernel, key, with_keyset=with_keyset, allow_override=True)
+        yield
+
+
+def call_composite(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """What a composite operator does where no device has a kernel of its own. Checked with 2.15."""
+    return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
+def autocast_operators(device_type: str) -> set[Any]:
+    """The aten operators that autocast of ``device_type`` treats. Checked with 2.15."""
+    key = f"Autocast{device_type.upper()}"
+    found = set()
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.startswith("aten::") and torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
+            base, _, overload = name.removeprefix("aten::").partition(".")
+            found.add(getattr(getattr(torch.ops.aten, base), overload or "default"))
+    return found
+
+
+_AUTOCAST_CPU = torch._C.DispatchKey.AutocastCPU
+
+
+def call_below_autocast(op: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call ``op`` as if autocast did not know it; what it calls is cast still. Checked with 2.15."""
+    after = keyset & torch._C._dispatch_keyset_full_after(_AUTOCAST_CPU)
+    return op.redispatch(after, *args, **kwargs)
+
+
+def call_without_autocast(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call ``op`` with nothing cast in it, as autocast's own kernels do. Checked with 2.15."""
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_AUTOCAST_CPU)):
+        return op(*args, **kwargs)

@@ -136,9 +136,13 @@ def simulate(
     kwargs: Mapping[str, Any] | None = None,
     *,
     loss_fn: Callable[[Any], Tensor] | None = None,
+    run_on: str | None = None,
     processes: bool = False,
 ) -> SimulationReport:
     """Per-device peak bytes of one training step of the emitted module, on simulated devices.
+
+    A stage on a CUDA device keeps what CUDA's kernels keep (`placer.cost.kernels`), for which no GPU
+    is needed; ``run_on="cpu"`` says what ``compile(…, run_on="cpu")`` would hold.
 
     With ``processes`` every device has a process of its own, as under ``torchrun``: torch's
     pipeline engine keeps more than the plan's figures say, which are for one process.
@@ -150,8 +154,8 @@ def simulate(
     if processes:
         from placer.simulation.ranks import simulate_ranks
 
-        return simulate_ranks(capture, plan, leaves, loss_fn=loss_fn)
-    return simulate_plan(capture, plan, leaves, loss_fn=loss_fn)
+        return simulate_ranks(capture, plan, leaves, loss_fn=loss_fn, run_on=run_on)
+    return simulate_plan(capture, plan, leaves, loss_fn=loss_fn, run_on=run_on)
 
 
 def as_spec(source: SpecSource) -> PlacementSpec:

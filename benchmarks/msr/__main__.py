@@ -8,7 +8,13 @@ import resource
 import time
 from pathlib import Path
 
-from benchmarks.msr.workload import check_placement, partition_problem, read_workload
+from benchmarks.msr.variants import size_problem
+from benchmarks.msr.workload import (
+    WorkloadError,
+    check_placement,
+    partition_problem,
+    read_workload,
+)
 from benchmarks.record import write_result
 from placer.partition import solve
 
@@ -23,7 +29,17 @@ def place(path: str | Path) -> dict[str, object]:
     solution = solve(partition_problem(workload))
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
     if solution is None:
-        raise SystemExit(f"{path}: no placement was found that meets the memory limit")
+        limit = workload.data["maxSizePerFPGA"]
+        least = solve(size_problem(workload))
+        assert least is not None
+        bound = least.optimality.lower_bound
+        raise WorkloadError(
+            str(path),
+            f"no placement keeps the limit of {limit:g} bytes: one device holds {bound:g} or more"
+            if bound > limit
+            else f"no placement was found that keeps the limit of {limit:g} bytes",
+            f"with a limit of {least.optimality.value:g} there is one",
+        )
     devices: list[list[int]] = [[] for _ in range(workload.num_devices)]
     for node, stage in zip(workload.data["nodes"], solution.stage_of, strict=True):
         devices[stage].append(node["id"])
@@ -94,7 +110,10 @@ def main() -> None:
         return
     if options.file is None:
         parser.error("a workload file, or --all")
-    found = place(options.file)
+    try:
+        found = place(options.file)
+    except WorkloadError as error:
+        parser.exit(2, f"error: {error}\n")
     if options.json:
         print(json.dumps(found))
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import networkx as nx
 import numpy as np
 
+from placer.errors import PlacerError
 from placer.partition import CrossingValue, PartitionProblem, StageSlot
 
 
@@ -26,9 +27,69 @@ class Workload:
         return int(self.data["maxFPGAs"])
 
 
+class WorkloadError(PlacerError):
+    """A file is not a placement workload, or has no placement."""
+
+
+_NODE = {"id": int, "fpgaLatency": float, "size": float, "isBackwardNode": int}
+_EDGE = {"sourceId": int, "destId": int, "cost": float}
+_FILE = {"nodes": list, "edges": list, "maxFPGAs": int, "maxSizePerFPGA": float}
+
+
 def read_workload(path: str | Path) -> Workload:
+    """The workload in ``path``; raises ``WorkloadError`` with the first thing that is wrong."""
     path = Path(path)
-    return Workload(name=path.stem, data=json.loads(path.read_text()))
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise WorkloadError(str(path), f"cannot be read as JSON: {error}") from error
+    problem = _first_problem(data)
+    if problem is not None:
+        raise WorkloadError(str(path), problem, "the format is in shared/workloads/msr/README.md")
+    return Workload(name=path.stem, data=data)
+
+
+def _first_problem(data: Any) -> str | None:
+    problem = _wrong_fields("the file", data, _FILE)
+    if problem is not None:
+        return problem
+    if data["maxFPGAs"] < 1:
+        return f"maxFPGAs is {data['maxFPGAs']}; a placement needs at least 1 device"
+    known: set[int] = set()
+    for i, node in enumerate(data["nodes"]):
+        problem = _wrong_fields(f"nodes[{i}]", node, _NODE)
+        if problem is not None:
+            return problem
+        if node["id"] in known:
+            return f"nodes[{i}] has the id {node['id']} of an earlier node"
+        if not node.get("supportedOnFpga", True):
+            return f"nodes[{i}] does not run on an accelerator, and only these are placed"
+        known.add(node["id"])
+    for i, edge in enumerate(data["edges"]):
+        problem = _wrong_fields(f"edges[{i}]", edge, _EDGE)
+        if problem is not None:
+            return problem
+        unknown = {edge["sourceId"], edge["destId"]} - known
+        if unknown:
+            return f"edges[{i}] has an end that is no node: {min(unknown)}"
+    return None
+
+
+def _wrong_fields(where: str, found: Any, fields: Mapping[str, type]) -> str | None:
+    """What is wrong with the types of ``fields`` in ``found``; numbers are finite and not negative."""
+    if not isinstance(found, dict):
+        return f"{where} is not an object"
+    for field, kind in fields.items():
+        if field not in found:
+            return f"{where} has no {field!r}"
+        value = found[field]
+        if kind is float:
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not 0 <= value < float("inf"):
+                return f"{where} has {field!r}: {value!r}; it must be a finite number, 0 or more"
+        elif not isinstance(value, kind):
+            return f"{where} has {field!r}: {value!r}; it must be of type {kind.__name__}"
+    return None
 
 
 def partition_problem(workload: Workload) -> PartitionProblem:
@@ -42,7 +103,7 @@ def partition_problem(workload: Workload) -> PartitionProblem:
     for edge in edges:
         source, target = index[edge["sourceId"]], index[edge["destId"]]
         consumers.setdefault(source, set()).add(target)
-        cost[source] = float(edge["cost"])
+        cost[source] = max(cost.get(source, 0.0), float(edge["cost"]))
         if not backward[source] and not backward[target]:
             forward.add((source, target))
     classes: dict[Any, list[int]] = {}
@@ -103,7 +164,8 @@ def check_placement(workload: Workload, devices: Sequence[Sequence[int]]) -> flo
     outputs: dict[int, tuple[float, set[int]]] = {}
     for edge in edges:
         a, b = edge["sourceId"], edge["destId"]
-        outputs.setdefault(a, (edge["cost"], {home[a]}))[1].add(home[b])
+        cost, found = outputs.get(a, (0.0, {home[a]}))
+        outputs[a] = max(cost, edge["cost"]), found | {home[b]}
         if a not in backward and b not in backward and home[a] != home[b]:
             chain.add_edge(home[a], home[b])
     if not nx.is_directed_acyclic_graph(chain):

@@ -234,7 +234,9 @@ def _largest_share(plan: placer.Plan) -> float:
 def _best_share(capture: Capture, args: Any, kwargs: Any) -> float:
     """The least largest share over all cuts of the program's order of units into two stages."""
     inputs = [t for t in tree_leaves((args, kwargs)) if is_tensor(t)]
-    costs = placer.plan.build.estimate_costs(capture, inputs, training=True, precision="fp32")
+    costs = placer.plan.build.estimate_costs(
+        capture, inputs, training=True, precision="fp32", kernels="cuda"
+    )
     units = unit_graph(capture)
     order = program_order(units)
     cuts = [0, *itertools.accumulate(len(units.nodes[unit]["nodes"]) for unit in order)]

@@ -1,7 +1,8 @@
 """Cost: a capture in, a table of bytes and FLOPs per node out; nothing is allocated."""
 
-from placer.cost.devices import DeviceKind, device_kind, kinds_with_memory
+from placer.cost.devices import DeviceKind, device_kind, device_type, kinds_with_memory
 from placer.cost.estimate import estimate_costs
+from placer.cost.kernels import device_kernels
 from placer.cost.record import stand_in_loss
 from placer.cost.regions import with_regions
 from placer.cost.types import AddedGradient, CostTable, NodeCost, PendingGradient, StoredValue
@@ -13,7 +14,9 @@ __all__ = [
     "NodeCost",
     "PendingGradient",
     "StoredValue",
+    "device_kernels",
     "device_kind",
+    "device_type",
     "estimate_costs",
     "kinds_with_memory",
     "stand_in_loss",

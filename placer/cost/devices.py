@@ -74,6 +74,15 @@ CATALOGUE = {
 _DEFAULT_KIND = {"cuda": "a100", "cpu": "cpu"}
 
 
+def device_type(name: str) -> str:
+    """Whose kernels run on the device of that name: "cuda" or, for all others, "cpu".
+
+    >>> device_type("cuda:1"), device_type("cpu:1")
+    ('cuda', 'cpu')
+    """
+    return "cuda" if name.split(":")[0] == "cuda" else "cpu"
+
+
 def device_kind(name: str, kind: str | None) -> DeviceKind:
     """The catalogue's entry for ``kind``, or the one assumed for a device called ``name``.
 

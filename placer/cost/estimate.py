@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from torch import Tensor, nn
@@ -20,11 +20,13 @@ def estimate_costs(
     *,
     training: bool = True,
     precision: str = "fp32",
+    kernels: str | Mapping[str, str] = "cpu",
 ) -> CostTable:
     """Bytes and FLOPs of every node of ``capture`` for a micro-batch shaped like ``inputs``.
 
     ``inputs`` are the tensor inputs of one micro-batch of one replica, on any device, ``meta``
-    included. Nothing is allocated: the run is on fake CPU tensors. With ``training`` the backward is
+    included. Nothing is allocated: the run is on fake CPU tensors, with the kernels of the device type
+    ``kernels`` ("cpu" or "cuda", or per node which). With ``training`` the backward is
     run as well, from a stand-in loss (`placer.cost.record.stand_in_loss`).
     """
     world = FakeWorld()
@@ -40,9 +42,19 @@ def estimate_costs(
             constants,
             training=training,
             run_context=partial(precision_context, precision, "cpu"),
+            kernels=_kernels_of(capture, kernels),
+            half=precision != "fp32",
             visible=capture.call.result.visible,
         )
     return _table(capture, inputs, recording, training=training)
+
+
+def _kernels_of(capture: Capture, kernels: str | Mapping[str, str]) -> list[str]:
+    """Per node, and of the loss, which is on the last device."""
+    if isinstance(kernels, str):
+        return [kernels] * (len(capture.order) + 1)
+    found = [kernels[name] for name in capture.order]
+    return [*found, found[-1] if found else "cpu"]
 
 
 def _table(

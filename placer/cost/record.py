@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from placer.cost.kernels import device_kernels
 from placer.errors import CaptureError
 
 _INPUT = -1
@@ -185,13 +187,16 @@ def record_run(
     *,
     training: bool,
     run_context: Callable[[], Any],
+    kernels: Sequence[str],
+    half: bool,
     visible: Callable[[Sequence[Any]], list[Any]] = list,
 ) -> Recording:
     """Record one run of ``graph`` on ``inputs`` with the weights of ``model`` (all of them fake).
 
     A loss depends on the ``visible`` ones of the result's leaves, and the caller holds all of them.
     Call it under the fake mode that the tensors belong to. ``run_context`` makes the context that
-    each node runs in (autocast).
+    each node runs in (autocast, with ``half``); ``kernels`` are the device types, per node and of
+    the loss, whose kernels run.
     """
     position = {name: i for i, name in enumerate(order)}
     recorder = Recorder(len(order) + 1)
@@ -210,7 +215,10 @@ def record_run(
         return tensor.detach()
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-    with torch.set_grad_enabled(training), recorder, hooks:
+    chosen: Any = nullcontext()
+    if set(kernels) != {"cpu"}:
+        chosen = device_kernels(lambda: kernels[recorder.position], half=half)
+    with torch.set_grad_enabled(training), recorder, hooks, chosen:
         values: dict[str, Any] = {}
         leaves = iter(inputs)
         last_reader = _last_readers(graph)

@@ -147,7 +147,9 @@ class Window:
                 entries = [(self._column(seconds), factor, len(side) * bound)]
                 budgets = [s.budget for s in side if s.budget is not None]
                 if len(budgets) == len(side):
-                    nbytes = np.min([s.nbytes[order] for s in side], axis=0)
+                    first = conditions is self.inside
+                    held = [s.nbytes_or_earlier if first else s.nbytes_or_later for s in side]
+                    nbytes = np.min(held, axis=0)[order]
                     total = float(sum(budgets))
                     if nbytes.sum() > total:
                         entries.append((self._column(nbytes), 0.0, total * (1 + 1e-12)))
@@ -195,7 +197,9 @@ def surviving_rows(lattice: Lattice, bound: float, *, most: int) -> Words | None
     """
     n, m = lattice.num_units, len(lattice.values)
     window = Window(lattice, bound)
-    weights = np.array(window.columns)  # columns x units
+    weights = np.array(window.columns).reshape(
+        len(window.columns), n
+    )  # columns x units; none for one stage
     sums = [WeightLookup(w) for w in weights]
     cut_of = WeightLookup(window.cut_nbytes)
     after = _descendants(lattice)
@@ -217,7 +221,9 @@ def surviving_rows(lattice: Lattice, bound: float, *, most: int) -> Words | None
         free = np.flatnonzero((outside[:, word] & bit) == 0)
         out_rows = outside[free] | after[u]
         fresh = after[u] & ~outside[free]
-        out_sums = sum_out[free] + np.stack([s(fresh) for s in sums], axis=1)
+        out_sums = sum_out[free]
+        for column, lookup in enumerate(sums):
+            out_sums[:, column] += lookup(fresh)
         out_touched = touched_out[free] | touched_after[u]
         out_alive = window.some(sum_in[free], out_sums, cut_of(touched_in[free] & out_touched))
         # In place: the undecided rows take the unit in; then those that leave it out are added.
@@ -240,7 +246,7 @@ def surviving_rows(lattice: Lattice, bound: float, *, most: int) -> Words | None
         if complete.any():
             done.append(added[0][complete])
         ended = free[in_alive][((outside[free[in_alive]] & rest) == rest).all(axis=1)]
-        if u < n - 1 and len(ended):
+        if len(ended):
             done.append(inside[ended])
         keep = np.ones(len(inside), dtype=bool)
         keep[free[~in_alive]] = False

@@ -306,12 +306,22 @@ class _Stage:
             for change in crossing:
                 total += change
                 at.append(total)
-            window = -(-len(starts) // (_MOST_ATOMS - 1))
-            windows = [starts[i : i + window] for i in range(0, len(starts), window)]
+            windows: dict[int, list[int]] = {}
+            for t, share in zip(starts, self._shares(starts), strict=True):
+                windows.setdefault(int(share * (_MOST_ATOMS - 1)), []).append(t)
             needed = {t for t in starts if settled[t] != settled[t - 1]} | {starts[-1]}
-            starts = sorted({*needed, *(min(w, key=lambda t: (at[t], t)) for w in windows)})
+            best = (min(w, key=lambda t: (at[t], t)) for w in windows.values())
+            starts = sorted({*needed, *best})
         borders = [0, *starts, len(self.nodes)]
         return [list(range(a, b)) for a, b in pairwise(borders) if a < b]
+
+    def _shares(self, starts: Sequence[int]) -> list[float]:
+        """Per start, what comes before it: half by nodes, half by the bytes that they save."""
+        sums = [0.0]
+        for saved in self.saved_at:
+            sums.append(sums[-1] + sum(self.nbytes[value] for value in saved))
+        count, total = len(self.nodes), sums[-1] or 1.0
+        return [0.5 * t / count + 0.5 * sums[t] / total for t in starts]
 
     def extend(
         self, label: _Label, border: int, choices: Collection[Treatment]

@@ -40,7 +40,9 @@ class StageSlot:
     """A stage's device, and what every unit costs at that position of the chain.
 
     ``nbytes[u]`` is what unit u holds there at the peak: what stays, and what waits for backward
-    times the micro-batches in flight at this position. ``budget`` None: no limit.
+    times the micro-batches in flight at this position. ``budget`` None: no limit. In a relaxation
+    (`reduce.fold_dominated`), ``earlier[u]`` is held here if u is, or by an earlier stage;
+    ``later[u]`` here or by a later one. None: nothing is.
     """
 
     device: str
@@ -48,6 +50,18 @@ class StageSlot:
     seconds_per_byte: float
     nbytes: Vector
     budget: float | None = None
+    earlier: Vector | None = None
+    later: Vector | None = None
+
+    @property
+    def nbytes_or_earlier(self) -> Vector:
+        """Bytes that are here or on an earlier stage where the unit is here."""
+        return self.nbytes if self.earlier is None else self.nbytes + self.earlier
+
+    @property
+    def nbytes_or_later(self) -> Vector:
+        """Bytes that are here or on a later stage where the unit is here."""
+        return self.nbytes if self.later is None else self.nbytes + self.later
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -131,7 +131,9 @@ def best_borders(lattice: Lattice, rows: Words, bound: float) -> Borders | None:
     slots, order = lattice.problem.slots, lattice.order
     window = Window(lattice, bound)
     family = _Family(lattice, rows, window.cut_nbytes)
-    inside = np.stack([family.sums(w) for w in window.columns], axis=1)
+    inside = np.empty((len(rows), len(window.columns)))  # no columns where there is one stage
+    for c, weights in enumerate(window.columns):
+        inside[:, c] = family.sums(weights)
     outside = np.array([w.sum() for w in window.columns]) - inside
     last = len(rows) - 1
     opens = [window.open(q, inside, outside, family.cut) for q in range(1, len(slots))]
@@ -234,6 +236,11 @@ class _Stages:
         for start in range(0, len(self._alive), _BLOCK):
             block = self._alive[start : start + _BLOCK]
             near = sources[seconds[sources] > seconds[block].min() - self._bound]
+            union = np.bitwise_or.reduce(family.rows[block], axis=0)  # near rows share most units
+            for word, column in zip(union, family.rows.T, strict=True):
+                near = near[(column[near] & ~word) == 0]
+            if not len(near):
+                continue
             may = family.solid[block, None] > family.solid[None, near]
             may &= seconds[block, None] - seconds[None, near] < self._bound
             may &= first[None, near] < final[block, None]

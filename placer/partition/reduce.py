@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from placer.partition.problem import CrossingValue, PartitionProblem
+from placer.partition.problem import CrossingValue, PartitionProblem, StageSlot, Vector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -49,11 +49,17 @@ def contract(problem: PartitionProblem, leaders: Sequence[int]) -> Reduction:
         units = tuple(sorted({int(unit_of[u]) for u in value.units}))
         if value.external or len(units) > 1:
             values.append(CrossingValue(nbytes=value.nbytes, units=units, external=value.external))
+
+    def sums(weights: Vector) -> Vector:
+        return np.bincount(unit_of, weights=weights, minlength=count).astype(np.float64)
+
     slots = tuple(
         replace(
             slot,
-            seconds=np.bincount(unit_of, weights=slot.seconds, minlength=count).astype(np.float64),
-            nbytes=np.bincount(unit_of, weights=slot.nbytes, minlength=count).astype(np.float64),
+            seconds=sums(slot.seconds),
+            nbytes=sums(slot.nbytes),
+            earlier=None if slot.earlier is None else sums(slot.earlier),
+            later=None if slot.later is None else sums(slot.later),
         )
         for slot in problem.slots
     )
@@ -72,38 +78,57 @@ def contract(problem: PartitionProblem, leaders: Sequence[int]) -> Reduction:
     return Reduction(problem=reduced, unit_of=unit_of)
 
 
-def fold_dominated(problem: PartitionProblem, *, relaxed: bool = False) -> Reduction:
+def fold_dominated(
+    problem: PartitionProblem, *, relaxed: bool = False, weightless: bool = False
+) -> Reduction:
     """Join a unit with its only reader (or only source) where no stage is ever better off without.
 
     Let v be the only successor (or predecessor) of u, or any unit if u has neither. Moving u to the
     stage of v keeps all edges forward, unloads the stage it leaves, and changes the load of v's by
     at most the seconds of u, plus the bytes of u's values that v does not share, less those that u
     and v share with nobody. Where that is <= 0 on every device some best placement has them
-    together, memory apart: ``relaxed`` forgets the bytes that u holds, so that the best of the
-    reduced problem is no worse than the original's. Only done where stages may be empty.
+    together, memory apart: ``relaxed`` lets the bytes that u holds wait on any stage where u may
+    be, in parts, so that the best of the reduced problem is no worse than the original's;
+    ``weightless`` joins only units that hold no bytes, which is exact under budgets, too. Only done
+    where stages may be empty.
     """
     unit_of = np.arange(problem.num_units)
     if not problem.may_be_empty or problem.relayed:
         return Reduction(problem=problem, unit_of=unit_of)
     while True:
-        leaders, folded = _foldable(problem)
+        leaders, folded = _foldable(problem, weightless=weightless)
         if not folded:
             return Reduction(problem=problem, unit_of=unit_of)
         if relaxed:
-            problem = _without_bytes(problem, folded)
+            edges = frozenset(problem.edges)
+            loose = tuple(_loosen(slot, folded, edges) for slot in problem.slots)
+            problem = replace(problem, slots=loose)
         step = contract(problem, leaders)
         problem, unit_of = step.problem, step.unit_of[unit_of]
 
 
-def _without_bytes(problem: PartitionProblem, units: Sequence[int]) -> PartitionProblem:
-    keep = np.ones(problem.num_units)
-    keep[list(units)] = 0.0
-    slots = tuple(replace(slot, nbytes=slot.nbytes * keep) for slot in problem.slots)
-    return replace(problem, slots=slots)
+def _loosen(
+    slot: StageSlot, folded: Mapping[int, int], edges: frozenset[tuple[int, int]]
+) -> StageSlot:
+    """The slot with the bytes of folded units free to wait on any stage that their edge allows.
+
+    A unit before its reader is there or earlier, and so is what waits earlier than that unit; what
+    waits later than it may be anywhere, and is forgotten.
+    """
+    if slot.budget is None:
+        return slot
+    nbytes = slot.nbytes.copy()
+    earlier = np.zeros(len(nbytes)) if slot.earlier is None else slot.earlier.copy()
+    later = np.zeros(len(nbytes)) if slot.later is None else slot.later.copy()
+    for u, v in folded.items():
+        earlier[u] = earlier[u] + nbytes[u] if (u, v) in edges else 0.0
+        later[u] = later[u] + nbytes[u] if (v, u) in edges else 0.0
+        nbytes[u] = 0.0
+    return replace(slot, nbytes=nbytes, earlier=earlier, later=later)
 
 
-def _foldable(problem: PartitionProblem) -> tuple[list[int], list[int]]:
-    """A leader per unit, and the units that fold into another; every unit is in one fold at most."""
+def _foldable(problem: PartitionProblem, *, weightless: bool) -> tuple[list[int], dict[int, int]]:
+    """A leader per unit, and what unit each folds into; every unit is in one fold at most."""
     n = problem.num_units
     preds: list[set[int]] = [set() for _ in range(n)]
     succs: list[set[int]] = [set() for _ in range(n)]
@@ -115,9 +140,15 @@ def _foldable(problem: PartitionProblem) -> tuple[list[int], list[int]]:
         for u in value.units:
             values_of[u].append(value)
     costs = {(s.seconds.tobytes(), s.seconds_per_byte): s for s in problem.slots}
-    leaders, taken, folded = list(range(n)), [False] * n, []
+    fixed = np.zeros(n, dtype=bool)
+    if weightless:
+        fixed = (
+            np.any([s.nbytes > 0 for s in problem.slots if s.budget is not None], axis=0) | fixed
+        )
+    leaders, taken = list(range(n)), [False] * n
+    folded: dict[int, int] = {}
     for u in range(n):
-        if taken[u]:
+        if taken[u] or fixed[u]:
             continue
         options = set()
         if len(succs[u]) == 1:
@@ -134,6 +165,6 @@ def _foldable(problem: PartitionProblem) -> tuple[list[int], list[int]]:
             if all(s.seconds[u] + s.seconds_per_byte * (new - alone) <= 0 for s in costs.values()):
                 leaders[u] = leaders[v] = min(u, v)
                 taken[u] = taken[v] = True
-                folded.append(u)
+                folded[u] = v
                 break
     return leaders, folded

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -19,6 +19,7 @@ from placer.partition.lattice import (
     topological_order,
     unpack,
 )
+from placer.partition.moves import move_units
 from placer.partition.problem import (
     CrossingValue,
     PartitionProblem,
@@ -33,17 +34,22 @@ from placer.plan.types import Optimality
 StageOf = NDArray[np.int64]
 
 _WIDTH = 8  # of the beam; measured: 16 finds nothing better on the published graphs
+_NARROW, _MANY = 4, 600  # from so many units on: 1% worse on random graphs, a third of the time
 _MOST_ALIVE = 150_000  # partly decided downsets at a time in a proof; about a second
-_MOST_BITS = 40_000_000  # of their rows, for the memory they take
+_FEW = 10  # a tenth of them for the first attempt, which settles most problems
+_FIRST_SHARE = 1 / 16  # of the gap between bound and value, then doubled
+_MOST_FAILED = 3  # attempts with too many downsets, the first apart
+_MOST_BITS = 20_000_000  # of their rows, for the memory they take
 _TOLERANCE = 1e-10
 _LARGE = 1500  # units; from here on stages are intervals of one order, improved at their borders
+_FACTORS = (1.2, 1.6, 3.0)  # of the trivial bound: where a first answer is looked for
 _NEAR = 0.8  # share of a budget from which on it may bind
 
 
 def solve(problem: PartitionProblem, *, most_alive: int = _MOST_ALIVE) -> Solution | None:
     """The placement of least largest load, with a lower bound on the load of any placement.
 
-    Chains of a few topological orders and a beam of width 8 give an answer; if at most
+    Chains of a few topological orders and a narrow beam give an answer; if at most
     ``most_alive`` partly decided downsets could be better at a time, all of these are tried and
     the answer is optimal (`Optimality.proven`), floats and tight budgets apart, where the bound is
     that of a relaxation. Deterministic. None when no placement was found that meets the budgets.
@@ -51,20 +57,25 @@ def solve(problem: PartitionProblem, *, most_alive: int = _MOST_ALIVE) -> Soluti
     joined = join_together(problem)
     if joined.problem.num_units > _LARGE:
         return _solve_large(problem, joined)
-    folded = fold_dominated(joined.problem)
-    relaxed = fold_dominated(joined.problem, relaxed=True)
-    best = _Best(joined.problem)
+    small = joined.problem
+    itself = np.arange(small.num_units)
+    best, bound = _Best(small), _trivial_bound(small)
+    folded = fold_dominated(small)
     best.offer(_heuristic(folded.problem), folded.unit_of)
-    bound, found = _prove(_lattice(relaxed.problem), best.value, most_alive)
-    best.offer(found, relaxed.unit_of)
-    if not _reached(best.value, bound) and joined.problem.may_be_empty:
-        # Folds and floats are exact but for budgets, and for what floats cost among themselves.
-        itself = np.arange(joined.problem.num_units)
-        if best.stage_of is None or _is_tight(joined.problem, best.stage_of):
-            best.offer(_heuristic(joined.problem), itself)
-        whole, found = _prove(_lattice(joined.problem, floats=False), best.value, most_alive)
-        bound = max(bound, whole)
-        best.offer(found, itself)
+    for rung, (reduction, floats) in enumerate(_ladder(small)):
+        if rung and best.is_tight:
+            best.offer(_heuristic(reduction.problem), reduction.unit_of)
+        if best.stage_of is None and _is_limited(small):
+            best.offer(_smallest(small, most_alive), itself)
+        if best.stage_of is not None and best.is_tight and not _reached(best.value, bound):
+            best.offer(move_units(small, best.stage_of, bound), itself)
+        lattice = _lattice(reduction.problem, floats=floats)
+        bound, found = _prove(lattice, best.value, most_alive, bound=bound)
+        best.offer(found, reduction.unit_of)
+        if found is not None and not _reached(best.value, bound):
+            best.offer(move_units(small, found[reduction.unit_of], bound), itself)
+        if _reached(best.value, bound):
+            break
     if best.stage_of is None:
         return None
     stage_of = best.stage_of[joined.unit_of]
@@ -75,6 +86,20 @@ def solve(problem: PartitionProblem, *, most_alive: int = _MOST_ALIVE) -> Soluti
             criterion="largest stage load", value=value, lower_bound=min(bound, value)
         ),
     )
+
+
+def _ladder(problem: PartitionProblem) -> Iterator[tuple[Reduction, bool]]:
+    """Reductions to prove on, each with whether its floats are left out; from the loosest to exact.
+
+    Folds are exact but for budgets, floats but for budgets and for what they cost among themselves.
+    """
+    relaxed = fold_dominated(problem, relaxed=True)
+    yield relaxed, True
+    exact = fold_dominated(problem, weightless=True)
+    if exact.problem.num_units > relaxed.problem.num_units:
+        yield exact, True
+    if floating_units(exact.problem):
+        yield exact, False
 
 
 def _solve_large(problem: PartitionProblem, joined: Reduction) -> Solution | None:
@@ -120,6 +145,11 @@ class _Best:
         self.stage_of: StageOf | None = None
         self.value = np.inf
 
+    @property
+    def is_tight(self) -> bool:
+        """Whether budgets may have shaped the answer, or prevented one."""
+        return self.stage_of is None or _is_tight(self._problem, self.stage_of)
+
     def offer(self, stage_of: StageOf | None, unit_of: StageOf) -> None:
         """Take ``stage_of`` (of the units that ``unit_of`` maps to) if it is better."""
         if stage_of is None:
@@ -134,17 +164,17 @@ def _reached(value: float, bound: float) -> bool:
     return value <= bound * (1 + _TOLERANCE)
 
 
-def _heuristic(problem: PartitionProblem, *, width: int = _WIDTH) -> StageOf | None:
+def _heuristic(problem: PartitionProblem, *, width: int | None = None) -> StageOf | None:
     """The best placement with borders among a few chains and a beam."""
+    width = width or (_WIDTH if problem.num_units < _MANY else _NARROW)
     lattice = _lattice(problem)
     orders = [np.arange(lattice.num_units), *_deep_orders(lattice)]
     chains = distinct(np.concatenate([chain_rows(lattice, order) for order in orders]))
     best, value = _try(lattice, chains, None, np.inf)
     rows = distinct(np.concatenate([chains, beam_rows(lattice, width)]))
     best, value = _try(lattice, rows, best, value)
-    limited = any(slot.budget is not None for slot in problem.slots)
-    if limited and (best is None or _is_tight(problem, best)):
-        smallest = _smallest(problem)
+    if _is_limited(problem) and (best is None or _is_tight(problem, best)):
+        smallest = _smallest(problem, 0)
         if smallest is not None:
             order = np.lexsort((np.arange(lattice.num_units), smallest[lattice.order]))
             rows = distinct(np.concatenate([rows, chain_rows(lattice, order)]))
@@ -156,8 +186,13 @@ def _try(
     lattice: Lattice, rows: Words, best: StageOf | None, value: float
 ) -> tuple[StageOf | None, float]:
     """The better of ``best`` and the best placement with borders among ``rows``."""
-    limit = value * (1 - _TOLERANCE) if np.isfinite(value) else _above_all(lattice.problem)
-    borders = best_borders(lattice, rows, limit)
+    least, most = _trivial_bound(lattice.problem), _above_all(lattice.problem)
+    limits = [value * (1 - _TOLERANCE)]
+    if not np.isfinite(value):  # low limits first: time grows with the limit
+        limits = [*(factor * least for factor in _FACTORS if factor * least < most), most]
+    borders = None
+    for limit in limits:
+        borders = borders or best_borders(lattice, rows, limit)
     if borders is None:
         return best, value
     stage_of = _stages(lattice, borders)
@@ -167,29 +202,42 @@ def _try(
     return best, value
 
 
-def _prove(lattice: Lattice, value: float, most_alive: int) -> tuple[float, StageOf | None]:
-    """A lower bound on all placements, and a placement below ``value`` if one was found.
+def _prove(
+    lattice: Lattice, value: float, most_alive: int, *, bound: float = 0.0
+) -> tuple[float, StageOf | None]:
+    """A lower bound on all placements, and the best placement if one below ``value`` was found.
 
-    Should there be too many downsets for a proof at ``value``, smaller bounds are tried.
+    All placements below a limit have their borders among the downsets that survive it, and these
+    grow exponentially with the limit. So ``value`` is tried with few downsets, then limits from
+    ``bound`` (known before) upwards: the first that holds a placement holds the best one. Where
+    the downsets are too many, limits between that one and the last that held nothing are tried.
     """
     problem = lattice.problem
-    least = _trivial_bound(problem)
+    least = max(bound, _trivial_bound(problem))
     if _reached(value, least) or not most_alive:
         return least, None
     if not np.isfinite(value):
         value = _above_all(problem)
-    most_alive = min(most_alive, _MOST_BITS // max(1, lattice.num_units))
-    for share in (1.0, 0.75, 0.5, 0.25):
-        limit = least + share * (value - least)
-        rows = surviving_rows(lattice, limit * (1 - _TOLERANCE), most=most_alive)
+    left = min(most_alive, _MOST_BITS // max(1, lattice.num_units))
+    empty, full = 0.0, np.inf  # shares of the gap: nothing is below; too many downsets are
+    share, most, failed = 1.0, left // _FEW, 0
+    while failed <= _MOST_FAILED and left > 0:
+        limit = (least + share * (value - least)) * (1 - _TOLERANCE)
+        rows = surviving_rows(lattice, limit, most=most)
         if rows is None:
-            most_alive //= 2
-            continue
-        borders = best_borders(lattice, rows, limit * (1 - _TOLERANCE))
-        if borders is None:
-            return limit, None
-        return borders.value, _stages(lattice, borders)
-    return least, None
+            failed += 1
+            full = share if failed > 1 else np.inf
+            most = left if failed == 1 else most // 2
+        else:
+            borders = best_borders(lattice, rows, limit)
+            if borders is not None:
+                return borders.value, _stages(lattice, borders)
+            if share == 1.0:
+                return value, None
+            empty, left = share, left - len(rows)
+            most = min(most, left)
+        share = (empty + full) / 2 if full <= 1 else min(1.0, max(_FIRST_SHARE, 4 * empty))
+    return (least + empty * (value - least)) * (1 - _TOLERANCE), None
 
 
 def lower_bound(problem: PartitionProblem) -> float:
@@ -245,7 +293,7 @@ def _newest_first(preds: Sequence[Sequence[int]], succs: Sequence[Sequence[int]]
     return order
 
 
-def _smallest(problem: PartitionProblem) -> StageOf | None:
+def _smallest(problem: PartitionProblem, most_alive: int) -> StageOf | None:
     """A placement whose largest share of a budget is small: memory as the load, no values."""
     slots = tuple(
         replace(
@@ -257,7 +305,12 @@ def _smallest(problem: PartitionProblem) -> StageOf | None:
         for slot in problem.slots
     )
     ties = tuple(CrossingValue(nbytes=v.nbytes, units=v.units) for v in problem.values)
-    return _heuristic(replace(problem, slots=slots, values=ties))
+    solution = solve(replace(problem, slots=slots, values=ties), most_alive=most_alive)
+    return None if solution is None else np.array(solution.stage_of, dtype=np.int64)
+
+
+def _is_limited(problem: PartitionProblem) -> bool:
+    return any(slot.budget is not None for slot in problem.slots)
 
 
 def _is_tight(problem: PartitionProblem, stage_of: StageOf) -> bool:

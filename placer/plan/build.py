@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from placer.capture import Capture
-from placer.cost import CostTable, estimate_costs
+from placer.cost import CostTable, device_type, estimate_costs
 from placer.errors import PlacerError, SpecError
 from placer.partition import Demands, DeviceSlot, Partition, choose_partition
 from placer.partition.lighten import Treatment
@@ -50,9 +50,11 @@ def build_plan(
     rows = spec.device_rows(replicas)
     keys = _region_keys(capture, spec)
     treatments = _treatments(spec)
+    types = {device_type(device.name) for device in spec.devices}
     plans = []
     for microbatches in _microbatch_choices(spec, capture, replicas):
-        found = costs or estimate_costs(
+        costs_of = partial(
+            estimate_costs,
             capture,
             microbatch_inputs(capture, inputs, replicas, microbatches),
             training=spec.training,
@@ -69,8 +71,15 @@ def build_plan(
             half=spec.precision != "fp32",
             processes=processes,
         )
+        found = costs or costs_of(kernels="cuda" if "cuda" in types else "cpu")
         choose = partial(_choose, capture, slots, pins, demands)
         light = lighten(capture, found, keys, treatments, slots, demands, choose)
+        if costs is None and len(types) > 1:  # where each node runs is known: with its own kernels
+            stages = light.partition.stages
+            placed = {node: stage.device.name for stage in stages for node in stage.nodes}
+            found = costs_of(kernels={node: device_type(name) for node, name in placed.items()})
+            choose = partial(_choose, capture, slots, placed, demands)
+            light = lighten(capture, found, keys, treatments, slots, demands, choose)
         plans.append(_plan(capture, spec, light, demands, rows, microbatches))
     return min(plans, key=lambda plan: (not plan.fits, _overflow(plan), plan.step_seconds))
 

@@ -30,6 +30,7 @@ from placer.schedule import batch_cuts
 from placer.simulation.attribution import Attribution
 from placer.simulation.ledger import HOST, Ledger, Moment
 from placer.simulation.optimizers import make_optimizer
+from placer.simulation.simulate import running_kernels
 from placer.simulation.types import DeviceSimulation, SimulationReport
 
 _CPU = torch.device("cpu")
@@ -67,6 +68,7 @@ def simulate_ranks(
     inputs: Sequence[Tensor],
     *,
     loss_fn: Callable[[Any], Tensor] | None = None,
+    run_on: str | None = None,
 ) -> SimulationReport:
     """The peak of every device of the first replica when each has a process of its own.
 
@@ -89,7 +91,7 @@ def simulate_ranks(
         job = Job(rank=index, world_size=plan.replicas * len(names), local_rank=0)
         seat = take_seat(plan, job)
         with fake_process_group(index, job.world_size):
-            ledger = _simulate_rank(capture, plan, staged, seat, inputs, loss_fn)
+            ledger = _simulate_rank(capture, plan, staged, seat, inputs, loss_fn, run_on or name)
         peak = ledger.peak
         found.append(
             DeviceSimulation(
@@ -113,6 +115,7 @@ def _simulate_rank(
     seat: Seat,
     inputs: Sequence[Tensor],
     loss_fn: Callable[[Any], Tensor] | None,
+    name: str,
 ) -> RankLedger:
     world = FakeWorld()
     fake_model = world.module(capture.model)
@@ -154,7 +157,7 @@ def _simulate_rank(
         ]
         empty = Microbatch(inputs={}, crossings=None)
         microbatches += [empty] * (plan.microbatches - len(pieces))
-        with ledger:
+        with ledger, running_kernels(plan, name):
             for _ in range(2):
                 run = Run(microbatches=microbatches, loss_of=lambda _, output: loss_of(output))
                 reducer.prepare(len(pieces), overlap=not engine.splits_backward)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,12 +11,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from placer.capture import Capture, FakeWorld
-from placer.cost import stand_in_loss
+from placer.cost import device_kernels, device_type, stand_in_loss
 from placer.emit import StagedModel, emit_stages, materialize
 from placer.plan.types import Plan
 from placer.runtime.module import PlacedModule
 from placer.runtime.place import HOST as HOST_MEMORY
-from placer.runtime.place import Place, on
+from placer.runtime.place import Place, current_place, on
 from placer.simulation.attribution import Attribution, Where
 from placer.simulation.ledger import HOST, Ledger, Moment
 from placer.simulation.optimizers import make_optimizer
@@ -30,13 +31,15 @@ def simulate_plan(
     inputs: Sequence[Tensor],
     *,
     loss_fn: Callable[[Any], Tensor] | None = None,
+    run_on: str | None = None,
 ) -> SimulationReport:
     """Run the plan's training step twice on simulated devices and report every device's peak.
 
     ``inputs`` are the tensors of the whole batch, flattened as the capture has them, on any device.
     The second step is the steady state: the optimizer's state exists. ``loss_fn(output)`` gives the
     loss of one micro-batch; by default a stand-in that needs gradients of the size of the outputs.
-    Raises ``DeviceError`` when an operation would mix devices.
+    Every stage runs its device's kernels; with ``run_on`` all run that device's, as they do after
+    ``placer.compile(…, run_on="cpu")``. Raises ``DeviceError`` when an operation would mix devices.
     """
     world = FakeWorld()
     fake_model = world.module(capture.model)
@@ -52,7 +55,7 @@ def simulate_plan(
         _count_state(ledger, placed, staged, rows[0])
         for leaf in leaves:
             ledger.add(leaf, HOST, kind="input")
-        with ledger:
+        with ledger, running_kernels(plan, run_on):
             if plan.training:
                 _train(placed, leaves, step, plan, loss_fn)
             else:
@@ -62,6 +65,22 @@ def simulate_plan(
         devices=tuple(_device(ledger, device.device, device.peak) for device in plan.devices),
         step_ok=True,
     )
+
+
+@contextmanager
+def running_kernels(plan: Plan, device: str | None = None) -> Iterator[None]:
+    """Every stage runs its device's kernels, or all of them those of ``device``."""
+
+    def kind() -> str:
+        place = current_place()
+        return device_type(device or (place.name if place is not None else "cpu"))
+
+    names = [device] if device else [name for stage in plan.stages for name in stage.devices]
+    if all(device_type(name) == "cpu" for name in names):
+        yield
+        return
+    with device_kernels(kind, half=plan.precision != "fp32"):
+        yield
 
 
 class _StepWatch:

@@ -29,7 +29,7 @@ Subject = tuple[Capture, CostTable, torch.Tensor]
 
 def subject(model: nn.Module, x: torch.Tensor) -> Subject:
     capture = capture_model(model, (x,))
-    return capture, estimate_costs(capture, [x]), x
+    return capture, estimate_costs(capture, [x], kernels="cuda"), x
 
 
 @pytest.fixture(scope="module")

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.msr.__main__ import FOLDER, main, place
-from benchmarks.msr.workload import Workload, check_placement, partition_problem
+from benchmarks.msr.workload import (
+    Workload,
+    WorkloadError,
+    check_placement,
+    partition_problem,
+    read_workload,
+)
 from placer.partition import solve
 
 published = pytest.mark.skipif(not FOLDER.exists(), reason="the published workloads are not here")
@@ -71,3 +78,51 @@ def test_the_checker_counts_by_the_files_rules() -> None:
 def test_the_checker_refuses_what_breaks_a_rule(devices: list[list[int]], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         check_placement(_workload(), devices)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"nodes": None}, "'nodes': None; it must be of type list"),
+        ({"maxFPGAs": 0}, "at least 1 device"),
+        ({"maxSizePerFPGA": float("nan")}, "finite number"),
+        ({"edges": [{"sourceId": 1, "destId": 9, "cost": 1}]}, "no node: 9"),
+        ({"edges": [{"sourceId": 1, "cost": 1}]}, "has no 'destId'"),
+    ],
+)
+def test_a_file_that_is_no_workload_is_told_so(
+    change: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "wrong.json"
+    path.write_text(json.dumps(_workload().data | change))
+    with pytest.raises(WorkloadError, match=problem):
+        read_workload(path)
+    path.write_text("{")
+    with pytest.raises(WorkloadError, match="JSON"):
+        read_workload(path)
+
+
+def _placed(data: dict[str, Any], path: Path) -> dict[str, Any]:
+    path.write_text(json.dumps(data))
+    return place(path)
+
+
+def test_few_nodes_many_devices_and_cycles(tmp_path: Path) -> None:
+    data = _workload().data
+    path = tmp_path / "some.json"
+    none = _placed({**data, "nodes": [], "edges": []}, path)
+    assert none["max_load"] == 0 and none["devices"] == [[], []] and none["proven"]
+    one = _placed({**data, "nodes": data["nodes"][:1], "edges": []}, path)
+    assert one["max_load"] == 3 and one["proven"]
+    single = _placed({**data, "maxFPGAs": 1, "maxSizePerFPGA": 4}, path)
+    assert single["max_load"] == 10 and single["proven"]
+    many = _placed({**data, "maxFPGAs": 9}, path)
+    assert many["max_load"] == 7 and many["proven"]
+    back = {"sourceId": 3, "destId": 2, "cost": 1}  # 2 and 3 share a device then
+    cycle = _placed({**data, "edges": [*data["edges"], back]}, path)
+    assert cycle["max_load"] == 8 and cycle["proven"]
+
+
+def test_a_limit_that_nothing_keeps(tmp_path: Path) -> None:
+    with pytest.raises(WorkloadError, match="one device holds 2 or more"):
+        _placed({**_workload().data, "maxSizePerFPGA": 1.5}, tmp_path / "small.json")
