@@ -404,7 +404,9 @@ def plot(results: Mapping[str, list[dict[str, Any]]], memory: int = 16) -> None:
     figure, axes = plt.subplots(1, len(results), figsize=(3.6 * len(results), 4.4), squeeze=False)
     for axis, (name, rows) in zip(axes[0], results.items(), strict=True):
         for index, label in enumerate(dict.fromkeys(r["method"] for r in rows)):
-            points = [r for r in rows if r["method"] == label and r["memory_gib"] == memory]
+            points = [
+                r for r in rows if r["method"] == label and r["memory_gib"] == memory and r["edge"]
+            ]
             ours = label.startswith("placer")
             axis.plot(
                 [DEVICES.index(r["devices"]) for r in points],

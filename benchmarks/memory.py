@@ -24,6 +24,7 @@ from torch.nn import functional as F
 import placer
 from benchmarks.record import write_result
 from examples.unet3d import unet3d
+from placer.simulation.optimizers import make_optimizer
 
 GIB, MIB = 2**30, 2**20
 Build = Callable[[], tuple[nn.Module, torch.Tensor]]
@@ -95,7 +96,7 @@ def measured() -> Iterator[list[object]]:
         spec = {"devices": ["cpu:0"], "optimizer": "sgd_momentum"}
         plan = placer.make_plan(model, spec, (x,))
         (simulated,) = placer.simulate(model, plan, (x,), loss_fn=_loss).devices
-        real, tensors = _allocator_peaks(model, plan, x)
+        real, tensors = allocator_peaks(model, plan, x, _loss)
         yield [
             name,
             f"{simulated.predicted / MIB:.1f}",
@@ -110,16 +111,22 @@ def _loss(output: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output, output.new_zeros(output[:, 0].shape, dtype=torch.long))
 
 
-def _allocator_peaks(model: nn.Module, plan: placer.Plan, x: torch.Tensor) -> tuple[int, int]:
+def allocator_peaks(
+    model: nn.Module,
+    plan: placer.Plan,
+    x: torch.Tensor,
+    loss_fn: Callable[[Any], torch.Tensor],
+) -> tuple[int, int]:
     """Most bytes that the CPU allocator held in the second step, with weights and optimizer state.
 
     First all of them, then without what a convolution takes and gives back inside one call.
     """
     placed = placer.compile(model, plan, (x,), run_on="cpu")
-    optimizer = torch.optim.SGD(placed.parameters(), lr=0.01, momentum=0.9, foreach=False)
+    trained = [p for p in placed.parameters() if p.requires_grad]
+    optimizer = make_optimizer(plan.optimizer, trained)
 
     def step() -> None:
-        placed.step(x, loss_fn=_loss)
+        placed.step(x, loss_fn=loss_fn)
         optimizer.step()
         optimizer.zero_grad()
 

@@ -21,6 +21,12 @@ from placer.errors import CaptureError
 
 _CHECKPOINTED = "the model checkpoints its activations, so backward runs it again as a whole"
 
+_CHECK_INPUTS = "check the example inputs: shapes, dtypes, and the mode of the model"
+_NO_VALUES = (
+    "it looks at the values of tensors, which planning does not have (0 and 1 were tried): keep what "
+    "it needs of them in plain numbers"
+)
+
 
 def capture_model(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
@@ -99,7 +105,7 @@ class _Session:
                 return self._run(inputs)
             raise failure.as_error(
                 f"on these inputs ({describe_shapes(inputs)})",
-                "check the example inputs: shapes, dtypes, and the mode of the model",
+                _NO_VALUES if failure.guessed else _CHECK_INPUTS,
             ) from failure.__cause__
 
     def _keep_whole(self, failure: TraceFailure) -> None:

@@ -51,6 +51,9 @@ def _print_whole(console: Console, modules: list[dict[str, Any]]) -> None:
         limit = _limit(members[0])
         one = "it" if len(members) == 1 else "each"
         console.print(f"  {kind}: {one} is {members[0]['done']}{limit}", style="dim", markup=False)
+        if not members[0]["layer"]:
+            hint = "  move this code into a submodule, and only that one stays whole"
+            console.print(hint, style="dim", markup=False)
 
 
 def _limit(module: Mapping[str, Any]) -> str:

@@ -188,7 +188,8 @@ def test_a_wrong_forward_names_the_line() -> None:
 def test_a_loss_does_not_depend_on_what_an_object_hides() -> None:
     """Gradients of the cache's tensors are counted neither where costs are nor where they are judged."""
     model, x = Caching(), torch.randn(64, 3, 4)
-    report = placer.simulate(model, {"devices": ["cuda:0", "cuda:1"], "objective": "memory"}, x)
+    pins = {"a": "cpu:0", "b": "cpu:1", "c": "cpu:1"}
+    report = placer.simulate(model, TWO | {"layers": pins}, x)
     for device in report.devices:
         assert device.predicted == pytest.approx(device.peak, rel=0.01)
 
@@ -288,3 +289,19 @@ def test_control_flow_over_what_is_written_stays_whole(writes: str) -> None:
     placed = placer.compile(model, TWO, x)
     for _ in range(2):
         assert_close(placed(x), model(x), "output")
+
+
+class PadsByBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("padding", torch.tensor(2))
+        self.conv = nn.Conv1d(1, 1, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.conv(nn.functional.pad(x, (int(self.padding), int(self.padding))))
+
+
+def test_sizes_out_of_buffers_are_what_the_error_names() -> None:
+    with pytest.raises(placer.CaptureError, match="forward fails") as caught:
+        placer.make_plan(PadsByBuffer(), TWO, torch.randn(2, 1, 8))
+    assert "values of tensors, which planning does not have" in caught.value.remedy

@@ -208,6 +208,12 @@ def test_check_a_model(placer: Run) -> None:
     assert 1 < largest["least_devices"] <= 7  # of seven like layers and a small one
 
 
+def test_check_says_how_a_model_that_stays_whole_can_be_split(placer: Run) -> None:
+    result = placer("check", "net.py:Chooser", "--input", "3x4")
+    assert "stays whole: the model itself" in result.stdout
+    assert "move this code into a submodule" in result.stdout
+
+
 def test_check_names_whole_modules_and_why(placer: Run) -> None:
     result = placer("check", "net.py:Picky", "--input", "3x4")
     assert result.exit_code == 0

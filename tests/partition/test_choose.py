@@ -19,10 +19,14 @@ import placer
 
 
 class Branches(nn.Module):
-    """Blocks in a row, each with a side path; a skip from the first to the last; one tied weight."""
+    """Blocks in a row, each with a side path; a skip from the first to the last; one tied weight.
 
-    def __init__(self, widths: tuple[int, ...], *, tied: bool) -> None:
+    Where ``written``, every block's result has a part of it changed in place behind its back.
+    """
+
+    def __init__(self, widths: tuple[int, ...], *, tied: bool, written: bool = False) -> None:
         super().__init__()
+        self.written = written
         self.first = nn.Linear(8, 8)
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 8)) for width in widths
@@ -35,7 +39,12 @@ class Branches(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         skip = x = self.first(x)
         for block, side in zip(self.blocks, self.sides, strict=True):
-            x = block(x) + torch.sigmoid(side(x))
+            y = block(x)
+            part = y[:, :4]
+            gate = torch.sigmoid(side(x))
+            if self.written:
+                part.mul_(2.0)  # stays with y, however cheap a cut between them is
+            x = y + gate
         return self.last(x + skip)
 
 
@@ -63,7 +72,7 @@ def cases(draw: Any) -> tuple[nn.Module, dict[str, Any]]:
         "training": draw(st.booleans()),
         "reserve": draw(st.sampled_from([0, 500])),
     }
-    return Branches(widths, tied=draw(st.booleans())), spec
+    return Branches(widths, tied=draw(st.booleans()), written=draw(st.booleans())), spec
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)
