@@ -8,8 +8,8 @@ from functools import partial
 from torch import Tensor, nn
 
 from placer.capture import Capture, FakeWorld
-from placer.cost.gradients import backward_transients, pending_gradients
-from placer.cost.record import Recording, record_run
+from placer.cost.gradients import backward_needs, pending_gradients
+from placer.cost.record import RecordedStorage, Recording, record_run
 from placer.cost.types import CostTable, NodeCost, StoredValue
 from placer.precision import precision_context
 
@@ -20,21 +20,23 @@ def estimate_costs(
     *,
     training: bool = True,
     precision: str = "fp32",
+    offloads: bool = False,
     kernels: str | Mapping[str, str] = "cpu",
 ) -> CostTable:
     """Bytes and FLOPs of every node of ``capture`` for a micro-batch shaped like ``inputs``.
 
     ``inputs`` are the tensor inputs of one micro-batch of one replica, on any device, ``meta``
-    included. Nothing is allocated: the run is on fake CPU tensors, with the kernels of the device type
-    ``kernels`` ("cpu" or "cuda", or per node which). With ``training`` the backward is
-    run as well, from a stand-in loss (`placer.cost.record.stand_in_loss`).
+    included. Nothing is allocated: the run is on fake CPU tensors, with the kernels of the device
+    type ``kernels`` ("cpu" or "cuda", or per node which). With ``training`` the backward is run as
+    well, from a stand-in loss (`placer.cost.record.stand_in_loss`). With ``offloads`` there is one
+    more forward run, for what nodes need whose savings go to the host at once.
     """
     world = FakeWorld()
     model = world.module(capture.model)
     constants = {name: world.tensor(t) for name, t in capture.constants.items()}
 
-    with world.running(capture.conditions.guess):
-        recording = record_run(
+    def run(*, offloads: bool) -> Recording:
+        return record_run(
             capture.graph,
             capture.order,
             model,
@@ -42,11 +44,17 @@ def estimate_costs(
             constants,
             training=training,
             run_context=partial(precision_context, precision, "cpu"),
+            offloads=offloads,
             kernels=_kernels_of(capture, kernels),
             half=precision != "fp32",
             visible=capture.call.result.visible,
         )
-    return _table(capture, inputs, recording, training=training)
+
+    with world.running(capture.conditions.guess):
+        recording = run(offloads=False)
+        sent = run(offloads=True) if offloads and training else recording
+    sending = [tally.forward_transient for tally in sent.tallies]
+    return _table(capture, inputs, recording, sending, training=training)
 
 
 def _kernels_of(capture: Capture, kernels: str | Mapping[str, str]) -> list[str]:
@@ -58,13 +66,18 @@ def _kernels_of(capture: Capture, kernels: str | Mapping[str, str]) -> list[str]
 
 
 def _table(
-    capture: Capture, inputs: Sequence[Tensor], recording: Recording, *, training: bool
+    capture: Capture,
+    inputs: Sequence[Tensor],
+    recording: Recording,
+    sending: Sequence[int],
+    *,
+    training: bool,
 ) -> CostTable:
     position = {name: i for i, name in enumerate(capture.order)}
     loss = len(capture.order)
     forward = [s for s in recording.storages if not s.backward]
     number = {id(s): i for i, s in enumerate(forward)}
-    transients, incoming, added = backward_transients(recording)
+    needs = backward_needs(recording)
     names, nbytes, alias = _state(capture.model)
     reads: list[set[int]] = [set() for _ in range(loss)]
     input_reads: dict[str, set[int]] = {}
@@ -89,8 +102,10 @@ def _table(
                 forward_traffic=tally.forward_traffic,
                 backward_traffic=tally.backward_traffic,
                 forward_transient=tally.forward_transient,
-                backward_transient=transients[i],
-                backward_incoming=incoming[i],
+                forward_sending=sending[i],
+                backward_transient=needs.alone[i],
+                backward_fetching=needs.fetched[i],
+                backward_incoming=needs.incoming[i],
                 output_nbytes=recording.output_nbytes[i],
             )
             for i, tally in enumerate(recording.tallies)
@@ -102,6 +117,7 @@ def _table(
                 users=tuple(sorted(s.users)),
                 savers=tuple(sorted(s.savers)) if training else (),
                 fixed=s.fixed,
+                parts=_parts(s),
             )
             for s in forward
         ),
@@ -110,7 +126,7 @@ def _table(
             for held in recording.output_storages[:loss]
         ),
         gradients=pending_gradients(recording),
-        added=added,
+        added=needs.added,
         readers=tuple(tuple(sorted(r)) for r in reads),
         input_readers=tuple(tuple(sorted(r)) for r in input_reads.values()),
         input_nbytes=tuple(t.numel() * t.element_size() for t in inputs),
@@ -122,6 +138,18 @@ def _table(
         microbatch_rows=next(
             (t.size(0) for t, b in zip(inputs, capture.call.batched, strict=True) if b), None
         ),
+    )
+
+
+def _parts(stored: RecordedStorage) -> tuple[tuple[int, int], ...]:
+    """Node and bytes, where a node saves only views of parts of ``stored``."""
+    found: dict[int, list[int]] = {}
+    for saver, nbytes in stored.saved_nbytes:
+        found.setdefault(saver, []).append(nbytes)
+    return tuple(
+        (saver, min(sum(sizes), stored.nbytes))
+        for saver, sizes in sorted(found.items())
+        if max(sizes) < stored.nbytes
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from placer.cost.record import NodeTally, RecordedStorage, Recording
 from placer.cost.types import AddedGradient, PendingGradient
@@ -18,11 +19,21 @@ def pending_gradients(recording: Recording) -> tuple[PendingGradient, ...]:
     )
 
 
-def backward_transients(
-    recording: Recording,
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[AddedGradient, ...]]:
-    """Per node the most bytes live in its backward that no other node's backward needs, and of
-    those the gradients that came in.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardNeeds:
+    """Bytes per node in its backward; see `backward_needs`. Of ``alone``, ``incoming`` came in.
+
+    ``fetched`` is ``alone`` where the node's savings wait on the host, and come as they are read.
+    """
+
+    alone: tuple[int, ...]
+    fetched: tuple[int, ...]
+    incoming: tuple[int, ...]
+    added: tuple[AddedGradient, ...]
+
+
+def backward_needs(recording: Recording) -> BackwardNeeds:
+    """Per node the most bytes live in its backward that no other node's backward needs.
 
     Those are what it saved for itself, the gradients that came in and what it makes itself, the
     gradients of its parameters among them. What it adds up for a node further up, the gradients of
@@ -39,11 +50,12 @@ def backward_transients(
         if node is not None:
             sums[node].append(stored)
             home_of[node] = max(home, home_of.get(node, 0))
-    alone, came, added = [], [], []
+    alone, came, fetched, added = [], [], [], []
     for node, tally in enumerate(recording.tallies):
         elsewhere = {id(stored) for stored in sums[node]}
         most = _most_live(node, tally, incoming[node], private.get(node, 0), elsewhere)
         alone.append(most)
+        fetched.append(_most_live(node, tally, incoming[node], 0, elsewhere, fetch=True))
         came.append(sum(s.nbytes for s in incoming[node] if id(s) not in elsewhere))
         if elsewhere:
             made = {id(stored) for stored in sums[node] if stored.made_by == node}
@@ -54,7 +66,9 @@ def backward_transients(
                     node=node, home=home_of[node], nbytes=whole - most, waiting=before - most
                 )
             )
-    return tuple(alone), tuple(came), tuple(added)
+    return BackwardNeeds(
+        alone=tuple(alone), fetched=tuple(fetched), incoming=tuple(came), added=tuple(added)
+    )
 
 
 def _gradients(recording: Recording) -> list[RecordedStorage]:
@@ -77,12 +91,21 @@ def _most_live(
     incoming: Sequence[RecordedStorage],
     private: int,
     elsewhere: set[int],
+    *,
+    fetch: bool = False,
 ) -> int:
     live = most = private + sum(s.nbytes for s in incoming if id(s) not in elsewhere)
+    fetched: set[int] = set()
     for stored, change in tally.events:
-        if id(stored) not in elsewhere if stored.backward else stored.savers == {node}:
-            live += change
-            most = max(most, live)
+        if stored.backward:
+            live += change * (id(stored) not in elsewhere)
+        elif stored.savers == {node}:
+            if fetch and change == 0 and id(stored) not in fetched:
+                fetched.add(id(stored))
+                live += stored.nbytes
+            elif not fetch or id(stored) in fetched:
+                live += change
+        most = max(most, live)
     return most
 
 
@@ -98,6 +121,7 @@ def _pending(stored: RecordedStorage, target: int) -> PendingGradient:
         sender=sender,
         surplus=max(0, stored.nbytes - needed) if waiting else 0,
         earlier=tuple((to, nbytes) for _, to, nbytes in stored.sent if target < to < sender),
+        of_weight=stored.of_weight,
     )
 
 

@@ -35,10 +35,12 @@ class RecordedStorage:
     backward: bool
     users: set[int] = field(default_factory=set)
     savers: set[int] = field(default_factory=set)
+    saved_nbytes: list[tuple[int, int]] = field(default_factory=list)  # saver, of what it saved
     freed_by: int | None = (
         None  # the node in whose backward it went; None: it did not, or in forward
     )
     parameter_gradient: bool = False
+    of_weight: bool = False  # it waits to be added to what a weight's other readers give
     fixed: bool = False  # made of weights alone
     live: bool = True
     sent: list[tuple[int, int, int]] = field(default_factory=list)  # parts: (from, to node, bytes)
@@ -46,7 +48,10 @@ class RecordedStorage:
 
 @dataclass(slots=True)
 class NodeTally:
-    """Sums for one node over the run; ``events`` are the changes of live bytes in its backward."""
+    """Sums for one node over the run; ``events`` are the changes of live bytes in its backward.
+
+    An event of no bytes: what was saved for backward is read there.
+    """
 
     forward_flops: int = 0
     backward_flops: int = 0
@@ -146,6 +151,10 @@ class Recorder(TorchDispatchMode):
             self._own_live += change
             tally.forward_transient = max(tally.forward_transient, self._own_live)
 
+    def read(self, record: RecordedStorage) -> None:
+        """Note that the running node's backward reads what was saved."""
+        self._event(record, 0)
+
     def start_node(self, position: int) -> None:
         self.position = position
         self._own_live = 0
@@ -189,14 +198,16 @@ def record_run(
     run_context: Callable[[], Any],
     kernels: Sequence[str],
     half: bool,
+    offloads: bool = False,
     visible: Callable[[Sequence[Any]], list[Any]] = list,
 ) -> Recording:
     """Record one run of ``graph`` on ``inputs`` with the weights of ``model`` (all of them fake).
 
-    A loss depends on the ``visible`` ones of the result's leaves, and the caller holds all of them.
-    Call it under the fake mode that the tensors belong to. ``run_context`` makes the context that
-    each node runs in (autocast, with ``half``); ``kernels`` are the device types, per node and of
-    the loss, whose kernels run.
+        A loss depends on the ``visible`` ones of the result's leaves, and the caller holds all of them.
+        Call it under the fake mode that the tensors belong to. ``run_context`` makes the context that
+        each node runs in (autocast, with ``half``); ``kernels`` are the device types, per node and of
+    the loss, whose kernels run. With ``offloads`` nothing is kept for backward, as when all of it
+    goes to the host at once, and no backward is run.
     """
     position = {name: i for i, name in enumerate(order)}
     recorder = Recorder(len(order) + 1)
@@ -212,9 +223,17 @@ def record_run(
         stored = recorder.storage(tensor)
         if stored is not None and not recorder.backward:
             stored.savers.add(recorder.position)
-        return tensor.detach()
+            nbytes = tensor.numel() * tensor.element_size()
+            stored.saved_nbytes.append((recorder.position, min(nbytes, stored.nbytes)))
+        return tensor.new_empty(0) if offloads else tensor.detach()
 
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    def unpack(tensor: Tensor) -> Tensor:
+        stored = recorder.storage(tensor)
+        if stored is not None and recorder.backward:
+            recorder.read(stored)
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
     chosen: Any = nullcontext()
     if set(kernels) != {"cpu"}:
         chosen = device_kernels(lambda: kernels[recorder.position], half=half)
@@ -254,7 +273,7 @@ def record_run(
         for stored in recorder.storages:
             if stored.live and not stored.savers and stored.made_by != _INPUT:
                 stored.savers.add(stored.made_by)
-        if training and loss.requires_grad:
+        if training and loss.requires_grad and not offloads:
             recorder.backward = True
             for parameter in model.parameters():
                 if parameter.requires_grad:
@@ -343,15 +362,18 @@ class _BackwardOwners:
 
     def _sender(self, node: Any, position: int) -> Callable[[Any, Any], None]:
         """Notes which part of a storage the backward of ``node`` hands on to which other node."""
-        targets = [self._claimed.get(parent) for parent, _ in node.next_functions]
+        parents = [parent for parent, _ in node.next_functions]
+        targets = [self._claimed.get(parent) for parent in parents]
+        weights = [hasattr(parent, "variable") for parent in parents]  # AccumulateGrad
 
         def send(grad_inputs: Any, _: Any) -> None:
-            for grad, target in zip(grad_inputs, targets, strict=False):
+            for grad, target, of_weight in zip(grad_inputs, targets, weights, strict=False):
                 if isinstance(grad, Tensor) and target is not None and target != position:
                     stored = self._recorder.storage(grad)
                     if stored is not None:
                         nbytes = grad.numel() * grad.element_size()
                         stored.sent.append((position, target, nbytes))
+                        stored.of_weight |= of_weight
 
         return send
 

@@ -14,7 +14,7 @@ class StoredValue:
 
     ``producer`` is -1 for the model's inputs. ``savers`` are the nodes whose backward needs it.
     ``fixed``: made of weights alone (autocast's copies of them), so that its bytes do not depend on
-    the rows of a micro-batch.
+    the rows of a micro-batch. ``parts``: nodes that save only a part of it, and the part's bytes.
     """
 
     nbytes: int
@@ -22,6 +22,7 @@ class StoredValue:
     users: tuple[int, ...]
     savers: tuple[int, ...]
     fixed: bool = False
+    parts: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +33,8 @@ class PendingGradient:
     readers add up, ``target`` being the last of them. It may be a view of more than is needed (the
     part of a concatenation): when the backward of ``sender`` hands it over to another stage,
     ``surplus`` bytes of ``nbytes`` stay behind. ``earlier`` are the other parts that ``sender``
-    hands on: the nodes that consume them before ``target`` does, and their bytes.
+    hands on: the nodes that consume them before ``target`` does, and their bytes. ``of_weight``: it
+    is part of the gradient of a weight that several nodes read, and not of an activation.
     """
 
     nbytes: int
@@ -42,6 +44,7 @@ class PendingGradient:
     sender: int
     surplus: int
     earlier: tuple[tuple[int, int], ...] = ()
+    of_weight: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +70,10 @@ class NodeCost:
     forward_traffic: int = 0
     backward_traffic: int = 0
     forward_transient: int = 0  # most bytes that it made and that were live while it ran forward
+    forward_sending: int = 0  # the same if what it saves goes to the host at once
     backward_transient: int = 0  # the same in its backward, with what came in and its own savings
-    backward_incoming: int = 0  # of that, the gradients that came in
+    backward_fetching: int = 0  # the same if what it saved waits on the host until it is read
+    backward_incoming: int = 0  # of backward_transient, the gradients that came in
     output_nbytes: int = 0  # what crosses if its result is needed elsewhere
     host_nbytes: int = 0  # what is offloaded on its account: out in forward, back in backward
 

@@ -124,7 +124,15 @@ class HeldInRegions:
                     until = run.last + 1 if saving else inside[-1] + 1
                     begin = np.where(made, producer + 1, none)
                     _fill(self._again, begin, np.full(len(starts), until), value.nbytes)
-            elif saving:
+                continue
+            parts = {int(place[node]): nbytes for node, nbytes in value.parts}
+            if len(savers) > 1:  # each part comes for itself
+                for s in [s for s in saving if s in parts]:
+                    since = np.where(starts <= s, s, none)
+                    until = np.minimum(s + 1, always)
+                    _fill(self._steps["kept"], since, until, parts[s])
+                saving = [s for s in saving if s not in parts]
+            if saving:
                 since = np.append(saving, none)[np.searchsorted(saving, starts)]
                 passing.append(("kept", since, saving[-1] + 1))
         end = np.full(len(starts), none)

@@ -176,8 +176,9 @@ def build_tables(
         if name not in used:  # nobody reads it: it lives with the first stage
             (buffers if name not in costs.trained else parameters).add(0, 0, 0, nbytes)
 
-    backward_transient = _by_position(place, [c.backward_transient for c in costs.nodes])
-    forward_transient = _by_position(place, [c.forward_transient for c in costs.nodes])
+    forwards, backwards = zip(*(_transients(costs, i) for i in range(n + 1)), strict=True)
+    forward_transient = _by_position(place, forwards)
+    backward_transient = _by_position(place, backwards)
     held, saved_table, forward_table = waiting.table(), saved.table(), forward.table()
     live = held + backward_transient
     if regions is not None:
@@ -227,6 +228,15 @@ def _uses(
         for name in names:
             uses.setdefault(costs.alias_of[name], set()).add(int(place[node]))
     return {name: sorted(positions) for name, positions in uses.items()}
+
+
+def _transients(costs: CostTable, node: int) -> tuple[int, int]:
+    """What the node needs on top while its forward runs, and its backward."""
+    key = costs.keys[node] if node < len(costs.keys) else None
+    cost = costs.nodes[node]
+    if key is not None and key.offload and not key.recompute:
+        return cost.forward_sending, cost.backward_fetching
+    return cost.forward_transient, cost.backward_transient
 
 
 def _by_position(place: NDArray[np.int64], values: Sequence[float]) -> Table:

@@ -81,12 +81,16 @@ def _beside_sum(
     What the node saved and no node before it in the stage needs is let go before the adding up.
     """
     node = int(place[added.node])
+    key_of = lambda i: costs.keys[i] if i < len(costs.keys) else None  # noqa: E731
     released: dict[int, float] = defaultdict(float)  # from which start on
     for value in costs.values:
         if added.node in value.savers and len(value.savers) > 1:
-            if any(costs.keys[i] for i in value.savers if i < len(costs.keys)):
+            own, *keys = (key_of(saver) for saver in (added.node, *value.savers))
+            if any(key is not None and key.recompute for key in (own, *keys)):
                 continue  # `HeldInRegions` says when it is held
-            positions = (int(place[saver]) for saver in value.savers)
+            # What waits on the host comes for the savers of one region.
+            savers = zip(value.savers, keys, strict=True)
+            positions = (int(place[s]) for s, key in savers if own is None or key in (None, own))
             released[max((p for p in positions if p < node), default=-1) + 1] += value.nbytes
     nbytes = float(added.nbytes)
     starts = sorted({0, *released})
@@ -117,6 +121,9 @@ def _wait(
         room = cost.backward_transient - cost.backward_incoming
         _change(elsewhere, 0, home, home, home + 1, sender, max(0, needed - room))
 
+    if gradient.of_weight:
+        return  # where the target is not, it is one of the stage's own parameters' gradients
+
     # It has the sender, and others have the target: a copy, made while the whole is still there.
     def hand_over(to: int, nbytes: float) -> None:
         until = sender + (gradient.surplus > 0)
@@ -124,17 +131,18 @@ def _wait(
         _change(elsewhere, to + 1, sender, 0, until, sender, -nbytes)
 
     hand_over(target, needed)
-    if not gradient.surplus:
-        return
     last = sender  # the last in the stage that needs a part of it
     for to, nbytes in sorted(((int(place[t]), b) for t, b in gradient.earlier), reverse=True):
-        _change(elsewhere, 0, to, to, to + 1, sender, nbytes)
+        _change(elsewhere, 0, to, to, to + 1, sender, nbytes)  # without the sender, a copy comes
+        if not gradient.surplus:
+            continue  # and where the sender is, all that waits is one tensor
         hand_over(to, nbytes)
         add(to + 1, last, last, source, whole)
         _change(elsewhere, to + 1, last, last, source, sender, -whole)
         last = to
-    add(target + 1, last, last, source, whole)
-    _change(elsewhere, target + 1, last, last, source, sender, -whole)
+    if gradient.surplus:
+        add(target + 1, last, last, source, whole)
+        _change(elsewhere, target + 1, last, last, source, sender, -whole)
 
 
 def _come(

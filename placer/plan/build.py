@@ -59,6 +59,7 @@ def build_plan(
             microbatch_inputs(capture, inputs, replicas, microbatches),
             training=spec.training,
             precision=spec.precision,
+            offloads=bool(spec.offload),
         )
         sizes = _microbatch_rows(capture, inputs, replicas, microbatches)
         demands = Demands(

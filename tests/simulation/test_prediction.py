@@ -7,6 +7,7 @@ from typing import Any
 import models
 import pytest
 import torch
+import torchvision
 from torch import nn
 from unet3d import unet3d
 
@@ -85,3 +86,28 @@ def test_the_scalars_of_a_step_are_counted() -> None:
     model, x = models.InPlace(), torch.randn(8, 2, 64, 64)
     for microbatches, schedule in ((3, "1F1B"), (4, "GPipe")):
         check(model, (x,), stages=4, microbatches=microbatches, schedule=schedule)
+
+
+def test_a_stage_gets_its_own_copy_of_a_gradient_that_another_one_hands_to_two() -> None:
+    """A cut between a branch and the addition: one gradient goes to both, each on its own way."""
+    model = torchvision.models.VisionTransformer(
+        image_size=32, patch_size=8, num_layers=2, num_heads=4, hidden_dim=64, mlp_dim=256
+    )
+    layers = {
+        "**": "cuda:1",
+        "conv_proj": "cuda:0",
+        "encoder.dropout": "cuda:0",
+        "encoder.layers.encoder_layer_0": "cuda:0",
+        "encoder.layers.encoder_layer_0.mlp.4": "cuda:1",
+    }
+    check(model, (torch.randn(16, 3, 32, 32),), stages=2, layers=layers)
+
+
+def test_what_waits_on_the_host_is_on_the_device_only_while_it_is_read() -> None:
+    """Parts of a projection come one by one; a pooling's input goes before gradients add up."""
+    check(unet3d(width=8, depth=3), (torch.randn(4, 1, 32, 32, 32),), stages=1, offload=["*"])
+    model = models.TiedTransformer(width=64, length=32, vocabulary=100)
+    ids = torch.randint(0, 100, (16, 32))
+    for stages, microbatches in ((1, 1), (2, 2)):
+        check(model, (ids,), stages=stages, microbatches=microbatches, offload=["*"])
+    check(models.Recurrent(), (torch.randn(120, 40, 3),), stages=2, offload=["inp", "out"])
