@@ -82,7 +82,7 @@ class UNet(nn.Module):
 def deep_model(graph: str, num_nodes: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
     """The model and its inputs; ``graph`` is ``"GPT"``, ``"ResNet"`` or ``"U-Net"``."""
     if graph == "GPT":
-        depth = max(1, num_nodes // 28)  # nodes of a block
+        depth = max(1, num_nodes // 24)  # nodes of a block
         return GPT(depth), (torch.zeros(1, 128, dtype=torch.long),)
     image = torch.zeros(1, 3, 64, 64)
     if graph == "ResNet":

@@ -141,12 +141,15 @@ def _capture_into(path: Path, graph: str, num_nodes: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__)
     parser.add_argument("--again", action="store_true", help="measure all cases anew")
+    parser.add_argument("--only", nargs=2, metavar=("GRAPH", "NODES"), help="these cases alone")
     parser.add_argument("--folder", type=Path, help="where captured graphs are kept")
     options = parser.parse_args()
     folder = options.folder or Path(tempfile.mkdtemp())
     known = {} if options.again or not _FILE.exists() else json.loads(_FILE.read_text())
     for graph, n in dict.fromkeys((graph, n) for graph, n, _ in sorted(CASES, key=lambda c: c[1])):
         stages = [k for g, m, k in CASES if (g, m) == (graph, n)]
+        if options.only and [graph, str(n)] != options.only:
+            continue
         if all(f"{graph} {n} {k}" in known for k in stages):
             continue
         path = folder / f"{graph}-{n}.pickle"
@@ -164,7 +167,8 @@ def main() -> None:
 def write_page(known: dict[str, dict[str, float]]) -> None:
     """The table of all cases, how they grow, and the plot."""
     rows, grown = [], []
-    for graph, n, k in CASES:
+    measured = [case for case in CASES if " ".join(map(str, case)) in known]
+    for graph, n, k in measured:
         run, made = known[f"{graph} {n} {k}"], known.get(f"{graph} {n}")
         rows.append(
             [
@@ -181,7 +185,10 @@ def write_page(known: dict[str, dict[str, float]]) -> None:
         )
     for graph in ("random", "GPT"):
         for k in STAGES:
-            runs = [known[f"{graph} {n} {k}"] for n in SIZES[2:]]
+            names = [f"{graph} {n} {k}" for n in SIZES[2:]]
+            if not set(names) <= set(known):
+                continue
+            runs = [known[name] for name in names]
             powers = [
                 np.log(runs[1][field] / runs[0][field])
                 / np.log(runs[1]["units"] / runs[0]["units"])
@@ -206,15 +213,18 @@ def write_page(known: dict[str, dict[str, float]]) -> None:
         rows,
         "Times on cores shared with others: CPU seconds are the ones to read. MiB above the "
         "interpreter with the graph loaded. Powers with which CPU seconds and MiB grow with units "
-        f"from 10,000 to 50,000 nodes: {'; '.join(grown)}. Up to 1,500 units a beam finds the "
+        f"from 10,000 to 50,000 nodes: {'; '.join(grown)}. {len(CASES) - len(measured)} of "
+        f"{len(CASES)} cases are not measured. Up to 1,500 units a beam finds the "
         "placement and all downsets are tried as far as that is possible, beyond that stages are "
         "intervals of a few orders, improved at their borders: the step in the curves."
         "\n\n![log-log plot](scale.png)",
     )
-    plot(known, RESULTS / "scale.png")
+    plot(known, measured, RESULTS / "scale.png")
 
 
-def plot(known: dict[str, dict[str, float]], path: Path) -> None:
+def plot(
+    known: dict[str, dict[str, float]], measured: list[tuple[str, int, int]], path: Path
+) -> None:
     """CPU seconds and MiB over units, both axes logarithmic, a line per number of stages."""
     from matplotlib import pyplot
     from matplotlib.figure import Figure
@@ -226,7 +236,7 @@ def plot(known: dict[str, dict[str, float]], path: Path) -> None:
             row, ("cpu", "mebibytes"), ("CPU seconds", "MiB"), strict=True
         ):
             for k in STAGES:
-                runs = [known[f"{g} {n} {m}"] for g, n, m in CASES if (g, m) == (graph, k)]
+                runs = [known[f"{g} {n} {m}"] for g, n, m in measured if (g, m) == (graph, k)]
                 units = [run["units"] for run in runs]
                 axis.plot(units, [max(run[field], 0.01) for run in runs], "o-", label=f"{k} stages")
             axis.set(xscale="log", yscale="log", xlabel="units", ylabel=label, title=graph)
