@@ -11,6 +11,7 @@ from torch import fx, nn
 from placer.capture import Capture
 from placer.emit.boxed import BoxedCodeGen
 from placer.emit.types import PieceCode, StageCode, StagedModel
+from placer.errors import PlanError
 from placer.regions import Region
 
 _DEVICE = "stage_device"
@@ -23,6 +24,7 @@ def emit_stages(
 ) -> StagedModel:
     """Code for each stage of ``capture`` from the nodes and regions that the plan gave it.
 
+    Every stage runs its nodes in the order that the plan has them in: its peak depends on that.
     A value that a later stage reads becomes an output of its stage and an input of every stage
     that reads it. The last stage returns the model's results: what earlier stages computed of
     them passes through it, so that all results are on one device.
@@ -50,7 +52,8 @@ def emit_stages(
 
     stages = []
     for index in range(num_stages):
-        own = [n for n in capture.order if stage_of.get(n) == index and n not in capture.constants]
+        own = [n for n in stages_of_plan[index] if n not in capture.constants]
+        _check_order(index, [nodes[name] for name in own])
         crossing = tuple(name for name in own if name in last_use)
         outputs = returned if index == num_stages - 1 else crossing
         stages.append(
@@ -73,6 +76,19 @@ def emit_stages(
         call=capture.call,
         conditions=capture.conditions,
     )
+
+
+def _check_order(index: int, own: Sequence[fx.Node]) -> None:
+    later = {node.name for node in own}
+    for node in own:
+        early = next((s.name for s in node.all_input_nodes if s.name in later), None)
+        if early is not None:
+            raise PlanError(
+                f"stage {index}",
+                f"{node.name!r} comes before {early!r}, which it reads",
+                "restore the order of the stage's nodes, or plan again",
+            )
+        later.discard(node.name)
 
 
 def _result(graph: fx.Graph) -> tuple[tuple[str, Any], ...]:

@@ -88,7 +88,7 @@ def describe_partition(
         memory = replace(memory, transient=max(0, peak - known))
         forward, backward = stage_seconds(t, slot.kind, half=demands.half)
         moved = transfer_seconds(t, slot.kind, training=demands.training)[x, y]
-        names = sorted(best.nodes[t.cuts[x] : t.cuts[y + 1]])
+        names = best.nodes[t.cuts[x] : t.cuts[y + 1]]  # the order that its peak is of
         stages.append(
             PartitionStage(
                 device=slot,
