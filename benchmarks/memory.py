@@ -74,7 +74,7 @@ def predicted_and_simulated() -> Iterator[list[object]]:
         worst = max(abs(d.peak / d.predicted - 1) for d in report.devices)
         yield [
             name,
-            len(plan.stages),
+            len(report.devices),
             " + ".join(f"{d.predicted / GIB:.2f}" for d in report.devices),
             " + ".join(f"{d.peak / GIB:.2f}" for d in report.devices),
             f"{worst:.2%}",
