@@ -1,4 +1,4 @@
-"""One thread per test process: two of them share two cores, and torch's own threads would wait."""
+"""One thread per test process: some of them share two cores, and torch's own threads would wait."""
 
 import os
 
