@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from placer.partition.arrange import candidate_cuts
 from placer.partition.candidate import solve_order
 from placer.partition.chain import best_cuts
 from placer.partition.score import build_tables, optimizer_bytes, peak_bytes
-from placer.partition.units import unit_graph
+from placer.partition.units import sampled_orders, unit_graph
 from placer.plan.build import build_plan
 from placer.plan.types import Plan
 from placer.schedule import InFlight
@@ -188,19 +187,10 @@ def one_order(
 ) -> Placement:
     """The best cuts of one arbitrary topological order, by the planner's own scores.
 
-    The order is Kahn's with ``random.Random(seed)`` choosing among what is ready.
+    ``seed`` draws the order; it is not one of those that the planner itself draws.
     """
     units = unit_graph(capture)
-    order: list[int] = []
-    waiting = dict(units.in_degree())
-    ready = [unit for unit, degree in waiting.items() if not degree]
-    draw = random.Random(seed)
-    while ready:
-        order.append(ready.pop(draw.randrange(len(ready))))
-        for reader in units.successors(order[-1]):
-            waiting[reader] -= 1
-            if not waiting[reader]:
-                ready.append(reader)
+    order = next(sampled_orders(units, 1, seed=seed))
     nodes = [node for unit in order for node in units.nodes[unit]["nodes"]]
     tables = build_tables(costs, nodes, candidate_cuts(units, order, costs, {}))
     found = solve_order(tables, nodes, chain, [None] * len(nodes), demands)

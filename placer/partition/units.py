@@ -70,12 +70,12 @@ def program_order(units: nx.DiGraph) -> list[int]:
     return list(nx.lexicographical_topological_sort(units))
 
 
-def sampled_orders(units: nx.DiGraph, count: int) -> Iterator[list[int]]:
+def sampled_orders(units: nx.DiGraph, count: int, *, seed: int = _SEED) -> Iterator[list[int]]:
     """``count`` topological orders, each ready unit as likely next as any other; the same each time.
 
     Kahn's algorithm; O(n) each.
     """
-    draw = random.Random(_SEED)
+    draw = random.Random(seed)
     for _ in range(count):
         waiting = dict(units.in_degree())
         ready = [unit for unit in units if not waiting[unit]]

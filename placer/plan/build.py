@@ -13,7 +13,7 @@ from placer.cost import CostTable, device_type, estimate_costs
 from placer.errors import PlacerError, SpecError
 from placer.partition import Demands, DeviceSlot, Partition, choose_partition
 from placer.partition.lighten import Treatment
-from placer.plan.devices import device_slot, memory_uses, with_known_memory
+from placer.plan.devices import device_slot, likely_kernels, memory_uses, with_known_memory
 from placer.plan.lighten import LightPlan, lighten
 from placer.plan.types import DevicePeak, Plan, StagePlan, Transfer
 from placer.regions import RegionKey, find_regions, region_keys
@@ -72,7 +72,7 @@ def build_plan(
             half=spec.precision != "fp32",
             processes=processes,
         )
-        found = costs or costs_of(kernels="cuda" if "cuda" in types else "cpu")
+        found = costs or costs_of(kernels=likely_kernels(spec))
         choose = partial(_choose, capture, slots, pins, demands)
         light = lighten(capture, found, keys, treatments, slots, demands, choose)
         if costs is None and len(types) > 1:  # where each node runs is known: with its own kernels

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from placer.cost import device_kind, kinds_with_memory
+from placer.cost import device_kind, device_type, kinds_with_memory
 from placer.errors import SpecError
 from placer.partition import DeviceSlot
 from placer.spec import DeviceSpec, PlacementSpec
@@ -35,13 +35,16 @@ def memory_uses(spec: PlacementSpec) -> tuple[str, ...]:
     Without any memory and with the objective "memory", "auto" recomputes and offloads down to the
     least peak, which no budget decides.
     """
-    fields = [f'"{f}": "auto"' for f in ("microbatches",) if getattr(spec, f) == "auto"]
     least = spec.objective == "memory" and not any(d.memory or d.kind for d in spec.devices)
+    fields = ["microbatches"]
     if spec.training and not least:
-        fields += [
-            f'"{f}": "auto"' for f in ("checkpoint", "offload") if getattr(spec, f) == "auto"
-        ]
-    return tuple(fields)
+        fields += ["checkpoint", "offload"]
+    return tuple(f'"{field}": "auto"' for field in fields if getattr(spec, field) == "auto")
+
+
+def likely_kernels(spec: PlacementSpec) -> str:
+    """The device type whose kernels are costed while it is open where each node runs."""
+    return "cuda" if any(device_type(d.name) == "cuda" for d in spec.devices) else "cpu"
 
 
 def with_known_memory(spec: PlacementSpec, why: str) -> PlacementSpec:

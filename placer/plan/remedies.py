@@ -9,9 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from placer.capture import Capture
-from placer.cost import device_type, estimate_costs
+from placer.cost import estimate_costs
 from placer.errors import BudgetError, PlacerError, Tried
 from placer.plan.build import build_plan
+from placer.plan.devices import likely_kernels
 from placer.plan.types import Plan
 from placer.spec import DeviceSpec, PlacementSpec
 from placer.units import format_bytes
@@ -85,13 +86,12 @@ def find_largest_node(
     capture: Capture, spec: PlacementSpec, inputs: Sequence[Tensor]
 ) -> LargestNode:
     """For the whole batch at once: what the node's parameters and its own run keep on a device."""
-    types = {device_type(device.name) for device in spec.devices}
     costs = estimate_costs(
         capture,
         inputs,
         training=spec.training,
         precision=spec.precision,
-        kernels="cuda" if "cuda" in types else "cpu",
+        kernels=likely_kernels(spec),
     )
     sizes = []
     for node, cost in enumerate(costs.nodes[: len(costs.names)]):

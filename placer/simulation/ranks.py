@@ -30,12 +30,11 @@ from placer.schedule import batch_cuts
 from placer.simulation.attribution import Attribution
 from placer.simulation.ledger import HOST, Ledger, Moment
 from placer.simulation.optimizers import make_optimizer
-from placer.simulation.simulate import running_kernels
-from placer.simulation.types import DeviceSimulation, SimulationReport
+from placer.simulation.simulate import describe_peak, running_kernels
+from placer.simulation.types import SimulationReport
 
 _CPU = torch.device("cpu")
 _RANK = "rank"
-_LARGEST_SHOWN = 10
 
 
 class _FakeReducer(GradientReducer):
@@ -92,19 +91,7 @@ def simulate_ranks(
         seat = take_seat(plan, job)
         with fake_process_group(index, job.world_size):
             ledger = _simulate_rank(capture, plan, staged, seat, inputs, loss_fn, run_on or name)
-        peak = ledger.peak
-        found.append(
-            DeviceSimulation(
-                device=name,
-                peak=peak.nbytes,
-                predicted=predicted[name],
-                phase=peak.where.phase,
-                node=peak.where.node,
-                layer=peak.where.layer,
-                operation=peak.operation,
-                largest=tuple(ledger.live_at(_RANK, peak)[:_LARGEST_SHOWN]),
-            )
-        )
+        found.append(describe_peak(ledger, name, predicted[name], place=_RANK))
     return SimulationReport(devices=tuple(found), step_ok=True)
 
 

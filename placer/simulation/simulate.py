@@ -62,7 +62,7 @@ def simulate_plan(
                 with torch.no_grad():
                     placed.run_leaves(leaves)
     return SimulationReport(
-        devices=tuple(_device(ledger, device.device, device.peak) for device in plan.devices),
+        devices=tuple(describe_peak(ledger, device.device, device.peak) for device in plan.devices),
         step_ok=True,
     )
 
@@ -124,8 +124,12 @@ def _train(
         step.in_optimizer = False
 
 
-def _device(ledger: Ledger, device: str, predicted: int) -> DeviceSimulation:
-    moment = ledger.peaks.get(device, Moment())
+def describe_peak(
+    ledger: Ledger, device: str, predicted: int, *, place: str = ""
+) -> DeviceSimulation:
+    """The peak of ``device``, which the ledger knows as ``place`` (by default by its own name)."""
+    place = place or device
+    moment = ledger.peaks.get(place, Moment())
     return DeviceSimulation(
         device=device,
         peak=moment.nbytes,
@@ -134,5 +138,5 @@ def _device(ledger: Ledger, device: str, predicted: int) -> DeviceSimulation:
         node=moment.where.node,
         layer=moment.where.layer,
         operation=moment.operation,
-        largest=tuple(ledger.live_at(device, moment)[:_LARGEST_SHOWN]),
+        largest=tuple(ledger.live_at(place, moment)[:_LARGEST_SHOWN]),
     )
