@@ -124,8 +124,7 @@ class Work:
 
     left: float = np.inf
 
-    @property
-    def spent(self) -> bool:
+    def is_spent(self) -> bool:
         return self.left <= 0
 
     def take(self, nanoseconds: float) -> None:
@@ -278,7 +277,7 @@ def surviving_rows(
             np.concatenate([part[keep], extra[~complete]])
             for part, extra in zip(parts, added, strict=True)
         )
-        if len(inside) > most or sum(map(len, done)) > most or work.spent:
+        if len(inside) > most or sum(map(len, done)) > most or work.is_spent():
             return None
         if not len(inside):
             break

@@ -130,7 +130,7 @@ def best_borders(
 
     ``rows`` are distinct and sorted by size, the empty and the full set among them. Ties go to the
     earlier row. O(pairs of nested rows whose difference is within the bound * values). None, too,
-    where that is more than what is left of ``work`` (then ``work.spent``).
+    where that is more than what is left of ``work`` (then it is spent).
     """
     slots = lattice.problem.slots
     work = Work() if work is None else work
@@ -144,9 +144,10 @@ def best_borders(
     opens = [window.open(q, inside, outside, family.cut) for q in range(1, len(slots))]
     opens.append(np.arange(len(rows)) == last)
     if np.isfinite(work.left):
-        opens = _narrow(family, opens, bound, work)
-        if opens is None:
+        narrowed = _narrow(family, opens, bound, work)
+        if narrowed is None:
             return None
+        opens = narrowed
     ends = np.array([np.arange(len(rows)) == 0, *opens])
     alive = np.flatnonzero(ends.any(axis=0))
     first = np.argmax(ends, axis=0)
@@ -177,7 +178,7 @@ def best_borders(
             better &= (least < bound) & may_end[targets]
             following[targets[better]] = least[better]
             choice[targets[better]] = source[better]
-        if work.spent:
+        if work.is_spent():
             return None
         value = following
         choices.append(choice)
@@ -190,9 +191,7 @@ def best_borders(
     return Borders(rows=tuple(borders[::-1]), value=float(value[last]))
 
 
-def _narrow(
-    family: _Family, opens: list[Flags], bound: float, work: Work
-) -> list[Flags] | None:
+def _narrow(family: _Family, opens: list[Flags], bound: float, work: Work) -> list[Flags] | None:
     """``opens`` less the rows that no stage within the bound begins at, or ends at; None for none.
 
     Stages are looked at once each, those with the fewest pairs of rows first: a border that few
@@ -219,7 +218,7 @@ def _narrow(
             kept[:, np.intersect1d(rows[q], rows[q + 1])] = True
         for pairs in stages.from_rows(rows[q]):
             kept[0, pairs.before] = kept[1, pairs.after] = True
-        if work.spent:
+        if work.is_spent():
             return None
         rows[q], rows[q + 1] = rows[q][kept[0, rows[q]]], rows[q + 1][kept[1, rows[q + 1]]]
     found = []
@@ -285,7 +284,7 @@ class _Stages:
         seconds = family.sums(self._slot.seconds[family.lattice.order])
         parts = []
         for start in range(0, len(self._alive), _BLOCK):
-            if self._work.spent:
+            if self._work.is_spent():
                 return None
             block = self._alive[start : start + _BLOCK]
             near = sources[seconds[sources] > seconds[block].min() - self._bound]

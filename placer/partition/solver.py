@@ -228,7 +228,7 @@ def _prove(
     left = min(most_alive, _MOST_BITS // max(1, lattice.num_units))
     empty, full = 0.0, np.inf  # shares of the gap: nothing is below; too many downsets are
     share, most, failed = 1.0, left // _FEW, 0
-    while failed <= _MOST_FAILED and left > 0 and not work.spent:
+    while failed <= _MOST_FAILED and left > 0 and not work.is_spent():
         limit = (least + share * (value - least)) * (1 - _TOLERANCE)
         rows = surviving_rows(lattice, limit, most=most, work=work)
         if rows is None:
@@ -237,7 +237,7 @@ def _prove(
             most = left if failed == 1 else most // 2
         else:
             borders = best_borders(lattice, rows, limit, work)
-            if borders is None and work.spent:
+            if borders is None and work.is_spent():
                 break
             if borders is not None:
                 return borders.value, _stages(lattice, borders)
