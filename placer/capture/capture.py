@@ -206,6 +206,7 @@ def _assemble(
         layer_of={node.name: recording.layer_of[node.name] for node in nodes},
         state_of={node.name: _state_of(node, modules, recording.constants) for node in nodes},
         mutated_state_of=aliasing.mutated_state_of,
+        mutated_inputs=aliasing.mutated_inputs,
         together=aliasing.together,
         draws=aliasing.draws,
         constants=recording.constants,
