@@ -50,8 +50,8 @@ class _Run:
 class HeldInRegions:
     """Fills tables of bytes, rows the ``starts`` of stages, columns the ``width`` positions of nodes.
 
-    Stages end at ``ends``. ``saved`` is held between forward and backward, ``waiting`` while a backward runs, ``forward``
-    while the forward does.
+    Stages end at ``ends``. ``saved`` is held between forward and backward, ``waiting`` while a
+    backward runs, ``forward`` while the forward does.
     """
 
     def __init__(
@@ -115,8 +115,8 @@ class HeldInRegions:
         if not needed:
             return False
         nbytes = np.full(len(starts), float(value.nbytes))
-        for row, part in self._parts.get(index, ()):
-            nbytes[row] = part
+        for row, of_parts in self._parts.get(index, ()):
+            nbytes[row] = of_parts
         outside = [s for s in savers if self._run_of[s] < 0]
         always = np.full(len(starts), none)  # from which column on it is held
         for s in reversed(outside):
@@ -152,8 +152,7 @@ class HeldInRegions:
                 for s in [s for s in saving if s in parts]:
                     since = np.where(starts <= s, s, none)
                     until = np.minimum(s + 1, always)
-                    part = np.full(len(starts), float(parts[s]))
-                    _fill(self._steps["kept"], since, until, part)
+                    _fill(self._steps["kept"], since, until, np.full(len(starts), float(parts[s])))
                 saving = [s for s in saving if s not in parts]
             if saving:
                 since = np.append(saving, none)[np.searchsorted(saving, starts)]

@@ -16,6 +16,7 @@ one counts as its share of rows),
       + max( (c - 1) * saved(a, b) + max_i live(i),    first backward: gradients grow
              (c'- 1) * saved(a, b) + max_i live(i),    later ones: all gradients are there
              (c - 1) * saved(a, b) + forward(a, b),
+             (c'- 1) * saved(a, b) + forward(a, b) + gradients,    under 1F1B
              gradients + the optimizer's own transient )
 
 Every table is built from rectangles: "some user of v lies in [a, i]" holds exactly for a in
@@ -358,7 +359,9 @@ def peak_bytes(
             backward = backward + untaken(in_flight.untaken_at_backwards)
             peak = np.maximum(peak, waiting(others, share) + backward)
         for others, share in in_flight.later_forwards:
-            forward = tables.owned + _running(tables, share) + untaken(in_flight.untaken_at_forwards)
+            forward = (
+                tables.owned + _running(tables, share) + untaken(in_flight.untaken_at_forwards)
+            )
             peak = np.maximum(peak, waiting(others, share) + forward)
     step = tables.owned + optimizer.transient * tables.largest_parameter
     return static + np.maximum(peak, step)
