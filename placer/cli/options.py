@@ -24,7 +24,8 @@ Inputs = Annotated[
         "-i",
         metavar="[NAME=]SHAPE[:DTYPE]",
         help="An input of forward, such as 1x3x224x224 or mask=4x16:bool; repeatable. "
-        "Integers: 16x64:int64<50257 is below 50257.",
+        "Integers: 16x64:int64<50257 is below 50257. Or path/file.py:callable that returns the "
+        "arguments of forward: lists and dicts of tensors, too.",
         default_factory=list,
         show_default=False,
     ),
