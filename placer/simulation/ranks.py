@@ -112,7 +112,7 @@ def _simulate_rank(
     places = [Place(_RANK, _CPU)] * len(plan.stages)
     loss_of = loss_fn or (lambda output: stand_in_loss(tree_leaves(output)))
     ledger = RankLedger(Attribution(staged.stages, capture.layer_of).where)
-    with world.running():
+    with world.running(capture.conditions.guess):
         part = build_part(fake_model, staged, holdings, seat.device_index, _CPU)
         finder.follow_modes(part)
         pieces = _cut(staged, plan, leaves)
@@ -138,6 +138,7 @@ def _simulate_rank(
             Microbatch(
                 inputs=dict(zip(staged.graph_inputs, piece, strict=True)),
                 crossings=crossing,
+                inputs_here=torch.device(name).type == "cpu",
                 weight=1 / len(pieces),
             )
             for piece, crossing in zip(pieces, crossings, strict=True)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_leaves
 
 from placer.capture import Capture, rebuild_call, unflatten_output
 from placer.emit import StagedModel
@@ -280,6 +281,7 @@ class DistributedModule(PlacedModule):
             return Microbatch(
                 inputs={n: x.detach() for n, x in named if n in needed[sizes[position]]},
                 crossings=found,
+                inputs_here=_is_on(self.device, pieces[position]),
                 leaves=pieces[position],
                 target=targets[position],
                 weight=1.0 if total is None else sizes[position] / total,
@@ -312,7 +314,10 @@ class DistributedModule(PlacedModule):
                 output = run_forward_hooks(self, *arguments, output)
             if given.target is None:
                 return loss_fn(output)
-            return loss_fn(output, transfer(given.target, CALLER, place))
+            target = given.target
+            if not _is_on(self.device, target):
+                target = transfer(target, CALLER, place)
+            return loss_fn(output, target)
 
         return loss_of
 
@@ -464,6 +469,11 @@ class DistributedModule(PlacedModule):
             self._tied_groups = {}
             self.__dict__.update(_world_group=None, _pp_group=None, _dp_group=None, _reducer=None)
             close_groups(error, groups)
+
+
+def _is_on(device: torch.device, value: Any) -> bool:
+    """Are all tensors of ``value`` (any pytree) on ``device``?"""
+    return all(leaf.device == device for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
 def _make_tied_groups(
