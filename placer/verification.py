@@ -212,7 +212,7 @@ def _relative_error(found: Tensor | None, expected: Tensor | None) -> float:
     if expected.numel() == 0:
         return 0.0
     wide = torch.promote_types(expected.dtype, torch.float64)
-    found, expected = found.to("cpu", wide), expected.to("cpu", wide)
+    found, expected = (tensor.to_dense().to("cpu", wide) for tensor in (found, expected))
     difference = (found - expected).abs().max().item()
     if difference != difference:
         same = torch.equal(found.isnan(), expected.isnan())

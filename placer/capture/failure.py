@@ -64,6 +64,13 @@ def describe(error: BaseException) -> str:
     return f"it cannot be recorded ({kind}: {text})"
 
 
+def leads_to(error: BaseException | None, cause: BaseException | None) -> bool:
+    """Is ``error`` what was raised for ``cause``, or ``cause`` itself?"""
+    while error is not None and error is not cause:
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
 def locate(error: BaseException) -> str:
     """``file.py:line`` of the innermost frame outside torch and placer, or ``""``."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
