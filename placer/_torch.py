@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
@@ -112,11 +112,16 @@ def default_group() -> Any:
     return dist.distributed_c10d._get_default_group()
 
 
-def stage_class_for_fakes() -> Any:
-    """``PipelineStage`` that lets go of sent fake outputs too, as it does of real ones. Checked with 2.15."""
-    from torch.distributed.pipelining import PipelineStage
+def chunk_state(stage: Any, chunk: int) -> tuple[Sequence[Any], Sequence[Any]]:
+    """What the backward of a pipeline stage's micro-batch starts from, and the inputs. Checked with 2.15."""
+    state = stage._forward_chunk_states[chunk]
+    return state.stage_output_for_backward(), state.input_values
 
-    class FakeStage(PipelineStage):
+
+def releasing_fakes(stage_class: Any) -> Any:
+    """A ``PipelineStage`` that lets go of sent fake outputs too, as of real ones. Checked with 2.15."""
+
+    class FakeStage(stage_class):  # type: ignore[misc]
         def _output_slot_is_releasable(self, output: Any) -> tuple[bool, str]:
             return not self.is_last, "last-stage output"
 

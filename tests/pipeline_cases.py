@@ -140,3 +140,35 @@ def step_with_shapes_of_the_data() -> str:
     except placer.PlacerError as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+class SideBranch(nn.Module):
+    """The second stage makes a value from the model's input alone, with a layer it uses again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shared, self.third, self.last = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.shared(self.first(x).tanh())
+        side = self.shared(x).tanh()
+        return self.last(torch.tanh(self.third(y)) * side)
+
+
+def step_where_outputs_depend_on_nothing_received(schedule: str) -> None:
+    """Weights whose way to the outputs does not meet what the stage received."""
+    torch.manual_seed(0)
+    chain = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
+    chain[0].requires_grad_(False)
+    x = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for model, names in (
+        (SideBranch(), ("first", "shared", "third", "last")),
+        (chain, ("0", "1", "2", "3")),
+    ):
+        layers = {name: f"cpu:{i}" for i, name in enumerate(names)}
+        plain = copy.deepcopy(model.double())
+        placed = placer.compile(model, make_spec(4, 1, 3, schedule, layers=layers), x)
+        for step in range(2):
+            loss = placed.step(x, loss_fn=mean_square)
+            assert_close(loss, reference_step(plain, (x,), {}, 1, 3), "loss")
+            compare_state(placed, plain, f"{type(model).__name__}, step {step}")
