@@ -170,12 +170,18 @@ class GuessData(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
-        if not tensors or not all(tensor in self._values for tensor in tensors):
+        if func._schema.is_mutable and args and isinstance(args[0], Tensor):
+            self._values.pop(args[0], None)
+        if not len(self._values) or not self._knows((args, kwargs)):
             return self._run(func, args, kwargs)
         with without_modes():
-            known = func(*tree_map_only(Tensor, self._values.__getitem__, args), **kwargs)
-        return self.tell(known) if isinstance(known, Tensor) else known
+            args, kwargs = tree_map_only(Tensor, self._values.__getitem__, (args, kwargs))
+            known = func(*args, **kwargs)
+        return tree_map_only(Tensor, self.tell, known)
+
+    def _knows(self, arguments: Any) -> bool:
+        tensors = [leaf for leaf in tree_iter(arguments) if isinstance(leaf, Tensor)]
+        return bool(tensors) and all(tensor in self._values for tensor in tensors)
 
     def tell(self, value: Tensor) -> Tensor:
         """A fake tensor that is known to have this value."""
@@ -201,8 +207,6 @@ class GuessData(TorchDispatchMode):
 
 
 _READ_AS_VALUES = ("numpy", "__array__", "tolist", "__format__")
-
-
 _EMBEDDINGS = (nn.functional.embedding, nn.functional.embedding_bag)
 
 

@@ -137,3 +137,21 @@ def sparse(net: Net, x: Tensor) -> Tensor:
 def test_what_cannot_be_planned_says_so(model: Any, message: str) -> None:
     with pytest.raises(placer.CaptureError, match=message):
         placer.make_plan(model(), SPEC, (torch.randn(4, 8),))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ((torch.ones(4, 8), torch.ones(4, 8)), r"write several inputs as one tuple: \(x, y\)"),
+        (({"x": torch.ones(4, 8)},), "pass a dict as kwargs="),
+        ((3,), r"args: is a int, not a tuple of inputs\n  -> write \(x,\)"),
+    ],
+    ids=["two tensors", "a dict", "a number"],
+)
+def test_inputs_given_in_another_form_are_told_how(inputs: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(placer.CaptureError, match=message):
+        placer.make_plan(nn.Linear(8, 8), SPEC, *inputs)
+
+
+def test_one_tensor_stands_for_itself() -> None:
+    assert placer.verify(nn.Linear(8, 8), SPEC, torch.randn(4, 8), run_on="cpu").ok
