@@ -62,6 +62,16 @@ def test_split_backwards_lose_no_gradient(job_of: Callable[[int], Job]) -> None:
     job_of(4).run(pipeline_cases.step_where_outputs_depend_on_nothing_received, SPLIT)
 
 
+@pytest.mark.parametrize(
+    ("stages", "replicas", "schedule"), [(2, 2, "1F1B"), (4, 1, SPLIT), (1, 2, "GPipe")]
+)
+def test_inputs_get_their_gradients_on_every_rank(
+    job_of: Callable[[int], Job], stages: int, replicas: int, schedule: str
+) -> None:
+    spec = cases.make_spec(stages, replicas, 2, schedule)
+    job_of(stages * replicas).run(pipeline_cases.take_gradients_of_inputs, spec)
+
+
 def test_recomputed_and_offloaded_regions(job_of: Callable[[int], Job]) -> None:
     regions = {"checkpoint": ("encoder.*",), "offload": ("decoder.*",)}
     check(job_of, "3D U-Net", (2, 1), ("1F1B", "InterleavedZeroBubble"), **regions)
