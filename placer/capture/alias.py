@@ -17,9 +17,10 @@ from placer.capture.fake import FakeWorld
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aliasing:
-    """What the run found: state that nodes write, nodes that must stay together, nodes that draw."""
+    """What the run found: state and inputs that nodes write, nodes that stay together or draw."""
 
     mutated_state_of: dict[str, tuple[str, ...]]
+    mutated_inputs: tuple[str, ...]
     together: tuple[tuple[str, ...], ...]
     draws: tuple[str, ...]
 
@@ -68,6 +69,11 @@ def analyze_aliasing(
     }
     return Aliasing(
         mutated_state_of={name: names for name, names in mutated.items() if names},
+        mutated_inputs=tuple(
+            name
+            for name, keys in interpreter.inputs.items()
+            if any(keys & written for written in interpreter.written.values())
+        ),
         together=_groups(graph, interpreter, set(state)),
         draws=tuple(interpreter.draws),
     )
@@ -114,6 +120,7 @@ class _Watcher(fx.Interpreter):
         self.draws: list[str] = []
         self.known: set[int] = set()
         self.given: set[int] = set()
+        self.inputs: dict[str, set[int]] = {}
         for tensor in (*model.parameters(), *model.buffers()):
             self.known.add(_storage(tensor))
 
@@ -142,6 +149,7 @@ class _Watcher(fx.Interpreter):
         gives = set(_storages(value))
         if n.op == "placeholder":
             self.given |= gives
+            self.inputs[n.name] = gives
         if n.op not in ("placeholder", "output"):
             self.touched[n.name] = reads | gives
             self.written[n.name] = self.writes.written & self.known

@@ -172,6 +172,13 @@ class _Session:
 def _check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise CaptureError(type(model).__name__, "is not a torch.nn.Module", "pass a module")
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                path or "the model",
+                "is TorchScript, whose tensors cannot be replaced by ones without data",
+                "use the Python module that it was made from",
+            )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if nn.parameter.is_lazy(tensor):
             raise CaptureError(
@@ -199,6 +206,7 @@ def _assemble(
         layer_of={node.name: recording.layer_of[node.name] for node in nodes},
         state_of={node.name: _state_of(node, modules, recording.constants) for node in nodes},
         mutated_state_of=aliasing.mutated_state_of,
+        mutated_inputs=aliasing.mutated_inputs,
         together=aliasing.together,
         draws=aliasing.draws,
         constants=recording.constants,

@@ -75,6 +75,7 @@ class Capture:
     layer_of: Mapping[str, str]  # node -> path of the module that called it ("" = the model itself)
     state_of: Mapping[str, tuple[str, ...]]  # node -> names of the parameters and buffers it reads
     mutated_state_of: Mapping[str, tuple[str, ...]]  # node -> names of those it writes in forward
+    mutated_inputs: tuple[str, ...]  # the tensor inputs that the forward writes in place
     together: tuple[tuple[str, ...], ...]  # groups of nodes that must share a stage
     draws: tuple[str, ...]  # nodes that draw random numbers, in program order
     constants: Mapping[str, torch.Tensor]  # get_attr node -> tensor that tracing burned in

@@ -25,7 +25,10 @@ _OTHER_NAMES = {
 _INPUT = re.compile(
     r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<shape>[^:=]*)(?::(?P<dtype>[^:<]*)(?:<(?P<below>[^<]*))?)?"
 )
-_FORM = "write [name=]SHAPE[:DTYPE], such as 1x1x128x128x128, 16x64:int64<50257 or mask=4x16:bool"
+_FORM = (
+    "write [name=]SHAPE[:DTYPE], such as 1x1x128x128x128, 16x64:int64<50257 or mask=4x16:bool, "
+    "or path/file.py:callable that returns the arguments of forward"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from placer.capture import Capture, capture_model, flatten_call
+from placer.cli.example import is_example, load_example
 from placer.cli.inputs import parse_inputs
+from placer.cli.options import SubjectOptions
 from placer.cli.target import build_model
 from placer.cli.values import parse_values
+from placer.errors import PlacerError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,37 +40,50 @@ class Subject:
 
 
 def load_subject(
-    target: str,
+    options: SubjectOptions,
     *,
-    model_arguments: Sequence[str],
-    inputs: Sequence[str],
-    keywords: Sequence[str],
-    evaluation: bool,
-    allocate: bool = False,
-    double: bool = False,
-    inputs_required: bool = True,
-    seed: int = 0,
+    allocate: bool,
+    double: bool,
+    inputs_required: bool,
+    seed: int,
 ) -> Subject:
-    """The model that ``target`` names and its inputs; on ``meta`` unless ``allocate``.
+    """The model that ``options`` name and its inputs; on ``meta`` unless ``allocate``.
 
     ``double`` makes all floating-point parameters, buffers and inputs float64.
+    What a callable among ``inputs`` makes is taken as it is, in memory or on ``meta``.
     Raises ``PlacerError`` for options that are not understood and for what the model's own code
     raises.
     """
-    wanted = parse_inputs(inputs, required=inputs_required)
-    kwargs = parse_values("--kwarg", keywords)
+    examples = [text for text in options.inputs if is_example(text)]
+    shapes = [text for text in options.inputs if not is_example(text)]
+    if len(examples) > 1 or (examples and shapes):
+        raise PlacerError(
+            f"--input {examples[0]}",
+            "makes all arguments of forward",
+            "leave out the other --input",
+        )
+    wanted = parse_inputs(shapes, required=inputs_required and not examples)
+    kwargs = parse_values("--kwarg", options.keywords)
     torch.manual_seed(seed)
-    model = build_model(target, parse_values("--model-arg", model_arguments), allocate=allocate)
-    model.train(not evaluation)
+    arguments = parse_values("--model-arg", options.model_arguments)
+    model = build_model(options.model, arguments, allocate=allocate)
+    model.train(not options.evaluation)
     if double:
         model.double()
-    args: list[Any] = []
+    args: tuple[Any, ...] = ()
+    for text in examples:
+        args, made = load_example(text, values_needed=allocate)
+        kwargs = {**made, **kwargs}
     for item in wanted:
         tensor = item.random() if allocate else item.on_meta()
-        if double and tensor.is_floating_point():
-            tensor = tensor.double()
         if item.name is None:
-            args.append(tensor)
+            args += (tensor,)
         else:
             kwargs[item.name] = tensor
-    return Subject(target=target, model=model, args=tuple(args), kwargs=kwargs)
+    if double:
+        args, kwargs = tree_map_only(Tensor, _to_double, (args, kwargs))
+    return Subject(target=options.model, model=model, args=args, kwargs=kwargs)
+
+
+def _to_double(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor

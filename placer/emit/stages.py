@@ -69,6 +69,7 @@ def emit_stages(
     return StagedModel(
         stages=tuple(stages),
         graph_inputs=tuple(placeholders),
+        written_inputs=frozenset(capture.mutated_inputs),
         result=result,
         last_use=last_use,
         state_stage=_owners(capture, stage_of),

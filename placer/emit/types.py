@@ -50,13 +50,15 @@ class StageCode:
 class StagedModel:
     """All stages of a model, and how values flow between them and the caller.
 
-    ``graph_inputs`` are the names of the model's tensor inputs, ``result`` the flat list of its
-    outputs: ``("value", node name)`` or ``("constant", object)``. ``state_stage`` says which stage
-    owns each parameter and buffer; a parameter that later stages read too is mirrored there.
+    ``graph_inputs`` are the names of the model's tensor inputs, ``written_inputs`` those that its
+    forward writes in place, ``result`` the flat list of its outputs: ``("value", node name)`` or
+    ``("constant", object)``. ``state_stage`` says which stage owns each parameter and buffer; a
+    parameter that later stages read too is mirrored there.
     """
 
     stages: tuple[StageCode, ...]
     graph_inputs: tuple[str, ...]
+    written_inputs: frozenset[str]
     result: tuple[tuple[str, Any], ...]
     last_use: Mapping[str, int]  # value -> the last stage that reads it
     state_stage: Mapping[str, int]

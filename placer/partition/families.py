@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ from placer.partition.lattice import (
 )
 from placer.partition.problem import Vector
 
+_STEP, _UNDECIDED = 1e5, 400.0  # nanoseconds for deciding a unit, and for each downset then
 _BEAM_SEED = 20_260_101  # of the random numbers that name sets of units
 
 
@@ -116,6 +118,19 @@ def distinct(rows: Words) -> Words:
     return kept
 
 
+@dataclass(slots=True)
+class Work:
+    """What is left of the work that a proof may do, in estimated nanoseconds: no clock decides."""
+
+    left: float = np.inf
+
+    def is_spent(self) -> bool:
+        return self.left <= 0
+
+    def take(self, nanoseconds: float) -> None:
+        self.left -= nanoseconds
+
+
 class Window:
     """Which downsets can end stage q of a placement with all loads below a bound.
 
@@ -188,13 +203,16 @@ def _foreign(lattice: Lattice, devices: set[str]) -> Vector:
     return np.array([float(pins.get(int(u), None) not in {None, *devices}) for u in lattice.order])
 
 
-def surviving_rows(lattice: Lattice, bound: float, *, most: int) -> Words | None:
+def surviving_rows(
+    lattice: Lattice, bound: float, *, most: int, work: Work | None = None
+) -> Words | None:
     """Every downset that can be a border of a placement with all loads <= ``bound``.
 
     Units are decided in topological order, in or out (out with all that follows it), all partial
     decisions at once; those that `Window` closes are dropped. None when more than ``most`` partial
-    decisions would be alive. The empty and the full set are in the answer.
+    decisions would be alive, or ``work`` is spent. The empty and the full set are in the answer.
     """
+    work = work or Work()
     n, m = lattice.num_units, len(lattice.values)
     window = Window(lattice, bound)
     weights = np.array(window.columns).reshape(
@@ -219,6 +237,7 @@ def surviving_rows(lattice: Lattice, bound: float, *, most: int) -> Words | None
         word, bit = u // 64, np.uint64(1 << (u % 64))
         rest = rest & ~bit_row([u], n)
         free = np.flatnonzero((outside[:, word] & bit) == 0)
+        work.take(_STEP + (_UNDECIDED + n + m) * len(free))
         out_rows = outside[free] | after[u]
         fresh = after[u] & ~outside[free]
         out_sums = sum_out[free]
@@ -258,7 +277,7 @@ def surviving_rows(lattice: Lattice, bound: float, *, most: int) -> Words | None
             np.concatenate([part[keep], extra[~complete]])
             for part, extra in zip(parts, added, strict=True)
         )
-        if len(inside) > most or sum(map(len, done)) > most:
+        if len(inside) > most or sum(map(len, done)) > most or work.is_spent():
             return None
         if not len(inside):
             break

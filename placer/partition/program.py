@@ -11,13 +11,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from placer.partition.families import Window
-from placer.partition.lattice import Lattice, WeightLookup, Words, unpack
+from placer.partition.families import Window, Work
+from placer.partition.lattice import Flags, Lattice, WeightLookup, Words, unpack
 from placer.partition.problem import StageSlot, Vector
 
 Indices = NDArray[np.int64]
 
 _BLOCK = 64  # rows whose stages are looked at together
+_PAIR, _LOAD, _STAGE = 4.0, 30.0, 30.0  # nanoseconds for two rows, a load, a stage in the program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,13 +123,17 @@ class _Family:
         return total
 
 
-def best_borders(lattice: Lattice, rows: Words, bound: float) -> Borders | None:
+def best_borders(
+    lattice: Lattice, rows: Words, bound: float, work: Work | None = None
+) -> Borders | None:
     """The placement of least largest load, below ``bound``, with its borders among ``rows``.
 
     ``rows`` are distinct and sorted by size, the empty and the full set among them. Ties go to the
-    earlier row. O(pairs of nested rows whose difference is within the bound * values).
+    earlier row. O(pairs of nested rows whose difference is within the bound * values). None, too,
+    where that is more than what is left of ``work`` (then it is spent).
     """
-    slots, order = lattice.problem.slots, lattice.order
+    slots = lattice.problem.slots
+    work = Work() if work is None else work
     window = Window(lattice, bound)
     family = _Family(lattice, rows, window.cut_nbytes)
     inside = np.empty((len(rows), len(window.columns)))  # no columns where there is one stage
@@ -138,6 +143,11 @@ def best_borders(lattice: Lattice, rows: Words, bound: float) -> Borders | None:
     last = len(rows) - 1
     opens = [window.open(q, inside, outside, family.cut) for q in range(1, len(slots))]
     opens.append(np.arange(len(rows)) == last)
+    if np.isfinite(work.left):
+        narrowed = _narrow(family, opens, bound, work)
+        if narrowed is None:
+            return None
+        opens = narrowed
     ends = np.array([np.arange(len(rows)) == 0, *opens])
     alive = np.flatnonzero(ends.any(axis=0))
     first = np.argmax(ends, axis=0)
@@ -145,20 +155,19 @@ def best_borders(lattice: Lattice, rows: Words, bound: float) -> Borders | None:
     value = np.full(len(rows), np.inf)
     value[0] = 0.0
     choices: list[Indices] = []
-    stages: dict[tuple[bytes, float], _Stages] = {}
+    stages: dict[tuple[object, ...], _Stages] = {}
     for slot, may_end in zip(slots, opens, strict=True):
-        key = slot.seconds.tobytes(), slot.seconds_per_byte
+        limits = _limits(family, slot)
+        key = slot.seconds.tobytes(), slot.seconds_per_byte, *((id(s), most) for s, most in limits)
         if key not in stages:
-            stages[key] = _Stages(family, alive, first, final, slot, bound)
+            stages[key] = _Stages(family, alive, (first, final), slot, bound, work)
         following = np.full(len(rows), np.inf)
         choice = np.full(len(rows), len(rows), dtype=np.int64)
         if lattice.problem.may_be_empty:
             following, choice = np.where(may_end, value, np.inf), np.arange(len(rows))
-        limits = _limits(family, slot, order)
         for pairs in stages[key].from_rows(np.flatnonzero(value < bound)):
+            work.take(_STAGE * len(pairs.load))
             reached = np.maximum(pairs.load, value[pairs.before])
-            for sums, limit in limits:
-                reached[sums[pairs.after] - sums[pairs.before] > limit] = np.inf
             least = np.minimum.reduceat(reached, pairs.starts)
             sizes = np.diff([*pairs.starts, len(reached)])
             where = np.where(reached == np.repeat(least, sizes), pairs.before, len(rows))
@@ -169,6 +178,8 @@ def best_borders(lattice: Lattice, rows: Words, bound: float) -> Borders | None:
             better &= (least < bound) & may_end[targets]
             following[targets[better]] = least[better]
             choice[targets[better]] = source[better]
+        if work.is_spent():
+            return None
         value = following
         choices.append(choice)
     if not value[last] < bound:
@@ -180,9 +191,47 @@ def best_borders(lattice: Lattice, rows: Words, bound: float) -> Borders | None:
     return Borders(rows=tuple(borders[::-1]), value=float(value[last]))
 
 
-def _limits(family: _Family, slot: StageSlot, order: Indices) -> list[tuple[Vector, float]]:
+def _narrow(family: _Family, opens: list[Flags], bound: float, work: Work) -> list[Flags] | None:
+    """``opens`` less the rows that no stage within the bound begins at, or ends at; None for none.
+
+    Stages are looked at once each, those with the fewest pairs of rows first: a border that few
+    rows can be makes the ones beside it few. All that is left is for the dynamic program.
+    """
+    slots = family.lattice.problem.slots
+    empty = family.lattice.problem.may_be_empty
+    rows = [np.zeros(1, dtype=np.int64), *map(np.flatnonzero, opens)]
+    spare = sum(len(r) for r in rows) ** 2 / 2
+    todo = set(range(len(slots)))
+    while todo:
+        q = min(todo, key=lambda q: (len(rows[q]) * len(rows[q + 1]), q))
+        size = len(rows[q]) * len(rows[q + 1])
+        if not size:
+            return None
+        spare -= size
+        if spare < 0:
+            break
+        todo.remove(q)
+        slot = slots[q]
+        stages = _Stages(family, rows[q + 1], None, slot, bound, work)
+        kept = np.zeros((2, len(family.rows)), dtype=bool)
+        if empty:
+            kept[:, np.intersect1d(rows[q], rows[q + 1])] = True
+        for pairs in stages.from_rows(rows[q]):
+            kept[0, pairs.before] = kept[1, pairs.after] = True
+        if work.is_spent():
+            return None
+        rows[q], rows[q + 1] = rows[q][kept[0, rows[q]]], rows[q + 1][kept[1, rows[q + 1]]]
+    found = []
+    for left in rows[1:]:
+        found.append(np.zeros(len(family.rows), dtype=bool))
+        found[-1][left] = True
+    return found
+
+
+def _limits(family: _Family, slot: StageSlot) -> list[tuple[Vector, float]]:
     """Sums over a stage's units that must not exceed a limit there: bytes, units pinned elsewhere."""
     limits = []
+    order = family.lattice.order
     pins = family.lattice.problem.pins
     if slot.budget is not None:
         limits.append((family.sums(slot.nbytes[order]), slot.budget * (1 + 1e-12)))
@@ -209,13 +258,15 @@ class _Stages:
         self,
         family: _Family,
         alive: Indices,
-        first: Indices,
-        final: Indices,
+        positions: tuple[Indices, Indices] | None,
         slot: StageSlot,
         bound: float,
+        work: Work,
     ) -> None:
+        """Stages end at ``alive`` rows; ``positions`` are the first and the last that rows may end."""
         self._family, self._slot, self._bound = family, slot, bound
-        self._alive, self._first, self._final = alive, first, final
+        self._limits, self._work = _limits(family, slot), work
+        self._alive, self._positions = alive, positions
         self._known = np.zeros(len(family.rows), dtype=bool)
         self._found: list[_Pairs] = []
 
@@ -229,11 +280,12 @@ class _Stages:
         return self._found
 
     def _nested(self, sources: Indices) -> _Pairs | None:
-        """A row may end the stages ``first`` to ``final`` (0: none begun)."""
-        family, first, final = self._family, self._first, self._final
+        family = self._family
         seconds = family.sums(self._slot.seconds[family.lattice.order])
         parts = []
         for start in range(0, len(self._alive), _BLOCK):
+            if self._work.is_spent():
+                return None
             block = self._alive[start : start + _BLOCK]
             near = sources[seconds[sources] > seconds[block].min() - self._bound]
             union = np.bitwise_or.reduce(family.rows[block], axis=0)  # near rows share most units
@@ -243,12 +295,18 @@ class _Stages:
                 continue
             may = family.solid[block, None] > family.solid[None, near]
             may &= seconds[block, None] - seconds[None, near] < self._bound
-            may &= first[None, near] < final[block, None]
-            may &= final[None, near] >= first[block, None] - 1
+            if self._positions is not None:
+                first, final = self._positions
+                may &= first[None, near] < final[block, None]
+                may &= final[None, near] >= first[block, None] - 1
+            for sums, limit in self._limits:
+                may &= sums[block, None] - sums[None, near] <= limit
+            self._work.take(_PAIR * may.size)
             chosen = may.any(axis=0)
             if not chosen.any():
                 continue
             loads = family.loads(near[chosen], block, self._slot)
+            self._work.take(_LOAD * loads.size)
             second, earlier = np.nonzero(may[:, chosen] & (loads < self._bound))
             before, after = near[chosen][earlier], block[second]
             load = loads[second, earlier]

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from placer.partition.families import beam_rows, chain_rows, distinct, surviving_rows
+from placer.partition.families import Work, beam_rows, chain_rows, distinct, surviving_rows
 from placer.partition.floats import assign_floats
 from placer.partition.interval import best_intervals
 from placer.partition.lattice import (
@@ -36,6 +36,7 @@ StageOf = NDArray[np.int64]
 _WIDTH = 8  # of the beam; measured: 16 finds nothing better on the published graphs
 _NARROW, _MANY = 4, 600  # from so many units on: 1% worse on random graphs, a third of the time
 _MOST_ALIVE = 150_000  # partly decided downsets at a time in a proof; about a second
+_WORK, _LEAST_WORK = 7e3, 3e8  # nanoseconds for all proofs of a problem, per downset alive; least
 _FEW = 10  # a tenth of them for the first attempt, which settles most problems
 _FIRST_SHARE = 1 / 16  # of the gap between bound and value, then doubled
 _MOST_FAILED = 3  # attempts with too many downsets, the first apart
@@ -50,10 +51,15 @@ def solve(problem: PartitionProblem, *, most_alive: int = _MOST_ALIVE) -> Soluti
     """The placement of least largest load, with a lower bound on the load of any placement.
 
     Chains of a few topological orders and a narrow beam give an answer; if at most
-    ``most_alive`` partly decided downsets could be better at a time, all of these are tried and
-    the answer is optimal (`Optimality.proven`), floats and tight budgets apart, where the bound is
-    that of a relaxation. Deterministic. None when no placement was found that meets the budgets.
+    ``most_alive`` partly decided downsets could be better at a time, and the work that goes with
+    these suffices, all of them are tried and the answer is optimal (`Optimality.proven`), floats
+    and tight budgets apart, where the bound is that of a relaxation. Deterministic. None when no
+    placement was found that meets the budgets.
     """
+    return _solve(problem, most_alive, Work(max(_LEAST_WORK, _WORK * most_alive)))
+
+
+def _solve(problem: PartitionProblem, most_alive: int, work: Work) -> Solution | None:
     joined = join_together(problem)
     if joined.problem.num_units > _LARGE:
         return _solve_large(problem, joined)
@@ -66,11 +72,11 @@ def solve(problem: PartitionProblem, *, most_alive: int = _MOST_ALIVE) -> Soluti
         if rung and best.is_tight:
             best.offer(_heuristic(reduction.problem), reduction.unit_of)
         if best.stage_of is None and _is_limited(small):
-            best.offer(_smallest(small, most_alive), itself)
+            best.offer(_smallest(small, most_alive, Work(work.left / 2)), itself)
         if best.stage_of is not None and best.is_tight and not _reached(best.value, bound):
             best.offer(move_units(small, best.stage_of, bound), itself)
         lattice = _lattice(reduction.problem, floats=floats)
-        bound, found = _prove(lattice, best.value, most_alive, bound=bound)
+        bound, found = _prove(lattice, best.value, most_alive, work, bound=bound)
         best.offer(found, reduction.unit_of)
         if found is not None and not _reached(best.value, bound):
             best.offer(move_units(small, found[reduction.unit_of], bound), itself)
@@ -174,7 +180,7 @@ def _heuristic(problem: PartitionProblem, *, width: int | None = None) -> StageO
     rows = distinct(np.concatenate([chains, beam_rows(lattice, width)]))
     best, value = _try(lattice, rows, best, value)
     if _is_limited(problem) and (best is None or _is_tight(problem, best)):
-        smallest = _smallest(problem, 0)
+        smallest = _smallest(problem, 0, Work())
         if smallest is not None:
             order = np.lexsort((np.arange(lattice.num_units), smallest[lattice.order]))
             rows = distinct(np.concatenate([rows, chain_rows(lattice, order)]))
@@ -203,14 +209,15 @@ def _try(
 
 
 def _prove(
-    lattice: Lattice, value: float, most_alive: int, *, bound: float = 0.0
+    lattice: Lattice, value: float, most_alive: int, work: Work, *, bound: float = 0.0
 ) -> tuple[float, StageOf | None]:
     """A lower bound on all placements, and the best placement if one below ``value`` was found.
 
     All placements below a limit have their borders among the downsets that survive it, and these
     grow exponentially with the limit. So ``value`` is tried with few downsets, then limits from
     ``bound`` (known before) upwards: the first that holds a placement holds the best one. Where
-    the downsets are too many, limits between that one and the last that held nothing are tried.
+    the downsets are too many, limits between that one and the last that held nothing are tried,
+    as long as there is ``work`` left.
     """
     problem = lattice.problem
     least = max(bound, _trivial_bound(problem))
@@ -221,15 +228,17 @@ def _prove(
     left = min(most_alive, _MOST_BITS // max(1, lattice.num_units))
     empty, full = 0.0, np.inf  # shares of the gap: nothing is below; too many downsets are
     share, most, failed = 1.0, left // _FEW, 0
-    while failed <= _MOST_FAILED and left > 0:
+    while failed <= _MOST_FAILED and left > 0 and not work.is_spent():
         limit = (least + share * (value - least)) * (1 - _TOLERANCE)
-        rows = surviving_rows(lattice, limit, most=most)
+        rows = surviving_rows(lattice, limit, most=most, work=work)
         if rows is None:
             failed += 1
             full = share if failed > 1 else np.inf
             most = left if failed == 1 else most // 2
         else:
-            borders = best_borders(lattice, rows, limit)
+            borders = best_borders(lattice, rows, limit, work)
+            if borders is None and work.is_spent():
+                break
             if borders is not None:
                 return borders.value, _stages(lattice, borders)
             if share == 1.0:
@@ -293,7 +302,7 @@ def _newest_first(preds: Sequence[Sequence[int]], succs: Sequence[Sequence[int]]
     return order
 
 
-def _smallest(problem: PartitionProblem, most_alive: int) -> StageOf | None:
+def _smallest(problem: PartitionProblem, most_alive: int, work: Work) -> StageOf | None:
     """A placement whose largest share of a budget is small: memory as the load, no values."""
     slots = tuple(
         replace(
@@ -305,7 +314,7 @@ def _smallest(problem: PartitionProblem, most_alive: int) -> StageOf | None:
         for slot in problem.slots
     )
     ties = tuple(CrossingValue(nbytes=v.nbytes, units=v.units) for v in problem.values)
-    solution = solve(replace(problem, slots=slots, values=ties), most_alive=most_alive)
+    solution = _solve(replace(problem, slots=slots, values=ties), most_alive, work)
     return None if solution is None else np.array(solution.stage_of, dtype=np.int64)
 
 

@@ -56,6 +56,19 @@ class Words(nn.Module):
         return self.head(self.table(ids))
 
 
+class Scenes(nn.Module):
+    """Takes a list of tensors and a dict, as detectors do."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 8)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, scenes, options=None):
+        x = torch.relu(self.a(torch.cat(scenes)))
+        return self.head(x) * options["scale"]
+
+
 class Picky(nn.Module):
     """Keeps one submodule whole, and fails for a batch of one."""
 
@@ -77,6 +90,30 @@ class Chooser(nn.Module):
         if x.sum() > 0:
             return self.a(x)
         return self.a(-x)
+
+
+def two_scenes():
+    return [torch.randn(2, 4), torch.randn(3, 4)], {"scale": torch.tensor(2.0)}
+
+
+def scenes_by_name():
+    return {"scenes": [torch.randn(2, 4)], "options": {"scale": 3.0}}
+
+
+def both_ways():
+    return ([torch.randn(2, 4)],), {"options": {"scale": 3.0}}
+
+
+def far_scenes():
+    return [torch.randn(2, 4, device="meta")], {"scale": 1.0}
+
+
+def no_scenes():
+    raise OSError("the disk is asleep")
+
+
+def numbered():
+    return {0: torch.randn(2, 4)}
 
 
 def not_a_model():
@@ -106,6 +143,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "devices": _devices("200KiB"),
             "reserve": 0,
             "layers": {"blocks": "cuda:0", "head": "cuda:1"},
+        },
+        "halves": {
+            "devices": _devices("1GiB"),
+            "reserve": 0,
+            "layers": {"a": "cuda:0", "head": "cuda:1"},
         },
         "tiny": {"devices": _devices("1KiB"), "reserve": 0},
         "wrong": {"devices": ["cuda:0"], "layers": {"hed": "cuda:0"}},

@@ -208,6 +208,22 @@ def test_check_a_model(placer: Run) -> None:
     assert 1 < largest["least_devices"] <= 7  # of seven like layers and a small one
 
 
+@pytest.mark.parametrize("example", ["two_scenes", "scenes_by_name", "both_ways"])
+def test_a_callable_makes_the_arguments_of_forward(placer: Run, example: str) -> None:
+    inputs = ("--input", f"net.py:{example}")
+    planned = placer("plan", "net.py:Scenes", "halves.json", *inputs)
+    assert planned.exit_code == 0
+    assert "cuda:1" in planned.stdout
+    verified = placer("verify", "net.py:Scenes", "halves.json", *inputs, "--double")
+    assert verified.exit_code == 0
+    assert "EQUAL" in verified.stdout
+
+
+def test_tensors_of_an_example_may_be_on_meta(placer: Run) -> None:
+    inputs = ("--input", "net.py:far_scenes")
+    assert placer("plan", "net.py:Scenes", "halves.json", *inputs).exit_code == 0
+
+
 def test_check_says_how_a_model_that_stays_whole_can_be_split(placer: Run) -> None:
     result = placer("check", "net.py:Chooser", "--input", "3x4")
     assert "stays whole: the model itself" in result.stdout

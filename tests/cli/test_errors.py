@@ -40,6 +40,14 @@ CASES = [
     ((*PLAN, "--input", "8x64:int64<none"), "is not a bound"),
     ((*PLAN, "--input", "=8x64"), "is not an input"),
     ((*PLAN, "--input", "x=8x64", "--input", "x=8x64"), "is given twice"),
+    ((*PLAN, "--input", "net.py:two_scene"), "did you mean net.py:two_scenes?"),
+    ((*PLAN, "--input", "net.py:no_scenes"), "raised OSError: the disk is asleep"),
+    ((*PLAN, "--input", "net.py:numbered"), "names no argument of forward"),
+    ((*PLAN, *X, "--input", "net.py:two_scenes"), "makes all arguments of forward"),
+    (
+        ("verify", "net.py:Scenes", "halves.json", "--input", "net.py:far_scenes"),
+        "needs its values",
+    ),
     # files
     (("plan", "net.py:Net", "fit.json", *X), "did you mean 'fits.json'?"),
     (("plan", "net.py:Net", "not.json", *X), "is not JSON"),

@@ -90,10 +90,10 @@ class BoundaryFinder:
     def __init__(
         self, model: nn.Module, plan: Plan, staged: StagedModel, device: torch.device
     ) -> None:
-        self._mode = FakeWorld().mode
+        self._world = FakeWorld()
         self._place = Place(str(device), device)
         self._shadow = _copy_with(model, lambda t: _empty_like(t, torch.device("meta")))
-        with self._mode, torch.no_grad():
+        with self._world.mode, torch.no_grad():
             self._fake = _copy_with(self._shadow, lambda t: _empty_like(t, device))
         self._programs = Programs(self._shadow, plan, staged)
         places = [self._place] * len(staged.stages)
@@ -115,9 +115,10 @@ class BoundaryFinder:
     def find(self, leaves: Sequence[Tensor], *, grad: bool) -> Crossings:
         """What crosses for a micro-batch shaped like ``leaves`` (the flattened tensor inputs).
 
-        Raises ``PlacerError`` when that depends on the data.
+        Values that the model looks at are guessed, as when it was captured; stages compare what
+        they hand on with what is said here. Raises ``PlacerError`` when a stage does not run.
         """
-        shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        shapes = tuple((leaf.shape, leaf.dtype, grad and leaf.requires_grad) for leaf in leaves)
         key = (shapes, self._modes, grad)
         if key not in self._found:
             staged = self._programs.find([leaf.detach() for leaf in leaves])
@@ -125,14 +126,21 @@ class BoundaryFinder:
         return self._found[key]
 
     def _run(
-        self, staged: StagedModel, shapes: Sequence[tuple[Any, torch.dtype]], grad: bool
+        self, staged: StagedModel, shapes: Sequence[tuple[Any, torch.dtype, bool]], grad: bool
     ) -> Crossings:
         replica = self._replica.with_program(staged)
         values: dict[str, Any] = {}
-        with self._mode, torch.set_grad_enabled(grad), torch.random.fork_rng(devices=[]):
+        guess = staged.conditions.guess
+        with (
+            self._world.running(guess),
+            torch.set_grad_enabled(grad),
+            torch.random.fork_rng(devices=[]),
+        ):
             device = self._place.device
-            for name, (shape, dtype) in zip(staged.graph_inputs, shapes, strict=True):
-                values[name] = torch.empty(shape, dtype=dtype, device=device)
+            for name, (shape, dtype, wanted) in zip(staged.graph_inputs, shapes, strict=True):
+                leaf = torch.empty(shape, dtype=dtype, device=device, requires_grad=wanted)
+                # The model may write to it, as it may not to a leaf.
+                values[name] = leaf.view_as(leaf) if wanted else leaf
             for stage in staged.stages:
                 inputs = [
                     replica.constant(n, self._place) if n in staged.constants else values[n]
@@ -149,7 +157,7 @@ class BoundaryFinder:
                 except Exception as error:
                     raise PlacerError(
                         f"stage {stage.index}",
-                        f"fails for a micro-batch of inputs {[list(s) for s, _ in shapes]}: "
+                        f"fails for a micro-batch of inputs {[list(s) for s, *_ in shapes]}: "
                         f"{type(error).__name__}: {error}",
                         "see whether the plain model takes such inputs in this mode",
                     ) from error

@@ -27,6 +27,7 @@ class Microbatch:
 
     inputs: Mapping[str, Tensor]  # what the stages read of the model's own inputs, at the caller's
     crossings: Crossings | None
+    inputs_here: bool = False  # are these on the rank's device already?
     leaves: Sequence[Tensor] = ()  # all of the model's inputs, flattened
     target: Any = None
     weight: float = 1.0  # what its loss counts in the loss of the batch
@@ -67,8 +68,13 @@ class StageModule(nn.Module):
         self.run: Run | None = None
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The parameters that this stage reads; split backwards ask for them."""
-        return iter(dict.fromkeys(self._weights))
+        """What this stage reads that is to get a gradient; split backwards ask for it.
+
+        That are its parameters, and in a step the model's own inputs that require gradients.
+        """
+        given = self.run.microbatches if self.run is not None else ()
+        inputs = (x for m in given for x in m.inputs.values() if x.requires_grad)
+        return iter(dict.fromkeys((*self._weights, *inputs)))  # type: ignore[arg-type]
 
     def forward(self, *wires: Tensor, microbatch: int) -> Any:
         run = self.run
@@ -76,8 +82,11 @@ class StageModule(nn.Module):
         given = run.microbatches[microbatch]
         if given.crossings is None:
             return self._nothing(run)
-        with locate_layer(given.crossings.staged.stages[self._index]):
+        code = given.crossings.staged.stages[self._index]
+        with locate_layer(code):
             values = self._compute(wires, given, given.crossings)
+        with locate_layer(code, "boundary"):
+            self._compare(values, given.crossings, run)
         if self.after is None:
             return self._finish(run, given, given.crossings, microbatch, values)
         return tuple(to_wire(t, w.numel) for t, w in zip(values, self.after, strict=True))
@@ -106,8 +115,11 @@ class StageModule(nn.Module):
         for name in code.inputs:
             if name in staged.constants:
                 inputs.append(replica.constant(name, place))
-            elif name in given.inputs:  # a copy: the caller's own is not written to
-                inputs.append(transfer(given.inputs[name], CALLER, place))
+            elif name in given.inputs:
+                own = given.inputs[name]
+                # The caller's own is never written to.
+                shared = given.inputs_here and name not in staged.written_inputs
+                inputs.append(own if shared else transfer(own, CALLER, place))
             else:
                 inputs.append(values[name] if name in kept else values.pop(name))
         outputs = replica.run_stage(self._part, code, inputs)
@@ -117,6 +129,20 @@ class StageModule(nn.Module):
             return [values[x] if kind == "value" else x for kind, x in staged.result]
         crossing = [values[value.name] for value in after]
         return [leaf for leaf in tree_leaves(crossing) if isinstance(leaf, Tensor)]
+
+    def _compare(self, values: list[Any], crossings: Crossings, run: Run) -> None:
+        """Raise ``ValueError`` when the others expect tensors of other shapes, found without data."""
+        if self.after is None:  # a result is sent in inference only
+            expected: Sequence[Any] = crossings.result if run.loss_of is None else ()
+        else:
+            expected = crossings.wires(self._index)
+        for value, wire in zip(values, expected, strict=False):
+            if isinstance(wire, Wire) and tuple(value.shape) != wire.shape:
+                raise ValueError(
+                    f"hands on a tensor of shape {list(value.shape)} where shapes alone say "
+                    f"{list(wire.shape)}: it depends on the data; place the layers that make it, "
+                    "and all after them, on the last device, and have them return other shapes"
+                )
 
     def _finish(
         self,
@@ -131,9 +157,9 @@ class StageModule(nn.Module):
             return torch.zeros(1)
         output = unflatten_output(crossings.staged.call, result)
         with locate_layer(crossings.staged.stages[self._index], "loss_fn"):
-            loss = run.loss_of(given, output) * given.weight
-        run.losses.append(loss.detach())
-        return loss * run.scale
+            loss = run.loss_of(given, output)
+        run.losses.append(loss.detach() * given.weight)
+        return loss * (given.weight * run.scale)
 
     def _nothing(self, run: Run) -> Any:
         grad = run.loss_of is not None

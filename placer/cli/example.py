@@ -1,0 +1,63 @@
+"""Example arguments that the user's own code makes: ``--input path/file.py:callable``."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from placer.cli.target import ModelError, find_callable, user_failure
+
+_TARGET = re.compile(r"(?!scalar:)[A-Za-z_./~][^=:]*:[A-Za-z_][\w.]*")
+
+
+def is_example(text: str) -> bool:
+    """Does ``text`` name a callable, rather than a shape?
+
+    >>> is_example("scenes.py:two_scenes"), is_example("8x64:int64"), is_example("scalar:int64")
+    (True, False, False)
+    """
+    return _TARGET.fullmatch(text) is not None
+
+
+def load_example(target: str, *, values_needed: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of forward that ``target`` returns when it is called: positional, by keyword.
+
+    It returns a tuple of positional arguments, a dict of keyword arguments, a tuple and a dict of
+    these, or the one argument. Raises ``ModelError``: it is not found, raises an exception, or
+    returns tensors on ``meta`` where ``values_needed``.
+    """
+    make = find_callable(target)
+    try:
+        made = make()
+    except Exception as error:
+        raise user_failure(target, "the example input", error) from error
+    match made:
+        case (tuple() as args, dict() as kwargs):
+            pass
+        case tuple():
+            args, kwargs = made, {}
+        case dict():
+            args, kwargs = (), made
+        case _:
+            args, kwargs = (made,), {}
+    unnamed = [key for key in kwargs if not isinstance(key, str)]
+    if unnamed:
+        raise ModelError(
+            target,
+            f"returned a dict with the key {unnamed[0]!r}, which names no argument of forward",
+            "return a tuple with the dict in it, if the dict is one argument",
+        )
+    if values_needed and any(
+        leaf.device.type == "meta"
+        for leaf in tree_leaves((args, kwargs))
+        if isinstance(leaf, Tensor)
+    ):
+        raise ModelError(
+            target,
+            "returned a tensor on meta, and a real step needs its values",
+            "make it in memory",
+        )
+    return args, kwargs

@@ -1,0 +1,30 @@
+"""Two stages do no more than the same stages written by hand on ``torch.distributed.pipelining``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pipeline_cases as cases
+import pytest
+from jobs import Job
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+def test_a_step_sends_and_makes_no_more_than_by_hand(
+    job_of: Callable[[int], Job], schedule: str
+) -> None:
+    """Counters, not clocks: messages, their bytes, bytes of new memory, operators."""
+    microbatches = 4
+    for found in job_of(2).run(cases.count_work, schedule, microbatches):
+        ours, theirs = found["placer"], found["by hand"]
+        assert ours["c10d::send"] == theirs["c10d::send"] == microbatches
+        assert ours["sent bytes"] == theirs["sent bytes"] > 0
+        assert ours["c10d::recv_"] == theirs["c10d::recv_"]
+        # Scalars: the loss, its weight, its sum on every rank. No row of a tensor is copied.
+        assert ours["new bytes"] <= theirs["new bytes"] + 1024
+        assert ours["operators"] <= theirs["operators"] + 10 * microbatches + 16
+
+
+def test_inputs_that_the_model_writes_to_are_copied(job_of: Callable[[int], Job]) -> None:
+    """All others are read where the caller has them."""
+    assert job_of(2).run(cases.step_with_written_inputs) == [True, True]

@@ -1,0 +1,35 @@
+"""Models that look at the values of tensors, with one process per device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pipeline_cases as cases
+import torch
+from distributed_cases import make_spec
+from jobs import Job
+from torch import nn
+
+import placer
+
+
+def test_a_branch_by_values_is_taken_as_in_the_plain_model(job_of: Callable[[int], Job]) -> None:
+    job_of(2).run(cases.step_by_values)
+
+
+def test_shapes_that_depend_on_the_data_are_said_and_not_sent(job_of: Callable[[int], Job]) -> None:
+    first, second = job_of(2).run(cases.step_with_shapes_of_the_data)
+    assert first.startswith("StageError: stage 0, rank 0 (replica 0), boundary")
+    assert second.startswith("PeerError")
+    for message in (first, second):
+        assert "it depends on the data" in message
+
+
+def test_ranks_are_simulated_with_the_guess_that_the_capture_needs() -> None:
+    """The table has an entry for the answer 0 only; the plan's peaks are those of the ranks."""
+    model = nn.Sequential(nn.Linear(4, 4), cases.LooksAtValues(), nn.Linear(4, 4))
+    layers = {"0": "cpu:0", "1": "cpu:0", "2": "cpu:1"}
+    x = torch.randn(4, 4)
+    plan = placer.make_plan(model, make_spec(2, 1, 2, layers=layers), x, processes=True)
+    report = placer.simulate(model, plan, x, processes=True)
+    assert [d.peak for d in report.devices] == [d.peak for d in plan.devices]

@@ -1,0 +1,222 @@
+"""What the processes of a job do in the tests that compare with stages written by hand."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from distributed_cases import compare_state, make_spec
+from oracle import assert_close, mean_square, reference_step
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import placer
+
+ROWS = 32
+
+
+class WorkCounter(TorchDispatchMode):
+    """Counts operators, what they send, and the bytes of new memory that they return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if func.namespace == "c10d":
+            self.counts[func._schema.name] += 1
+            if func._schema.name == "c10d::send":
+                self.counts["sent bytes"] += sum(x.nbytes for x in given)
+            return result
+        known = {x.untyped_storage()._cdata for x in given}
+        self.counts["operators"] += 1
+        self.counts["new bytes"] += sum(
+            x.untyped_storage().nbytes()
+            for x in tree_leaves(result)
+            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in known
+        )
+        return result
+
+
+def count_work(schedule: str, microbatches: int) -> dict[str, Counter[str]]:
+    """What a step of this rank does by placer and on ``torch.distributed.pipelining`` by hand."""
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.ReLU()) for _ in range(4))
+    model = nn.Sequential(*blocks, nn.Flatten(), nn.Linear(256, 5))
+    x, target = torch.randn(ROWS, 4, 8, 8), torch.randint(0, 5, (ROWS,))
+    layers = {str(i): "cpu:0" if i < 2 else "cpu:1" for i in range(6)}
+    placed = placer.compile(model, make_spec(2, 1, microbatches, schedule, layers=layers), x)
+    rank = dist.get_rank()
+    part = copy.deepcopy(model[:2] if rank == 0 else model[2:])
+    stage = pipelining.PipelineStage(part, rank, 2, torch.device("cpu"))
+    runner = getattr(pipelining, f"Schedule{schedule}")(
+        stage, microbatches, loss_fn=nn.functional.cross_entropy
+    )
+    steps: dict[str, Callable[[], Any]] = {
+        "placer": lambda: placed.step(x, target=target, loss_fn=nn.functional.cross_entropy),
+        "by hand": lambda: runner.step(*([x] if rank == 0 else []), target=target),
+    }
+    found = {}
+    for name, step in steps.items():
+        step()  # finds shapes
+        with WorkCounter() as counter:
+            step()
+        found[name] = counter.counts
+    return found
+
+
+class WritesInputs(nn.Module):
+    """Writes to a view of its first input in place; the second it only reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x.view(-1).mul_(2.0)
+        return self.last(torch.tanh(self.first(x)) + y)
+
+
+def step_with_written_inputs() -> bool:
+    """A step equals the plain model's, and the caller's tensors are as they were."""
+    torch.manual_seed(0)
+    model = WritesInputs().double()
+    x, y = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
+    layers = {"first": "cpu:0", "last": "cpu:1"}
+    plain = copy.deepcopy(model)
+    placed = placer.compile(model, make_spec(2, 1, 2, layers=layers), (x, y))
+    before = x.clone(), y.clone()
+    loss = placed.step(x, y, loss_fn=mean_square)
+    assert_close(loss, reference_step(plain, (x.clone(), y), {}, 1, 2), "loss")
+    compare_state(placed, plain, "written inputs")
+    return torch.equal(x, before[0]) and torch.equal(y, before[1])
+
+
+class LooksAtValues(nn.Module):
+    """Two branches by a value, and a table that has an entry for one answer only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 2 if x.sum().item() > 0 else x * 3
+        return x * [0.5][int(x.isnan().any().item())]
+
+
+class Selects(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[x > 0].view(-1, 1)
+
+
+def step_by_values() -> None:
+    """Each micro-batch takes its own branch, as the plain model does."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), LooksAtValues(), nn.Linear(4, 4), nn.Tanh()).double()
+    x = torch.randn(4, 4, dtype=torch.float64)
+    with torch.no_grad():
+        sums = [model[0](cut).sum() > 0 for cut in (x[:2], x[2:], -x[:2], -x[2:])]
+    assert any(sums) and not all(sums)
+    layers = {"0": "cpu:0", "1": "cpu:0", "2": "cpu:1", "3": "cpu:1"}
+    plain = copy.deepcopy(model)
+    placed = placer.compile(model, make_spec(2, 1, 2, layers=layers), x)
+    for given in (x, -x):
+        loss = placed.step(given, loss_fn=mean_square)
+        assert_close(loss, reference_step(plain, (given,), {}, 1, 2), "loss")
+        compare_state(placed, plain, "by values")
+
+
+def step_with_shapes_of_the_data() -> str:
+    """The error of a stage that hands on as many rows as the data has positive numbers."""
+    model = nn.Sequential(nn.Linear(4, 4), Selects(), nn.Linear(1, 2))
+    layers = {"0": "cpu:0", "1": "cpu:0", "2": "cpu:1"}
+    placed = placer.compile(model, make_spec(2, 1, 1, layers=layers), torch.randn(6, 4))
+    try:
+        placed.step(torch.randn(6, 4), loss_fn=mean_square)
+    except placer.PlacerError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+class SideBranch(nn.Module):
+    """The second stage makes a value from the model's input alone, with a layer it uses again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shared, self.third, self.last = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.shared(self.first(x).tanh())
+        side = self.shared(x).tanh()
+        return self.last(torch.tanh(self.third(y)) * side)
+
+
+def step_where_outputs_depend_on_nothing_received(schedule: str) -> None:
+    """Weights whose way to the outputs does not meet what the stage received."""
+    torch.manual_seed(0)
+    chain = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
+    chain[0].requires_grad_(False)
+    x = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for model, names in (
+        (SideBranch(), ("first", "shared", "third", "last")),
+        (chain, ("0", "1", "2", "3")),
+    ):
+        layers = {name: f"cpu:{i}" for i, name in enumerate(names)}
+        plain = copy.deepcopy(model.double())
+        placed = placer.compile(model, make_spec(4, 1, 3, schedule, layers=layers), x)
+        for step in range(2):
+            loss = placed.step(x, loss_fn=mean_square)
+            assert_close(loss, reference_step(plain, (x,), {}, 1, 3), "loss")
+            compare_state(placed, plain, f"{type(model).__name__}, step {step}")
+
+
+class ReadsInputsAgain(nn.Module):
+    """The first and the third stage read the batch, the second a vector that goes to all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third, self.last = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor, shift: Tensor, unread: Tensor) -> Tensor:
+        y = self.first(x).tanh()
+        y = self.second(y + shift).tanh()
+        return self.last(self.third(y * x).tanh())
+
+
+def take_gradients_of_inputs(spec: placer.PlacementSpec) -> None:
+    """Inputs get the plain model's gradients on every rank, twice accumulated; other rows, own rows."""
+    torch.manual_seed(0)
+    model = ReadsInputsAgain().double()
+    whole = [torch.randn(6, 4), torch.randn(3, 4)[0], torch.randn(6, 1)]
+    if len(spec.devices) > 1:  # else all layers are on the one
+        names = ("first", "second", "third", "last")
+        devices = [device.name for device in spec.devices]
+        layers = {n: devices[i * len(devices) // 4] for i, n in enumerate(names)}
+        spec = spec.model_copy(update={"layers": layers})
+    plain = copy.deepcopy(model)
+    inputs = [x.double() for x in whole]
+    placed = placer.compile(model, spec, tuple(inputs))
+    for rows in (6, 6, 5):
+        ours = [x if x.dim() == 1 else x[:rows].clone() for x in inputs]
+        theirs = [x.clone().requires_grad_() for x in ours]
+        ours = [x.clone().requires_grad_() for x in ours]
+        for _ in range(2):
+            placed.step(ours[0] * 1.0, *ours[1:], loss_fn=mean_square)  # not a leaf
+            reference_step(plain, tuple(theirs), {}, spec.replicas, spec.microbatches)
+        for a, b in zip(ours, theirs, strict=True):
+            assert_close(a.grad, b.grad, f"{rows} rows, rank {dist.get_rank()}")
+        compare_state(placed, plain, f"{rows} rows")
+    share = slice(0, 4) if placed.replica_index == 0 else slice(4, 6)
+    own = slice(0, 6) if spec.replicas == 1 else share
+    x = inputs[0][own].clone().requires_grad_()
+    shift = inputs[1].clone().requires_grad_()
+    placed.step(x, shift, inputs[2][own], loss_fn=mean_square, own_rows=True)
+    x2, shift2 = inputs[0].clone().requires_grad_(), inputs[1].clone().requires_grad_()
+    mean_square(plain(x2, shift2, inputs[2])).backward()
+    assert x2.grad is not None
+    assert_close(x.grad, x2.grad[own], "own rows")
+    assert_close(shift.grad, shift2.grad, "own rows, the vector")
