@@ -175,7 +175,7 @@ def receive(
 
 
 class _Root(torch.autograd.Function):
-    """A scalar over a tensor; in backward the tensor's gradient is what ``start`` gives.
+    """No numbers, over a tensor; in backward the tensor's gradient is what ``start`` gives.
 
     Given to ``torch.autograd.backward`` directly, the gradient would be held to the end of it.
     """
@@ -183,7 +183,7 @@ class _Root(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, start: Callable[[], Any]) -> torch.Tensor:
         ctx.start = start
-        return tensor.new_zeros(())
+        return tensor.new_zeros(0)
 
     @staticmethod
     @once_differentiable
@@ -192,7 +192,7 @@ class _Root(torch.autograd.Function):
 
 
 def gradient_root(tensor: torch.Tensor, waiting: WaitingGradients) -> torch.Tensor:
-    """A scalar whose backward starts that of ``tensor``; what waits for it is added when it runs.
+    """A tensor of no bytes whose backward starts that of ``tensor``, and then adds what waits for it.
 
     It does not keep the tensor alive, only its graph.
     """
