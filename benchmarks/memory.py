@@ -5,13 +5,14 @@ simulation are compared device by device. The second runs a real step on the CPU
 read from the allocator's own events (``torch.profiler``), which share no code with the ledger; all
 stages are on the one CPU there, so it has one device. What oneDNN's convolutions take and give back
 inside one call is listed apart: a placement does not change it, and another device has its own.
-With ``--matrix``: prediction against simulation over the equivalence suite (`memory_matrix`).
+With ``--matrix``: prediction against simulation over the equivalence suite (`memory_matrix`);
+``--only`` makes one of the two tables.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -167,24 +168,43 @@ def _collect(event: Any, call: int | None, events: list[tuple[int, int, int, int
 
 
 def main() -> None:
-    if "--matrix" in sys.argv[1:]:
-        from benchmarks import memory_matrix
+    from benchmarks import memory_matrix
 
-        memory_matrix.main([name for name in sys.argv[1:] if name != "--matrix"])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--only", choices=["simulated", "measured"], help="one of the two tables")
+    parser.add_argument(
+        "--matrix",
+        nargs="*",
+        metavar="MODEL",
+        choices=[*memory_matrix.MODELS],
+        help="the equivalence suite, these models anew or all: " + ", ".join(memory_matrix.MODELS),
+    )
+    given = parser.parse_args()
+    if given.matrix is not None:
+        memory_matrix.main(given.matrix)
         return
-    command = "python -m benchmarks.memory"
+    if given.only != "measured":
+        write_simulated()
+    if given.only != "simulated":
+        write_measured()
+
+
+def write_simulated() -> None:
     write_result(
         "memory_simulated",
         "Peak bytes per device, predicted by the plan and simulated by the ledger",
-        command,
+        "python -m benchmarks.memory --only simulated",
         ["model", "devices", "predicted, GiB", "simulated, GiB", "largest difference"],
         predicted_and_simulated(),
         "Training, fp32. Nothing is allocated: models and inputs are on meta.",
     )
+
+
+def write_measured() -> None:
     write_result(
         "memory_measured",
         "Peak bytes of a real training step on the CPU",
-        command,
+        "python -m benchmarks.memory --only measured",
         [
             "model",
             "predicted, MiB",

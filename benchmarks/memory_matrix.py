@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -155,7 +154,3 @@ def main(names: Sequence[str] = ()) -> None:
         "1-4 stages x 1-4 micro-batches (1, 2 where activations are not kept); simulated / predicted "
         "- 1 of every stage. Optimizers go round sgd, sgd_momentum, adam, schedules round GPipe, 1F1B.",
     )
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

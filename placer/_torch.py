@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
@@ -38,9 +38,25 @@ def next_sequence_number() -> int:
 
 
 def running_sequence_number() -> int | None:
-    """The number of the autograd node whose backward runs now; None outside backward. Checked with 2.15."""
+    """The number of the autograd node whose backward runs now; None outside backward. Checked with 2.15.
+
+    -1 for one that `run_at_once` was told of.
+    """
     node = torch._C._current_autograd_node()
-    return None if node is None else node._sequence_nr()
+    number = None if node is None else node._sequence_nr()
+    return -1 if number == _FIRST_IN_LINE else number
+
+
+def run_at_once(node: torch.autograd.graph.Node) -> None:
+    """Have autograd run ``node`` before all that waits, when its gradient has come.
+
+    Of the nodes that are ready, autograd runs the one with the highest number, the last made one.
+    Checked with 2.15.
+    """
+    node._set_sequence_nr(_FIRST_IN_LINE)  # type: ignore[attr-defined]
+
+
+_FIRST_IN_LINE = 2**63 - 1
 
 
 def default_store() -> Any:
@@ -96,11 +112,16 @@ def default_group() -> Any:
     return dist.distributed_c10d._get_default_group()
 
 
-def stage_class_for_fakes() -> Any:
-    """``PipelineStage`` that lets go of sent fake outputs too, as it does of real ones. Checked with 2.15."""
-    from torch.distributed.pipelining import PipelineStage
+def chunk_state(stage: Any, chunk: int) -> tuple[Sequence[Any], Sequence[Any]]:
+    """What the backward of a pipeline stage's micro-batch starts from, and the inputs. Checked with 2.15."""
+    state = stage._forward_chunk_states[chunk]
+    return state.stage_output_for_backward(), state.input_values
 
-    class FakeStage(PipelineStage):
+
+def releasing_fakes(stage_class: Any) -> Any:
+    """A ``PipelineStage`` that lets go of sent fake outputs too, as of real ones. Checked with 2.15."""
+
+    class FakeStage(stage_class):  # type: ignore[misc]
         def _output_slot_is_releasable(self, output: Any) -> tuple[bool, str]:
             return not self.is_last, "last-stage output"
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from placer.capture import Capture, capture_model, flatten_call
 from placer.emit import emit_stages, materialize
-from placer.errors import BudgetError, PlacerError
+from placer.errors import BudgetError, CaptureError, PlacerError
 from placer.plan.auto import choose_spec
 from placer.plan.build import build_plan
 from placer.plan.check import check_fingerprint
@@ -163,6 +163,27 @@ def as_spec(source: SpecSource) -> PlacementSpec:
     return source if isinstance(source, PlacementSpec) else load_spec(source)
 
 
+def example_call(
+    args: Sequence[Any] | Tensor, kwargs: Mapping[str, Any] | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The example inputs as ``forward`` gets them; one tensor may stand for itself.
+
+    Raises ``CaptureError`` for what is neither a tuple of arguments nor a dict of keywords.
+    """
+    if isinstance(args, Tensor):
+        args = (args,)
+    if not isinstance(args, tuple | list):
+        remedy = "pass a dict as kwargs={...}" if isinstance(args, Mapping) else "write (x,)"
+        raise CaptureError("args", f"is a {type(args).__name__}, not a tuple of inputs", remedy)
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise CaptureError(
+            "kwargs",
+            f"is a {type(kwargs).__name__}, not a dict of keyword arguments",
+            "write several inputs as one tuple: (x, y)",
+        )
+    return tuple(args), dict(kwargs or {})
+
+
 def require_fit(plan: Plan) -> None:
     """Raise ``BudgetError`` naming the device that overflows the most, if any does."""
     over = [d for d in plan.devices if not d.fits]
@@ -194,7 +215,6 @@ def _check_one_process(plan: Plan) -> None:
 def _capture(
     model: nn.Module, args: Sequence[Any] | Tensor, kwargs: Mapping[str, Any] | None
 ) -> tuple[Capture, list[Tensor]]:
-    if isinstance(args, Tensor):
-        args = (args,)
-    capture = capture_model(model, tuple(args), dict(kwargs or {}))
-    return capture, flatten_call(capture.call, tuple(args), dict(kwargs or {}))
+    positional, keywords = example_call(args, kwargs)
+    capture = capture_model(model, positional, keywords)
+    return capture, flatten_call(capture.call, positional, keywords)

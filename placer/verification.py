@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from placer.api import SpecSource, compile
+from placer.api import SpecSource, compile, example_call
 from placer.capture import TENSOR, CallFormat, flatten_call, unflatten_output
 from placer.capture.call import rebuild_arguments
 from placer.capture.copying import copy_module
@@ -71,7 +71,7 @@ class Verification:
 def verify(
     model: nn.Module,
     spec_or_plan: SpecSource | Plan,
-    args: Sequence[Any] = (),
+    args: Sequence[Any] | Tensor = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     loss_fn: Callable[[Any], Tensor] | None = None,
@@ -86,11 +86,12 @@ def verify(
     after the other (one cut: the whole batch), with the same seed. ``model`` itself is not changed.
     ``tolerance`` (relative) is by default that of the parameters' dtype.
     """
+    args, kwargs = example_call(args, kwargs)
     placed = compile(model, spec_or_plan, args, kwargs, run_on=run_on)
     plain = copy_module(model)
     wanted = loss_fn or (lambda output: stand_in_loss(tree_leaves(output)))
-    theirs = _run_plain(plain, placed, tuple(args), dict(kwargs or {}), wanted, seed)
-    ours = _run_placed(placed, tuple(args), dict(kwargs or {}), wanted, seed)
+    theirs = _run_plain(plain, placed, args, kwargs, wanted, seed)
+    ours = _run_placed(placed, args, kwargs, wanted, seed)
     allowed = tolerance or max(
         (_TOLERANCE.get(p.dtype, 1e-4) for p in plain.parameters()), default=1e-4
     )
@@ -212,7 +213,7 @@ def _relative_error(found: Tensor | None, expected: Tensor | None) -> float:
     if expected.numel() == 0:
         return 0.0
     wide = torch.promote_types(expected.dtype, torch.float64)
-    found, expected = found.to("cpu", wide), expected.to("cpu", wide)
+    found, expected = (tensor.to_dense().to("cpu", wide) for tensor in (found, expected))
     difference = (found - expected).abs().max().item()
     if difference != difference:
         same = torch.equal(found.isnan(), expected.isnan())

@@ -393,7 +393,6 @@ def try_what_needs_one_process(spec: placer.PlacementSpec) -> list[str]:
     tries: list[Callable[[], Any]] = [
         lambda: placed(x),
         lambda: placed.eval()(given),
-        lambda: placed.step(given, loss_fn=mean_square),
         freeze,
         lambda: (
             placed.register_full_backward_hook(_explode) and placed.step(x, loss_fn=mean_square)

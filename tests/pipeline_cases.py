@@ -140,3 +140,83 @@ def step_with_shapes_of_the_data() -> str:
     except placer.PlacerError as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+class SideBranch(nn.Module):
+    """The second stage makes a value from the model's input alone, with a layer it uses again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shared, self.third, self.last = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.shared(self.first(x).tanh())
+        side = self.shared(x).tanh()
+        return self.last(torch.tanh(self.third(y)) * side)
+
+
+def step_where_outputs_depend_on_nothing_received(schedule: str) -> None:
+    """Weights whose way to the outputs does not meet what the stage received."""
+    torch.manual_seed(0)
+    chain = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
+    chain[0].requires_grad_(False)
+    x = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for model, names in (
+        (SideBranch(), ("first", "shared", "third", "last")),
+        (chain, ("0", "1", "2", "3")),
+    ):
+        layers = {name: f"cpu:{i}" for i, name in enumerate(names)}
+        plain = copy.deepcopy(model.double())
+        placed = placer.compile(model, make_spec(4, 1, 3, schedule, layers=layers), x)
+        for step in range(2):
+            loss = placed.step(x, loss_fn=mean_square)
+            assert_close(loss, reference_step(plain, (x,), {}, 1, 3), "loss")
+            compare_state(placed, plain, f"{type(model).__name__}, step {step}")
+
+
+class ReadsInputsAgain(nn.Module):
+    """The first and the third stage read the batch, the second a vector that goes to all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third, self.last = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor, shift: Tensor, unread: Tensor) -> Tensor:
+        y = self.first(x).tanh()
+        y = self.second(y + shift).tanh()
+        return self.last(self.third(y * x).tanh())
+
+
+def take_gradients_of_inputs(spec: placer.PlacementSpec) -> None:
+    """Inputs get the plain model's gradients on every rank, twice accumulated; other rows, own rows."""
+    torch.manual_seed(0)
+    model = ReadsInputsAgain().double()
+    whole = [torch.randn(6, 4), torch.randn(3, 4)[0], torch.randn(6, 1)]
+    if len(spec.devices) > 1:  # else all layers are on the one
+        names = ("first", "second", "third", "last")
+        devices = [device.name for device in spec.devices]
+        layers = {n: devices[i * len(devices) // 4] for i, n in enumerate(names)}
+        spec = spec.model_copy(update={"layers": layers})
+    plain = copy.deepcopy(model)
+    inputs = [x.double() for x in whole]
+    placed = placer.compile(model, spec, tuple(inputs))
+    for rows in (6, 6, 5):
+        ours = [x if x.dim() == 1 else x[:rows].clone() for x in inputs]
+        theirs = [x.clone().requires_grad_() for x in ours]
+        ours = [x.clone().requires_grad_() for x in ours]
+        for _ in range(2):
+            placed.step(ours[0] * 1.0, *ours[1:], loss_fn=mean_square)  # not a leaf
+            reference_step(plain, tuple(theirs), {}, spec.replicas, spec.microbatches)
+        for a, b in zip(ours, theirs, strict=True):
+            assert_close(a.grad, b.grad, f"{rows} rows, rank {dist.get_rank()}")
+        compare_state(placed, plain, f"{rows} rows")
+    share = slice(0, 4) if placed.replica_index == 0 else slice(4, 6)
+    own = slice(0, 6) if spec.replicas == 1 else share
+    x = inputs[0][own].clone().requires_grad_()
+    shift = inputs[1].clone().requires_grad_()
+    placed.step(x, shift, inputs[2][own], loss_fn=mean_square, own_rows=True)
+    x2, shift2 = inputs[0].clone().requires_grad_(), inputs[1].clone().requires_grad_()
+    mean_square(plain(x2, shift2, inputs[2])).backward()
+    assert x2.grad is not None
+    assert_close(x.grad, x2.grad[own], "own rows")
+    assert_close(shift.grad, shift2.grad, "own rows, the vector")

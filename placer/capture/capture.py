@@ -172,6 +172,13 @@ class _Session:
 def _check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise CaptureError(type(model).__name__, "is not a torch.nn.Module", "pass a module")
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                path or "the model",
+                "is TorchScript, whose tensors cannot be replaced by ones without data",
+                "use the Python module that it was made from",
+            )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if nn.parameter.is_lazy(tensor):
             raise CaptureError(

@@ -25,13 +25,14 @@ def forbid_python_random() -> Iterator[None]:
 @contextmanager
 def keep_random() -> Iterator[None]:
     """Leave the generators of ``random``, ``numpy.random`` and torch (CPU) as they are."""
-    python, numbers, torchs = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    python, numbers = random.getstate(), np.random.get_state()
+    torchs = torch.default_generator.get_state()
     try:
         yield
     finally:
         random.setstate(python)
         np.random.set_state(numbers)
-        torch.set_rng_state(torchs)
+        torch.default_generator.set_state(torchs)
 
 
 def _python_state() -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ import torch
 from placer.errors import CaptureError
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep  # noqa: PTH120 - compared with frame file names
-_OURS = os.path.dirname(__file__) + os.sep  # noqa: PTH120
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep  # noqa: PTH120
 
 
 class TraceFailure(Exception):
@@ -62,6 +62,13 @@ def describe(error: BaseException) -> str:
     if kind == "DynamicOutputShapeException":
         return "it makes a tensor whose shape depends on the values of another"
     return f"it cannot be recorded ({kind}: {text})"
+
+
+def leads_to(error: BaseException | None, cause: BaseException | None) -> bool:
+    """Is ``error`` what was raised for ``cause``, or ``cause`` itself?"""
+    while error is not None and error is not cause:
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def locate(error: BaseException) -> str:

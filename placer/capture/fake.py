@@ -6,6 +6,7 @@ parameters, views of one storage) its copy shares too, and nothing is allocated.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,12 +19,14 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from placer._torch import without_torch_function
+from placer._torch import without_modes, without_torch_function
 from placer.capture.copying import copy_module, tensors_of
 from placer.capture.draws import keep_random
 from placer.capture.failure import Untraceable
+from placer.capture.packed import PACKING, RECURRENT, run_recurrent
 from placer.errors import CaptureError
 
 
@@ -145,7 +148,8 @@ class GuessData(TorchDispatchMode):
 
     A scalar read is ``value``, 1 or 0 (True or False); as many elements are selected as there can
     be; an array for numpy is full of ``value``. ``guessed`` says whether it happened, which makes the
-    run one of many that are possible.
+    run one of many that are possible. Packed sequences are all as long as can be; what is computed
+    from their lengths is then known.
     """
 
     def __init__(self, value: int = 1) -> None:
@@ -153,6 +157,7 @@ class GuessData(TorchDispatchMode):
         self.value = value
         self.guessed = False
         self._reads = _GuessReads(self)
+        self._values = WeakTensorKeyDictionary()  # of fake tensors, where they are known
 
     def __enter__(self) -> GuessData:
         super().__enter__()
@@ -164,8 +169,29 @@ class GuessData(TorchDispatchMode):
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable and args and isinstance(args[0], Tensor):
+            self._values.pop(args[0], None)
+        if not len(self._values) or not self._knows((args, kwargs)):
+            return self._run(func, args, kwargs)
+        with without_modes():
+            args, kwargs = tree_map_only(Tensor, self._values.__getitem__, (args, kwargs))
+            known = func(*args, **kwargs)
+        return tree_map_only(Tensor, self.tell, known)
+
+    def _knows(self, arguments: Any) -> bool:
+        tensors = [leaf for leaf in tree_iter(arguments) if isinstance(leaf, Tensor)]
+        return bool(tensors) and all(tensor in self._values for tensor in tensors)
+
+    def tell(self, value: Tensor) -> Tensor:
+        """A fake tensor that is known to have this value."""
+        fake = torch.empty_like(value)
+        self._values[fake] = value
+        return fake
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         try:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         except DataDependentOutputException:
             self.guessed = True
             if func is torch.ops.aten._local_scalar_dense.default:
@@ -176,15 +202,20 @@ class GuessData(TorchDispatchMode):
         except DynamicOutputShapeException:
             self.guessed = True
             if (largest := _LARGEST_RESULT.get(func.name())) is not None:
-                return largest(func, *args, **(kwargs or {}))
+                return largest(func, *args, **kwargs)
             raise
 
 
 _READ_AS_VALUES = ("numpy", "__array__", "tolist", "__format__")
+_EMBEDDINGS = (nn.functional.embedding, nn.functional.embedding_bag)
 
 
 class _GuessReads(TorchFunctionMode):
-    """Reads that fake tensors refuse before an operator runs: as an array, as a list, in a text."""
+    """Reads that fake tensors refuse before an operator runs: as an array, as a list, in a text.
+
+    And a recurrent layer's own reads of how long packed sequences are. Embeddings get dense gradients
+    here: how many bytes a sparse one has depends on values.
+    """
 
     def __init__(self, guess: GuessData) -> None:
         super().__init__()
@@ -192,6 +223,18 @@ class _GuessReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
+        if func in _EMBEDDINGS:
+            call = inspect.signature(func).bind(*args, **(kwargs or {}))
+            call.arguments["sparse"] = False
+            return func(*call.args, **call.kwargs)
+        if name in PACKING:
+            self.guess.guessed = True
+            data, counts = PACKING[name](*args)
+            with without_modes():
+                known = torch.tensor(counts)
+            return data, self.guess.tell(known)
+        if name in RECURRENT and isinstance(args[3], list | tuple):  # (data, batch sizes, state, …)
+            return run_recurrent(func, *args)
         tensor = args[0] if args else None
         if name not in _READ_AS_VALUES or not isinstance(tensor, FakeTensor):
             return func(*args, **(kwargs or {}))

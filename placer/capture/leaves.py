@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
 from placer.capture.failure import locate_function
@@ -44,8 +43,6 @@ def find_whole_modules(model: nn.Module) -> list[WholeModule]:
             reason = "it has hooks, which must run around the whole module"
         elif nn.utils.parametrize.is_parametrized(module):
             reason = "it has parametrized parameters, which must be computed inside it"
-        elif isinstance(module, torch.jit.ScriptModule):
-            reason = "it is TorchScript, which runs outside Python"
         else:
             continue
         whole.append(WholeModule(layer=path, reason=reason, location=location))

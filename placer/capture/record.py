@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 from torch.utils._pytree import tree_iter
 
@@ -34,6 +35,7 @@ from placer.capture.failure import (
     TraceFailure,
     Untraceable,
     describe,
+    leads_to,
     locate,
     locate_caller,
 )
@@ -69,6 +71,7 @@ _READS = (
 )
 _READS_VALUES = "its Python code depends on the value of a tensor"
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "backward", "grad")
+_DIFFERENTIATORS = (torch.autograd.grad, torch.autograd.backward)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,11 +147,14 @@ def _run(
     try:
         with ambient(world), recorder.watching():
             return recorder, recorder.run(bound, inputs)
-    except (ForwardFailure, TraceFailure):
+    except TraceFailure:
         raise
     except Exception as error:
-        layer = recorder.failed_in or ""
-        raise TraceFailure(layer, describe(error), locate(error)) from error
+        if recorder.failed is not None and leads_to(error, recorder.failed.__cause__):
+            raise recorder.failed from error
+        if recorder.failed_in is not None and leads_to(error, recorder.failed_in[0]):
+            raise TraceFailure(recorder.failed_in[1], describe(error), locate(error)) from error
+        raise TraceFailure("", describe(error), locate(error)) from error
 
 
 def _replace_buffers(
@@ -188,6 +194,11 @@ def ambient(world: FakeWorld) -> Iterator[None]:
         yield
 
 
+def _state(module: nn.Module) -> tuple[int, ...]:
+    """The identities of the parameters of ``module``, which ``functional_call`` replaces."""
+    return tuple(map(id, module.parameters()))
+
+
 class _Recorder(TorchFunctionMode):
     """Hears of every call, runs it on fakes, and has it written down."""
 
@@ -204,7 +215,9 @@ class _Recorder(TorchFunctionMode):
         self.twin = twin
         self.whole = whole
         self.writer = GraphWriter(world, twin)
-        self.failed_in: str | None = None
+        self.failed_in: tuple[Exception, str] | None = None  # the innermost module of an exception
+        self.failed: ForwardFailure | None = None  # what a module that is run as it is raised
+        self.refused: TraceFailure | None = None  # the first thing that a graph cannot express
         self.paused = False
         self.kept: set[str] = set()
         self.result: ResultFormat | None = None
@@ -216,6 +229,7 @@ class _Recorder(TorchFunctionMode):
         self.looked_at: dict[fx.Node, tuple[str, str]] = {}  # constants, and where
         self.paths = {id(module): path for path, module in twin.named_modules()}
         self.twins = dict(zip(map(id, model.modules()), twin.modules(), strict=True))
+        self.owned = {id(module): _state(module) for module in twin.modules()}
 
     # -- running ---------------------------------------------------------------------------------
 
@@ -240,6 +254,8 @@ class _Recorder(TorchFunctionMode):
 
         with forbid_python_random():
             leaves = flat_forward(bound, flatten)(self.twin, *inputs)
+        if self.refused is not None:  # forward caught the exception, and went another way
+            raise self.refused
         self.check_constants()
         return leaves
 
@@ -249,6 +265,20 @@ class _Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
+        with self.refusing():
+            return self.run_function(func, args, kwargs)
+
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Remember what cannot be recorded, for code of forward may catch the exception."""
+        try:
+            yield
+        except (Untraceable, DataDependentOutputException, DynamicOutputShapeException) as error:
+            if self.refused is None:
+                self.refused = TraceFailure(self.writer.layer, describe(error), locate_caller())
+            raise
+
+    def run_function(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = getattr(func, "__name__", "")
         if name == "__get__":
             return self.get_property(func, args[0])
@@ -259,6 +289,8 @@ class _Recorder(TorchFunctionMode):
             return self.read(func, args, kwargs)
         if method and name in _HOOKS:
             raise Untraceable(f"it calls {name}() on an intermediate tensor")
+        if func in _DIFFERENTIATORS:
+            raise Untraceable(f"it differentiates a part of itself (torch.autograd.{name})")
         if method and name in _SIZES:
             return self.size(func, name, args, kwargs)
         if method and name == "cuda":
@@ -316,7 +348,13 @@ class _Recorder(TorchFunctionMode):
         if path is None:  # made in forward, such as nn.Softmax(dim=1)(x): a part of its caller
             return original(module, *args, **kwargs)
         checkpointed = self.checkpointing() is not None and not is_torch_leaf(module)
-        if path in self.whole or is_torch_leaf(module) or checkpointed:
+        leaf = is_torch_leaf(module)
+        if _state(module) != self.owned[id(module)]:
+            if path in self.whole or checkpointed:
+                with self.refusing():
+                    raise Untraceable(f"it runs {path} with other parameters than its own")
+            leaf = False
+        if path in self.whole or leaf or checkpointed:
             self.kept.add(path)
             if checkpointed:
                 self.checkpointed.setdefault(path, locate_caller())
@@ -325,9 +363,9 @@ class _Recorder(TorchFunctionMode):
         try:
             with forbid_python_random():
                 return original(module, *args, **kwargs)
-        except Exception:
-            if self.failed_in is None:
-                self.failed_in = path
+        except Exception as error:
+            if self.failed_in is None or not leads_to(error, self.failed_in[0]):
+                self.failed_in = error, path
             raise
         finally:
             self.writer.layer = caller
@@ -343,11 +381,14 @@ class _Recorder(TorchFunctionMode):
                 value = original(module, *executable(args), **executable(kwargs))
         except Exception as error:
             location = locate(error) or locate_caller()
-            raise ForwardFailure(path, location, guessed=guess.guessed) from error
+            self.failed = ForwardFailure(path, location, guessed=guess.guessed)
+            self.failed.__cause__ = error
+            raise
         finally:
             self.paused = False
         if guess.guessed and any(isinstance(x, bool | int | float) for x in tree_iter(value)):
-            raise Untraceable(f"{path} returns a number that depends on the values of tensors")
+            with self.refusing():
+                raise Untraceable(f"{path} returns a number that depends on the values of tensors")
         function: Any = None if is_torch_leaf(module) else self.checkpointing()
         if function is None and Modes.current() != self.modes:
             function = call_module
@@ -373,6 +414,10 @@ class _Recorder(TorchFunctionMode):
             self.paused = False
         self.record("call_function", ApplyFunction(cls), node_args, {}, value)
         return value
+
+    def seed(self) -> None:
+        with self.refusing():
+            raise Untraceable("it seeds torch's random numbers")
 
     def apply_checkpoint(self, function: Callable[..., Any], inputs: Sequence[Any]) -> Any:
         before, self.reentrant = self.reentrant, True

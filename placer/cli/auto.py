@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from placer.cli.options import AsJson, Evaluation, Inputs, Keywords, Model, ModelArguments
+from placer.cli.options import AsJson, SubjectOptions
 from placer.cli.output import people, print_text
 
 Devices = Annotated[
@@ -49,11 +49,8 @@ Reserve = Annotated[
 
 
 def auto(
-    model: Model,
-    inputs: Inputs,
+    subject: SubjectOptions,
     devices: Devices,
-    keywords: Keywords,
-    model_arguments: ModelArguments,
     output: Output = None,
     plan_output: PlanOutput = None,
     kind: Kind = None,
@@ -65,7 +62,6 @@ def auto(
     optimizer: Optimizer = None,
     training: Training = True,
     reserve: Reserve = None,
-    evaluation: Evaluation = False,
     as_json: AsJson = False,
 ) -> None:
     """Find a spec that fits, on as few of the devices as it needs.
@@ -73,7 +69,6 @@ def auto(
     Without -o the spec goes to stdout, and the table to stderr.
     """
     from placer.cli.fit import report_misfit
-    from placer.cli.subject import load_subject
     from placer.errors import BudgetError
     from placer.plan.auto import choose_spec
     from placer.plan.build import build_plan
@@ -99,14 +94,8 @@ def auto(
         context={"source": "placer auto"},
     )
     console = people(as_json=as_json or output is None)
-    subject = load_subject(
-        model,
-        model_arguments=model_arguments,
-        inputs=inputs,
-        keywords=keywords,
-        evaluation=evaluation,
-    )
-    capture, leaves = subject.capture()
+    loaded = subject.load()
+    capture, leaves = loaded.capture()
     try:
         chosen = choose_spec(capture, wanted, leaves)
     except BudgetError as error:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from placer.cli.options import AsJson, Evaluation, Inputs, Keywords, Model, ModelArguments
+from placer.cli.options import AsJson, SubjectOptions
 from placer.cli.output import people, print_json
 from placer.errors import PlacerError, SpecError, nearest
 
@@ -41,38 +41,26 @@ Training = Annotated[bool, typer.Option("--training/--no-training", help="Count 
 
 
 def check(
-    model: Model,
-    inputs: Inputs,
-    keywords: Keywords,
-    model_arguments: ModelArguments,
+    subject: SubjectOptions,
     memory: Memory,
     spec: Spec = None,
     optimizer: Optimizer = "adam",
     training: Training = True,
-    evaluation: Evaluation = False,
     as_json: AsJson = False,
 ) -> None:
     """Check a spec against a model; without a spec, show what the model can be cut into."""
-    from placer.cli.subject import load_subject
     from placer.spec import load_spec
 
     wanted = None if spec is None else load_spec(spec)
     sizes = _sizes(memory)
     _check_optimizer(optimizer)
-    subject = load_subject(
-        model,
-        model_arguments=model_arguments,
-        inputs=inputs,
-        keywords=keywords,
-        evaluation=evaluation,
-        inputs_required=wanted is None,
-    )
+    loaded = subject.load(inputs_required=wanted is None)
     console = people(as_json=as_json)
     if wanted is not None:
-        _check_spec(console, subject, wanted, source=str(spec), as_json=as_json)
+        _check_spec(console, loaded, wanted, source=str(spec), as_json=as_json)
     else:
         _check_model(
-            console, subject, sizes, optimizer=optimizer, training=training, as_json=as_json
+            console, loaded, sizes, optimizer=optimizer, training=training, as_json=as_json
         )
 
 

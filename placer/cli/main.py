@@ -12,6 +12,7 @@ from typing import Any, cast
 import typer
 from typer.core import TyperGroup
 
+from placer.cli.options import with_subject
 from placer.errors import BudgetError, PlacerError, SpecError
 
 _COMMANDS = (
@@ -40,7 +41,7 @@ class _Commands(TyperGroup):
             return None
         function = getattr(importlib.import_module(f"placer.cli.{cmd_name}"), cmd_name)
         single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        single.command(cmd_name)(_guarded(function))
+        single.command(cmd_name)(_guarded(with_subject(function)))
         return typer.main.get_command(single)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

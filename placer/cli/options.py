@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
+
+if TYPE_CHECKING:
+    from placer.cli.subject import Subject
 
 Model = Annotated[
     str,
@@ -63,3 +70,52 @@ Processes = Annotated[
 AsJson = Annotated[
     bool, typer.Option("--json", help="Only JSON on stdout; text for people on stderr.")
 ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubjectOptions:
+    """What says which model a command is about, and how it is called."""
+
+    model: Model
+    inputs: Inputs
+    keywords: Keywords
+    model_arguments: ModelArguments
+    evaluation: Evaluation = False
+
+    def load(
+        self,
+        *,
+        allocate: bool = False,
+        double: bool = False,
+        inputs_required: bool = True,
+        seed: int = 0,
+    ) -> Subject:
+        """The model and its inputs, see `placer.cli.subject.load_subject`."""
+        from placer.cli.subject import load_subject
+
+        return load_subject(
+            self, allocate=allocate, double=double, inputs_required=inputs_required, seed=seed
+        )
+
+
+def with_subject(command: Callable[..., None]) -> Callable[..., None]:
+    """``command``, its parameter ``subject: SubjectOptions`` taken apart into what typer knows."""
+    own = inspect.signature(command, eval_str=True).parameters.values()
+    if not any(parameter.annotation is SubjectOptions for parameter in own):
+        return command
+    hints = get_type_hints(SubjectOptions, include_extras=True)
+    parts = inspect.signature(SubjectOptions).parameters.values()
+    parameters = [part.replace(annotation=hints[part.name]) for part in parts] + [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for parameter in own
+        if parameter.annotation is not SubjectOptions
+    ]
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        subject = {field.name: values.pop(field.name) for field in fields(SubjectOptions)}
+        command(subject=SubjectOptions(**subject), **values)
+
+    vars(run)["__signature__"] = inspect.Signature(parameters)
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run

@@ -7,16 +7,7 @@ from typing import Annotated
 
 import typer
 
-from placer.cli.options import (
-    AsJson,
-    Evaluation,
-    Inputs,
-    Keywords,
-    Model,
-    ModelArguments,
-    Processes,
-    Spec,
-)
+from placer.cli.options import AsJson, Processes, Spec, SubjectOptions
 from placer.cli.output import people, print_json
 
 Output = Annotated[
@@ -32,12 +23,8 @@ Explain = Annotated[
 
 
 def plan(
-    model: Model,
+    subject: SubjectOptions,
     spec: Spec,
-    inputs: Inputs,
-    keywords: Keywords,
-    model_arguments: ModelArguments,
-    evaluation: Evaluation = False,
     output: Output = None,
     html: Page = None,
     explain: Explain = False,
@@ -46,7 +33,6 @@ def plan(
 ) -> None:
     """Show on which device everything goes and what it costs; nothing is allocated."""
     from placer.cli.fit import report_misfit
-    from placer.cli.subject import load_subject
     from placer.plan.build import build_plan
     from placer.plan.store import plan_to_json, save_plan
     from placer.report import plan_table, write_html
@@ -54,14 +40,8 @@ def plan(
 
     wanted = load_spec(spec)
     console = people(as_json=as_json)
-    subject = load_subject(
-        model,
-        model_arguments=model_arguments,
-        inputs=inputs,
-        keywords=keywords,
-        evaluation=evaluation,
-    )
-    capture, leaves = subject.capture()
+    loaded = subject.load()
+    capture, leaves = loaded.capture()
     if processes:
         from placer.simulation.judge import plan_ranks  # pipelining takes a while to import
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from placer.cli.options import AsJson, Evaluation, Inputs, Keywords, Model, ModelArguments
+from placer.cli.options import AsJson, SubjectOptions
 from placer.cli.output import people, print_json
 
 if TYPE_CHECKING:
@@ -27,32 +27,21 @@ Training = Annotated[bool, typer.Option("--training/--no-training", help="Run th
 
 
 def profile(
-    model: Model,
-    inputs: Inputs,
-    keywords: Keywords,
-    model_arguments: ModelArguments,
+    subject: SubjectOptions,
     depth: Depth = None,
     precision: Precision = "fp32",
     training: Training = True,
-    evaluation: Evaluation = False,
     as_json: AsJson = False,
 ) -> None:
     """Show bytes and FLOPs of every layer for one batch, estimated; nothing is allocated."""
-    from placer.cli.subject import load_subject
     from placer.cost import estimate_costs
     from placer.errors import PlacerError, nearest
 
     if precision not in ("fp32", "bf16", "fp16"):
         near = nearest(precision, ("fp32", "bf16", "fp16"))
         raise PlacerError("--precision", f"no precision {precision!r}", f"did you mean {near!r}?")
-    subject = load_subject(
-        model,
-        model_arguments=model_arguments,
-        inputs=inputs,
-        keywords=keywords,
-        evaluation=evaluation,
-    )
-    capture, leaves = subject.capture()
+    loaded = subject.load()
+    capture, leaves = loaded.capture()
     costs = estimate_costs(capture, leaves, training=training, precision=precision)
     rows = layer_costs(capture, costs, depth)
     total = {column: sum(row[column] for row in rows.values()) for column in _COLUMNS}

@@ -7,16 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from placer.cli.options import (
-    AsJson,
-    Evaluation,
-    Inputs,
-    Keywords,
-    Model,
-    ModelArguments,
-    Processes,
-    SpecOrPlan,
-)
+from placer.cli.options import AsJson, Processes, SpecOrPlan, SubjectOptions
 from placer.cli.output import people, print_json
 
 if TYPE_CHECKING:
@@ -27,19 +18,14 @@ if TYPE_CHECKING:
 
 
 def simulate(
-    model: Model,
+    subject: SubjectOptions,
     spec: SpecOrPlan,
-    inputs: Inputs,
-    keywords: Keywords,
-    model_arguments: ModelArguments,
-    evaluation: Evaluation = False,
     processes: Processes = False,
     as_json: AsJson = False,
 ) -> None:
     """Run a training step on simulated devices and show the peak of each; nothing is allocated."""
     from placer.cli.main import EXIT_NO_FIT
     from placer.cli.sources import load_spec_or_plan
-    from placer.cli.subject import load_subject
     from placer.plan.build import build_plan
     from placer.plan.check import check_fingerprint
     from placer.plan.types import Plan
@@ -47,14 +33,8 @@ def simulate(
 
     wanted = load_spec_or_plan(spec)
     console = people(as_json=as_json)
-    subject = load_subject(
-        model,
-        model_arguments=model_arguments,
-        inputs=inputs,
-        keywords=keywords,
-        evaluation=evaluation,
-    )
-    capture, leaves = subject.capture()
+    loaded = subject.load()
+    capture, leaves = loaded.capture()
     plan = wanted
     if not isinstance(plan, Plan):
         plan = build_plan(capture, plan, leaves, processes=processes)

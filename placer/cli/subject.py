@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 from placer.capture import Capture, capture_model, flatten_call
 from placer.cli.example import is_example, load_example
 from placer.cli.inputs import parse_inputs
+from placer.cli.options import SubjectOptions
 from placer.cli.target import build_model
 from placer.cli.values import parse_values
 from placer.errors import PlacerError
@@ -39,26 +40,22 @@ class Subject:
 
 
 def load_subject(
-    target: str,
+    options: SubjectOptions,
     *,
-    model_arguments: Sequence[str],
-    inputs: Sequence[str],
-    keywords: Sequence[str],
-    evaluation: bool,
-    allocate: bool = False,
-    double: bool = False,
-    inputs_required: bool = True,
-    seed: int = 0,
+    allocate: bool,
+    double: bool,
+    inputs_required: bool,
+    seed: int,
 ) -> Subject:
-    """The model that ``target`` names and its inputs; on ``meta`` unless ``allocate``.
+    """The model that ``options`` name and its inputs; on ``meta`` unless ``allocate``.
 
     ``double`` makes all floating-point parameters, buffers and inputs float64.
     What a callable among ``inputs`` makes is taken as it is, in memory or on ``meta``.
     Raises ``PlacerError`` for options that are not understood and for what the model's own code
     raises.
     """
-    examples = [text for text in inputs if is_example(text)]
-    shapes = [text for text in inputs if not is_example(text)]
+    examples = [text for text in options.inputs if is_example(text)]
+    shapes = [text for text in options.inputs if not is_example(text)]
     if len(examples) > 1 or (examples and shapes):
         raise PlacerError(
             f"--input {examples[0]}",
@@ -66,10 +63,11 @@ def load_subject(
             "leave out the other --input",
         )
     wanted = parse_inputs(shapes, required=inputs_required and not examples)
-    kwargs = parse_values("--kwarg", keywords)
+    kwargs = parse_values("--kwarg", options.keywords)
     torch.manual_seed(seed)
-    model = build_model(target, parse_values("--model-arg", model_arguments), allocate=allocate)
-    model.train(not evaluation)
+    arguments = parse_values("--model-arg", options.model_arguments)
+    model = build_model(options.model, arguments, allocate=allocate)
+    model.train(not options.evaluation)
     if double:
         model.double()
     args: tuple[Any, ...] = ()
@@ -84,7 +82,7 @@ def load_subject(
             kwargs[item.name] = tensor
     if double:
         args, kwargs = tree_map_only(Tensor, _to_double, (args, kwargs))
-    return Subject(target=target, model=model, args=args, kwargs=kwargs)
+    return Subject(target=options.model, model=model, args=args, kwargs=kwargs)
 
 
 def _to_double(tensor: Tensor) -> Tensor:

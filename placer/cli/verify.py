@@ -7,15 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from placer.cli.options import (
-    AsJson,
-    Evaluation,
-    Inputs,
-    Keywords,
-    Model,
-    ModelArguments,
-    SpecOrPlan,
-)
+from placer.cli.options import AsJson, SpecOrPlan, SubjectOptions
 from placer.cli.output import people, print_json
 
 if TYPE_CHECKING:
@@ -48,12 +40,8 @@ Tolerance = Annotated[
 
 
 def verify(
-    model: Model,
+    subject: SubjectOptions,
     spec: SpecOrPlan,
-    inputs: Inputs,
-    keywords: Keywords,
-    model_arguments: ModelArguments,
-    evaluation: Evaluation = False,
     double: Double = False,
     run_on: RunOn = None,
     seed: Seed = 0,
@@ -65,26 +53,16 @@ def verify(
     Exit code 1 when they differ.
     """
     from placer.cli.sources import load_spec_or_plan
-    from placer.cli.subject import load_subject
     from placer.verification import verify as compare
 
     wanted = load_spec_or_plan(spec)
     console = people(as_json=as_json)
-    subject = load_subject(
-        model,
-        model_arguments=model_arguments,
-        inputs=inputs,
-        keywords=keywords,
-        evaluation=evaluation,
-        allocate=True,
-        double=double,
-        seed=seed,
-    )
+    loaded = subject.load(allocate=True, double=double, seed=seed)
     result = compare(
-        subject.model,
+        loaded.model,
         wanted,
-        subject.args,
-        subject.kwargs,
+        loaded.args,
+        loaded.kwargs,
         run_on=run_on or _stand_in(wanted),
         seed=seed,
         tolerance=tolerance,

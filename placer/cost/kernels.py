@@ -276,7 +276,8 @@ class _CudnnRnn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, hx, cx, _, _, _, *params = ctx.saved_tensors
+        saved = ctx.saved_tensors  # all are there until the kernel is done
+        x, hx, cx, _, _, _, *params = saved
         flat = x.new_empty(sum(p.numel() for p in params))  # cuDNN's gradients lie in one buffer
         pieces = flat.split([p.numel() for p in params])
         views = [v.view_as(p) for v, p in zip(pieces, params, strict=True)]
@@ -297,7 +298,8 @@ class _FusedRmsNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, _ = ctx.saved_tensors
+        saved = ctx.saved_tensors
+        x, weight, _ = saved
         return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None
 
 

@@ -161,6 +161,13 @@ class Recorder(TorchDispatchMode):
 
 
 def _key(tensor: Tensor) -> Any:
+    if tensor.layout != torch.strided:
+        raise CaptureError(
+            "the model",
+            f"makes a tensor of layout {tensor.layout}, whose bytes depend on its values, which "
+            "planning does not have",
+            "hand it to forward as an input, or make it dense",
+        )
     return tensor.untyped_storage()
 
 

@@ -13,18 +13,23 @@ runs. Just before it, the region's forward runs again: there the values that ent
 that have come, and what the forward holds are live together.
 
 A stage border may cut through a region: what enters then depends on ``a``, so each table has a row
-per start. O(values in regions x starts) time.
+per start. Where the stage ends before the region does, backward begins with nodes that save nothing,
+and what comes only when a saving node's backward asks for it is not there yet: `not_yet` says so.
+O(values in regions x starts) time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from placer.cost import CostTable, StoredValue
+from placer.cost import CostTable
+from placer.partition.received import copied_parts
+from placer.partition.waiting import Elsewhere
 from placer.regions import RegionKey
 
 Table = NDArray[np.float64]
@@ -45,18 +50,31 @@ class _Run:
 class HeldInRegions:
     """Fills tables of bytes, rows the ``starts`` of stages, columns the ``width`` positions of nodes.
 
-    ``saved`` is held between forward and backward, ``waiting`` while a backward runs, ``forward``
-    while the forward does.
+    Stages end at ``ends``. ``saved`` is held between forward and backward, ``waiting`` while a
+    backward runs, ``forward`` while the forward does.
     """
 
     def __init__(
-        self, costs: CostTable, place: NDArray[np.int64], starts: Sequence[int], width: int
+        self,
+        costs: CostTable,
+        place: NDArray[np.int64],
+        starts: Sequence[int],
+        ends: Sequence[int],
+        width: int,
     ) -> None:
         self._starts = np.asarray(starts, dtype=np.int64)
+        self._ends = sorted(ends)
         self._width = width
         self._costs = costs
         self._place = place
-        self._steps = {name: self._empty() for name in ("kept", "inside", "saved", "forward")}
+        names = ("kept", "fetched", "inside", "saved", "forward")
+        self._steps = {name: self._empty() for name in names}
+        self._parts: dict[int, list[tuple[int, int]]] = {}  # value: rows where parts of it come
+        row_of = {start: row for row, start in enumerate(starts)}
+        for index, start, nbytes in copied_parts(costs, place, starts):
+            self._parts.setdefault(index, []).append((row_of[start], nbytes))
+        # value, run's savers of it, since when it is held, until when, bytes
+        self._offloaded: list[tuple[Sequence[int], Columns, Columns, Table]] = []
         self._again = self._empty()  # live while the forward runs again
         self._private = np.zeros((len(starts), width))
         keys: list[RegionKey | None] = [None] * width
@@ -86,8 +104,9 @@ class HeldInRegions:
             key=key, first=first, last=last, savers=tuple(savers.tolist()), first_saver=found
         )
 
-    def take(self, value: StoredValue) -> bool:
-        """Count ``value`` if a region needs it; False: no region does."""
+    def take(self, index: int) -> bool:
+        """Count the value of this number if a region needs it; False: no region does."""
+        value = self._costs.values[index]
         place, starts, none = self._place, self._starts, self._width
         users = sorted({int(place[i]) for i in (*value.users, *value.savers)})
         savers = sorted({int(place[i]) for i in value.savers})
@@ -95,6 +114,9 @@ class HeldInRegions:
         needed = {int(self._run_of[p]) for p in users} - {-1}
         if not needed:
             return False
+        nbytes = np.full(len(starts), float(value.nbytes))
+        for row, of_parts in self._parts.get(index, ()):
+            nbytes[row] = of_parts
         outside = [s for s in savers if self._run_of[s] < 0]
         always = np.full(len(starts), none)  # from which column on it is held
         for s in reversed(outside):
@@ -102,15 +124,15 @@ class HeldInRegions:
         passing: list[tuple[str, Columns, int]] = []  # while a region's own backward runs
         stays = bool(outside)
         last_use = users[-1] + 1
-        for index in sorted(needed):
-            run = self._runs[index]
-            inside = [p for p in users if self._run_of[p] == index]
-            saving = [s for s in savers if self._run_of[s] == index]
+        for number in sorted(needed):
+            run = self._runs[number]
+            inside = [p for p in users if self._run_of[p] == number]
+            saving = [s for s in savers if self._run_of[s] == number]
             if run.key.recompute:
                 enters = (producer < np.maximum(starts, run.first)) & (starts <= inside[-1])
                 since = np.where(enters, run.first_saver, none)
                 if run.key.offload:
-                    passing.append(("kept", since, run.savers[-1] + 1))
+                    passing.append(("fetched", since, run.savers[-1] + 1))
                 else:
                     always = np.minimum(always, since)
                     stays |= producer < run.first
@@ -123,34 +145,76 @@ class HeldInRegions:
                         passing.append(("inside", since, run.savers[-1] + 1))
                     until = run.last + 1 if saving else inside[-1] + 1
                     begin = np.where(made, producer + 1, none)
-                    _fill(self._again, begin, np.full(len(starts), until), value.nbytes)
+                    _fill(self._again, begin, np.full(len(starts), until), nbytes)
                 continue
-            parts = {int(place[node]): nbytes for node, nbytes in value.parts}
+            parts = {int(place[node]): part for node, part in value.parts}
             if len(savers) > 1:  # each part comes for itself
                 for s in [s for s in saving if s in parts]:
                     since = np.where(starts <= s, s, none)
                     until = np.minimum(s + 1, always)
-                    _fill(self._steps["kept"], since, until, parts[s])
+                    _fill(self._steps["kept"], since, until, np.full(len(starts), float(parts[s])))
                 saving = [s for s in saving if s not in parts]
             if saving:
                 since = np.append(saving, none)[np.searchsorted(saving, starts)]
                 passing.append(("kept", since, saving[-1] + 1))
+                if len(saving) > 1:
+                    until = np.minimum(saving[-1] + 1, always)
+                    self._offloaded.append((saving, since, until, nbytes))
         end = np.full(len(starts), none)
-        _fill(self._steps["saved"], always, end, value.nbytes)
-        self._wait("kept", always, end, value, savers)
+        _fill(self._steps["saved"], always, end, nbytes)
+        self._wait("kept", always, end, nbytes, savers)
         for name, since, last in passing:
-            self._wait(name, since, np.minimum(last, always), value, savers)
+            self._wait(name, since, np.minimum(last, always), nbytes, savers)
         if producer >= 0:
             begin = np.where(starts <= producer, producer + 1, none)
             until = none if stays else min(last_use, none)
-            _fill(self._steps["forward"], begin, np.full(len(starts), until), value.nbytes)
+            _fill(self._steps["forward"], begin, np.full(len(starts), until), nbytes)
         return True
 
     def table(self, name: str) -> Table:
         """``saved``, ``waiting`` or ``forward``."""
         if name == "waiting":
-            return self._sum(self._steps["kept"]) + self._sum(self._steps["inside"])
+            return self._sum(self._steps["kept"]) + self._passing()
         return self._sum(self._steps[name])
+
+    def _passing(self) -> Table:
+        """What is there only while a recomputed region's own backward runs."""
+        return self._sum(self._steps["fetched"]) + self._sum(self._steps["inside"])
+
+    def not_yet(self) -> Iterator[Elsewhere]:
+        """What the table of "waiting" has too much for stages that end within a region."""
+        passing = self._passing()
+        for run in self._runs:
+            if not run.key.recompute:
+                continue
+            for saver, following in self._cut_gaps(run.savers):
+                amounts = passing[:, saver + 1]
+                yield from self._less(saver, following, amounts)
+        for savers, since, until, nbytes in self._offloaded:
+            for saver, following in self._cut_gaps(savers):
+                there = (since <= saver) & (until > saver + 1)
+                yield from self._less(saver, following, np.where(there, nbytes, 0.0))
+
+    def _cut_gaps(self, savers: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Neighbouring ``savers`` between which a stage may end with other nodes."""
+        for saver, following in pairwise(savers):
+            if any(saver + 1 < end <= following for end in self._ends):
+                yield saver, following
+
+    def _less(self, saver: int, following: int, amounts: Table) -> Iterator[Elsewhere]:
+        """Stages that end after ``saver``, but not after ``following``, have ``amounts`` less there."""
+        rows = range(int(np.searchsorted(self._starts, saver, side="right")))
+        for nbytes, group in groupby(rows, key=lambda row: float(amounts[row])):
+            same = list(group)
+            if nbytes:
+                yield Elsewhere(
+                    first=int(self._starts[same[0]]),
+                    last=int(self._starts[same[-1]]),
+                    begin=saver + 1,
+                    until=following,
+                    sender=following,
+                    nbytes=-nbytes,
+                )
 
     def recomputing(self, waiting: Table, incoming: Table, forward_transient: Table) -> Table:
         """Bytes live when a region's forward has run again, in the columns of its saving nodes.
@@ -158,7 +222,8 @@ class HeldInRegions:
         ``waiting`` is what no region needs, ``incoming`` and ``forward_transient`` are per position.
         """
         found = np.zeros((len(self._starts), self._width))
-        base = waiting + self._sum(self._steps["kept"]) + self._private + incoming
+        there = self._sum(self._steps["kept"]) + self._sum(self._steps["fetched"])
+        base = waiting + there + self._private + incoming
         again = self._sum(self._again)
         ends_early = self._stops_before_it_runs()
         for run in self._runs:
@@ -182,18 +247,19 @@ class HeldInRegions:
         return {int(self._place[i]) for i in range(len(self._costs.names)) if i not in saves_own}
 
     def _wait(
-        self, name: str, since: Columns, until: Columns, value: StoredValue, savers: Sequence[int]
+        self, name: str, since: Columns, until: Columns, nbytes: Table, savers: Sequence[int]
     ) -> None:
         """Held in columns since … until - 1; a single saver's own column has it in its transient."""
         steps = self._steps[name]
         if len(savers) != 1:
-            _fill(steps, since, until, value.nbytes)
+            _fill(steps, since, until, nbytes)
             return
         (own,) = savers
-        _fill(steps, since, np.minimum(until, own), value.nbytes)
-        _fill(steps, np.maximum(since, own + 1), until, value.nbytes)
-        if name == "kept" and self._run_of[own] >= 0:
-            self._private[(since <= own) & (own < until), own] += value.nbytes
+        _fill(steps, since, np.minimum(until, own), nbytes)
+        _fill(steps, np.maximum(since, own + 1), until, nbytes)
+        if name != "inside" and self._run_of[own] >= 0:
+            rows = (since <= own) & (own < until)
+            self._private[rows, own] += nbytes[rows]
 
     def _empty(self) -> Table:
         return np.zeros((len(self._starts), self._width + 1))
@@ -204,8 +270,8 @@ class HeldInRegions:
         return sums
 
 
-def _fill(steps: Table, since: Columns, until: Columns, value: float) -> None:
-    """Add ``value`` in columns since … until - 1 of every row."""
+def _fill(steps: Table, since: Columns, until: Columns, nbytes: Table) -> None:
+    """Add to every row its ``nbytes``, in its columns since … until - 1."""
     rows = np.flatnonzero(since < until)
-    steps[rows, since[rows]] += value
-    steps[rows, until[rows]] -= value
+    steps[rows, since[rows]] += nbytes[rows]
+    steps[rows, until[rows]] -= nbytes[rows]

@@ -46,6 +46,20 @@ def smaller_copies(
     """Where a stage receives parts of a storage: its start, the first node of it that keeps a part
     for backward, and the bytes by which the parts are less than the storage.
     """
+    for index, start, nbytes in copied_parts(costs, place, starts):
+        value = costs.values[index]
+        if any(costs.keys[i] for i in {*value.users, *value.savers} if i < len(costs.keys)):
+            continue  # `HeldInRegions` counts it
+        savers = (int(place[node]) for node in value.savers)
+        first = min((saver for saver in savers if saver >= start), default=None)
+        if first is not None:
+            yield start, first, value.nbytes - nbytes
+
+
+def copied_parts(
+    costs: CostTable, place: NDArray[np.int64], starts: Sequence[int]
+) -> Iterator[tuple[int, int, int]]:
+    """Values of which a stage receives only parts: the value, the stage's start, the parts' bytes."""
     views: dict[int, list[tuple[int, int, int]]] = defaultdict(list)  # node, last reader, bytes
     for node, held in enumerate(costs.results):
         if len(held) == 1 and costs.readers[node]:
@@ -55,15 +69,11 @@ def smaller_copies(
         value = costs.values[index]
         if value.producer < 0 or min(nbytes for *_, nbytes in parts) >= value.nbytes:
             continue
-        if any(costs.keys[i] for i in {*value.users, *value.savers} if i < len(costs.keys)):
-            continue  # `HeldInRegions` counts it whole
-        savers = sorted(int(place[node]) for node in value.savers)
         for start in starts:
-            first = next((saver for saver in savers if saver >= start), None)
-            if start > int(place[value.producer]) and first is not None:
+            if start > int(place[value.producer]):
                 crossing = sum(nbytes for node, last, nbytes in parts if node < start <= last)
                 if 0 < crossing < value.nbytes:
-                    yield start, first, value.nbytes - crossing
+                    yield index, start, crossing
 
 
 def releases(

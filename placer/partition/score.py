@@ -16,6 +16,7 @@ one counts as its share of rows),
       + max( (c - 1) * saved(a, b) + max_i live(i),    first backward: gradients grow
              (c'- 1) * saved(a, b) + max_i live(i),    later ones: all gradients are there
              (c - 1) * saved(a, b) + forward(a, b),
+             (c'- 1) * saved(a, b) + forward(a, b) + gradients,    under 1F1B
              gradients + the optimizer's own transient )
 
 Every table is built from rectangles: "some user of v lies in [a, i]" holds exactly for a in
@@ -103,9 +104,11 @@ def build_tables(
     forward, received, sent = build.rectangles(), build.rectangles(), build.rectangles()
     computed = build.rectangles()
     released: list[Elsewhere] = []
-    regions = HeldInRegions(costs, place, build.starts, n + 1) if costs.keys else None
-    for v in costs.values:
-        if regions is not None and regions.take(v):
+    regions = None
+    if costs.keys:
+        regions = HeldInRegions(costs, place, build.starts, build.ends, n + 1)
+    for number, v in enumerate(costs.values):
+        if regions is not None and regions.take(number):
             continue
         savers, users = at(v.savers), at(v.users)
         producer = int(place[v.producer]) if v.producer >= 0 else -1
@@ -185,6 +188,7 @@ def build_tables(
         live += regions.table("waiting")
         incoming = _by_position(place, [c.backward_incoming for c in costs.nodes])
         live = np.maximum(live, regions.recomputing(held, incoming, forward_transient))
+        elsewhere += regions.not_yet()
         saved_table = saved_table + regions.table("saved")
         forward_table = forward_table + regions.table("forward")
     # Gradients of (i, b): of what the stage trains, all that is not used in [a, i] as well.
@@ -335,19 +339,30 @@ def peak_bytes(
             running = np.maximum(running, (before - 1) * tables.results + tables.forward_live)
             running = np.maximum(running, 2 * (before + last) * tables.results)
         return static + running
-    waiting = _saved_by_others(tables, in_flight.most)
     untaken = partial(_untaken_gradients, tables, received_from)
-    forward = waiting + tables.forward_live
-    backward = waiting + tables.backward_live_growing + untaken(in_flight.backwards)
-    peak = np.maximum(forward, backward)
+    peak = saved_bytes(tables, in_flight.first_backward) + tables.backward_live_growing
+    peak = peak + untaken(in_flight.untaken_at_backwards)
+    for others, share in in_flight.forwards:
+        peak = np.maximum(peak, saved_bytes(tables, others) + _running(tables, share))
     if in_flight.microbatches > 1:
-        later = _saved_by_others(tables, in_flight.after_backward)
         # The losses of micro-batches that have ended stay; the largest ones are before a smaller last.
-        ended = in_flight.microbatches - (in_flight.last_share < 1)
-        later[:, -1] += _LOSS_NBYTES * (ended - int(in_flight.after_backward))
-        forward = tables.owned + tables.forward_live + untaken(in_flight.later_forwards)
-        backward = tables.backward_live_grown + untaken(in_flight.backwards)
-        peak = np.maximum(peak, later + np.maximum(forward, backward))
+        begun = in_flight.microbatches - (in_flight.last_share < 1)
+
+        def waiting(others: float, share: float) -> Table:
+            saved = saved_bytes(tables, others)
+            saved[:, -1] += _LOSS_NBYTES * (begun - max(1, int(others + share)))
+            return saved
+
+        for others, share in in_flight.later_backwards:
+            grown = tables.backward_live_grown - tables.trained
+            backward = tables.trained + _of_share(grown, tables, share)
+            backward = backward + untaken(in_flight.untaken_at_backwards)
+            peak = np.maximum(peak, waiting(others, share) + backward)
+        for others, share in in_flight.later_forwards:
+            forward = (
+                tables.owned + _running(tables, share) + untaken(in_flight.untaken_at_forwards)
+            )
+            peak = np.maximum(peak, waiting(others, share) + forward)
     step = tables.owned + optimizer.transient * tables.largest_parameter
     return static + np.maximum(peak, step)
 
@@ -357,8 +372,16 @@ def saved_bytes(tables: IntervalTables, count: float) -> Table:
     return count * tables.saved + (math.ceil(count) - count) * tables.saved_fixed
 
 
-def _saved_by_others(tables: IntervalTables, count: float) -> Table:
-    return saved_bytes(tables, count) - tables.saved
+def _running(tables: IntervalTables, share: float) -> Table:
+    """What the forward of a micro-batch of this share of the rows has on the device."""
+    return _of_share(tables.forward_live, tables, share)
+
+
+def _of_share(live: Table, tables: IntervalTables, share: float) -> Table:
+    if share == 1:
+        return live
+    fixed = np.minimum(tables.saved_fixed, live)
+    return fixed + share * (live - fixed)
 
 
 def _untaken_gradients(
@@ -388,9 +411,10 @@ def replica_peak_bytes(
     if not training:
         return static + tables.forward_live
     untaken = partial(_untaken_gradients, tables, received_from)
-    forward = tables.forward_live + untaken(in_flight.later_forwards)
-    backward = tables.backward_live_growing + untaken(in_flight.backwards)
-    return static + _saved_by_others(tables, in_flight.most) + np.maximum(forward, backward)
+    forward = tables.forward_live + untaken(in_flight.untaken_at_forwards)
+    backward = tables.backward_live_growing + untaken(in_flight.untaken_at_backwards)
+    others = saved_bytes(tables, in_flight.most) - tables.saved
+    return static + others + np.maximum(forward, backward)
 
 
 def stage_seconds(tables: IntervalTables, kind: DeviceKind, *, half: bool) -> tuple[Table, Table]:

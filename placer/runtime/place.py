@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.utils._pytree import tree_iter
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,3 +41,8 @@ def on(place: Place) -> Iterator[None]:
         yield
     finally:
         _current.pop()
+
+
+def is_on(device: torch.device, value: Any) -> bool:
+    """Are all tensors of ``value`` (any pytree) on ``device``?"""
+    return all(x.device == device for x in tree_iter(value) if isinstance(x, torch.Tensor))

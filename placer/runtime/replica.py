@@ -242,13 +242,14 @@ class _MicrobatchRun:
         waiting = self._roots.pop(stage_index, {})
         roots = [root for key, root in waiting.items() if self._grads[key]]
         del waiting
+        grads: list[torch.Tensor] | None = [torch.empty_like(root) for root in roots]
         if stage_index == len(self.replica.staged.stages) - 1:
             assert self.loss is not None
-            roots = [self.loss] if self.loss.requires_grad else []
+            roots, grads = [self.loss] if self.loss.requires_grad else [], None
             self.loss = self.loss.detach()
         if roots:
             with on(self.replica.places[stage_index]):
-                torch.autograd.backward(roots)
+                torch.autograd.backward(roots, grads)
 
     def backward_inputs(self) -> None:
         """Hand the gradients of the caller's own inputs on to the caller's graph."""

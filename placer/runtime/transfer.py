@@ -9,6 +9,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map
 
+from placer._torch import run_at_once
 from placer.runtime.place import Place, on
 
 
@@ -115,7 +116,10 @@ def transfer(value: Any, source: Place, target: Place, *, gradients_wait: bool =
             if gradients_wait and has_backward(leaf):
                 waiting = WaitingGradients(source, leaf)
                 leaf.register_hook(waiting.add_to)
-            return _Transfer.apply(leaf, source, target, waiting)
+            copied = _Transfer.apply(leaf, source, target, waiting)
+            if waiting is not None:
+                run_at_once(copied.grad_fn)
+            return copied
         return target.device if isinstance(leaf, torch.device) else leaf
 
     return tree_map(move, value)
@@ -157,14 +161,21 @@ class _Receive(torch.autograd.Function):
 def receive(
     tensor: torch.Tensor, source: Place, target: Place, deliver: Callable[[torch.Tensor], None]
 ) -> torch.Tensor:
-    """``tensor`` on ``target``, cut off from its graph; ``deliver`` is given its gradient there."""
+    """``tensor`` on ``target``, cut off from its graph; ``deliver`` is given its gradient there.
+
+    It gets it as soon as the last reader's backward has run, not when all else of the stage has: of
+    a concatenation's gradient, a part would keep the whole until then.
+    """
     with on(target):
         anchor = torch.zeros(0, requires_grad=True)
-    return _Receive.apply(anchor, tensor.detach(), source, target, deliver)  # type: ignore[no-any-return]
+    received: torch.Tensor = _Receive.apply(anchor, tensor.detach(), source, target, deliver)
+    assert received.grad_fn is not None
+    run_at_once(received.grad_fn)
+    return received
 
 
 class _Root(torch.autograd.Function):
-    """A scalar over a tensor; in backward the tensor's gradient is what ``start`` gives.
+    """No numbers, over a tensor; in backward the tensor's gradient is what ``start`` gives.
 
     Given to ``torch.autograd.backward`` directly, the gradient would be held to the end of it.
     """
@@ -172,7 +183,7 @@ class _Root(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, start: Callable[[], Any]) -> torch.Tensor:
         ctx.start = start
-        return tensor.new_zeros(())
+        return tensor.new_zeros(0)
 
     @staticmethod
     @once_differentiable
@@ -181,7 +192,7 @@ class _Root(torch.autograd.Function):
 
 
 def gradient_root(tensor: torch.Tensor, waiting: WaitingGradients) -> torch.Tensor:
-    """A scalar whose backward starts that of ``tensor``; what waits for it is added when it runs.
+    """A tensor of no bytes whose backward starts that of ``tensor``, and then adds what waits for it.
 
     It does not keep the tensor alive, only its graph.
     """

@@ -9,26 +9,33 @@ from placer.schedule.order import linearize, merge_backward
 from placer.schedule.types import Schedule
 
 Counts = tuple[tuple[float, ...], ...]
+Moments = tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InFlight:
     """Micro-batches at one stage over a step, in the order that one process runs it.
 
-    ``most`` whose activations are held at once, the running one with them; ``after_backward`` the
-    same, counted from the moment on when the first backward has run. The others say of how many
-    other micro-batches the stage still holds the gradients that an earlier stage has not taken:
-    each entry a moment, in it a number per earlier stage. Moments are forwards after the first
-    backward, and backwards. The last micro-batch counts as ``last_share`` of one: where the batch
-    does not divide evenly it has fewer rows.
+    ``most`` are in flight at once, the running one with them. The moments say how many others are
+    when one runs, and how large that is: ``forwards`` before the stage's first backward,
+    ``later_forwards`` after it (none under GPipe), and ``later_backwards`` after the first one, which
+    has ``first_backward`` others. The last micro-batch counts as ``last_share`` of one: where the
+    batch does not divide evenly it has fewer rows.
+
+    ``untaken_at_forwards`` and ``untaken_at_backwards`` say of how many other micro-batches the
+    stage still holds the gradients that an earlier stage has not taken: each entry a moment after
+    the first backward, in it a number per earlier stage.
     """
 
     microbatches: int = 1
     last_share: float = 1.0
     most: float = 1
-    after_backward: float = 1
-    later_forwards: Counts = ()
-    backwards: Counts = ()
+    forwards: Moments = ((0, 1),)
+    first_backward: float = 0
+    later_forwards: Moments = ()
+    later_backwards: Moments = ()
+    untaken_at_forwards: Counts = ()
+    untaken_at_backwards: Counts = ()
 
 
 def in_flight(schedule: Schedule, stage_index: int, *, last_share: float = 1.0) -> InFlight:
@@ -36,46 +43,48 @@ def in_flight(schedule: Schedule, stage_index: int, *, last_share: float = 1.0) 
 
     >>> from placer.schedule import make_schedule
     >>> waits = in_flight(make_schedule("1F1B", 3, 4), 1)
-    >>> waits.most, waits.after_backward, waits.later_forwards
-    (2.0, 2.0, ((1.0,),))
+    >>> waits.most, waits.later_forwards, waits.untaken_at_forwards
+    (2.0, ((1.0, 1.0),), ((1.0,),))
     >>> [in_flight(make_schedule("1F1B", 4, 8), stage).most for stage in range(4)]
     [4.0, 3.0, 2.0, 1.0]
     """
     last = schedule.num_microbatches - 1
     waiting = dict.fromkeys(range(stage_index), 0.0)
-    held: set[int] = set()
-    most = after = 0.0
-    seen_backward = False
-    later: set[tuple[float, ...]] = set()
-    backwards: set[tuple[float, ...]] = set()
+    held: dict[int, float] = {}
+    forwards: list[set[tuple[float, ...]]] = [set(), set()]  # before the first backward, and after
+    backwards: list[set[tuple[float, ...]]] = [set(), set()]
+    untaken: dict[str, set[tuple[float, ...]]] = {"F": set(), "B": set()}
+    later = False
     for action in linearize(merge_backward(schedule)):
         share = last_share if action.microbatch_index == last else 1.0
         if action.stage_index < stage_index and action.kind == "B":
             waiting[action.stage_index] -= share
         if action.stage_index != stage_index:
             continue
-        moment = tuple(waiting.values())
+        untaken[action.kind].add(tuple(waiting.values()))
         if action.kind == "F":
-            held.add(action.microbatch_index)
-            later.add(moment)
+            forwards[later].add((sum(held.values()), share))
+            held[action.microbatch_index] = share
         else:
-            backwards.add(moment)
             waiting = {stage: count + share for stage, count in waiting.items()}
-        count = len(held) + (last_share - 1.0) * (last in held)
-        most = max(most, count)
-        if seen_backward:
-            after = max(after, count)
-        if action.kind == "B":
-            held.remove(action.microbatch_index)
-            seen_backward = True
+            del held[action.microbatch_index]
+            backwards[later].add((sum(held.values()), share))
+            later = True
     return InFlight(
         microbatches=schedule.num_microbatches,
         last_share=last_share,
-        most=most,
-        after_backward=max(after, 1.0),
-        later_forwards=_largest(later),
-        backwards=_largest(backwards),
+        most=max(others + share for others, share in (*forwards[0], *forwards[1])),
+        forwards=_moments(forwards[0]),
+        first_backward=max(others for others, _ in backwards[0]),
+        later_forwards=_moments(forwards[1]),
+        later_backwards=_moments(backwards[1]),
+        untaken_at_forwards=_largest(untaken["F"]),
+        untaken_at_backwards=_largest(untaken["B"]),
     )
+
+
+def _moments(counts: Iterable[tuple[float, ...]]) -> Moments:
+    return tuple((others, share) for others, share in _largest(counts))
 
 
 def _largest(counts: Iterable[tuple[float, ...]]) -> Counts:

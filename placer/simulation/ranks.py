@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from placer._torch import fake_process_group, stage_class_for_fakes
+from placer._torch import fake_process_group, releasing_fakes
 from placer.capture import Capture, FakeWorld
 from placer.cost import stand_in_loss
 from placer.emit import StagedModel, emit_stages
@@ -22,6 +22,7 @@ from placer.runtime.distributed.engine import Engine
 from placer.runtime.distributed.gradients import GradientReducer, find_shared
 from placer.runtime.distributed.job import Job, Seat, take_seat
 from placer.runtime.distributed.part import build_part, find_holdings
+from placer.runtime.distributed.split import SplitStage
 from placer.runtime.distributed.stage import Microbatch, Run
 from placer.runtime.place import Place
 from placer.runtime.replica import Replica
@@ -125,7 +126,7 @@ def _simulate_rank(
             stage_indices=seat.stage_indices,
             group=_make_group(1, seat, tuple(range(seat.num_devices))),
             device=_CPU,
-            stage_class=stage_class_for_fakes(),
+            stage_class=releasing_fakes(SplitStage),
         )
         trained = [p for p in part.parameters() if p.requires_grad]
         optimizer = make_optimizer(plan.optimizer, trained)

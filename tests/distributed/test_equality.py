@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import distributed_cases as cases
+import pipeline_cases
 import pytest
 import torch
 from jobs import Job
@@ -13,6 +14,7 @@ import placer
 
 SHAPES = [(2, 1), (1, 2), (2, 2), (4, 1)]  # stages, replicas
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
+SPLIT = "InterleavedZeroBubble"
 OTHERS = ["3D U-Net, batch norm", "keywords and dict results", "in place", "recurrent"]
 
 
@@ -53,6 +55,21 @@ def test_three_steps_of_resnet18(job_of: Callable[[int], Job], shape: tuple[int,
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_splitting_gets_wrong_easily(job_of: Callable[[int], Job], name: str) -> None:
     check(job_of, name, (2, 2), ("1F1B", "InterleavedZeroBubble"))
+
+
+def test_split_backwards_lose_no_gradient(job_of: Callable[[int], Job]) -> None:
+    """Torch's own split leaves them out, without an error."""
+    job_of(4).run(pipeline_cases.step_where_outputs_depend_on_nothing_received, SPLIT)
+
+
+@pytest.mark.parametrize(
+    ("stages", "replicas", "schedule"), [(2, 2, "1F1B"), (4, 1, SPLIT), (1, 2, "GPipe")]
+)
+def test_inputs_get_their_gradients_on_every_rank(
+    job_of: Callable[[int], Job], stages: int, replicas: int, schedule: str
+) -> None:
+    spec = cases.make_spec(stages, replicas, 2, schedule)
+    job_of(stages * replicas).run(pipeline_cases.take_gradients_of_inputs, spec)
 
 
 def test_recomputed_and_offloaded_regions(job_of: Callable[[int], Job]) -> None:

@@ -129,3 +129,24 @@ def test_a_stage_runs_its_nodes_in_the_order_that_its_peak_is_of() -> None:
     plan = placer.make_plan(model, spec, batch)
     for device in placer.simulate(model, plan, batch).devices:
         assert device.peak <= device.predicted * 1.01, device
+
+
+def test_a_region_that_the_border_of_a_stage_cuts() -> None:
+    """Its backward begins with nodes that save nothing; of a projection a stage receives parts."""
+    model = models.TiedTransformer(width=32, length=16, vocabulary=20)
+    ids = torch.randint(0, 20, (16, 16))
+    check(model, (ids,), stages=4, checkpoint=["*"])
+    check(model, (ids,), stages=3, checkpoint=["*"], offload=["*"])
+
+
+def test_the_forwards_after_a_backward_are_those_of_the_schedule() -> None:
+    """Under GPipe none; under 1F1B it may be the smaller last micro-batch alone."""
+    unet, x = unet3d(width=8, depth=3, norm="instance"), torch.randn(4, 1, 16, 16, 16)
+    both = {"checkpoint": ["*"], "offload": ["*"]}
+    check(unet, (x,), stages=4, microbatches=2, optimizer="sgd_momentum", **both)
+    model, images = models.ConvNet(), torch.randn(256, 1, 8, 8)
+    check(model, (images,), stages=4, microbatches=3, schedule="1F1B", precision="bf16")
+
+
+def test_a_recurrent_kernel_reads_all_that_it_saved() -> None:
+    check(models.Recurrent(), (torch.randn(120, 40, 3),), stages=1, checkpoint=["*"])

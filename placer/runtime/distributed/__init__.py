@@ -44,9 +44,10 @@ those of a dry run of torch's engine on fake tensors (``placer.simulate(…, pro
 that ``compile`` makes inside a job has estimates; give it a plan made before for the judged ones.
 
 As in one process: inputs of other sizes and modes after ``compile``; hooks, those on the whole module
-too (forward hooks in a step run where the last stage is, for each micro-batch). What differs: inputs
-get no gradients, and no graph comes out of ``placed(x)``: both are errors, tested; ``requires_grad``
-is fixed at ``compile``; full backward hooks on the whole module are refused in a step, as they are in
-one process; an exception in backward names the stage and its layers, not the one layer;
+too (forward hooks in a step run where the last stage is, for each micro-batch); inputs that require
+gradients get theirs in ``placed.step``, on every rank. What differs: no graph comes out of
+``placed(x)``, which is an error; ``requires_grad`` of parameters is fixed at ``compile``; full
+backward hooks on the whole module are refused in a step, as they are in one process; an exception in
+backward names the stage and its layers, not the one layer;
 ``batch_norm: "sync"`` works here (one micro-batch, every replica needs a row).
 """

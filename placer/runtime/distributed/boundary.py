@@ -118,7 +118,7 @@ class BoundaryFinder:
         Values that the model looks at are guessed, as when it was captured; stages compare what
         they hand on with what is said here. Raises ``PlacerError`` when a stage does not run.
         """
-        shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        shapes = tuple((leaf.shape, leaf.dtype, grad and leaf.requires_grad) for leaf in leaves)
         key = (shapes, self._modes, grad)
         if key not in self._found:
             staged = self._programs.find([leaf.detach() for leaf in leaves])
@@ -126,7 +126,7 @@ class BoundaryFinder:
         return self._found[key]
 
     def _run(
-        self, staged: StagedModel, shapes: Sequence[tuple[Any, torch.dtype]], grad: bool
+        self, staged: StagedModel, shapes: Sequence[tuple[Any, torch.dtype, bool]], grad: bool
     ) -> Crossings:
         replica = self._replica.with_program(staged)
         values: dict[str, Any] = {}
@@ -137,8 +137,10 @@ class BoundaryFinder:
             torch.random.fork_rng(devices=[]),
         ):
             device = self._place.device
-            for name, (shape, dtype) in zip(staged.graph_inputs, shapes, strict=True):
-                values[name] = torch.empty(shape, dtype=dtype, device=device)
+            for name, (shape, dtype, wanted) in zip(staged.graph_inputs, shapes, strict=True):
+                leaf = torch.empty(shape, dtype=dtype, device=device, requires_grad=wanted)
+                # The model may write to it, as it may not to a leaf.
+                values[name] = leaf.view_as(leaf) if wanted else leaf
             for stage in staged.stages:
                 inputs = [
                     replica.constant(n, self._place) if n in staged.constants else values[n]
@@ -155,7 +157,7 @@ class BoundaryFinder:
                 except Exception as error:
                     raise PlacerError(
                         f"stage {stage.index}",
-                        f"fails for a micro-batch of inputs {[list(s) for s, _ in shapes]}: "
+                        f"fails for a micro-batch of inputs {[list(s) for s, *_ in shapes]}: "
                         f"{type(error).__name__}: {error}",
                         "see whether the plain model takes such inputs in this mode",
                     ) from error

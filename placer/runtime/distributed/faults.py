@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage
 
 from placer._torch import default_store
 from placer.emit import StageCode, node_lines
 from placer.errors import PeerError, PlacerError, StageError
+from placer.runtime.distributed.split import SplitStage
 
 _PATIENCE_SECONDS = 2.0  # how long a rank that lost its neighbour waits to be told why
 
@@ -40,7 +40,7 @@ def locate_layer(code: StageCode, phase: str = "forward") -> Iterator[None]:
         raise LayerFailure(code.index, node, phase) from error
 
 
-class LocatedStage(PipelineStage):
+class LocatedStage(SplitStage):
     """Torch's stage, whose exceptions in backward are ``LayerFailure``s with its number."""
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:

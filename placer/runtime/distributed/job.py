@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from placer._torch import default_timeout
 from placer.errors import DeviceError, PlacerError
 from placer.plan.types import Plan
+from placer.runtime.distributed.part import Holdings
 from placer.runtime.distributed.rendezvous import fresh_store
 from placer.runtime.places import SimulatedDeviceWarning
 
@@ -186,3 +187,14 @@ def make_group(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup:
     """
     group: Any = dist.new_group(list(ranks), timeout=default_timeout(device))
     return group  # type: ignore[no-any-return]
+
+
+def make_tied_groups(
+    holdings: Holdings, replicas: int, num_devices: int, device: torch.device
+) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """A group over all replicas per set of devices that share a tensor; a collective call."""
+    shared = sorted({holders for holders in holdings.holders.values() if len(holders) > 1})
+    return {
+        holders: make_group([r * num_devices + d for r in range(replicas) for d in holders], device)
+        for holders in shared
+    }

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_leaves
 
 from placer.capture import Capture, rebuild_call, unflatten_output
 from placer.emit import StagedModel
@@ -20,14 +19,16 @@ from placer.runtime.distributed.boundary import BoundaryFinder, Crossings, Wire
 from placer.runtime.distributed.engine import Engine
 from placer.runtime.distributed.faults import Alarm, close_groups
 from placer.runtime.distributed.gradients import GradientReducer, find_shared
-from placer.runtime.distributed.job import Seat, make_group
+from placer.runtime.distributed.inputs import InputGradients
+from placer.runtime.distributed.job import Seat, make_group, make_tied_groups
 from placer.runtime.distributed.part import Holdings
 from placer.runtime.distributed.randomness import own_random_state
 from placer.runtime.distributed.stage import CALLER, Microbatch, Run
 from placer.runtime.distributed.sync_norm import synchronise_norms
 from placer.runtime.hooks import run_forward_hooks
+from placer.runtime.loss import call_loss
 from placer.runtime.module import PlacedModule
-from placer.runtime.place import Place
+from placer.runtime.place import Place, is_on
 from placer.runtime.scaling import scale_of
 from placer.runtime.scatter import (
     batch_size,
@@ -71,7 +72,7 @@ class DistributedModule(PlacedModule):
         self._dp_group = mesh.get_group("dp")
         self._pp_group = mesh.get_group("pp")
         self._world_group = make_group(range(dist.get_world_size()), device)
-        self._tied_groups = _make_tied_groups(holdings, plan.replicas, seat.num_devices, device)
+        self._tied_groups = make_tied_groups(holdings, plan.replicas, seat.num_devices, device)
         self._finder = BoundaryFinder(capture.model, plan, staged, device)
         self._alarm = Alarm(dist.get_rank())
         self._layer_of = dict(plan.node_layers)
@@ -157,7 +158,10 @@ class DistributedModule(PlacedModule):
         total = batch_size(self._staged.call, leaves)
         cuts = self._cuts(total, self.num_replicas)
         with torch.no_grad(), self._own_random_state():
-            run, largest = self._scatter_own(leaves, cuts, self.replica_index, None, None, 1.0)
+            inputs = InputGradients([leaf.detach() for leaf in leaves], self._staged.call.batched)
+            run, largest = self._scatter_own(
+                leaves, cuts, self.replica_index, inputs, None, None, 1.0
+            )
             try:
                 self._engine.execute(run, largest)
                 return self._gather(run, leaves, cuts)
@@ -179,7 +183,6 @@ class DistributedModule(PlacedModule):
         """`step` for inputs that are flattened already."""
         self._check_alive()
         self._check_frozen()
-        self._check_inputs(leaves)
         total = batch_size(self._staged.call, leaves)
         try:
             if own_rows:
@@ -196,15 +199,22 @@ class DistributedModule(PlacedModule):
                 )
             scale = 1.0 if scaler is None else scale_of(scaler, self.device)
             weigh = None if reduction == "sum" else total
+            inputs = InputGradients(leaves, self._staged.call.batched)
             with self._own_random_state():
                 run, largest = self._scatter_own(
-                    leaves, cuts, mine, (target, loss_fn), weigh, scale
+                    leaves, cuts, mine, inputs, (target, loss_fn), weigh, scale
                 )
                 reducer = self._current_reducer()
                 count = sum(m.crossings is not None for m in run.microbatches)
                 reducer.prepare(count, overlap=not self._engine.splits_backward)
                 self._engine.execute(run, largest)
                 reducer.finish()
+            inputs.deliver(
+                row=self._pp_group,
+                world=self._world_group,
+                own_rows=own_rows,
+                device=self.device,
+            )
             self._share_buffers()
             return self._sum_losses(run.losses)
         except PlacerError as error:
@@ -253,6 +263,7 @@ class DistributedModule(PlacedModule):
         leaves: list[Tensor],
         cuts: Sequence[tuple[int, ...]],
         mine: int,
+        inputs: InputGradients,
         training: tuple[Any, Callable[..., Tensor]] | None,
         total: int | None,
         scale: float,
@@ -277,11 +288,16 @@ class DistributedModule(PlacedModule):
 
         def microbatch(position: int) -> Microbatch:
             found = crossings[sizes[position]]
-            named = zip(found.staged.graph_inputs, pieces[position], strict=True)
+            first_row = sum(sizes[:position])
+            named = enumerate(zip(found.staged.graph_inputs, pieces[position], strict=True))
             return Microbatch(
-                inputs={n: x.detach() for n, x in named if n in needed[sizes[position]]},
+                inputs={
+                    name: inputs.read(index, first_row, piece)
+                    for index, (name, piece) in named
+                    if name in needed[sizes[position]]
+                },
                 crossings=found,
-                inputs_here=_is_on(self.device, pieces[position]),
+                inputs_here=is_on(self.device, pieces[position]),
                 leaves=pieces[position],
                 target=targets[position],
                 weight=1.0 if total is None else sizes[position] / total,
@@ -312,12 +328,10 @@ class DistributedModule(PlacedModule):
                 assert given.crossings is not None
                 arguments = rebuild_call(given.crossings.staged.call, given.leaves)
                 output = run_forward_hooks(self, *arguments, output)
-            if given.target is None:
-                return loss_fn(output)
             target = given.target
-            if not _is_on(self.device, target):
+            if not is_on(self.device, target):
                 target = transfer(target, CALLER, place)
-            return loss_fn(output, target)
+            return call_loss(loss_fn, output, target)
 
         return loss_of
 
@@ -417,9 +431,9 @@ class DistributedModule(PlacedModule):
         if torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves):
             raise PlacerError(
                 "inputs",
-                "one of them requires gradients, and with one process per device none flow into "
-                "the inputs: the stages that read them are on several ranks",
-                "give x.detach(), or run the spec in one process, where inputs get theirs",
+                "one of them requires gradients, and with one process per device none come out of "
+                "placed(x), which gives results without",
+                "give x.detach(), or take the gradient with placed.step, where inputs get theirs",
             )
 
     def _check_frozen(self) -> None:
@@ -469,22 +483,6 @@ class DistributedModule(PlacedModule):
             self._tied_groups = {}
             self.__dict__.update(_world_group=None, _pp_group=None, _dp_group=None, _reducer=None)
             close_groups(error, groups)
-
-
-def _is_on(device: torch.device, value: Any) -> bool:
-    """Are all tensors of ``value`` (any pytree) on ``device``?"""
-    return all(leaf.device == device for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
-
-
-def _make_tied_groups(
-    holdings: Holdings, replicas: int, num_devices: int, device: torch.device
-) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """A process group over all replicas per set of devices that share a tensor; a collective call."""
-    shared = sorted({holders for holders in holdings.holders.values() if len(holders) > 1})
-    return {
-        holders: make_group([r * num_devices + d for r in range(replicas) for d in holders], device)
-        for holders in shared
-    }
 
 
 def _written_names(capture: Capture, holdings: Holdings, seat: Seat) -> tuple[str, ...]:

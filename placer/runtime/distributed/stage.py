@@ -68,8 +68,13 @@ class StageModule(nn.Module):
         self.run: Run | None = None
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The parameters that this stage reads; split backwards ask for them."""
-        return iter(dict.fromkeys(self._weights))
+        """What this stage reads that is to get a gradient; split backwards ask for it.
+
+        That are its parameters, and in a step the model's own inputs that require gradients.
+        """
+        given = self.run.microbatches if self.run is not None else ()
+        inputs = (x for m in given for x in m.inputs.values() if x.requires_grad)
+        return iter(dict.fromkeys((*self._weights, *inputs)))  # type: ignore[arg-type]
 
     def forward(self, *wires: Tensor, microbatch: int) -> Any:
         run = self.run

@@ -1,0 +1,81 @@
+"""Backwards in two halves, inputs first and weights later, that lose no gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+from torch.distributed.pipelining import PipelineStage
+
+from placer._torch import chunk_state
+
+
+class SplitStage(PipelineStage):
+    """Torch's stage; where its split backward would lose weights' gradients, it is not split.
+
+    ``stage_backward_weight`` (pipelining/_backward.py, torch 2.15) starts from the nodes at which
+    a weight's way to the outputs meets that of the stage's received inputs. An output that depends
+    on no received input that has a gradient, such as one of the model's own inputs after a layer,
+    or any output after frozen stages, has no such node: the gradients of what it is made of are
+    left out, without an error. Such a micro-batch has its whole backward at once.
+
+    ::
+
+        received ──► conv ─────► out 0    split: conv's weights wait
+        own input ─► linear ───► out 1    meets nothing that was received: linear would get none
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._done: set[int] = set()  # micro-batches whose weights have their gradients already
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> Any:
+        if not full_backward and not self.is_first and not self._can_split(bwd_chunk_id, loss):
+            self._done.add(bwd_chunk_id)
+            full_backward = True
+        return super().backward_one_chunk(
+            bwd_chunk_id, loss, full_backward=full_backward, last_backward=last_backward
+        )
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> Any:
+        if bwd_chunk_id in self._done:
+            self._done.discard(bwd_chunk_id)
+            return None
+        return super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    def _can_split(self, chunk: int, loss: Any) -> bool:
+        """Does every output depend on a received input? Nodes are visited depth first, once."""
+        outputs, inputs = chunk_state(self, chunk)
+        roots = filter(None, map(_node, [loss] if self.is_last else outputs))
+        received = set(filter(None, map(_node, inputs)))
+        return all(_reaches(root, received) for root in roots)
+
+
+def _node(value: Any) -> Node | None:
+    """Where gradients of ``value`` arrive: a leaf's accumulator, else its ``grad_fn``."""
+    if isinstance(value, GradientEdge):
+        return value.node
+    if not isinstance(value, Tensor) or not value.requires_grad:
+        return None
+    return value.grad_fn or value.view_as(value).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
+def _reaches(root: Node, targets: Iterable[Node]) -> bool:
+    waiting, seen = [root], {root}
+    while waiting:
+        node = waiting.pop()
+        if node in targets:
+            return True
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+    return False

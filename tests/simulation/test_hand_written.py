@@ -1,0 +1,136 @@
+"""An emitted module holds no byte longer than one that is written by hand for the same devices."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from torch import Tensor, nn
+from unet3d import UNet3D, unet3d
+
+import placer
+from placer.runtime.place import Place, on
+from placer.runtime.transfer import transfer
+from placer.simulation.ledger import HOST, Ledger
+
+CPU = torch.device("cpu")
+CALLER, FIRST, SECOND = (Place(name, CPU) for name in (HOST, "cpu:0", "cpu:1"))
+
+
+class HandSplitUNet(nn.Module):
+    """`UNet3D.forward` with ``.to`` in two places, as the simulator knows it.
+
+    Encoder and bottleneck on the first device, the rest on the second; a skip goes when needed.
+    """
+
+    def __init__(self, model: UNet3D) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        model = self.model
+        x = transfer(x, CALLER, FIRST)
+        skips = []
+        for encode in model.encoder:
+            x = encode(x)
+            skips.append(x)
+            x = model.pool(x)
+        x = transfer(model.bottleneck(x), FIRST, SECOND)
+        for level in reversed(range(len(skips))):
+            skip = transfer(skips.pop(), FIRST, SECOND)
+            x = torch.cat([skip, model.upsample[level](x)], dim=1)
+            del skip
+            x = model.decoder[level](x)
+        return model.head(x)  # type: ignore[no-any-return]
+
+
+class HandSplitResNet(nn.Module):
+    """The stem and two layers on the first device, two layers and the head on the second."""
+
+    def __init__(self, model: torchvision.models.ResNet) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        model = self.model
+        x = transfer(x, CALLER, FIRST)
+        x = model.maxpool(model.relu(model.bn1(model.conv1(x))))
+        x = model.layer2(model.layer1(x))
+        x = transfer(x, FIRST, SECOND)
+        x = model.avgpool(model.layer4(model.layer3(x)))
+        return model.fc(torch.flatten(x, 1))  # type: ignore[no-any-return]
+
+
+def resnet() -> nn.Module:
+    blocks = torchvision.models.resnet.BasicBlock
+    return torchvision.models.ResNet(blocks, [1, 1, 1, 1], num_classes=5)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], type[nn.Module], Any, tuple[int, ...]]] = {
+    "unet": (
+        lambda: unet3d(width=4, depth=3, norm="instance"),
+        HandSplitUNet,
+        {"upsample": "cpu:1", "decoder": "cpu:1", "head": "cpu:1", "encoder": "cpu:0"}
+        | {"pool": "cpu:0", "bottleneck": "cpu:0"},
+        (4, 1, 16, 16, 16),
+    ),
+    "resnet": (
+        resnet,
+        HandSplitResNet,
+        {"**": "cpu:0", "layer3": "cpu:1", "layer4": "cpu:1", "avgpool": "cpu:1", "fc": "cpu:1"},
+        (4, 3, 48, 48),
+    ),
+}
+
+
+Peaks = dict[str, int]
+
+
+def _peaks(model: nn.Module, layers: dict[str, str], x: Tensor, run: Callable[[], object]) -> Peaks:
+    """Bytes per device while ``run`` runs; what is not of a layer on the second is on the first."""
+    second = [layer for layer, device in layers.items() if device == "cpu:1"]
+    ledger = Ledger()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        ledger.add(tensor, SECOND if any(name.startswith(s) for s in second) else FIRST)
+    ledger.add(x, HOST)
+    with ledger, on(SECOND):  # where the loss is
+        run()
+    model.zero_grad()
+    return {place.name: ledger.peaks[place.name].nbytes for place in (FIRST, SECOND)}
+
+
+def _loss(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("name", CASES)
+def test_no_byte_more_than_by_hand(name: str, microbatches: int) -> None:
+    """With micro-batches a loop over chunks: all forwards, then all backwards, as GPipe does."""
+    build, split, layers, shape = CASES[name]
+    torch.manual_seed(0)
+    model, x = build(), torch.randn(shape)
+    spec = {"devices": ["cpu:0", "cpu:1"], "layers": layers, "microbatches": microbatches}
+    placed = placer.compile(copy.deepcopy(model), spec, (x,), run_on="cpu")
+    hand = split(model)
+
+    def train_by_hand() -> None:
+        losses = [_loss(hand(chunk)) / microbatches for chunk in x.chunk(microbatches)]
+        for loss in losses:
+            loss.backward()
+
+    def check(emitted: Callable[[], object], by_hand: Callable[[], object]) -> None:
+        found = _peaks(placed, layers, x, emitted)
+        expected = _peaks(model, layers, x, by_hand)
+        assert all(found[place] <= expected[place] for place in expected), (found, expected)
+
+    check(lambda: placed.step(x, loss_fn=_loss), train_by_hand)
+    if microbatches == 1:
+        check(lambda: _loss(placed(x)).backward(), train_by_hand)
+    placed.eval(), hand.eval()
+    with torch.no_grad():
+        check(lambda: placed(x), lambda: torch.cat([hand(c) for c in x.chunk(microbatches)]))
