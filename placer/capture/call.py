@@ -131,12 +131,12 @@ def flatten_call(call: CallFormat, args: Sequence[Any], kwargs: Mapping[str, Any
             tensors.append(value)
         elif isinstance(value, Tensor):
             raise CaptureError(
-                name, f"a tensor is given where {constant!r} was captured", _RECAPTURE
+                name, f"a tensor is given where {_spell(constant)} was captured", _RECAPTURE
             )
         elif not _same_constant(value, constant):
             raise CaptureError(
                 name,
-                f"{value!r} is given, but {constant!r} was captured and is part of the program",
+                f"{_spell(value)} is given, but {_spell(constant)} was captured and is part of the program",
                 _RECAPTURE,
             )
     return tensors
@@ -196,7 +196,9 @@ def _readable(path: Sequence[Any]) -> str:
 
 def _check_tensor(name: str, value: Any, shape: torch.Size) -> None:
     if not isinstance(value, Tensor):
-        raise CaptureError(name, f"{value!r} is given where a tensor was captured", _RECAPTURE)
+        raise CaptureError(
+            name, f"{_spell(value)} is given where a tensor was captured", _RECAPTURE
+        )
     if value.dim() != len(shape):
         raise CaptureError(
             name,
@@ -204,6 +206,12 @@ def _check_tensor(name: str, value: Any, shape: torch.Size) -> None:
             f"(shape {list(shape)})",
             _RECAPTURE,
         )
+
+
+def _spell(value: Any) -> str:
+    """``value`` in a few words: an array has many numbers."""
+    text = repr(value)
+    return text if len(text) <= 60 and "\n" not in text else f"a {type(value).__qualname__}"
 
 
 def _same_constant(value: Any, constant: Any) -> bool:

@@ -14,7 +14,7 @@ import torch
 from placer.errors import CaptureError
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep  # noqa: PTH120 - compared with frame file names
-_OURS = os.path.dirname(__file__) + os.sep  # noqa: PTH120
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep  # noqa: PTH120
 
 
 class TraceFailure(Exception):

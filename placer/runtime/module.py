@@ -13,6 +13,7 @@ from placer.emit import StagedModel
 from placer.errors import PlacerError
 from placer.plan.types import Plan
 from placer.runtime.hooks import refuse_backward_hooks, run_forward_hooks, run_forward_pre_hooks
+from placer.runtime.loss import call_loss
 from placer.runtime.place import Place
 from placer.runtime.programs import Programs
 from placer.runtime.replica import Replica, Run, run_schedule
@@ -250,7 +251,7 @@ class PlacedModule(nn.Module):
                 output = run_forward_hooks(self, *arguments, output)
             caller = Place("caller", torch.device("cpu"))
             wanted = transfer(targets[index], caller, runs[index].replica.output_place)
-            loss = loss_fn(output) if wanted is None else loss_fn(output, wanted)
+            loss = call_loss(loss_fn, output, wanted)
             weight = scale
             if reduction == "mean" and total is not None:
                 rows = batch_size(call, inputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
@@ -20,6 +21,15 @@ from placer.emit import StagedModel, emit_stages
 from placer.plan.follow import follow_plan
 from placer.plan.types import Plan
 from placer.regions import find_regions, region_keys
+
+
+def _own_saving() -> AbstractContextManager[None]:
+    """The caller's saved-tensor hooks (`torch.utils.checkpoint` counts) hear nothing of a capture."""
+    return torch.autograd.graph.saved_tensors_hooks(_same, _same)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 class Programs:
@@ -46,7 +56,7 @@ class Programs:
         modes = tuple(module.training for module in self._modules)
         key = condition_key(captured.conditions, captured.call, modes, inputs)
         if key not in self._known:
-            with without_modes(), torch.inference_mode(False), torch.enable_grad():
+            with without_modes(), _own_saving(), torch.inference_mode(False), torch.enable_grad():
                 self._known[key] = self._make(inputs)
         return self._known[key]
 

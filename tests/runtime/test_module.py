@@ -13,6 +13,7 @@ import torch
 from oracle import assert_close
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import placer
 from placer import PlacedModule, PlacementSpec, PlacerError
@@ -222,6 +223,29 @@ def test_step_refuses_an_unknown_reduction(pair: tuple[PlacedModule, nn.Module])
     x, y = _data()
     with pytest.raises(PlacerError, match="reduction"):
         pair[0].step(x, target=y, loss_fn=F.cross_entropy, reduction="none")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "found"),
+    [(lambda output, target: None, "NoneType"), (lambda output, target: output, "a tensor of")],
+    ids=["nothing", "no scalar"],
+)
+def test_step_refuses_a_loss_that_is_no_number(
+    pair: tuple[PlacedModule, nn.Module], loss_fn: Any, found: str
+) -> None:
+    x, y = _data()
+    with pytest.raises(PlacerError, match=f"loss_fn: returned {found}.*not a scalar"):
+        pair[0].step(x, target=y, loss_fn=loss_fn)
+
+
+def test_checkpointed_as_a_whole(pair: tuple[PlacedModule, nn.Module]) -> None:
+    """The program of eval mode is captured in the first call, the recomputation finds it."""
+    placed, plain = (module.eval() for module in pair)
+    x = _data()[0]
+    checkpoint(placed, x, use_reentrant=False).sum().backward()
+    plain(x).sum().backward()
+    for (name, ours), theirs in zip(placed.named_parameters(), plain.parameters(), strict=True):
+        assert_close(ours.grad, theirs.grad, name)
 
 
 def test_the_callers_model_is_left_alone(pair: tuple[PlacedModule, nn.Module]) -> None:

@@ -26,6 +26,7 @@ from placer.runtime.distributed.randomness import own_random_state
 from placer.runtime.distributed.stage import CALLER, Microbatch, Run
 from placer.runtime.distributed.sync_norm import synchronise_norms
 from placer.runtime.hooks import run_forward_hooks
+from placer.runtime.loss import call_loss
 from placer.runtime.module import PlacedModule
 from placer.runtime.place import Place, is_on
 from placer.runtime.scaling import scale_of
@@ -327,12 +328,10 @@ class DistributedModule(PlacedModule):
                 assert given.crossings is not None
                 arguments = rebuild_call(given.crossings.staged.call, given.leaves)
                 output = run_forward_hooks(self, *arguments, output)
-            if given.target is None:
-                return loss_fn(output)
             target = given.target
             if not is_on(self.device, target):
                 target = transfer(target, CALLER, place)
-            return loss_fn(output, target)
+            return call_loss(loss_fn, output, target)
 
         return loss_of
 
