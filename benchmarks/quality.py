@@ -138,13 +138,19 @@ class Judge:
         return build_plan(self.capture, self.spec(k, objective), self.inputs, costs=self.costs)
 
     def seconds(self, k: int, placement: Placement) -> float:
-        """Of the slowest device; by the definition of a load, from no table of the planner's."""
+        """Of the slowest device; by the definition of a load, from no table of the planner's.
+
+        The loss is with the program's last node or on the last device, where that costs less.
+        """
         problem = self.problem(k)
         device_of = torch.zeros(problem.num_units, dtype=torch.long)
         for index, node in reversed(list(enumerate(self.costs.names))):
             device_of[int(self.units.unit_of[index])] = placement[node]
-        device_of[-1] = placement[self.capture.order[-1]]  # the loss
-        return float(stage_loads(problem, device_of.numpy()).max())
+        found = []
+        for device in {placement[self.capture.order[-1]], max(placement.values())}:
+            device_of[-1] = device
+            found.append(float(stage_loads(problem, device_of.numpy()).max()))
+        return min(found)
 
     def peak(self, k: int, placement: Placement) -> int:
         """The largest of any device, by the ledger."""
