@@ -464,7 +464,7 @@ def train_with_synchronised_norms(spec: placer.PlacementSpec) -> None:
 
 def memory_case() -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
-    return unet3d(width=2, depth=3), torch.randn(8, 1, 16, 16, 16)
+    return unet3d(width=4, depth=2), torch.randn(8, 1, 8, 8, 8)
 
 
 def count_bytes(plan: placer.Plan) -> int:

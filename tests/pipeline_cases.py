@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from distributed_cases import compare_state, make_spec
+from distributed_cases import CASES, compare_state, make_spec
 from oracle import assert_close, mean_square, reference_step
 from torch import Tensor, nn
 from torch.distributed import pipelining
@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import placer
+from placer.runtime.distributed import gradients
 
 ROWS = 32
 
@@ -148,11 +149,13 @@ class SideBranch(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.shared, self.third, self.last = (nn.Linear(4, 4) for _ in range(4))
+        self.third.delta = nn.Parameter(torch.randn(4, 4))  # gets the very gradient of the weight
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.shared(self.first(x).tanh())
         side = self.shared(x).tanh()
-        return self.last(torch.tanh(self.third(y)) * side)
+        z = nn.functional.linear(y, self.third.weight + self.third.delta, self.third.bias)
+        return self.last(torch.tanh(z) * side)
 
 
 def step_where_outputs_depend_on_nothing_received(schedule: str) -> None:
@@ -220,3 +223,23 @@ def take_gradients_of_inputs(spec: placer.PlacementSpec) -> None:
     assert x2.grad is not None
     assert_close(x.grad, x2.grad[own], "own rows")
     assert_close(shift.grad, shift2.grad, "own rows, the vector")
+
+
+def sum_gradients_where_they_are(schedule: str) -> None:
+    """Every gradient of some size is sent without a bucket; tied ones, and one that is nowhere.
+
+    The last batch leaves a replica without rows; gradients accumulate over the steps.
+    """
+    torch.manual_seed(0)
+    model, (ids,), _ = CASES["tied transformer"](8)
+    model.unread = nn.Parameter(torch.ones(40))
+    plain = copy.deepcopy(model.double())
+    placed = placer.compile(model, make_spec(2, 2, 2, schedule), ids)
+    before, gradients._ALONE_NBYTES = gradients._ALONE_NBYTES, 256
+    try:
+        for step, rows in enumerate((8, 5, 1)):
+            loss = placed.step(ids[:rows], loss_fn=mean_square)
+            assert_close(loss, reference_step(plain, (ids[:rows],), {}, 2, 2), "loss")
+            compare_state(placed, plain, f"{schedule}, step {step}")
+    finally:
+        gradients._ALONE_NBYTES = before

@@ -1,4 +1,7 @@
-"""``python -m benchmarks.msr FILE.json [--json]``: place one workload; ``--all``: the table."""
+"""``python -m benchmarks.msr FILE.json [--json]``: place one workload; ``--all``: the table.
+
+``--variants`` places the variants of all workloads (`benchmarks.msr.variants`); some minutes.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,11 @@ import argparse
 import json
 import resource
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.msr.variants import size_problem
+from benchmarks.msr.variants import least_limit, size_problem, variants
 from benchmarks.msr.workload import (
     WorkloadError,
     check_placement,
@@ -98,15 +103,103 @@ def write_table(folder: Path) -> None:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VariantResult:
+    """How a variant was placed; loads in the file's unit."""
+
+    name: str  # of the workload, then what was changed
+    cpu_seconds: float
+    load: float
+    lower_bound: float
+    proven: bool
+
+    @property
+    def is_tight(self) -> bool:
+        return "memory" in self.name
+
+    @property
+    def gap(self) -> float:
+        """How far the load may be above the least, as a share of the bound."""
+        return 0.0 if self.proven else self.load / self.lower_bound - 1
+
+
+def place_variants(folder: Path) -> list[VariantResult]:
+    """Place all variants of the workloads of ``folder``."""
+    found = []
+    for name in sorted(json.loads((folder / "optima.json").read_text())):
+        for variant in variants(read_workload(folder / f"{name}.json")):
+            problem = partition_problem(variant)
+            cpu = time.process_time()
+            solution = solve(problem)
+            cpu = time.process_time() - cpu
+            if solution is None:  # merged classes can be larger than a device
+                assert least_limit(variant) > variant.data["maxSizePerFPGA"]
+                continue
+            how = solution.optimality
+            found.append(
+                VariantResult(
+                    name=variant.name,
+                    cpu_seconds=cpu,
+                    load=how.value,
+                    lower_bound=how.lower_bound,
+                    proven=how.proven,
+                )
+            )
+            print(found[-1], flush=True)
+    return found
+
+
+def write_variants(results: Sequence[VariantResult]) -> None:
+    """``results/msr_variants.md``: a row per workload, and all that was not proven or took long."""
+    rows = []
+    for workload in dict.fromkeys(r.name.partition(": ")[0] for r in results):
+        own = [r for r in results if r.name.startswith(workload + ": ")]
+        row: list[object] = [workload]
+        for tight in (False, True):
+            some = [r for r in own if r.is_tight == tight]
+            row.append(f"{sum(r.proven for r in some)} of {len(some)}")
+            row.append(f"{max(r.gap for r in some):.2%}")
+            row.append(f"{max(r.cpu_seconds for r in some):.2f}")
+        rows.append(row)
+    unproven = sorted((r for r in results if not r.proven), key=lambda r: (r.is_tight, r.name))
+    listed = [f"- {r.name}: load {r.load:.6g}, bound {r.lower_bound:.6g}" for r in unproven]
+    write_result(
+        "msr_variants",
+        "Variants of the published placement workloads",
+        "python -m benchmarks.msr --variants",
+        [
+            "workload",
+            "proven",
+            "widest gap",
+            "most CPU seconds",
+            "tight memory: proven",
+            "widest gap",
+            "most CPU seconds",
+        ],
+        rows,
+        f"{len(results)} files that nobody tuned for (benchmarks/msr/variants.py): other numbers of "
+        "devices, costs, times and colour classes, training made of inference and the reverse, two "
+        "graphs in one; and the same with memory near the least that some placement keeps, which no "
+        f"published file has. {sum(r.cpu_seconds > 3 for r in results)} take more than 3 CPU "
+        f"seconds, {sum(r.cpu_seconds for r in results):.0f} CPU seconds for all, on cores shared "
+        "with others. The gap is how far the load may be above the least. Not proven:\n\n"
+        + "\n".join(listed or ["- none"]),
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.msr", description=__doc__)
     parser.add_argument("file", nargs="?", help="a workload file")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--all", action="store_true", help="place all published workloads")
+    parser.add_argument("--variants", action="store_true", help="place variants of all of them")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where the workloads are")
     options = parser.parse_args()
     if options.all:
         write_table(options.folder)
+        return
+    if options.variants:
+        write_variants(place_variants(options.folder))
         return
     if options.file is None:
         parser.error("a workload file, or --all")

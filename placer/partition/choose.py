@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import networkx as nx
 import numpy as np
+from numpy.typing import NDArray
 
 from placer.capture import Capture
 from placer.cost import CostTable
@@ -28,7 +29,7 @@ from placer.partition.units import grouped_order, program_order, sampled_orders,
 
 _MOST_ALIVE = 5_000  # of partly decided downsets in a proof: planning stays within a second or so
 _SAMPLES = 4  # orders that are drawn where memory decides: a stage's peak depends on its order
-_MOST_SAMPLED = 500  # units of a graph for which they are; they take a tenth of a second each
+_SAMPLED_UNITS, _MOST_SAMPLED = 2_000, 5_000  # in all of them; a graph of more has none
 _NEAR_BOUND = 1.02  # of a bound on peaks: there is not much to win
 _NEAR = 0.8  # share of a budget from which on memory decides where cuts are
 
@@ -49,8 +50,9 @@ def choose_partition(
     Peaks depend on the order in which a stage runs its nodes and are exact along one order, so the
     dynamic program over cuts (`candidate`) has the last word. It is given the program's order, one
     grouped by pins, and those of the placements that `solve` finds over all orders, by time (with a
-    lower bound on peaks under the budgets) and by that bound. `Partition.optimality` says how far
-    the answer can be from the best of all placements.
+    lower bound on peaks under the budgets) and by that bound. Where memory decides it is given some
+    drawn orders too, and the stages found along these, each with its units in program order.
+    `Partition.optimality` says how far the answer can be from the best of all placements.
     """
     units = unit_graph(capture)
     position = {name: i for i, name in enumerate(capture.order)}
@@ -86,7 +88,7 @@ class _Search:
         self._units, self._costs, self._devices = units, costs, devices
         self._pin_of, self._demands = pin_of, demands
         self._chains: dict[tuple[str, ...], tuple[DeviceSlot, ...]] = {}
-        self._tried: set[tuple[int, ...]] = set()
+        self._tried: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
         self.best: Candidate | None = None
 
     def pinned_nodes(self, candidate: Candidate) -> list[str | None]:
@@ -98,20 +100,42 @@ class _Search:
         }
         return [pin_of_node[node] for node in candidate.nodes]
 
-    def add(self, order: Sequence[int], kept: Collection[int] = ()) -> None:
-        """Try ``order`` (of units); a stage may end after ``kept`` units in any case."""
-        if tuple(order) in self._tried:
-            return
-        self._tried.add(tuple(order))
+    def add(self, order: Sequence[int], kept: Collection[int] = ()) -> Candidate | None:
+        """Try ``order`` (of units); a stage may end after ``kept`` units in any case.
+
+        The best stages along it; None where it was tried before, or the pins forbid it.
+        """
         nodes = [i for unit in order for i in self._units.nodes[unit]["nodes"]]
         cuts = candidate_cuts(self._units, order, self._costs, self._pin_of, kept)
+        if (tried := (tuple(order), tuple(cuts))) in self._tried:
+            return None
+        self._tried.add(tried)
         tables = build_tables(self._costs, nodes, cuts, relayed=self._demands.processes)
         pinned = [self._pin_of.get(u) for u in order for _ in self._units.nodes[u]["nodes"]]
+        best: Candidate | None = None
         for chain in device_chains(self._devices, pinned):
             self._chains.setdefault(tuple(slot.name for slot in chain), chain)
             found = solve_order(tables, nodes, chain, pinned, self._demands)
-            if found is not None and (self.best is None or found.rank < self.best.rank):
-                self.best = found
+            if found is not None and (best is None or found.rank < best.rank):
+                best = found
+        if best is not None and (self.best is None or best.rank < self.best.rank):
+            self.best = best
+        return best
+
+    def add_drawn(self, model: ModelUnits) -> None:
+        """Try some orders that are drawn, and what is found along each, in program order."""
+        count = len(model.order)
+        if not 0 < count <= _MOST_SAMPLED:
+            return
+        samples = min(_SAMPLES, max(1, _SAMPLED_UNITS // count))
+        for order in sampled_orders(self._units, samples):
+            found = self.add(order)
+            if found is None:
+                continue
+            stage_of = np.zeros(count, dtype=np.int64)
+            for start in (found.tables.cuts[cut] for cut in found.cuts[1:-1]):
+                stage_of[model.unit_of[list(found.nodes[start:])]] += 1
+            self._add_stages(model, stage_of)
 
     def add_solved(self, model: ModelUnits) -> float:
         """Try the orders of the placements that `solve` finds; a lower bound on the criterion.
@@ -129,9 +153,7 @@ class _Search:
         if by_memory or best.fullest > _NEAR:
             problem = memory_problem(model, self._costs, best.slots, demands)
             self._add_solution(model, solve(problem, most_alive=0))
-            if len(self._units) <= _MOST_SAMPLED:
-                for order in sampled_orders(self._units, _SAMPLES):
-                    self.add(order)
+            self.add_drawn(model)
             if by_memory:
                 bound = lower_bound(memory_problem(model, self._costs, relaxed, demands))
         if over:
@@ -167,7 +189,10 @@ class _Search:
     def _add_solution(self, model: ModelUnits, solution: Solution | None) -> None:
         if solution is None:
             return
-        stage_of = np.array(solution.stage_of[:-1])  # without the loss
+        self._add_stages(model, np.array(solution.stage_of[:-1]))  # without the loss
+
+    def _add_stages(self, model: ModelUnits, stage_of: NDArray[np.int64]) -> None:
+        """Try the order in which every stage has its units in program order."""
         order = np.argsort(stage_of, kind="stable")
         kept = np.cumsum(np.bincount(stage_of)).tolist()
         self.add([model.order[i] for i in order], kept)

@@ -132,7 +132,7 @@ class HeldInRegions:
                 enters = (producer < np.maximum(starts, run.first)) & (starts <= inside[-1])
                 since = np.where(enters, run.first_saver, none)
                 if run.key.offload:
-                    passing.append(("fetched", since, run.savers[-1] + 1))
+                    passing.append(("fetched", since, max(run.savers, default=-1) + 1))
                 else:
                     always = np.minimum(always, since)
                     stays |= producer < run.first

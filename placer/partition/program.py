@@ -18,6 +18,8 @@ from placer.partition.problem import StageSlot, Vector
 Indices = NDArray[np.int64]
 
 _BLOCK = 64  # rows whose stages are looked at together
+_FIRST = 4  # a quarter of the work for a program over all rows, before they are narrowed
+_FLOATS = 8  # whose least costs take as long as a load
 _PAIR, _LOAD, _STAGE = 4.0, 30.0, 30.0  # nanoseconds for two rows, a load, a stage in the program
 
 
@@ -143,11 +145,21 @@ def best_borders(
     last = len(rows) - 1
     opens = [window.open(q, inside, outside, family.cut) for q in range(1, len(slots))]
     opens.append(np.arange(len(rows)) == last)
-    if np.isfinite(work.left):
-        narrowed = _narrow(family, opens, bound, work)
-        if narrowed is None:
-            return None
-        opens = narrowed
+    if not np.isfinite(work.left):
+        return _program(family, opens, bound, work)
+    first = Work(work.left / _FIRST)
+    found = _program(family, opens, bound, first)
+    work.take(work.left / _FIRST - max(first.left, 0.0))
+    if not first.is_spent():
+        return found
+    narrowed = _narrow(family, opens, bound, work)
+    return None if narrowed is None else _program(family, narrowed, bound, work)
+
+
+def _program(family: _Family, opens: list[Flags], bound: float, work: Work) -> Borders | None:
+    """The dynamic program; ``opens[q]`` are the rows that may end stage q. None as `best_borders`."""
+    lattice, rows = family.lattice, family.rows
+    slots, last = lattice.problem.slots, len(rows) - 1
     ends = np.array([np.arange(len(rows)) == 0, *opens])
     alive = np.flatnonzero(ends.any(axis=0))
     first = np.argmax(ends, axis=0)
@@ -200,7 +212,7 @@ def _narrow(family: _Family, opens: list[Flags], bound: float, work: Work) -> li
     slots = family.lattice.problem.slots
     empty = family.lattice.problem.may_be_empty
     rows = [np.zeros(1, dtype=np.int64), *map(np.flatnonzero, opens)]
-    spare = sum(len(r) for r in rows) ** 2 / 2
+    spare = int(np.any(opens, axis=0).sum()) ** 2 / 8
     todo = set(range(len(slots)))
     while todo:
         q = min(todo, key=lambda q: (len(rows[q]) * len(rows[q + 1]), q))
@@ -306,7 +318,7 @@ class _Stages:
             if not chosen.any():
                 continue
             loads = family.loads(near[chosen], block, self._slot)
-            self._work.take(_LOAD * loads.size)
+            self._work.take(_LOAD * loads.size * (1 + len(family.lattice.floats) / _FLOATS))
             second, earlier = np.nonzero(may[:, chosen] & (loads < self._bound))
             before, after = near[chosen][earlier], block[second]
             load = loads[second, earlier]

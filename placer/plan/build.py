@@ -12,10 +12,10 @@ from placer.capture import Capture
 from placer.cost import CostTable, device_type, estimate_costs
 from placer.errors import PlacerError, SpecError
 from placer.partition import Demands, DeviceSlot, Partition, choose_partition
-from placer.partition.lighten import Treatment
+from placer.partition.labels import Treatment
 from placer.plan.devices import device_slot, likely_kernels, memory_uses, with_known_memory
 from placer.plan.lighten import LightPlan, lighten
-from placer.plan.types import DevicePeak, Plan, StagePlan, Transfer
+from placer.plan.types import DevicePeak, Optimality, Plan, StagePlan, Transfer
 from placer.regions import RegionKey, find_regions, region_keys
 from placer.schedule import batch_cuts
 from placer.spec import PlacementSpec, resolve_layers, resolve_patterns
@@ -240,6 +240,7 @@ def _plan(
         offload=_labels(costs.keys, "offload"),
         notes=(*_light_notes(spec, light), *_notes(capture, spec, demands, len(rows))),
         optimality=partition.optimality,
+        extra_time=_extra_time(light),
         boundaries=partition.boundaries,
         node_layers=dict(capture.layer_of),
     )
@@ -253,10 +254,22 @@ def _light_notes(spec: PlacementSpec, light: LightPlan) -> list[str]:
         w for w, f in (("checkpoint", spec.checkpoint), ("offload", spec.offload)) if f == "auto"
     ]
     least = format_seconds(light.least_seconds)
+    known = _extra_time(light)
+    gap = "none, it is the least" if known is None or known.proven else f"{known.gap:.1%}"
     return [
         f"{' and '.join(words)} 'auto' adds {format_seconds(light.extra_seconds)} per micro-batch, "
-        f"all stages together; no choice for these stages adds less than {least}."
+        f"all stages together; no choice for these stages adds less than {least} (gap: {gap})."
     ]
+
+
+def _extra_time(light: LightPlan) -> Optimality | None:
+    if not light.extra_seconds:
+        return None
+    return Optimality(
+        criterion="extra seconds of a micro-batch, recomputing and offloading",
+        value=light.extra_seconds,
+        lower_bound=min(light.least_seconds, light.extra_seconds),
+    )
 
 
 def _labels(keys: Sequence[RegionKey | None], treatment: str) -> tuple[str, ...]:

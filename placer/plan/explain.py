@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from placer.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from placer.plan.types import Boundary, Plan
+    from placer.plan.types import Boundary, Optimality, Plan
 
 
 def explain_plan(plan: Plan) -> str:
@@ -19,18 +19,24 @@ def explain_plan(plan: Plan) -> str:
     optimality = plan.optimality
     if optimality is None:
         return "This plan does not say why: it was made by an older placer. Plan again."
-    show = lambda value: _in_unit(value, optimality.criterion)  # noqa: E731
-    known = (
-        "proven: no placement is better"
-        if optimality.proven
-        else f"no placement is below {show(optimality.lower_bound)}, gap {optimality.gap:.1%}"
-    )
-    lines = [f"{optimality.criterion}: {show(optimality.value)} ({known})"]
+    lines = [_how_good(optimality)]
+    if plan.extra_time is not None:
+        lines.append(_how_good(plan.extra_time, "choice"))
     if not plan.boundaries:
         lines.append("There is one stage, and no boundary.")
     for boundary in plan.boundaries:
         lines += _boundary(plan, boundary, optimality.criterion, optimality.value)
     return "\n".join(lines)
+
+
+def _how_good(optimality: Optimality, what: str = "placement") -> str:
+    show = lambda value: _in_unit(value, optimality.criterion)  # noqa: E731
+    known = (
+        f"proven: no {what} is better"
+        if optimality.proven
+        else f"no {what} is below {show(optimality.lower_bound)}, gap {optimality.gap:.1%}"
+    )
+    return f"{optimality.criterion}: {show(optimality.value)} ({known})"
 
 
 def _boundary(plan: Plan, boundary: Boundary, criterion: str, value: float) -> list[str]:

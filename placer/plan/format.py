@@ -129,6 +129,7 @@ class PlanFile(_File):
     offload: list[str]
     notes: list[str]
     optimality: OptimalityFile | None
+    extra_time: OptimalityFile | None
     boundaries: list[BoundaryFile]
     node_layers: dict[str, str]
 

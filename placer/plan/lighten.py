@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from placer.capture import Capture
 from placer.cost import CostTable, with_regions
 from placer.partition import Demands, DeviceSlot, Partition
 from placer.partition.candidate import waiting_at
-from placer.partition.lighten import (
-    KEEP,
-    Lightened,
-    StageLimits,
-    Treatment,
-    keys_of,
-    least_extra_seconds,
-    lighten_stage,
-)
+from placer.partition.labels import KEEP, StageLimits, Treatment
+from placer.partition.least import least_extra_seconds
+from placer.partition.lighten import Lightened, keys_of, lighten_stage
 from placer.regions import RegionKey, cuttable_nodes, whole_groups
 
 _ROUNDS = 4  # how often a stage's limit is corrected by what the formula says of its answer
@@ -31,6 +25,19 @@ class LightPlan:
     partition: Partition
     extra_seconds: float
     least_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """A partition with its regions, and per stage its nodes, its limits and its extra time."""
+
+    costs: CostTable
+    partition: Partition
+    treated: tuple[tuple[Sequence[int], StageLimits, float], ...]
+
+    @property
+    def extra_seconds(self) -> float:
+        return sum(seconds for *_, seconds in self.treated)
 
 
 def lighten(
@@ -65,10 +72,15 @@ def lighten(
     if not best.partition.fits and len(best.partition.stages) > 1:
         again = choose(best.costs, {})  # the best borders for the regions that were found
         best = min(best, search.improve(again, choose), key=_rank)
-    return best
+    return LightPlan(
+        costs=best.costs,
+        partition=best.partition,
+        extra_seconds=best.extra_seconds,
+        least_seconds=search.least(best) if limited and best.partition.fits else 0.0,
+    )
 
 
-def _rank(plan: LightPlan) -> tuple[bool, float, float]:
+def _rank(plan: _Found) -> tuple[bool, float, float]:
     partition = plan.partition
     over = max(
         (_excess(partition, stage.device) for stage in partition.stages), default=0.0
@@ -130,7 +142,7 @@ class _Search:
 
     def improve(
         self, partition: Partition, choose: Callable[[CostTable, Mapping[str, str]], Partition]
-    ) -> LightPlan:
+    ) -> _Found:
         """``partition`` with the regions that its stages need."""
         stages = partition.stages
         position = {name: i for i, name in enumerate(self._capture.order)}
@@ -138,50 +150,59 @@ class _Search:
         pins = {name: stage.device.name for stage in stages for name in stage.nodes}
         limits = [self._limits(partition, index) for index in range(len(stages))]
         targets = [limit.budget for limit in limits]
-        best: LightPlan | None = None
+        best: _Found | None = None
         for _ in range(_ROUNDS):
             treated = [
-                self.treat(inside, stage.device, _with_budget(limit, target))
+                self.treat(inside, stage.device, replace(limit, budget=target))
                 for inside, stage, limit, target in zip(nodes, stages, limits, targets, strict=True)
             ]
             costs = self.costs_of(treated)
             again = choose(costs, pins)
-            found = LightPlan(
+            # The labels' sums are a little off: correct each limit by what the formula says.
+            same = len(again.stages) == len(stages)
+            errors = [0.0] * len(stages)
+            if same:
+                pairs = zip(again.stages, treated, strict=True)
+                errors = [stage.memory.peak - label.peak for stage, label in pairs]
+            corrected = [limit.budget - error for limit, error in zip(limits, errors, strict=True)]
+            loosest = [
+                replace(limit, budget=max(limit.budget, target, other))
+                for limit, target, other in zip(limits, targets, corrected, strict=True)
+            ]
+            seconds = [label.seconds for label in treated]
+            found = _Found(
                 costs=costs,
                 partition=again,
-                extra_seconds=sum(stage.seconds for stage in treated),
-                least_seconds=0.0,
+                treated=tuple(zip(nodes, loosest, seconds, strict=True)),
             )
             if best is None or _rank(found) < _rank(best):
                 best = found
-            if len(again.stages) != len(stages) or not self._limited:
-                break
-            # The labels' sums are a little off: correct each limit by what the formula says.
-            errors = [s.memory.peak - t.peak for s, t in zip(again.stages, treated, strict=True)]
-            corrected = [limit.budget - error for limit, error in zip(limits, errors, strict=True)]
-            if corrected == targets:
+            if not same or not self._limited or corrected == targets:
                 break
             targets = corrected
         assert best is not None
-        least = sum(
+        return best
+
+    def least(self, found: _Found) -> float:
+        """What the stages of ``found`` cost at the least, however they are treated."""
+        kinds = [stage.device.kind for stage in found.partition.stages]
+        if len(kinds) != len(found.treated):
+            return 0.0
+        return sum(
             least_extra_seconds(
                 self._costs,
-                inside,
-                stage.device.kind,
+                nodes,
+                self._cuttable,
+                self._settled,
+                kind,
                 self._choices,
-                limit,
+                limits,
                 half=self._demands.half,
+                answer=seconds,
             )
-            for inside, stage, limit in zip(nodes, stages, limits, strict=True)
+            for (nodes, limits, seconds), kind in zip(found.treated, kinds, strict=True)
+            if seconds
         )
-        if best.partition.fits:
-            return LightPlan(
-                costs=best.costs,
-                partition=best.partition,
-                extra_seconds=best.extra_seconds,
-                least_seconds=min(least, best.extra_seconds),
-            )
-        return best
 
     def _limits(self, partition: Partition, index: int) -> StageLimits:
         stage = partition.stages[index]
@@ -198,9 +219,3 @@ class _Search:
             held=count.most,
             grown=count.microbatches > 1,
         )
-
-
-def _with_budget(limits: StageLimits, budget: float) -> StageLimits:
-    return StageLimits(
-        static=limits.static, budget=budget, held=limits.held, grown=limits.grown
-    )  # fmt: skip

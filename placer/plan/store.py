@@ -30,8 +30,9 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         {"value": t.value, "from": t.source, "to": t.target, "bytes": t.nbytes}
         for t in plan.transfers
     ]
-    if plan.optimality is not None:
-        values["optimality"] |= {"proven": plan.optimality.proven, "gap": plan.optimality.gap}
+    for name, how_good in (("optimality", plan.optimality), ("extra_time", plan.extra_time)):
+        if how_good is not None:
+            values[name] |= {"proven": how_good.proven, "gap": how_good.gap}
     optimizer = plan.optimizer
     values["optimizer"] = optimizer if isinstance(optimizer, str) else dict(optimizer)
     values["node_layers"] = dict(plan.node_layers)
@@ -65,9 +66,10 @@ def plan_from_json(data: Mapping[str, Any], *, source: str = "plan") -> Plan:
     )
     fields["devices"] = tuple(DevicePeak(**device.model_dump()) for device in file.devices)
     fields["transfers"] = tuple(Transfer(**transfer.model_dump()) for transfer in file.transfers)
-    if file.optimality is not None:
-        derived = {"proven", "gap"}
-        fields["optimality"] = Optimality(**file.optimality.model_dump(exclude=derived))
+    for name in ("optimality", "extra_time"):
+        if fields[name] is not None:
+            derived = {"proven", "gap"}
+            fields[name] = Optimality(**fields[name].model_dump(exclude=derived))
     fields["boundaries"] = tuple(Boundary(**b.model_dump(by_alias=False)) for b in file.boundaries)
     return Plan(**fields)
 

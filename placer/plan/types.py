@@ -137,6 +137,7 @@ class Plan:
     offload: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     optimality: Optimality | None = None  # None: a file of a placer that did not say
+    extra_time: Optimality | None = None  # of what "auto" recomputes and offloads; None: nothing
     boundaries: tuple[Boundary, ...] = ()
     node_layers: Mapping[str, str] = field(default_factory=dict)  # for the diff of a changed model
     processes: bool = False  # made for one process per device

@@ -41,7 +41,7 @@ _RANK = "rank"
 class _FakeReducer(GradientReducer):
     """Sums fake gradients, which hold no numbers to look at."""
 
-    def _exists_anywhere(self, counts: Tensor) -> list[bool]:
+    def _positive(self, counts: Tensor) -> list[bool]:
         return [True] * len(counts)
 
 

@@ -72,6 +72,13 @@ def test_inputs_get_their_gradients_on_every_rank(
     job_of(stages * replicas).run(pipeline_cases.take_gradients_of_inputs, spec)
 
 
+@pytest.mark.parametrize("schedule", ["GPipe", SPLIT])
+def test_large_gradients_are_summed_where_they_are(
+    job_of: Callable[[int], Job], schedule: str
+) -> None:
+    job_of(4).run(pipeline_cases.sum_gradients_where_they_are, schedule)
+
+
 def test_recomputed_and_offloaded_regions(job_of: Callable[[int], Job]) -> None:
     regions = {"checkpoint": ("encoder.*",), "offload": ("decoder.*",)}
     check(job_of, "3D U-Net", (2, 1), ("1F1B", "InterleavedZeroBubble"), **regions)

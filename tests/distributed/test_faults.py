@@ -25,13 +25,17 @@ import placer
     ],
 )
 def test_an_exception_in_a_stage_ends_every_rank_with_its_place(
-    schedule: str, fault: str, rank: int, stage: str, layer: str, said: str
+    job_of: Callable[[int], Job],
+    schedule: str,
+    fault: str,
+    rank: int,
+    stage: str,
+    layer: str,
+    said: str,
 ) -> None:
-    job = Job(2)  # its connections do not survive
-    try:
-        found = job.run(cases.fail_in_a_step, cases.make_spec(2, 1, 4, schedule), fault, rank)
-    finally:
-        job.close()
+    """The processes live on, and serve the next test in a process group of their own."""
+    spec = cases.make_spec(2, 1, 4, schedule)
+    found = job_of(2).run(cases.fail_in_a_step, spec, fault, rank)
     kind, message, *fields = found[rank]
     assert kind == "StageError"
     assert fields == [layer, stage, str(rank)]
@@ -43,12 +47,8 @@ def test_an_exception_in_a_stage_ends_every_rank_with_its_place(
     assert layer in message
 
 
-def test_the_error_crosses_to_other_replicas() -> None:
-    job = Job(4)
-    try:
-        found = job.run(cases.fail_in_a_step, cases.make_spec(2, 2, 4, "1F1B"), "hook", 1)
-    finally:
-        job.close()
+def test_the_error_crosses_to_other_replicas(job_of: Callable[[int], Job]) -> None:
+    found = job_of(4).run(cases.fail_in_a_step, cases.make_spec(2, 2, 4, "1F1B"), "hook", 1)
     assert [rank[0] for rank in found] == ["PeerError", "StageError", "PeerError", "PeerError"]
     assert all("blocks.2.mlp.0" in rank[1] for rank in found)
 

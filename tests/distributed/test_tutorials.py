@@ -12,7 +12,7 @@ import torch.distributed as dist
 from jobs import Job
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-OPTIONS = {"epochs": 1, "rows": 128, "dropout": 0.0, "dtype": torch.float64}
+OPTIONS = {"epochs": 1, "rows": 256, "dropout": 0.0, "dtype": torch.float64}
 
 
 def _train(spec: str, **options: object) -> list[float]:

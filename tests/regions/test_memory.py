@@ -81,3 +81,14 @@ def test_the_simulation_says_that_the_peak_is_in_a_recomputation() -> None:
     (device,) = placer.simulate(model, plan, (x,)).devices
     assert device.peak == pytest.approx(device.predicted, rel=0.01)
     assert device.phase in ("recompute", "backward")
+
+
+def test_a_region_that_saves_nothing_is_no_trouble() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Identity(), nn.Flatten())
+    plan = placer.make_plan(
+        model,
+        {"devices": ["cuda:0"], "checkpoint": ["3"], "offload": ["3"], "optimizer": "sgd"},
+        (torch.randn(8, 1, 16, 16),),
+    )
+    (device,) = placer.simulate(model, plan, (torch.randn(8, 1, 16, 16),)).devices
+    assert device.peak == pytest.approx(device.predicted, rel=0.01)

@@ -12,15 +12,20 @@ that was tried with torch 2.15, two stages and two replicas, and does not do:
  * weights that are tied over stages are summed over other ranks than the rest: one DDP has one group
  * a stage keeps all that it sent until its backward (``_output_slot_is_releasable``)
 
-``fully_shard`` has its sum in ``finalize_backward``, so that it may serve split backwards; its
-parameters are shards (``DTensor``), which checkpoints and clipping here do not know. Not tried.
+``fully_shard`` on the stage modules was tried as well (two stages, two replicas, gloo): gradients
+equal the plain model's under GPipe, 1F1B and zero bubble, with uneven replicas and micro-batches
+without rows, when it sums (``set_gradient_divide_factor(1.0)``; losses are weighted here already).
+A replica without any rows takes no part in its all-gather, and the others wait for it; a job with
+weights tied over stages broke off (not looked into). Its parameters are shards (``DTensor``), which
+estimates of memory, clipping and checkpoints here do not know. Not offered.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +35,9 @@ from placer.emit import StagedModel
 from placer.runtime.distributed.part import Holdings
 
 _BUCKET_NBYTES = 25 * 2**20  # DistributedDataParallel's default
+# From this size on a gradient is summed where it is: a copy into a bucket would cost more time (new
+# pages) than a message of its own, and hold it twice.
+_ALONE_NBYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +87,7 @@ class _Bucket:
     members: list[Shared]
     group: dist.ProcessGroup
     waiting: int = 0  # members whose last gradient of this step has not come
+    exists: list[bool] = field(default_factory=list)  # per member: has this rank a gradient?
     flat: Tensor | None = None
     work: dist.Work | None = None
 
@@ -86,8 +95,8 @@ class _Bucket:
 class GradientReducer:
     """Sums ``.grad`` over each parameter's group; every rank of a group ends with the same.
 
-    Buckets are sent in one fixed order, a bucket as soon as all its gradients are there. Beside the
-    gradients travels which of them exist, so that one that exists nowhere stays None.
+    Buckets are sent in one fixed order, a bucket as soon as all its gradients are there. At the end
+    ranks tell each other which of them exist, so that one that exists nowhere stays None.
     """
 
     def __init__(self, shared: Iterable[Shared]) -> None:
@@ -133,38 +142,54 @@ class GradientReducer:
     def _send(self) -> None:
         bucket = self._buckets[self._next]
         self._next += 1
-        like = bucket.members[0].parameter
-        exists = torch.tensor(
-            [float(m.parameter.grad is not None) for m in bucket.members],
-            dtype=like.dtype,
-            device=like.device,
-        )
-        bucket.flat = torch.cat([exists, *(_flat_grad(m.parameter) for m in bucket.members)])
+        bucket.exists = [m.parameter.grad is not None for m in bucket.members]
+        grads = [_flat_grad(m.parameter) for m in bucket.members]
+        bucket.flat = grads[0] if self._may_write(grads) else torch.cat(grads)
+        del grads
         for member in bucket.members:  # they are in the bucket now: not held twice
             member.parameter.grad = None
         bucket.work = dist.all_reduce(bucket.flat, group=bucket.group, async_op=True)
+
+    def _may_write(self, grads: Sequence[Tensor]) -> bool:
+        """Is there but one gradient, and its memory not a part of another's?"""
+        storage = grads[0].untyped_storage()
+        if len(grads) > 1 or storage.nbytes() != grads[0].nbytes:
+            return False
+        flying = (b.flat for b in self._buckets[: self._next - 1] if b.flat is not None)
+        return all(flat.untyped_storage()._cdata != storage._cdata for flat in flying)
 
     def finish(self) -> None:
         """Send what is left, wait for all, and put the sums into ``.grad``."""
         self._left = {}
         while self._next < len(self._buckets):
             self._send()
+        exists = self._exist_anywhere()
         for bucket in self._buckets:
             assert bucket.flat is not None
             assert bucket.work is not None
             bucket.work.wait()
-            count = len(bucket.members)
-            exists = self._exists_anywhere(bucket.flat[:count])
-            pieces = bucket.flat[count:].split([m.parameter.numel() for m in bucket.members])
-            for member, there, piece in zip(bucket.members, exists, pieces, strict=True):
-                if not there:
-                    continue
-                # The bucket itself becomes the gradients: nothing is copied back.
-                member.parameter.grad = piece.view_as(member.parameter)
+            pieces = bucket.flat.split([m.parameter.numel() for m in bucket.members])
+            for member, piece in zip(bucket.members, pieces, strict=True):
+                if exists[member.parameter]:
+                    # The bucket itself becomes the gradients: nothing is copied back.
+                    member.parameter.grad = piece.view_as(member.parameter)
             bucket.flat = bucket.work = None
 
-    def _exists_anywhere(self, counts: Tensor) -> list[bool]:
-        """Which of a bucket's gradients some rank has; ``counts`` says how many have them."""
+    def _exist_anywhere(self) -> dict[nn.Parameter, bool]:
+        """Which gradients some rank of their group has: one small message per group."""
+        found: dict[nn.Parameter, bool] = {}
+        for group in dict.fromkeys(bucket.group for bucket in self._buckets):
+            buckets = [bucket for bucket in self._buckets if bucket.group is group]
+            parameters = [m.parameter for bucket in buckets for m in bucket.members]
+            counts = torch.tensor(
+                [float(there) for bucket in buckets for there in bucket.exists],
+                device=parameters[0].device,
+            )
+            dist.all_reduce(counts, group=group)
+            found.update(zip(parameters, self._positive(counts), strict=True))
+        return found
+
+    def _positive(self, counts: Tensor) -> list[bool]:
         return [count > 0 for count in counts.tolist()]
 
     def close(self) -> None:
@@ -182,27 +207,27 @@ def _flat_grad(parameter: nn.Parameter) -> Tensor:
 
 
 def _fill_buckets(shared: Sequence[Shared]) -> list[_Bucket]:
-    """Buckets of one group and dtype each, from the last parameter to the first.
+    """Buckets of one group, device and dtype each, from the last parameter to the first.
 
-    That is about the order in which gradients come. Tied parameters come last: they wait for
-    another stage.
+    That is about the order in which gradients come. Large ones are alone; tied parameters come last,
+    for they wait for another stage.
     """
-    buckets: list[_Bucket] = []
-    filled = 0
     tied = sorted((s for s in shared if len(s.holders) > 1), key=lambda s: (s.holders, s.name))
-    ordered = [*(s for s in reversed(shared) if len(s.holders) == 1), *tied]
+    alone = [s for s in reversed(shared) if len(s.holders) == 1]
+    return [*_fill(alone), *_fill(tied)]
+
+
+def _fill(ordered: Iterable[Shared]) -> list[_Bucket]:
+    buckets: list[_Bucket] = []
+    filling: dict[tuple[Any, ...], _Bucket] = {}
     for entry in ordered:
-        nbytes = entry.parameter.nbytes
-        last = buckets[-1] if buckets else None
-        if (
-            last is None
-            or last.group is not entry.group
-            or last.members[0].parameter.dtype != entry.parameter.dtype
-            or last.members[0].parameter.device != entry.parameter.device
-            or filled + nbytes > _BUCKET_NBYTES
-        ):
-            buckets.append(_Bucket(members=[], group=entry.group))
-            filled = 0
-        buckets[-1].members.append(entry)
-        filled += nbytes
-    return buckets
+        parameter = entry.parameter
+        if parameter.nbytes >= _ALONE_NBYTES:
+            buckets.append(_Bucket(members=[entry], group=entry.group))
+            continue
+        key = (entry.holders, parameter.dtype, parameter.device)
+        bucket = filling.setdefault(key, _Bucket(members=[], group=entry.group))
+        bucket.members.append(entry)
+        if sum(member.parameter.nbytes for member in bucket.members) >= _BUCKET_NBYTES:
+            buckets.append(filling.pop(key))
+    return [*buckets, *filling.values()]

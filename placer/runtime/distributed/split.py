@@ -49,7 +49,18 @@ class SplitStage(PipelineStage):
         if bwd_chunk_id in self._done:
             self._done.discard(bwd_chunk_id)
             return None
-        return super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        result = super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        self._part_gradients()
+        return result
+
+    def _part_gradients(self) -> None:
+        """Give weights that were assigned one and the same gradient (of ``w + delta``) one each."""
+        seen: set[int] = set()
+        for weight in self.submod.parameters():
+            if weight.grad is not None:
+                if id(weight.grad) in seen:
+                    weight.grad = weight.grad.clone()
+                seen.add(id(weight.grad))
 
     def _can_split(self, chunk: int, loss: Any) -> bool:
         """Does every output depend on a received input? Nodes are visited depth first, once."""

@@ -1,0 +1,308 @@
+"""Labels: what it takes to treat the first atoms of a stage in one way, and how to go on from there.
+
+The stage's nodes are cut into atoms. A label at the border after an atom says, of one way to treat
+all atoms before it: the extra seconds, the bytes that stay on the device from forward to backward,
+and the largest sum of bytes at any moment of their backward. With the whole history in the label,
+the bytes are those of `placer.partition.score`. All three only grow from border to border, the more
+so the less is counted already: the searches over labels rest on that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+
+from placer.cost import CostTable, DeviceKind
+
+_MOST_ATOMS = 36
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Treatment:
+    """What may be done with an atom: nothing (kept), recompute, offload, or both."""
+
+    recompute: bool = False
+    offload: bool = False
+
+
+KEEP = Treatment()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageLimits:
+    """Bytes that one stage may use: ``static`` are there anyhow, ``budget`` is the limit with them.
+
+    ``held`` micro-batches are in flight at the peak; ``grown``: all gradients of the parameters are
+    there then.
+    """
+
+    static: float
+    budget: float
+    held: float
+    grown: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Label:
+    seconds: float
+    kept: float
+    worst: float
+    counted: int  # bit per value: on the device, in kept
+    hosted: int  # bit per value: on the host
+    treatment: Treatment
+    span: tuple[int, int]  # atoms
+    before: Label | None = None
+
+
+def first_label() -> Label:
+    """That of no atoms."""
+    return Label(seconds=0.0, kept=0.0, worst=0.0, counted=0, hosted=0, treatment=KEEP, span=(0, 0))
+
+
+def peak_of(label: Label, limits: StageLimits) -> float:
+    return limits.static + (limits.held - 1) * label.kept + label.worst
+
+
+@dataclass(slots=True)
+class _Run:
+    """What does not depend on the past of recomputing a run of atoms together."""
+
+    enters: list[int]
+    seconds: float
+    worst: float  # bytes on top of what is kept and of what enters
+    saving: bool
+
+
+@dataclass(eq=False)
+class LabelledStage:
+    """The stage's nodes by local index, the loss after the last if it is here; makes its labels."""
+
+    costs: CostTable
+    nodes: Sequence[int]
+    cuttable: Collection[int]
+    settled: Mapping[int, Treatment]
+    kind: DeviceKind
+    half: bool = field(kw_only=True)
+    grown: bool = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        costs = self.costs
+        self.nodes = list(self.nodes)
+        if self.nodes and self.nodes[-1] == len(costs.names) - 1:
+            self.nodes.append(len(costs.names))
+        local = {node: t for t, node in enumerate(self.nodes)}
+        self.nbytes = [float(v.nbytes) for v in costs.values]
+        self.single = [len(v.savers) == 1 for v in costs.values]
+        self.producer = [local.get(v.producer, -1) for v in costs.values]
+        self.saved_at: list[list[int]] = [[] for _ in self.nodes]
+        self.used_at: list[list[int]] = [[] for _ in self.nodes]
+        self.last_use = [-1] * len(costs.values)
+        for index, value in enumerate(costs.values):
+            for node in value.savers:
+                if node in local:
+                    self.saved_at[local[node]].append(index)
+            for node in {*value.users, *value.savers}:
+                if node in local:
+                    self.used_at[local[node]].append(index)
+                    self.last_use[index] = max(self.last_use[index], local[node])
+        self.fixed = [
+            costs.nodes[node].backward_transient + other
+            for node, other in zip(self.nodes, self._waiting(local), strict=True)
+        ]
+        self.forward_seconds = self._forward_seconds()
+        self._runs: dict[tuple[int, int], _Run] = {}
+
+    def _forward_seconds(self) -> list[float]:
+        """Per node, the longer of computing and of reading and writing memory."""
+        peak = self.kind.half_flops if self.half else self.kind.fp32_flops
+        costs = [self.costs.nodes[node] for node in self.nodes]
+        return [
+            max(c.forward_flops / peak, c.forward_traffic / self.kind.memory_bandwidth)
+            for c in costs
+        ]
+
+    def _waiting(self, local: dict[int, int]) -> list[float]:
+        """Per node the gradients that wait in its backward, of activations and of parameters."""
+        costs, nodes = self.costs, self.nodes
+        first, last = nodes[0], nodes[-1]
+        steps = [0.0] * (len(nodes) + 1)
+        for gradient in costs.gradients:
+            if not (gradient.target < gradient.source and gradient.home >= first):
+                continue
+            nbytes = gradient.nbytes - (gradient.surplus if gradient.sender > last else 0)
+            inside = [t for t, node in enumerate(nodes) if gradient.target < node < gradient.source]
+            if inside:
+                steps[inside[0]] += nbytes
+                steps[inside[-1] + 1] -= nbytes
+        for added in costs.added:
+            if added.node in local and first <= added.home < added.node:
+                steps[local[added.node]] += added.nbytes
+                steps[local[added.node] + 1] -= added.nbytes
+        uses: dict[str, int] = {}
+        for t, node in enumerate(nodes):
+            for name in costs.parameters_of[node] if node < len(costs.names) else ():
+                uses.setdefault(costs.alias_of[name], t)
+        for name, t in uses.items():
+            if name in costs.trained:
+                steps[0] += costs.state_nbytes[name]
+                if not self.grown:
+                    steps[t] -= costs.state_nbytes[name]
+        sums, total = [], 0.0
+        for step in steps[:-1]:
+            total += step
+            sums.append(total)
+        return sums
+
+    @cached_property
+    def atoms(self) -> list[list[int]]:
+        """Runs of local indices; their borders are the cheapest, in bytes that enter, of each window."""
+        settled = [self.settled.get(node) for node in self.nodes]
+        starts = [
+            t
+            for t, node in enumerate(self.nodes)
+            if t
+            and (settled[t] != settled[t - 1] or (settled[t] is None and node in self.cuttable))
+        ]
+        if self.nodes[-1] == len(self.costs.names) and len(self.nodes) > 1:
+            starts = [*(t for t in starts if t < len(self.nodes) - 1), len(self.nodes) - 1]
+        if len(starts) >= _MOST_ATOMS:
+            crossing = [0.0] * (len(self.nodes) + 1)
+            for value, last in enumerate(self.last_use):
+                if last >= 0:
+                    crossing[self.producer[value] + 1] += self.nbytes[value]
+                    crossing[last + 1] -= self.nbytes[value]
+            total, at = 0.0, []
+            for change in crossing:
+                total += change
+                at.append(total)
+            windows: dict[int, list[int]] = {}
+            for t, share in zip(starts, self._shares(starts), strict=True):
+                windows.setdefault(int(share * (_MOST_ATOMS - 1)), []).append(t)
+            needed = {t for t in starts if settled[t] != settled[t - 1]} | {starts[-1]}
+            best = (min(w, key=lambda t: (at[t], t)) for w in windows.values())
+            starts = sorted({*needed, *best})
+        borders = [0, *starts, len(self.nodes)]
+        return [list(range(a, b)) for a, b in pairwise(borders) if a < b]
+
+    def _shares(self, starts: Sequence[int]) -> list[float]:
+        """Per start, what comes before it: half by nodes, half by the bytes that they save."""
+        sums = [0.0]
+        for saved in self.saved_at:
+            sums.append(sums[-1] + sum(self.nbytes[value] for value in saved))
+        count, total = len(self.nodes), sums[-1] or 1.0
+        return [0.5 * t / count + 0.5 * sums[t] / total for t in starts]
+
+    def extend(
+        self, label: Label, border: int, choices: Collection[Treatment]
+    ) -> Iterator[tuple[int, Label]]:
+        """All labels that follow ``label`` by treating the atoms from ``border`` on, and where they end."""
+        settled = self._settled(border)
+        if settled in (None, KEEP):
+            yield border + 1, self._keep(label, border)
+        for choice in choices if settled is None else {settled} - {KEEP}:
+            if not choice.recompute:
+                yield border + 1, self._offload(label, border, choice)
+                continue
+            for end in range(border + 1, len(self.atoms) + 1):
+                if end > border + 1 and (settled or self._settled(end - 1)) is not None:
+                    break
+                run = self._run(border, end)
+                if run.saving:
+                    yield end, self._recompute(label, border, end, run, choice)
+
+    def _settled(self, atom: int) -> Treatment | None:
+        node = self.nodes[self.atoms[atom][0]]
+        return KEEP if node == len(self.costs.names) else self.settled.get(node)  # the loss stays
+
+    def _keep(self, label: Label, border: int) -> Label:
+        kept, worst, counted = label.kept, label.worst, label.counted
+        for t in self.atoms[border]:
+            own = 0.0
+            for value in self.saved_at[t]:
+                if not counted >> value & 1:
+                    counted |= 1 << value
+                    kept += self.nbytes[value]
+                own += self.nbytes[value] * self.single[value]
+            worst = max(worst, kept - own + self.fixed[t])
+        return Label(
+            seconds=label.seconds, kept=kept, worst=worst, counted=counted, hosted=0,
+            treatment=KEEP, span=(border, border + 1), before=label,
+        )  # fmt: skip
+
+    def _offload(self, label: Label, border: int, choice: Treatment) -> Label:
+        atom = self.atoms[border]
+        worst, hosted, moved = label.worst, label.hosted, 0.0
+        here: set[int] = set()
+        for t in atom:
+            for value in self.saved_at[t]:
+                if not (hosted | label.counted) >> value & 1:
+                    hosted |= 1 << value
+                    moved += self.nbytes[value]
+                if not label.counted >> value & 1:
+                    here.add(value)
+            own = sum(self.nbytes[v] for v in self.saved_at[t] if self.single[v] and v in here)
+            back = sum(self.nbytes[value] for value in here)
+            worst = max(worst, label.kept + back - own + self.fixed[t])
+        return Label(
+            seconds=label.seconds + 2 * moved / self.kind.host_bandwidth, kept=label.kept,
+            worst=worst, counted=label.counted, hosted=hosted, treatment=choice,
+            span=(border, border + 1), before=label,
+        )  # fmt: skip
+
+    def _recompute(
+        self, label: Label, border: int, end: int, run: _Run, choice: Treatment
+    ) -> Label:
+        fresh = [value for value in run.enters if not label.counted >> value & 1]
+        entering = sum(self.nbytes[value] for value in fresh)
+        seconds, kept, counted = label.seconds + run.seconds, label.kept, label.counted
+        if choice.offload:
+            seconds += 2 * entering / self.kind.host_bandwidth
+        else:
+            kept += entering
+            for value in fresh:
+                counted |= 1 << value
+        return Label(
+            seconds=seconds, kept=kept, worst=max(label.worst, label.kept + entering + run.worst),
+            counted=counted, hosted=0, treatment=choice, span=(border, end), before=label,
+        )  # fmt: skip
+
+    def _run(self, border: int, end: int) -> _Run:
+        """Recomputing atoms ``border`` … ``end - 1`` together."""
+        found = self._runs.get((border, end))
+        if found is not None:
+            return found
+        inside = range(self.atoms[border][0], self.atoms[end - 1][-1] + 1)
+        first = inside[0]
+        enters = dict.fromkeys(
+            v for t in inside for v in self.used_at[t] if self.producer[v] < first
+        )
+        held, worst, again, forward = 0.0, 0.0, 0.0, 0.0
+        seen: set[int] = set()
+        saving = [t for t in inside if self.saved_at[t]]
+        for t in inside:
+            cost = self.costs.nodes[self.nodes[t]]
+            own = 0.0
+            for value in self.saved_at[t]:
+                if self.producer[value] >= first:
+                    if value not in seen:
+                        seen.add(value)
+                        held += self.nbytes[value]
+                    own += self.nbytes[value] * self.single[value]
+                else:
+                    own += self.nbytes[value] * self.single[value]
+            worst = max(worst, held - own + self.fixed[t])
+            forward = max(forward, held + cost.forward_transient)
+        if saving:
+            last = self.costs.nodes[self.nodes[saving[-1]]]
+            waiting = self.fixed[saving[-1]] - last.backward_transient + last.backward_incoming
+            again = forward + waiting
+        made = _Run(
+            enters=list(enters),
+            seconds=sum(self.forward_seconds[t] for t in inside[: len(inside)] if saving and t <= saving[-1]),
+            worst=max(worst, again),
+            saving=bool(saving),
+        )  # fmt: skip
+        self._runs[border, end] = made
+        return made

@@ -1,0 +1,111 @@
+"""Treatments of a stage against all there are: bound <= optimum <= answer."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from placer.cost import CostTable, NodeCost, StoredValue, device_kind
+from placer.partition import least, lighten
+from placer.partition.labels import (
+    Label,
+    LabelledStage,
+    StageLimits,
+    Treatment,
+    first_label,
+    peak_of,
+)
+
+KIND = device_kind("cuda:0", "a100")
+CHOICES = (
+    (Treatment(recompute=True),),
+    (Treatment(offload=True),),
+    (Treatment(recompute=True), Treatment(offload=True)),
+)
+
+
+def _costs(draw: random.Random, count: int) -> CostTable:
+    """A chain of nodes, whose results some later ones read and save as well."""
+    values = []
+    for node in range(-1, count):
+        readers = {node + 1, *(i for i in range(node + 2, count) if draw.random() < 0.15)}
+        readers = {i for i in readers if i < count}
+        savers = {i for i in (node, *readers) if i >= 0 and draw.random() < 0.6}
+        if readers or savers:
+            values.append(
+                StoredValue(
+                    nbytes=draw.randint(1, 40) * 2**20,
+                    producer=node,
+                    users=tuple(sorted(readers | {max(node, 0)})),
+                    savers=tuple(sorted(savers)),
+                )
+            )
+    nodes = [
+        NodeCost(
+            forward_flops=draw.randint(1, 100) * 10**9,
+            forward_transient=draw.randint(0, 20) * 2**20,
+            backward_transient=draw.randint(0, 40) * 2**20,
+        )
+        for _ in range(count)
+    ]
+    return CostTable(
+        names=tuple(f"n{i}" for i in range(count)),
+        nodes=(*nodes, NodeCost()),
+        values=tuple(values),
+        results=((),) * count,
+        gradients=(),
+        added=(),
+        readers=((),) * count,
+        input_readers=(),
+        input_nbytes=(),
+        parameters_of=((),) * count,
+        buffers_of=((),) * count,
+        state_nbytes={},
+        alias_of={},
+        trained=frozenset(),
+        microbatch_rows=None,
+    )
+
+
+def _all(stage: LabelledStage, choices: tuple[Treatment, ...]) -> list[Label]:
+    at: list[list[Label]] = [[first_label()], *([] for _ in stage.atoms)]
+    for border in range(len(stage.atoms)):
+        for label in at[border]:
+            for end, made in stage.extend(label, border, choices):
+                at[end].append(made)
+    return at[-1]
+
+
+@pytest.mark.parametrize("most", [2, 5, 60])
+def test_bound_optimum_and_answer(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(least, "_MOST_LABELS", most)
+    tried = above = 0
+    for seed in range(40):
+        draw = random.Random(seed)
+        costs = _costs(draw, 6)
+        choices, held = CHOICES[seed % 3], draw.choice([1, 3])
+        nodes = range(6)
+        stage = LabelledStage(costs, nodes, nodes, {}, KIND, half=False, grown=False)
+        ways = _all(stage, choices)
+        free = StageLimits(static=0, budget=float("inf"), held=held, grown=False)
+        plain = max(peak_of(way, free) for way in ways if not way.seconds)
+        limits = StageLimits(
+            static=0, budget=plain * draw.uniform(0.5, 0.95), held=held, grown=False
+        )
+        fitting = [way.seconds for way in ways if peak_of(way, limits) <= limits.budget]
+        found = lighten.lighten_stage(costs, nodes, nodes, {}, KIND, choices, limits, half=False)
+        if not fitting:
+            assert found.peak > limits.budget
+            continue
+        best = min(fitting)
+        for answer in (float("inf"), found.seconds):
+            bound = least.least_extra_seconds(
+                costs, nodes, nodes, {}, KIND, choices, limits, half=False, answer=answer
+            )
+            assert bound <= best * (1 + 1e-9) <= found.seconds * (1 + 1e-8)
+            if most == 60:
+                assert bound >= best * 0.95
+        tried += 1
+        above += best > 0
+    assert tried >= 15 and above >= 10
