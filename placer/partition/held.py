@@ -73,6 +73,7 @@ class HeldInRegions:
         row_of = {start: row for row, start in enumerate(starts)}
         for index, start, nbytes in copied_parts(costs, place, starts):
             self._parts.setdefault(index, []).append((row_of[start], nbytes))
+        self._since: dict[int, list[Columns]] = {}  # value: per row from where on, for each hold
         # value, run's savers of it, since when it is held, until when, bytes
         self._offloaded: list[tuple[Sequence[int], Columns, Columns, Table]] = []
         self._again = self._empty()  # live while the forward runs again
@@ -160,6 +161,7 @@ class HeldInRegions:
                 if len(saving) > 1:
                     until = np.minimum(saving[-1] + 1, always)
                     self._offloaded.append((saving, since, until, nbytes))
+        self._since[index] = [always, *(since for _, since, _ in passing)]
         end = np.full(len(starts), none)
         _fill(self._steps["saved"], always, end, nbytes)
         self._wait("kept", always, end, nbytes, savers)
@@ -180,6 +182,14 @@ class HeldInRegions:
     def _passing(self) -> Table:
         """What is there only while a recomputed region's own backward runs."""
         return self._sum(self._steps["fetched"]) + self._sum(self._steps["inside"])
+
+    def held_from(self, index: int, column: int) -> Iterator[tuple[int, int]]:
+        """First and last starts of stages that hold the value from ``column`` on, and not before."""
+        always, *passing = self._since.get(index, [np.full(len(self._starts), self._width)])
+        begins = np.any([always == column, *(since == column for since in passing)], axis=0)
+        begins &= always >= column
+        for row in np.flatnonzero(begins):
+            yield int(self._starts[row]), int(self._starts[row])
 
     def not_yet(self) -> Iterator[Elsewhere]:
         """What the table of "waiting" has too much for stages that end within a region."""

@@ -130,6 +130,7 @@ def build_tables(
         place,
         lambda x, y, i, j, nbytes: waiting.add(x, y, i, nbytes, until=j),
         relayed=relayed,
+        held_from=None if regions is None else regions.held_from,
     )
     needs = find_needs(costs, place)
     crossing = [

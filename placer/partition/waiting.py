@@ -19,7 +19,7 @@ before.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from placer.cost import AddedGradient, CostTable, PendingGradient
 
 Add = Callable[[int, int, int, int, float], None]  # first start, last start, column, until, bytes
+HeldFrom = Callable[[int, int], Iterable[tuple[int, int]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +48,18 @@ class Elsewhere:
 
 
 def waiting_gradients(
-    costs: CostTable, place: NDArray[np.int64], add: Add, *, relayed: bool = False
+    costs: CostTable,
+    place: NDArray[np.int64],
+    add: Add,
+    *,
+    relayed: bool = False,
+    held_from: HeldFrom | None = None,
 ) -> list[Elsewhere]:
     """Fill a table by ``add`` for stages that have all senders; the answer is for those that do not.
 
-    ``place`` gives every node's position. O(parts of gradients).
+    ``place`` gives every node's position; ``held_from(value, column)`` the first and last starts of
+    stages that hold a value which regions need from this column on, and not before.
+    O(parts of gradients).
     """
     elsewhere: list[Elsewhere] = []
     # (node, home): of what is added at the node for its home, the first that hands it on
@@ -67,14 +75,17 @@ def waiting_gradients(
         if home >= node:
             continue
         sender = len(costs.nodes) if relayed else sender_of.get((sum_.node, sum_.home), node)
-        for first, last, nbytes in _beside_sum(sum_, costs, place):
+        for first, last, nbytes in _beside_sum(sum_, costs, place, held_from):
             add(first, last, node, node + 1, nbytes)
             _change(elsewhere, max(first, home + 1), last, node, node + 1, sender, -nbytes)
     return elsewhere
 
 
 def _beside_sum(
-    added: AddedGradient, costs: CostTable, place: NDArray[np.int64]
+    added: AddedGradient,
+    costs: CostTable,
+    place: NDArray[np.int64],
+    held_from: HeldFrom | None,
 ) -> Iterator[tuple[int, int, float]]:
     """First and last start of a stage, and the bytes that the sum is on top there.
 
@@ -82,21 +93,26 @@ def _beside_sum(
     """
     node = int(place[added.node])
     key_of = lambda i: costs.keys[i] if i < len(costs.keys) else None  # noqa: E731
-    released: dict[int, float] = defaultdict(float)  # from which start on
-    for value in costs.values:
-        if added.node in value.savers and len(value.savers) > 1:
-            own, *keys = (key_of(saver) for saver in (added.node, *value.savers))
-            if any(key is not None and key.recompute for key in (own, *keys)):
-                continue  # `HeldInRegions` says when it is held
-            # What waits on the host comes for the savers of one region.
-            savers = zip(value.savers, keys, strict=True)
-            positions = (int(place[s]) for s, key in savers if own is None or key in (None, own))
-            released[max((p for p in positions if p < node), default=-1) + 1] += value.nbytes
+    steps: dict[int, float] = defaultdict(float)  # from which start on how much more is let go
+    for index, value in enumerate(costs.values):
+        if added.node not in value.savers or len(value.savers) <= 1:
+            continue
+        own, *keys = (key_of(saver) for saver in (added.node, *value.savers))
+        if any(key is not None and key.recompute for key in (own, *keys)):
+            for first, last in held_from(index, node) if held_from is not None else ():
+                steps[first] += value.nbytes
+                steps[last + 1] -= value.nbytes
+            continue
+        # What waits on the host comes for the savers of one region.
+        savers = zip(value.savers, keys, strict=True)
+        positions = (int(place[s]) for s, key in savers if own is None or key in (None, own))
+        steps[max((p for p in positions if p < node), default=-1) + 1] += value.nbytes
+    released = 0.0
+    starts = sorted({0, *(start for start in steps if start <= node)})
     nbytes = float(added.nbytes)
-    starts = sorted({0, *released})
     for first, following in pairwise([*starts, node + 1]):
-        nbytes = max(added.waiting, nbytes - released.get(first, 0.0))
-        yield first, following - 1, nbytes
+        released += steps.get(first, 0.0)
+        yield first, following - 1, max(added.waiting, nbytes - released)
 
 
 def _wait(

@@ -150,3 +150,10 @@ def test_the_forwards_after_a_backward_are_those_of_the_schedule() -> None:
 
 def test_a_recurrent_kernel_reads_all_that_it_saved() -> None:
     check(models.Recurrent(), (torch.randn(120, 40, 3),), stages=1, checkpoint=["*"])
+
+
+def test_what_a_region_reads_is_let_go_before_gradients_of_its_readers_add_up() -> None:
+    """Where the region's first node is one of them; the value came from the stage before."""
+    layers = {"stem": "cuda:0", "long": "cuda:1", "short": "cuda:1"}
+    images = torch.randn(4, 3, 32, 32)
+    check(Fork(), (images,), stages=2, layers=layers, checkpoint=["*"])
