@@ -67,8 +67,9 @@ def lighten(
     whole = search.treat(everything, first.stages[0].device, StageLimits(
         static=0.0, budget=0.0, held=1, grown=False))  # fmt: skip
     treated = choose(search.costs_of([whole]), {})
+    untreated = _Found(costs=plain, partition=first, treated=())
     found = [search.improve(partition, choose) for partition in (first, treated)]
-    best = min(found, key=_rank)
+    best = min([untreated, *found], key=_rank)
     if not best.partition.fits and len(best.partition.stages) > 1:
         again = choose(best.costs, {})  # the best borders for the regions that were found
         best = min(best, search.improve(again, choose), key=_rank)

@@ -16,10 +16,12 @@ from unet3d import unet3d
 import placer
 from placer.capture import capture_model
 from placer.cost import device_kind, estimate_costs, with_regions
+from placer.partition import Partition
 from placer.partition.labels import StageLimits, Treatment
 from placer.partition.least import least_extra_seconds
 from placer.partition.lighten import keys_of, lighten_stage
 from placer.partition.score import build_tables, optimizer_bytes, peak_bytes
+from placer.plan import lighten
 from placer.schedule import InFlight
 
 D = torch.float64
@@ -76,6 +78,29 @@ def test_nothing_is_recomputed_where_all_fits() -> None:
     model, args = UNET
     plan = _plan(model, args, 2**40, checkpoint="auto", offload="auto")
     assert plan.fits and not plan.checkpoint and not plan.offload
+
+
+def test_without_budgets_a_search_that_finds_worse_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the search of stages on devices that come again did."""
+    worse: list[int] = []
+
+    def improve(self: Any, partition: Partition, choose: Any) -> Any:
+        found = real(self, partition, choose)
+        peaks = {device: 2 * peak for device, peak in found.partition.peaks.items()}
+        worse.append(max(peaks.values()))
+        return replace(found, partition=replace(found.partition, peaks=peaks))
+
+    real = lighten._Search.improve
+    monkeypatch.setattr(lighten._Search, "improve", improve)
+    spec = {"devices": ["cpu:0", "cpu:1"], "objective": "memory"}
+    with torch.device("meta"):
+        model, x = unet3d(width=4, depth=2), torch.empty(1, 1, 16, 16, 16)
+    plain = max(device.peak for device in placer.make_plan(model, spec, x).devices)
+    auto = placer.make_plan(model, spec | {"checkpoint": "auto"}, x)
+    assert min(worse) > plain
+    assert max(device.peak for device in auto.devices) == plain
 
 
 def test_less_memory_costs_no_less_time() -> None:
