@@ -1,10 +1,11 @@
 """What a device peaks at when it holds several stages that are not next to each other.
 
 With one micro-batch its stages run forward in turn, and backward in turn the other way. While one of
-them runs, the earlier ones hold what they saved, and the later ones have left their parameters'
-gradients and the activation gradients that nobody has taken yet: those of skips whose values were
-made before. A part of a larger gradient (a concatenation's) keeps the whole of it there as long as
-its home is on the same device. The bound is on the safe side where copies could be one tensor.
+them runs, the earlier ones hold what they saved, and in forward what later stages, on any device, have
+yet to read; the later ones have left their parameters' gradients and the activation gradients that
+nobody has taken yet: those of skips whose values were made before. A part of a larger gradient (a
+concatenation's) keeps the whole of it there as long as its home is on the same device. The bound is on
+the safe side where copies could be one tensor.
 """
 
 from __future__ import annotations
@@ -49,19 +50,25 @@ class SharedPeaks:
         self.left = static + kept
         cell_of = _cells(tables.cuts, nodes)
         count = len(tables.cuts)
-        self.needed, self._surplus, self._unsaved = (np.zeros((count, count)) for _ in range(3))
+        self.needed, self._surplus = (np.zeros((count, count)) for _ in range(2))
         for gradient in costs.gradients:
             at = int(cell_of[gradient.home]) + 1, int(cell_of[gradient.sender]) + 1
             if at[0] < at[1]:
                 self.needed[at] += gradient.nbytes - gradient.surplus
                 self._surplus[at] += gradient.surplus
-        for node, readers in enumerate(costs.readers):
-            if readers and not any(costs.values[v].savers for v in costs.results[node]):
-                at = int(cell_of[node]) + 1, max(int(cell_of[r]) for r in readers) + 1
-                self._unsaved[at] += costs.nodes[node].output_nbytes * (at[0] < at[1])
-        for table in (self.needed, self._surplus, self._unsaved):
+        for table in (self.needed, self._surplus):
             np.cumsum(table, axis=0, out=table)
             np.cumsum(table, axis=1, out=table)
+        # Of values that a stage may make and neither save nor read last: where they are made, saved
+        # first and read last, and their bytes.
+        passing = []
+        for value in costs.values:
+            if value.producer >= 0 and value.users:
+                made, last = int(cell_of[value.producer]), int(cell_of[list(value.users)].max())
+                saved = int(cell_of[list(value.savers)].min()) if value.savers else count
+                if made < min(saved, last):
+                    passing.append((made, saved, last, value.nbytes))
+        self._passing = np.array(passing).reshape(-1, 4).T
 
     def peak(self, spans: Sequence[Span]) -> float:
         """The peak of the device that holds the stages ``spans``, in their order. O(stages ** 3)."""
@@ -74,13 +81,19 @@ class SharedPeaks:
             for j, home in enumerate(spans[: i + 1]):
                 later = spans[max(i, j + 1) :]
                 left += sum(_between(self._surplus, home, sender) for sender in later)
-            passing = sum(_between(self._unsaved, a, b) for a in before for b in after)
+            passing = sum(self._passed_on(span, y) for span in before)
             static = sum(float(self._static[a, b - 1]) for a, b in after)
             forward = float(self._forward[x, y - 1]) + held + static + passing
             most = max(most, forward, float(self.running[x, y - 1]) + held + left)
         state = sum(float(self.left[a, b - 1]) for a, b in spans)
         largest = max(float(self._largest[a, b - 1]) for a, b in spans)
         return max(most, state + self._updating * largest)
+
+    def _passed_on(self, home: Span, later: int) -> float:
+        """Made in the stage ``home``, not saved there, and read by stages from cut ``later`` on."""
+        made, saved, last, nbytes = self._passing
+        here = (made >= home[0]) & (made < home[1]) & (saved >= home[1]) & (last >= later)
+        return float(nbytes[here].sum())
 
 
 def _between(table: Table, home: Span, sender: Span) -> float:

@@ -105,3 +105,37 @@ def test_nested_intervals_against_all(monkeypatch: pytest.MonkeyPatch) -> None:
         nested = [0] * a + [1] * (b - a) + [2] * (c - b) + [1] * (d - c) + [0] * (n - d)
         least = min(least, largest(nested))
     assert found <= least * 1.02  # the pair's load leaves out what only `SharedPeaks.peak` knows
+
+
+class Branches(nn.Module):
+    """Values that are read late and saved by none, or by nodes that can be on another device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop0, self.drop1 = nn.Dropout(0.1), nn.Dropout(0.1)
+        self.conv2 = nn.Conv2d(4, 6, 3, padding=1)
+        self.weight = nn.Parameter(torch.ones(1, 4, 1, 1))
+        self.norm, self.conv6 = nn.GroupNorm(1, 4), nn.Conv2d(4, 4, 3, padding=1)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        early = self.drop0(x)
+        self.drop1(x)
+        self.conv2(early)
+        x * self.weight
+        steps = torch.arange(early.size(3), dtype=x.dtype, device=x.device)
+        early + steps * torch.ones(early.size(0), 1, 1, 1, dtype=x.dtype, device=x.device)
+        late = early.tanh() + 1
+        late[:, : late.size(1) // 2].mul_(0.5)
+        x + nn.functional.gelu(self.conv6(self.norm(x)))
+        small = nn.functional.max_pool2d(late, 2)
+        return self.head(nn.functional.interpolate(small, late.shape[2:]).mean((2, 3)))
+
+
+@pytest.mark.parametrize("nbytes", [17_000, 19_000, 22_000, 25_000])
+def test_what_later_stages_on_other_devices_read_is_counted(nbytes: int) -> None:
+    model, x = Branches().double(), torch.randn(4, 4, 6, 6, dtype=torch.float64)
+    devices = [{"name": f"cuda:{i}", "memory": f"{nbytes} B"} for i in range(4)]
+    plan = placer.make_plan(model, {"devices": devices, "reserve": 0, "objective": "memory"}, x)
+    for device in placer.simulate(model, plan, x).devices:
+        assert device.peak <= 1.01 * device.predicted, device.device
