@@ -150,11 +150,16 @@ class GraphWriter:
             self.bind(item, child)
 
     def node_of(self, tensor: Tensor) -> fx.Node:
-        """The node that made ``tensor``, or a new one that reads it from the model."""
+        """The node that made ``tensor``, or a new one that reads it from the model.
+
+        Every use of a parameter or buffer reads it anew, so that each stage reads its own copy.
+        """
         if id(tensor) in self._node_of:
             return self._node_of[id(tensor)]
         if id(tensor) in self._state:
             node = self.node("get_attr", self._state[id(tensor)])
+            self._alive.append(tensor)
+            return node
         else:
             original = self.world.original(tensor)
             if original is None:
