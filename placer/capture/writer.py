@@ -160,15 +160,14 @@ class GraphWriter:
             node = self.node("get_attr", self._state[id(tensor)])
             self._alive.append(tensor)
             return node
-        else:
-            original = self.world.original(tensor)
-            if original is None:
-                if type(tensor) not in (Tensor, nn.Parameter):
-                    raise Untraceable("it uses a tensor from code that cannot be recorded")
-                original = tensor  # a real tensor from outside the model, such as a global
-            path = self._attributes.get(id(tensor), f"_constant_{len(self.constants)}")
-            node = self.node("get_attr", path)
-            self.constants[node.name] = original
+        original = self.world.original(tensor)
+        if original is None:
+            if type(tensor) not in (Tensor, nn.Parameter):
+                raise Untraceable("it uses a tensor from code that cannot be recorded")
+            original = tensor  # a real tensor from outside the model, such as a global
+        path = self._attributes.get(id(tensor), f"_constant_{len(self.constants)}")
+        node = self.node("get_attr", path)
+        self.constants[node.name] = original
         self.bind(tensor, node)
         return node
 
