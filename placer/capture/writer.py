@@ -157,9 +157,7 @@ class GraphWriter:
         if id(tensor) in self._node_of:
             return self._node_of[id(tensor)]
         if id(tensor) in self._state:
-            node = self.node("get_attr", self._state[id(tensor)])
-            self._alive.append(tensor)
-            return node
+            return self.node("get_attr", self._state[id(tensor)])
         original = self.world.original(tensor)
         if original is None:
             if type(tensor) not in (Tensor, nn.Parameter):
