@@ -77,7 +77,11 @@ class _Run:
 
 @dataclass(eq=False)
 class LabelledStage:
-    """The stage's nodes by local index, the loss after the last if it is here; makes its labels."""
+    """The stage's nodes by local index, the loss after the last if it is here; makes its labels.
+
+    ``nodes`` are in program order. What to do with those in ``settled`` is settled; a region may
+    begin or end before those in ``cuttable``. ``grown`` is that of the `StageLimits` it is held to.
+    """
 
     costs: CostTable
     nodes: Sequence[int]

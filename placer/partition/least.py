@@ -15,10 +15,9 @@ bound that from below, moment by moment, wherever regions begin and end.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 
-from placer.cost import CostTable, DeviceKind
 from placer.partition.labels import (
     Label,
     LabelledStage,
@@ -33,23 +32,17 @@ _MOST_COMPARED = 1000  # labels that are compared by what they count, too
 
 
 def least_extra_seconds(
-    costs: CostTable,
-    nodes: Sequence[int],
-    cuttable: Collection[int],
-    fixed: Mapping[int, Treatment],
-    kind: DeviceKind,
+    stage: LabelledStage,
     choices: Collection[Treatment],
     limits: StageLimits,
     *,
-    half: bool,
     answer: float = float("inf"),
 ) -> float:
-    """Seconds that every treatment of the stage within ``limits`` costs at the least.
+    """Seconds that every treatment of ``stage`` within ``limits`` costs at the least.
 
     As `placer.partition.lighten.lighten_stage`; ``answer`` are those of a treatment that is known,
     and the most that comes back. O(atoms^2 x labels) time.
     """
-    stage = LabelledStage(costs, nodes, cuttable, fixed, kind, half=half, grown=limits.grown)
     least = min(answer, _knapsack(stage, choices, limits))
     return max(least, _relaxed(stage, choices, limits, answer))
 

@@ -12,10 +12,9 @@ Rematerialization and Offloading for Training DNNs", NeurIPS 2021.)
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from placer.cost import CostTable, DeviceKind
 from placer.partition.labels import (
     KEEP,
     Label,
@@ -40,23 +39,12 @@ class Lightened:
 
 
 def lighten_stage(
-    costs: CostTable,
-    nodes: Sequence[int],
-    cuttable: Collection[int],
-    fixed: Mapping[int, Treatment],
-    kind: DeviceKind,
-    choices: Collection[Treatment],
-    limits: StageLimits,
-    *,
-    half: bool,
+    stage: LabelledStage, choices: Collection[Treatment], limits: StageLimits
 ) -> Lightened:
-    """The cheapest treatment of ``nodes`` (in program order) within ``limits``.
+    """The cheapest treatment of ``stage`` within ``limits``.
 
-    ``choices`` besides keeping; what to do with the nodes in ``fixed`` is settled. A region may
-    begin or end before the nodes in ``cuttable``. Where nothing fits, the answer is that with the
-    least peak.
+    ``choices`` besides keeping. Where nothing fits, the answer is that with the least peak.
     """
-    stage = LabelledStage(costs, nodes, cuttable, fixed, kind, half=half, grown=limits.grown)
     count = len(stage.atoms)
     at: list[list[Label]] = [[first_label()], *([] for _ in range(count))]
     for border in range(count):

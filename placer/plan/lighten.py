@@ -9,7 +9,7 @@ from placer.capture import Capture
 from placer.cost import CostTable, with_regions
 from placer.partition import Demands, DeviceSlot, Partition
 from placer.partition.candidate import waiting_at
-from placer.partition.labels import KEEP, StageLimits, Treatment
+from placer.partition.labels import KEEP, LabelledStage, StageLimits, Treatment
 from placer.partition.least import least_extra_seconds
 from placer.partition.lighten import Lightened, keys_of, lighten_stage
 from placer.regions import RegionKey, cuttable_nodes, whole_groups
@@ -29,11 +29,11 @@ class LightPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """A partition with its regions, and per stage its nodes, its limits and its extra time."""
+    """A partition with its regions, and per stage its labels, its limits and its extra time."""
 
     costs: CostTable
     partition: Partition
-    treated: tuple[tuple[Sequence[int], StageLimits, float], ...]
+    treated: tuple[tuple[LabelledStage, StageLimits, float], ...]
 
     @property
     def extra_seconds(self) -> float:
@@ -64,8 +64,9 @@ def lighten(
         return LightPlan(costs=plain, partition=first, extra_seconds=0.0, least_seconds=0.0)
     search = _Search(capture, costs, keys, choices, demands, limited=limited)
     everything = list(range(len(costs.names)))
-    whole = search.treat(everything, first.stages[0].device, StageLimits(
-        static=0.0, budget=0.0, held=1, grown=False))  # fmt: skip
+    unlimited = StageLimits(static=0.0, budget=0.0, held=1, grown=False)
+    stage = search.labelled(everything, first.stages[0].device, unlimited)
+    whole = lighten_stage(stage, choices, unlimited)
     treated = choose(search.costs_of([whole]), {})
     untreated = _Found(costs=plain, partition=first, treated=())
     found = [search.improve(partition, choose) for partition in (first, treated)]
@@ -126,10 +127,12 @@ class _Search:
             if key is not None:
                 self._settled[node] = Treatment(recompute=key.recompute, offload=key.offload)
 
-    def treat(self, nodes: Sequence[int], slot: DeviceSlot, limits: StageLimits) -> Lightened:
-        return lighten_stage(
-            self._costs, nodes, self._cuttable, self._settled, slot.kind, self._choices, limits,
-            half=self._demands.half,
+    def labelled(
+        self, nodes: Sequence[int], slot: DeviceSlot, limits: StageLimits
+    ) -> LabelledStage:
+        return LabelledStage(
+            self._costs, nodes, self._cuttable, self._settled, slot.kind,
+            half=self._demands.half, grown=limits.grown,
         )  # fmt: skip
 
     def costs_of(self, stages: Sequence[Lightened]) -> CostTable:
@@ -150,12 +153,16 @@ class _Search:
         nodes = [sorted(position[name] for name in stage.nodes) for stage in stages]
         pins = {name: stage.device.name for stage in stages for name in stage.nodes}
         limits = [self._limits(partition, index) for index in range(len(stages))]
+        labelled = [
+            self.labelled(inside, stage.device, limit)
+            for inside, stage, limit in zip(nodes, stages, limits, strict=True)
+        ]
         targets = [limit.budget for limit in limits]
         best: _Found | None = None
         for _ in range(_ROUNDS):
             treated = [
-                self.treat(inside, stage.device, replace(limit, budget=target))
-                for inside, stage, limit, target in zip(nodes, stages, limits, targets, strict=True)
+                lighten_stage(stage, self._choices, replace(limit, budget=target))
+                for stage, limit, target in zip(labelled, limits, targets, strict=True)
             ]
             costs = self.costs_of(treated)
             again = choose(costs, pins)
@@ -174,7 +181,7 @@ class _Search:
             found = _Found(
                 costs=costs,
                 partition=again,
-                treated=tuple(zip(nodes, loosest, seconds, strict=True)),
+                treated=tuple(zip(labelled, loosest, seconds, strict=True)),
             )
             if best is None or _rank(found) < _rank(best):
                 best = found
@@ -186,22 +193,11 @@ class _Search:
 
     def least(self, found: _Found) -> float:
         """What the stages of ``found`` cost at the least, however they are treated."""
-        kinds = [stage.device.kind for stage in found.partition.stages]
-        if len(kinds) != len(found.treated):
+        if len(found.partition.stages) != len(found.treated):
             return 0.0
         return sum(
-            least_extra_seconds(
-                self._costs,
-                nodes,
-                self._cuttable,
-                self._settled,
-                kind,
-                self._choices,
-                limits,
-                half=self._demands.half,
-                answer=seconds,
-            )
-            for (nodes, limits, seconds), kind in zip(found.treated, kinds, strict=True)
+            least_extra_seconds(stage, self._choices, limits, answer=seconds)
+            for stage, limits, seconds in found.treated
             if seconds
         )
 

@@ -94,15 +94,13 @@ def test_bound_optimum_and_answer(most: int, monkeypatch: pytest.MonkeyPatch) ->
             static=0, budget=plain * draw.uniform(0.5, 0.95), held=held, grown=False
         )
         fitting = [way.seconds for way in ways if peak_of(way, limits) <= limits.budget]
-        found = lighten.lighten_stage(costs, nodes, nodes, {}, KIND, choices, limits, half=False)
+        found = lighten.lighten_stage(stage, choices, limits)
         if not fitting:
             assert found.peak > limits.budget
             continue
         best = min(fitting)
         for answer in (float("inf"), found.seconds):
-            bound = least.least_extra_seconds(
-                costs, nodes, nodes, {}, KIND, choices, limits, half=False, answer=answer
-            )
+            bound = least.least_extra_seconds(stage, choices, limits, answer=answer)
             assert bound <= best * (1 + 1e-9) <= found.seconds * (1 + 1e-8)
             if most == 60:
                 assert bound >= best * 0.95

@@ -17,7 +17,7 @@ import placer
 from placer.capture import capture_model
 from placer.cost import device_kind, estimate_costs, with_regions
 from placer.partition import Partition
-from placer.partition.labels import StageLimits, Treatment
+from placer.partition.labels import LabelledStage, StageLimits, Treatment
 from placer.partition.least import least_extra_seconds
 from placer.partition.lighten import keys_of, lighten_stage
 from placer.partition.score import build_tables, optimizer_bytes, peak_bytes
@@ -166,10 +166,9 @@ def test_the_choice_is_the_best_of_all(share: float) -> None:
     best = min((seconds for peak, seconds in ways if peak <= budget), default=None)
     static = float(sum(costs.state_nbytes.values()))
     limits = StageLimits(static=static, budget=budget, held=1, grown=False)
-    found = lighten_stage(costs, range(n), range(n), {}, kind, [recompute], limits, half=False)
-    least = least_extra_seconds(
-        costs, range(n), range(n), {}, kind, [recompute], limits, half=False
-    )
+    stage = LabelledStage(costs, range(n), range(n), {}, kind, half=False, grown=False)
+    found = lighten_stage(stage, [recompute], limits)
+    least = least_extra_seconds(stage, [recompute], limits)
     if best is None:
         assert found.peak > budget
         return
