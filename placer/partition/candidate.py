@@ -68,31 +68,56 @@ def solve_order(
     else:
         return None
     cuts, least = result
-    limit = least if least > 1 else 1.0
     if least <= 1:
-        allowed = costs.allowed(limit)
+        allowed = costs.allowed(1.0)
         if demands.objective == "memory":
             result = best_cuts(costs.peaks, allowed, combine="max", may_be_empty=empty)
             assert result is not None
             near = result[1] * (1 + _TIE)
             allowed = [a & (p <= near) for a, p in zip(allowed, costs.peaks, strict=True)]
         cuts = _fastest(costs.seconds, allowed, empty, demands.objective)
+    return _rated(costs, tables, nodes, chain, cuts, demands)
+
+
+def rate_stages(
+    tables: IntervalTables,
+    nodes: Sequence[int],
+    chain: Sequence[DeviceSlot],
+    cuts: Sequence[int],
+    pinned: Sequence[str | None],
+    demands: Demands,
+) -> Candidate:
+    """The stages between ``cuts`` (indices), as `solve_order` would rank them."""
+    costs = StageCosts(tables, chain, pinned, demands)
+    return _rated(costs, tables, nodes, chain, cuts, demands)
+
+
+def _rated(
+    costs: StageCosts,
+    tables: IntervalTables,
+    nodes: Sequence[int],
+    chain: Sequence[DeviceSlot],
+    cuts: Sequence[int],
+    demands: Demands,
+) -> Candidate:
     load = costs.along(costs.seconds, cuts)
     step = max(load) * (demands.microbatches - 1) + sum(load)
+    fullest = max(costs.along(costs.shares, cuts))
+    peak = max(costs.along(costs.peaks, cuts))
     rank = (0.0, max(load), step)
-    if demands.objective == "memory" and least <= 1:
-        rank = (max(costs.along(costs.peaks, cuts)), max(load), step)
+    if demands.objective == "memory" and fullest <= 1:
+        rank = (peak, max(load), step)
     elif demands.objective == "latency":
         rank = (0.0, sum(load), max(load))
     return Candidate(
-        rank=(least if least > 1 else 0.0, *rank),
+        rank=(fullest if fullest > 1 else 0.0, *rank),
         tables=tables,
         nodes=tuple(nodes),
         slots=tuple(chain),
-        cuts=cuts,
-        limit=limit,
-        fullest=max(costs.along(costs.shares, cuts)),
-        peak=max(costs.along(costs.peaks, cuts)),
+        cuts=tuple(cuts),
+        limit=max(fullest, 1.0),
+        fullest=fullest,
+        peak=peak,
         bottleneck=max(load),
         total=sum(load),
     )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 import networkx as nx
 import numpy as np
@@ -11,7 +14,8 @@ from numpy.typing import NDArray
 from placer.capture import Capture
 from placer.cost import CostTable
 from placer.partition.arrange import candidate_cuts, device_chains, unit_pins
-from placer.partition.candidate import SLACK, Candidate, reference_bytes, solve_order
+from placer.partition.bound import least_peak
+from placer.partition.candidate import SLACK, Candidate, rate_stages, reference_bytes, solve_order
 from placer.partition.describe import describe_partition
 from placer.partition.model import (
     ModelUnits,
@@ -21,8 +25,13 @@ from placer.partition.model import (
     seconds_problem,
 )
 from placer.partition.problem import Solution
-from placer.partition.returning import find_returning
-from placer.partition.score import build_tables
+from placer.partition.returning import (
+    GAIN,
+    ReturningChains,
+    find_returning,
+    is_better,
+)
+from placer.partition.score import IntervalTables, build_tables
 from placer.partition.solver import lower_bound, solve
 from placer.partition.types import Demands, DeviceSlot, Partition
 from placer.partition.units import grouped_order, program_order, sampled_orders, unit_graph
@@ -30,7 +39,7 @@ from placer.partition.units import grouped_order, program_order, sampled_orders,
 _MOST_ALIVE = 5_000  # of partly decided downsets in a proof: planning stays within a second or so
 _SAMPLES = 4  # orders that are drawn where memory decides: a stage's peak depends on its order
 _SAMPLED_UNITS, _MOST_SAMPLED = 2_000, 5_000  # in all of them; a graph of more has none
-_NEAR_BOUND = 1.02  # of a bound on peaks: there is not much to win
+_MOST_RESTATED = 3  # times that an order's stages are put into program order and looked for again
 _NEAR = 0.8  # share of a budget from which on memory decides where cuts are
 
 
@@ -87,6 +96,7 @@ class _Search:
     ) -> None:
         self._units, self._costs, self._devices = units, costs, devices
         self._pin_of, self._demands = pin_of, demands
+        self._place = {unit: i for i, unit in enumerate(program_order(units))}
         self._chains: dict[tuple[str, ...], tuple[DeviceSlot, ...]] = {}
         self._tried: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
         self.best: Candidate | None = None
@@ -101,41 +111,82 @@ class _Search:
         return [pin_of_node[node] for node in candidate.nodes]
 
     def add(self, order: Sequence[int], kept: Collection[int] = ()) -> Candidate | None:
-        """Try ``order`` (of units); a stage may end after ``kept`` units in any case.
+        """Try the best stages along ``order`` (of units); a stage may end after ``kept`` units.
 
-        The best stages along it; None where it was tried before, or the pins forbid it.
+        Costs are recorded in program order: in which order the readers of a value hand over their
+        gradients decides what waits meanwhile. So a stage runs its units in program order, and
+        stages that have them in another one are a proposal, which is restated and tried again.
+        The stages along the last order tried; None where none is new, or the pins forbid it.
         """
-        nodes = [i for unit in order for i in self._units.nodes[unit]["nodes"]]
-        cuts = candidate_cuts(self._units, order, self._costs, self._pin_of, kept)
-        if (tried := (tuple(order), tuple(cuts))) in self._tried:
-            return None
-        self._tried.add(tried)
-        tables = build_tables(self._costs, nodes, cuts, relayed=self._demands.processes)
-        pinned = [self._pin_of.get(u) for u in order for _ in self._units.nodes[u]["nodes"]]
+        found: Candidate | None = None
+        for _ in range(_MOST_RESTATED):
+            cuts = candidate_cuts(self._units, order, self._costs, self._pin_of, kept)
+            if (tried := (tuple(order), tuple(cuts))) in self._tried:
+                break
+            self._tried.add(tried)
+            nodes, pinned = self._nodes(order)
+            tables = build_tables(self._costs, nodes, cuts, relayed=self._demands.processes)
+            if found is not None:  # the very stages that the order was made of
+                borders = self._borders(order, kept)
+                same = [cuts.index(border) for border in borders]
+                slots, demands = found.slots, self._demands
+                self._offer(rate_stages(tables, nodes, slots, same, pinned, demands))
+            found = self._solve(tables, nodes, pinned)
+            if found is None:
+                break
+            restated, kept = self._in_program_order(order, found)
+            if restated == list(order):
+                self._offer(found)
+                break
+            order = restated
+        return found
+
+    def _solve(
+        self, tables: IntervalTables, nodes: Sequence[int], pinned: Sequence[str | None]
+    ) -> Candidate | None:
         best: Candidate | None = None
         for chain in device_chains(self._devices, pinned):
             self._chains.setdefault(tuple(slot.name for slot in chain), chain)
             found = solve_order(tables, nodes, chain, pinned, self._demands)
             if found is not None and (best is None or found.rank < best.rank):
                 best = found
-        if best is not None and (self.best is None or best.rank < self.best.rank):
-            self.best = best
         return best
 
+    def _offer(self, found: Candidate) -> None:
+        if self.best is None or found.rank < self.best.rank:
+            self.best = found
+
+    def _nodes(self, order: Sequence[int]) -> tuple[list[int], list[str | None]]:
+        """The nodes of the units of ``order``, and the pin of each."""
+        pairs = [(i, self._pin_of.get(u)) for u in order for i in self._units.nodes[u]["nodes"]]
+        return [node for node, _ in pairs], [pin for _, pin in pairs]
+
+    def _borders(self, order: Sequence[int], counts: Collection[int]) -> list[int]:
+        """Positions of nodes after so many units of ``order``."""
+        sizes = (len(self._units.nodes[unit]["nodes"]) for unit in order)
+        ends = list(itertools.accumulate(sizes, initial=0))
+        return [ends[count] for count in counts]
+
+    def _in_program_order(
+        self, order: Sequence[int], found: Candidate
+    ) -> tuple[list[int], list[int]]:
+        """``order`` with the units of every stage in program order, and after how many it ends."""
+        borders = [found.tables.cuts[cut] for cut in found.cuts]
+        ends = self._borders(order, range(len(order) + 1))
+        counts = [bisect.bisect_left(ends, border) for border in borders]
+        restated: list[int] = []
+        for begin, end in itertools.pairwise(counts):
+            restated += sorted(order[begin:end], key=self._place.__getitem__)
+        return restated, counts
+
     def add_drawn(self, model: ModelUnits) -> None:
-        """Try some orders that are drawn, and what is found along each, in program order."""
+        """Try some orders that are drawn."""
         count = len(model.order)
         if not 0 < count <= _MOST_SAMPLED:
             return
         samples = min(_SAMPLES, max(1, _SAMPLED_UNITS // count))
         for order in sampled_orders(self._units, samples):
-            found = self.add(order)
-            if found is None:
-                continue
-            stage_of = np.zeros(count, dtype=np.int64)
-            for start in (found.tables.cuts[cut] for cut in found.cuts[1:-1]):
-                stage_of[model.unit_of[list(found.nodes[start:])]] += 1
-            self._add_stages(model, stage_of)
+            self.add(order)
 
     def add_solved(self, model: ModelUnits) -> float:
         """Try the orders of the placements that `solve` finds; a lower bound on the criterion.
@@ -156,6 +207,7 @@ class _Search:
             self.add_drawn(model)
             if by_memory:
                 bound = lower_bound(memory_problem(model, self._costs, relaxed, demands))
+                bound = max(bound, least_peak(model, self._costs, relaxed, demands))
         if over:
             return bound
         best = self.best or best
@@ -179,11 +231,24 @@ class _Search:
         best = self.best
         assert best is not None
         if best.rank[0] <= 1 and (
-            self._demands.objective != "memory" or best.peak <= bound * _NEAR_BOUND
+            self._demands.objective != "memory" or best.peak * (1 - GAIN) <= bound
         ):
             return
         found = find_returning(best, self._costs, self.pinned_nodes(best), self._demands)
-        if found is not None:
+        if found is None:
+            return
+        units = {node: u for u, nodes in self._units.nodes(data="nodes") for node in nodes}
+        order = list(dict.fromkeys(units[node] for node in found.nodes))
+        order, counts = self._in_program_order(order, found)
+        nodes, pinned = self._nodes(order)
+        if nodes != list(found.nodes):
+            cuts = candidate_cuts(self._units, order, self._costs, self._pin_of, counts)
+            tables = build_tables(self._costs, nodes, cuts)
+            same = [cuts.index(border) for border in self._borders(order, counts)]
+            start = replace(best, tables=tables, nodes=tuple(nodes))
+            chains = ReturningChains(start, self._costs, pinned, self._demands)
+            found = chains.candidate(found.slots, same)
+        if is_better(found, best):
             self.best = found
 
     def _add_solution(self, model: ModelUnits, solution: Solution | None) -> None:

@@ -139,10 +139,10 @@ def find_returning(
             chain.append(chains.slots[device])
             ends.append(cut)
     found = chains.candidate(chain, ends)
-    return found if _is_better(found, best) else None
+    return found if is_better(found, best) else None
 
 
-def _is_better(found: Candidate, best: Candidate) -> bool:
+def is_better(found: Candidate, best: Candidate) -> bool:
     """By overflow where ``best`` does not fit, else by its peak."""
     if best.rank[0] > 0:
         return found.rank[0] < best.rank[0] * (1 - GAIN)

@@ -180,7 +180,7 @@ def build_tables(
         if name not in used:  # nobody reads it: it lives with the first stage
             (buffers if name not in costs.trained else parameters).add(0, 0, 0, nbytes)
 
-    forwards, backwards = zip(*(_transients(costs, i) for i in range(n + 1)), strict=True)
+    forwards, backwards = zip(*(node_transients(costs, i) for i in range(n + 1)), strict=True)
     forward_transient = _by_position(place, forwards)
     backward_transient = _by_position(place, backwards)
     held, saved_table, forward_table = waiting.table(), saved.table(), forward.table()
@@ -235,7 +235,7 @@ def _uses(
     return {name: sorted(positions) for name, positions in uses.items()}
 
 
-def _transients(costs: CostTable, node: int) -> tuple[int, int]:
+def node_transients(costs: CostTable, node: int) -> tuple[int, int]:
     """What the node needs on top while its forward runs, and its backward."""
     key = costs.keys[node] if node < len(costs.keys) else None
     cost = costs.nodes[node]

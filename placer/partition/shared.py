@@ -3,9 +3,8 @@
 With one micro-batch its stages run forward in turn, and backward in turn the other way. While one of
 them runs, the earlier ones hold what they saved, and in forward what later stages, on any device, have
 yet to read; the later ones have left their parameters' gradients and the activation gradients that
-nobody has taken yet: those of skips whose values were made before. A part of a larger gradient (a
-concatenation's) keeps the whole of it there as long as its home is on the same device. The bound is on
-the safe side where copies could be one tensor.
+nobody has taken yet: those of skips whose values were made before, of a concatenation's gradient a copy
+of each part. The sum is on the safe side where copies could be one tensor.
 """
 
 from __future__ import annotations
@@ -50,15 +49,16 @@ class SharedPeaks:
         self.left = static + kept
         cell_of = _cells(tables.cuts, nodes)
         count = len(tables.cuts)
-        self.needed, self._surplus = (np.zeros((count, count)) for _ in range(2))
+        self.needed = np.zeros((count, count))
         for gradient in costs.gradients:
-            at = int(cell_of[gradient.home]) + 1, int(cell_of[gradient.sender]) + 1
-            if at[0] < at[1]:
-                self.needed[at] += gradient.nbytes - gradient.surplus
-                self._surplus[at] += gradient.surplus
-        for table in (self.needed, self._surplus):
-            np.cumsum(table, axis=0, out=table)
-            np.cumsum(table, axis=1, out=table)
+            # What splits a gradient hands every part to another stage as a copy of its own.
+            whole = (gradient.home, gradient.nbytes - gradient.surplus)
+            for home, nbytes in (whole, *gradient.earlier):
+                at = int(cell_of[home]) + 1, int(cell_of[gradient.sender]) + 1
+                if at[0] < at[1]:
+                    self.needed[at] += nbytes
+        np.cumsum(self.needed, axis=0, out=self.needed)
+        np.cumsum(self.needed, axis=1, out=self.needed)
         # Of values that a stage may make and neither save nor read last: where they are made, saved
         # first and read last, and their bytes.
         passing = []
@@ -78,9 +78,6 @@ class SharedPeaks:
             held = sum(float(self.held[a, b - 1]) for a, b in before)
             left = sum(float(self.left[a, b - 1]) for a, b in after)
             left += sum(_between(self.needed, (0, y), later) for later in after)
-            for j, home in enumerate(spans[: i + 1]):
-                later = spans[max(i, j + 1) :]
-                left += sum(_between(self._surplus, home, sender) for sender in later)
             passing = sum(self._passed_on(span, y) for span in before)
             static = sum(float(self._static[a, b - 1]) for a, b in after)
             forward = float(self._forward[x, y - 1]) + held + static + passing

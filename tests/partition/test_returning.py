@@ -13,6 +13,7 @@ from torch import nn
 from unet3d import unet3d
 
 import placer
+from placer.capture import capture_model
 from placer.partition import choose
 from placer.partition.fold import nested_devices, spans_of
 from placer.partition.shared import SharedPeaks
@@ -139,3 +140,45 @@ def test_what_later_stages_on_other_devices_read_is_counted(nbytes: int) -> None
     plan = placer.make_plan(model, {"devices": devices, "reserve": 0, "objective": "memory"}, x)
     for device in placer.simulate(model, plan, x).devices:
         assert device.peak <= 1.01 * device.predicted, device.device
+
+
+class Inception(nn.Module):
+    """Blocks of four branches that read one value and are put together again."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self._block(32 if i else 8) for i in range(blocks))
+        self.head = nn.Linear(32, 10)
+
+    def _block(self, channels: int) -> nn.ModuleList:
+        def conv(inner: int, size: int) -> nn.Module:
+            made = nn.Conv2d(inner, 8, size, padding=size // 2, bias=False)
+            return nn.Sequential(made, nn.ReLU())
+
+        return nn.ModuleList(
+            [
+                conv(channels, 1),
+                nn.Sequential(conv(channels, 1), conv(8, 3)),
+                nn.Sequential(conv(channels, 1), conv(8, 3), conv(8, 3)),
+                nn.Sequential(nn.AvgPool2d(3, 1, 1), conv(channels, 1)),
+            ]
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.cat([branch(x) for branch in block], 1)
+        return self.head(x.mean((2, 3)))
+
+
+@pytest.mark.parametrize(("blocks", "count"), [(2, 3), (3, 2), (3, 3)])
+def test_branches_hold_what_is_said(blocks: int, count: int) -> None:
+    """Every part of a concatenation's gradient waits; a stage runs its branches in program order."""
+    with torch.device("meta"):
+        model, x = Inception(blocks), torch.empty(4, 8, 16, 16)
+    spec = {"devices": [f"cpu:{i}" for i in range(count)], "objective": "memory"}
+    plan = assert_valid_plan(model, spec, (x,))
+    place = {node: i for i, node in enumerate(capture_model(model, (x,)).order)}
+    for stage in plan.stages:
+        assert list(stage.nodes) == sorted(stage.nodes, key=place.__getitem__)
+    for device in placer.simulate(model, plan, (x,)).devices:
+        assert device.peak <= 1.001 * device.predicted, device.device
