@@ -47,7 +47,6 @@ As in one process: inputs of other sizes and modes after ``compile``; hooks, tho
 too (forward hooks in a step run where the last stage is, for each micro-batch); inputs that require
 gradients get theirs in ``placed.step``, on every rank. What differs: no graph comes out of
 ``placed(x)``, which is an error; ``requires_grad`` of parameters is fixed at ``compile``; full
-backward hooks on the whole module are refused in a step, as they are in one process; an exception in
-backward names the stage and its layers, not the one layer;
+backward hooks on the whole module are refused in a step, as they are in one process;
 ``batch_norm: "sync"`` works here (one micro-batch, every replica needs a row).
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -23,6 +24,7 @@ from placer.runtime.distributed.inputs import InputGradients
 from placer.runtime.distributed.job import Seat, make_group, make_tied_groups
 from placer.runtime.distributed.part import Holdings
 from placer.runtime.distributed.randomness import own_random_state
+from placer.runtime.distributed.rehearse import find_culprit
 from placer.runtime.distributed.stage import CALLER, Microbatch, Run
 from placer.runtime.distributed.sync_norm import synchronise_norms
 from placer.runtime.hooks import run_forward_hooks
@@ -464,7 +466,7 @@ class DistributedModule(PlacedModule):
         try:
             self._alarm.raise_for(
                 error,
-                layer_of=self._layer_of,
+                find_culprit=partial(find_culprit, self._finder, self._layer_of, self._tree),
                 layers=[stage.layers for stage in self.plan.stages],
                 replica_index=self.replica_index,
             )
