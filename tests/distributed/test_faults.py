@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import distributed_cases as cases
 import fault_cases
+import pipeline_cases
 import pytest
 import torch
 import torch.distributed as dist
@@ -113,3 +114,17 @@ def test_stages_that_cannot_be_dealt_out_are_refused(
 ) -> None:
     messages = job_of(2).run(cases.compile_out_of_turn)
     assert all("3 stages cannot be dealt out evenly to 2 devices" in m for m in messages)
+
+
+@pytest.mark.parametrize(
+    ("stages", "replicas", "schedule", "frozen"), [(2, 1, "1F1B", True), (1, 2, "GPipe", False)]
+)
+def test_inputs_that_require_gradients_on_one_rank_are_an_error_on_all(
+    job_of: Callable[[int], Job], stages: int, replicas: int, schedule: str, *, frozen: bool
+) -> None:
+    """Found before the step where ranks would wait for each other, else with its loss."""
+    spec = cases.make_spec(stages, replicas, 2, schedule)
+    for messages in job_of(2).run(pipeline_cases.want_gradients_on_one_rank, spec, frozen):
+        expected = "PlacerError: input x: requires gradients on 1 of 2 ranks only"
+        assert len(messages) == (1 if frozen else 2)
+        assert all(message.startswith(expected) for message in messages), messages
