@@ -12,7 +12,14 @@ from placer.capture.call import (
 from placer.capture.capture import capture_model
 from placer.capture.fake import FakeWorld
 from placer.capture.leaves import is_kept_whole, is_torch_leaf
-from placer.capture.types import TENSOR, CallFormat, Capture, Conditions, WholeModule
+from placer.capture.types import (
+    TENSOR,
+    CallFormat,
+    Capture,
+    Conditions,
+    WholeModule,
+    training_flags,
+)
 from placer.capture.validity import (
     captured_key,
     condition_key,
@@ -38,5 +45,6 @@ __all__ = [
     "is_torch_leaf",
     "rebuild_arguments",
     "rebuild_call",
+    "training_flags",
     "unflatten_output",
 ]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from placer.capture import CallFormat, Conditions
-from placer.errors import PlacerError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,16 +31,6 @@ class PieceCode:
     offload: bool
     forward: Callable[..., tuple[Any, ...]]
     source: str  # the generated Python, for people
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PieceCode:
-        return self
-
-    def __reduce__(self) -> NoReturn:
-        raise PlacerError(
-            "pickle",
-            "a placed model holds generated code, which cannot be pickled",
-            "save placed.state_dict() and the plan (placer plan … -o), and compile the model again",
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

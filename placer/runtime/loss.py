@@ -16,16 +16,16 @@ class WatchedLoss:
 
     def __init__(self, loss_fn: Callable[..., Tensor]) -> None:
         self._loss_fn = loss_fn
-        self._has_graph = False
+        self._has_graph: bool | None = None  # None: it was not called
 
     def __call__(self, *given: Any) -> Tensor:
         loss = self._loss_fn(*given)
-        self._has_graph |= isinstance(loss, Tensor) and loss.requires_grad
+        self._has_graph = bool(self._has_graph or getattr(loss, "requires_grad", False))
         return loss
 
     def require_graph(self) -> None:
         """Raise ``PlacerError`` when there was nothing to go backward through, as eager would."""
-        if self._has_graph:
+        if self._has_graph is not False:
             return
         remedy = "do not detach it, and leave some parameters unfrozen"
         if not torch.is_grad_enabled():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence, Sized
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from placer.errors import PlacerError
 from placer.plan.types import Plan
 from placer.runtime.hooks import refuse_backward_hooks, run_forward_hooks, run_forward_pre_hooks
 from placer.runtime.loss import WatchedLoss, call_loss
+from placer.runtime.pickled import ExampleCall, emit_again, example_call
 from placer.runtime.place import Place
 from placer.runtime.programs import Calls, Programs
 from placer.runtime.replica import Replica, Run, run_schedule
@@ -51,7 +53,8 @@ class PlacedModule(nn.Module):
     A batch is cut along dim 0 into replicas, then micro-batches, by the sizes of ``torch.chunk``.
     What depends on the whole batch (BatchNorm statistics in train mode) sees one cut at a time.
     Hooks fire on the module itself (the original's own came along) and on the modules that the
-    captured graph calls.
+    captured graph calls. Pickled (``torch.save`` of the module) it is the model and the plan, from
+    which loading captures and emits anew.
     """
 
     def __init__(
@@ -74,6 +77,20 @@ class PlacedModule(nn.Module):
         self._replicas = tuple(Replica(staged, row, places[0], plan.precision) for row in places)
         self._programs = Programs(model, plan, staged)
         self._calls = Calls(self._programs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        made = (*_TABLES, "_tree", "plan", "_staged", "_replicas", "_programs", "_calls")
+        others = {name: value for name, value in self.__dict__.items() if name not in made}
+        places = [replica.places for replica in self._replicas]
+        saved = self._tree, self.plan, example_call(self._staged), places
+        return _restore, (type(self), *saved), others
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlacedModule:
+        # Not through __reduce__: code and plan never change, so copies share them.
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
 
     @property
     def call_format(self) -> CallFormat:
@@ -177,26 +194,35 @@ class PlacedModule(nn.Module):
         refuse_backward_hooks(self)
         args, kwargs = run_forward_pre_hooks(self, args, kwargs)
         watched = WatchedLoss(loss_fn)
-        # One process has all rows, so its own are the whole batch.
-        loss = self._step(*self._calls.find(args, kwargs), target, watched, reduction, scaler)
-        watched.require_graph()
+        loss = self._step(
+            *self._calls.find(args, kwargs),
+            target=target,
+            loss_fn=watched,
+            reduction=reduction,
+            own_rows=own_rows,
+            scaler=scaler,
+        )
+        self._require_graph(watched)
         return loss
 
     def step_leaves(
         self, leaves: list[torch.Tensor], *, loss_fn: Callable[..., torch.Tensor]
     ) -> torch.Tensor:
         """`step` for inputs of the captured call that are flattened already, without a target."""
-        return self._step(self._programs, leaves, None, loss_fn, "mean", None)
+        return self._step(self._programs, leaves, loss_fn=loss_fn)
 
     def _step(
         self,
         programs: Programs,
         leaves: list[torch.Tensor],
-        target: Any,
+        *,
         loss_fn: Callable[..., torch.Tensor],
-        reduction: str,
-        scaler: torch.amp.GradScaler | None,
+        target: Any = None,
+        reduction: Literal["mean", "sum"] = "mean",
+        own_rows: bool = False,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> torch.Tensor:
+        # One process has all rows, so its own are the whole batch.
         call = programs.call
         total = batch_size(call, leaves)
         scattered = self._scatter(call, leaves)
@@ -209,6 +235,9 @@ class PlacedModule(nn.Module):
         home = self._replicas[0].output_place
         loss = torch.stack([loss.to(home.device) for loss in losses]).sum()
         return loss if scale == 1.0 else loss / scale
+
+    def _require_graph(self, loss_fn: WatchedLoss) -> None:
+        loss_fn.require_graph()
 
     @property
     def own_share(self) -> tuple[int, int]:
@@ -306,3 +335,13 @@ class PlacedModule(nn.Module):
     def extra_repr(self) -> str:
         stages = ", ".join("/".join(stage.devices) for stage in self.plan.stages)
         return f"stages=({stages}), replicas={self.plan.replicas}, microbatches={self.plan.microbatches}"
+
+
+def _restore(
+    kind: type[PlacedModule],
+    model: nn.Module,
+    plan: Plan,
+    call: ExampleCall,
+    places: Sequence[Sequence[Place]],
+) -> PlacedModule:
+    return kind(model, plan=plan, staged=emit_again(model, plan, call), places=places)

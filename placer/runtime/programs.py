@@ -96,10 +96,14 @@ class Programs:
 
 
 class Calls:
-    """The ways in which a placed model has been called so far, each with its programs."""
+    """The ways in which a placed model has been called so far, each with its programs.
 
-    def __init__(self, captured: Programs) -> None:
+    Only the captured one where a process has but a part of the model, and could not capture others.
+    """
+
+    def __init__(self, captured: Programs, *, captured_only: bool = False) -> None:
         self._known = [captured]
+        self._captured_only = captured_only
 
     def find(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Programs, list[Tensor]]:
         """The programs for a call, and its tensors; a call unlike all before is captured.
@@ -114,7 +118,8 @@ class Calls:
                 return programs, call_tensors(programs.call, bound)
         difference = call_difference(captured.call, bound)
         assert difference is not None
-        if not all(isinstance(leaf, _PLAIN) for leaf in bound.leaves):
+        plain = all(isinstance(leaf, _PLAIN) for leaf in bound.leaves)
+        if self._captured_only or not plain:
             raise difference
         if len(self._known) > _MOST_CALLS:
             raise CaptureError(
