@@ -18,6 +18,7 @@ _DEVICE = re.compile(r"([a-z]+)(?::(0|[1-9]\d{0,3}))?")
 _MISSPELT_DEVICE = re.compile(r"\s*([a-z]+)[^a-z0-9]*(\d{0,4})\s*", re.IGNORECASE)
 _ALIASES = {"gpu": "cuda", "nvidia": "cuda", "hip": "cuda", "rocm": "cuda"}
 MOST = 2**16  # of replicas, of micro-batches: more than any job has, and a typo can be told
+_LEAST_MEMORY = 512  # bytes of a device: fewer are GiB without their unit
 
 
 def device_name(value: Any) -> str:
@@ -52,10 +53,12 @@ def _size(value: Any) -> int:
     return parse_bytes(value)
 
 
-def _memory(value: Any) -> int:
+def device_memory(value: Any) -> int:
+    """``value`` as the bytes of a device. Raises ``ValueError``, also for a number without its unit."""
     nbytes = _size(value)
-    if nbytes == 0:
-        raise ValueError(f"{value!r} is no memory at all; write bytes, or text such as '16GiB'")
+    if nbytes < _LEAST_MEMORY:
+        meant = f"did you mean '{nbytes}GiB'?" if nbytes else "write text such as '16GiB'"
+        raise ValueError(f"{nbytes} bytes are less than any device has; {meant}")
     return nbytes
 
 
@@ -96,12 +99,15 @@ _SIZE_TEXT = {
 }
 _SIZES = ["16GiB", "500 MB"]
 _SIZE_SCHEMA = {"anyOf": [{"type": "integer", "minimum": 0}, _SIZE_TEXT], "examples": _SIZES}
-_MEMORY_SCHEMA = {"anyOf": [{"type": "integer", "minimum": 1}, _SIZE_TEXT], "examples": _SIZES}
+_MEMORY_SCHEMA = {
+    "anyOf": [{"type": "integer", "minimum": _LEAST_MEMORY}, _SIZE_TEXT],
+    "examples": _SIZES,
+}
 _COUNT_SCHEMA = {"anyOf": [{"type": "integer", "minimum": 1, "maximum": MOST}, {"const": "auto"}]}
 _PATTERNS_SCHEMA = {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"const": "auto"}]}
 
 DeviceName = Annotated[str, PlainValidator(device_name), WithJsonSchema(_NAME_SCHEMA)]
-DeviceMemory = Annotated[int, PlainValidator(_memory), WithJsonSchema(_MEMORY_SCHEMA)]
+DeviceMemory = Annotated[int, PlainValidator(device_memory), WithJsonSchema(_MEMORY_SCHEMA)]
 ByteSize = Annotated[int, PlainValidator(_size), WithJsonSchema(_SIZE_SCHEMA)]
 Count = Annotated[int | Literal["auto"], PlainValidator(_count), WithJsonSchema(_COUNT_SCHEMA)]
 Patterns = Annotated[

@@ -111,7 +111,8 @@ def test_every_problem_at_once_with_its_place_and_the_nearest_choice() -> None:
         ({"devices": ["cuda:01"]}, "/devices/0", "did you mean 'cuda:1'?"),
         ({"devices": ["gpu:3"]}, "/devices/0", "did you mean 'cuda:3'?"),
         ({"devices": ["cuda0"]}, "/devices/0", "did you mean 'cuda:0'?"),
-        ({"devices": [{"name": "cuda:0", "memory": 0}]}, "/devices/0/memory", "no memory"),
+        ({"devices": [{"name": "cuda:0", "memory": 0}]}, "/devices/0/memory", "0 bytes"),
+        ({"devices": [{"name": "cuda:0", "memory": 16}]}, "/devices/0/memory", "'16GiB'?"),
         ({"devices": [{"name": "cuda:0", "memory": "16GiBi"}]}, "/devices/0/memory", "'16GiB'?"),
         (
             {"devices": [{"name": "cuda:0", "memory": "9" * 400 + "GiB"}]},
