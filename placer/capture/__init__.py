@@ -3,7 +3,14 @@
 from placer.capture.call import flatten_call, rebuild_call, unflatten_output
 from placer.capture.capture import capture_model
 from placer.capture.fake import FakeWorld
-from placer.capture.types import TENSOR, CallFormat, Capture, Conditions, WholeModule
+from placer.capture.types import (
+    TENSOR,
+    CallFormat,
+    Capture,
+    Conditions,
+    WholeModule,
+    training_flags,
+)
 from placer.capture.validity import (
     captured_key,
     condition_key,
@@ -23,5 +30,6 @@ __all__ = [
     "find_difference",
     "flatten_call",
     "rebuild_call",
+    "training_flags",
     "unflatten_output",
 ]

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence, Sized
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from placer.capture import CallFormat, flatten_call, rebuild_call, unflatten_output
+from placer.capture import (
+    CallFormat,
+    flatten_call,
+    rebuild_call,
+    unflatten_output,
+)
 from placer.emit import StagedModel
 from placer.errors import PlacerError
 from placer.plan.types import Plan
 from placer.runtime.hooks import refuse_backward_hooks, run_forward_hooks, run_forward_pre_hooks
 from placer.runtime.loss import call_loss
+from placer.runtime.pickled import ExampleCall, emit_again, example_call
 from placer.runtime.place import Place
 from placer.runtime.programs import Programs
 from placer.runtime.replica import Replica, Run, run_schedule
@@ -51,7 +58,8 @@ class PlacedModule(nn.Module):
     A batch is cut along dim 0 into replicas, then micro-batches, by the sizes of ``torch.chunk``.
     What depends on the whole batch (BatchNorm statistics in train mode) sees one cut at a time.
     Hooks fire on the module itself (the original's own came along) and on the modules that the
-    captured graph calls.
+    captured graph calls. Pickled (``torch.save`` of the module) it is the model and the plan, from
+    which loading captures and emits anew.
     """
 
     def __init__(
@@ -73,6 +81,20 @@ class PlacedModule(nn.Module):
         self._staged = staged
         self._replicas = tuple(Replica(staged, row, places[0], plan.precision) for row in places)
         self._programs = Programs(model, plan, staged)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        made = (*_TABLES, "_tree", "plan", "_staged", "_replicas", "_programs")
+        others = {name: value for name, value in self.__dict__.items() if name not in made}
+        places = [replica.places for replica in self._replicas]
+        saved = self._tree, self.plan, example_call(self._staged), places
+        return _restore, (type(self), *saved), others
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlacedModule:
+        # Not through __reduce__: code and plan never change, so copies share them.
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
 
     @property
     def call_format(self) -> CallFormat:
@@ -286,3 +308,13 @@ class PlacedModule(nn.Module):
     def extra_repr(self) -> str:
         stages = ", ".join("/".join(stage.devices) for stage in self.plan.stages)
         return f"stages=({stages}), replicas={self.plan.replicas}, microbatches={self.plan.microbatches}"
+
+
+def _restore(
+    kind: type[PlacedModule],
+    model: nn.Module,
+    plan: Plan,
+    call: ExampleCall,
+    places: Sequence[Sequence[Place]],
+) -> PlacedModule:
+    return kind(model, plan=plan, staged=emit_again(model, plan, call), places=places)

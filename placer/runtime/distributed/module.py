@@ -93,6 +93,16 @@ class DistributedModule(PlacedModule):
         self._reduced: tuple[int, ...] = ()  # ids of the parameters that the reducer watches
         self._frozen = {n for n, p in self.named_parameters() if not p.requires_grad}
 
+    def __reduce__(self) -> NoReturn:
+        raise PlacerError(
+            f"rank {dist.get_rank()}",
+            "a rank's part of a job cannot be pickled or copied",
+            "use placer.save(placed, optimizer, path), or state_dict() and named_parameters()",
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        self.__reduce__()
+
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """This rank's parameters; a rank without any has an empty one, for optimizers want one."""
         own = list(super().parameters(recurse))
