@@ -17,6 +17,7 @@ from placer.cost import device_type, stand_in_loss
 from placer.emit import StagedModel, emit_stages
 from placer.errors import PlacerError
 from placer.plan.types import Plan
+from placer.runtime.attribution import Attribution
 from placer.runtime.distributed.boundary import BoundaryFinder
 from placer.runtime.distributed.engine import Engine
 from placer.runtime.distributed.gradients import GradientReducer, find_shared
@@ -28,7 +29,6 @@ from placer.runtime.place import Place
 from placer.runtime.replica import Replica
 from placer.runtime.scatter import batch_size, split_rows
 from placer.schedule import batch_cuts
-from placer.simulation.attribution import Attribution
 from placer.simulation.ledger import HOST, Ledger, Moment
 from placer.simulation.optimizers import make_optimizer
 from placer.simulation.simulate import describe_peak, running_kernels

@@ -14,10 +14,10 @@ from placer.capture import Capture, FakeWorld
 from placer.cost import device_kernels, device_type, stand_in_loss
 from placer.emit import StagedModel, emit_stages, materialize
 from placer.plan.types import Plan
+from placer.runtime.attribution import Attribution, Where
 from placer.runtime.module import PlacedModule
 from placer.runtime.place import HOST as HOST_MEMORY
 from placer.runtime.place import Place, current_place, on
-from placer.simulation.attribution import Attribution, Where
 from placer.simulation.ledger import HOST, Ledger, Moment
 from placer.simulation.optimizers import make_optimizer
 from placer.simulation.types import DeviceSimulation, SimulationReport
