@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -21,8 +22,10 @@ from placer.runtime.distributed.faults import Alarm, close_groups
 from placer.runtime.distributed.gradients import GradientReducer, find_shared
 from placer.runtime.distributed.inputs import InputGradients
 from placer.runtime.distributed.job import Seat, make_group, make_tied_groups
+from placer.runtime.distributed.outcome import share, sum_losses
 from placer.runtime.distributed.part import Holdings
 from placer.runtime.distributed.randomness import own_random_state
+from placer.runtime.distributed.rehearse import find_culprit
 from placer.runtime.distributed.stage import CALLER, Microbatch, Run
 from placer.runtime.distributed.sync_norm import synchronise_norms
 from placer.runtime.hooks import run_forward_hooks
@@ -38,8 +41,6 @@ from placer.runtime.scatter import (
 )
 from placer.runtime.transfer import transfer
 from placer.schedule import batch_cuts
-
-_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 class DistributedModule(PlacedModule):
@@ -168,7 +169,7 @@ class DistributedModule(PlacedModule):
         total = batch_size(self._staged.call, leaves)
         cuts = self._cuts(total, self.num_replicas)
         with torch.no_grad(), self._own_random_state():
-            inputs = InputGradients([leaf.detach() for leaf in leaves], self._staged.call.batched)
+            inputs = self._input_gradients([leaf.detach() for leaf in leaves])
             run, largest = self._scatter_own(
                 leaves, cuts, self.replica_index, inputs, None, None, 1.0
             )
@@ -209,7 +210,7 @@ class DistributedModule(PlacedModule):
                 )
             scale = 1.0 if scaler is None else scale_of(scaler, self.device)
             weigh = None if reduction == "sum" else total
-            inputs = InputGradients(leaves, self._staged.call.batched)
+            inputs = self._input_gradients(leaves)
             with self._own_random_state():
                 run, largest = self._scatter_own(
                     leaves, cuts, mine, inputs, (target, loss_fn), weigh, scale
@@ -219,6 +220,20 @@ class DistributedModule(PlacedModule):
                 reducer.prepare(count, overlap=not self._engine.splits_backward)
                 self._engine.execute(run, largest)
                 reducer.finish()
+        except PlacerError as error:
+            if own_rows:  # other replicas may have found nothing wrong with theirs
+                self._fail(error)
+            raise
+        except Exception as error:
+            self._fail(error)
+        with self.watch():
+            loss = sum_losses(
+                run.losses,
+                inputs,
+                replica_index=self.replica_index,
+                world=self.world_group,
+                device=self.device,
+            )
             inputs.deliver(
                 row=self._pp_group,
                 world=self._world_group,
@@ -226,13 +241,7 @@ class DistributedModule(PlacedModule):
                 device=self.device,
             )
             self._share_buffers()
-            return self._sum_losses(run.losses)
-        except PlacerError as error:
-            if own_rows:  # other replicas may have found nothing wrong with theirs
-                self._fail(error)
-            raise
-        except Exception as error:
-            self._fail(error)
+            return loss
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over the whole model is at most ``max_norm``.
@@ -294,6 +303,8 @@ class DistributedModule(PlacedModule):
         largest = max(range(len(sizes)), key=lambda position: sizes[position])
         some = {sizes[position]: pieces[position] for position in (*own, largest)}
         crossings = {size: self._finder.find(piece, grad=grad) for size, piece in some.items()}
+        if grad:
+            inputs.agree(self._finder, pieces[largest], self.world_group)
         needed = {size: self._inputs_needed(c.staged) for size, c in crossings.items()}
 
         def microbatch(position: int) -> Microbatch:
@@ -322,6 +333,9 @@ class DistributedModule(PlacedModule):
             scale=scale,
         )
         return run, crossings[sizes[largest]]
+
+    def _input_gradients(self, leaves: list[Tensor]) -> InputGradients:
+        return InputGradients(leaves, self._staged.call.batched, self._staged.graph_inputs)
 
     def _inputs_needed(self, staged: StagedModel) -> set[str]:
         """The model's own inputs that this rank's stages read or return."""
@@ -382,34 +396,10 @@ class DistributedModule(PlacedModule):
         dist.all_reduce(total, group=self._dp_group)
         return int(total.item())
 
-    def _sum_losses(self, losses: Sequence[Tensor]) -> Tensor:
-        """The loss of the whole batch, on every rank; it is computed where the last stages are."""
-        message = torch.zeros(2, dtype=torch.float64, device=self.device)
-        if losses:
-            loss = torch.stack(list(losses)).sum()
-            message[0] = loss
-            if self.replica_index == 0:
-                message[1] = _DTYPES.index(loss.dtype)
-        dist.all_reduce(message, group=self._world_group)
-        return message[0].to(_DTYPES[int(message[1].item())])
-
     def _share_buffers(self) -> None:
         """Give every replica the buffers that the first wrote, as ``nn.DataParallel`` keeps them."""
-        if self.num_replicas == 1 or not self.training:
-            return
-        by_kind: dict[torch.dtype, list[Tensor]] = {}
-        for name in self._written:
-            buffer = self.get_buffer(name)
-            by_kind.setdefault(buffer.dtype, []).append(buffer)
-        source = dist.get_global_rank(self._dp_group, 0)
-        for buffers in by_kind.values():
-            flat = torch.cat([b.reshape(-1) for b in buffers])
-            dist.broadcast(flat, source, group=self._dp_group)
-            if self.replica_index:
-                for buffer, piece in zip(
-                    buffers, flat.split([b.numel() for b in buffers]), strict=True
-                ):
-                    buffer.copy_(piece.view_as(buffer))
+        if self.num_replicas > 1 and self.training:
+            share([self.get_buffer(name) for name in self._written], self._dp_group)
 
     def _own_random_state(self) -> Any:
         return own_random_state(self.device, self.replica_index, self.seat.device_index)
@@ -474,7 +464,7 @@ class DistributedModule(PlacedModule):
         try:
             self._alarm.raise_for(
                 error,
-                layer_of=self._layer_of,
+                find_culprit=partial(find_culprit, self._finder, self._layer_of, self._tree),
                 layers=[stage.layers for stage in self.plan.stages],
                 replica_index=self.replica_index,
             )
