@@ -1,11 +1,19 @@
-"""The only file with private names of torch; beside each, the versions it was checked with."""
+"""The only file that calls private functions of torch; beside each, the versions it was checked with.
+
+Not counted as private, and used where they are needed: the tables of a module (``_parameters``,
+``_buffers``, ``_modules``, its hooks), a tensor's ``_version``, an operator's ``_schema``, and the
+public names of ``torch.utils._pytree``, ``torch.utils._python_dispatch``, ``torch._subclasses``.
+"""
 
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import torch
@@ -30,6 +38,11 @@ def clone_shallow(
     if isinstance(clone, nn.RNNBase):
         clone._flat_weights = [getattr(clone, name) for name in clone._flat_weights_names]
     return clone
+
+
+def storage_key(tensor: Tensor) -> int:
+    """One number per storage: what tensors that are views of one another share. Checked with 2.15."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def next_sequence_number() -> int:
@@ -57,6 +70,85 @@ def run_at_once(node: torch.autograd.graph.Node) -> None:
 
 
 _FIRST_IN_LINE = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCall:
+    """A call of autograd's engine that raised: what it was given, and the frames of Python inside it."""
+
+    roots: tuple[Any, ...]  # tensors and ``GradientEdge``s
+    gradients: tuple[Any, ...]  # of the roots
+    retains_graph: bool
+    inputs: tuple[Any, ...]  # whose gradients were asked for; empty: all leaves
+    frames: tuple[FrameType, ...]
+
+
+def failed_engine_call(error: BaseException) -> EngineCall | None:
+    """The backward in which ``error``, or what caused it, was raised; None outside. Checked with 2.15."""
+    cause: BaseException | None = error
+    while cause is not None:
+        frames = [frame for frame, _ in traceback.walk_tb(cause.__traceback__)]
+        for position, frame in enumerate(frames):
+            if frame.f_code is torch.autograd.graph._engine_run_backward.__code__:
+                gradients, retain, _, inputs, *_ = frame.f_locals["args"]
+                return EngineCall(
+                    roots=tuple(frame.f_locals["t_outputs"]),
+                    gradients=tuple(gradients),
+                    retains_graph=retain,
+                    inputs=tuple(inputs),
+                    frames=tuple(frames[position + 1 :]),
+                )
+        cause = cause.__cause__
+    return None
+
+
+def run_engine(call: EngineCall) -> None:
+    """The same call of autograd's engine again, which does not keep its graph. Checked with 2.15."""
+    torch.autograd.graph._engine_run_backward(
+        call.roots,
+        call.gradients,
+        False,
+        False,
+        call.inputs,
+        allow_unreachable=True,
+        accumulate_grad=not call.inputs,
+    )
+
+
+def sequence_number(node: torch.autograd.graph.Node) -> int | None:
+    """When ``node`` was made; None for one that accumulates into a leaf. Checked with 2.15."""
+    number: int = node._sequence_nr()
+    return None if number == 2**64 - 1 else number
+
+
+def has_run(node: torch.autograd.graph.Node) -> bool | None:
+    """Has the backward of ``node`` been run? None where it keeps nothing, and so frees nothing.
+
+    A backward frees what a node saved when the node is done. Saved tensors are not unpacked to find
+    out (that could recompute them), so the graph is of no use afterwards. Checked with 2.15.
+    """
+    if hasattr(type(node), "maybe_clear_saved_tensors"):  # a Python function's
+        try:
+            node.saved_tensors  # type: ignore[attr-defined]  # noqa: B018
+        except RuntimeError:
+            return True
+        return False
+    for name in dir(node):
+        if name.startswith("_raw_saved_"):
+            saved = getattr(node, name)
+            for tensor in saved if isinstance(saved, (tuple, list)) else (saved,):
+                try:
+                    tensor.register_hooks(_keep, _keep)
+                except RuntimeError as error:
+                    if "is forbidden" in str(error):  # it is None, which tells nothing
+                        continue
+                    return "freed" in str(error)
+                return False
+    return None
+
+
+def _keep(value: Any) -> Any:
+    return value
 
 
 def default_store() -> Any:

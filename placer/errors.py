@@ -95,7 +95,7 @@ class BudgetError(PlacerError):
 
 
 class StageError(PlacerError):
-    """A stage's own code raised on this rank; ``layer`` is "" where it is not known (backward)."""
+    """A stage's own code raised on this rank; ``layer`` is "" where it is not one."""
 
     def __init__(
         self,

@@ -163,3 +163,83 @@ def nan_in_one_stage() -> dict[str, Any]:
         )
         found["scales"].append(scaler.get_scale())
     return found
+
+
+class Fragile(torch.autograd.Function):
+    """The identity; its backward raises while ``broken``."""
+
+    broken = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        if Fragile.broken:
+            _boom()
+        return grads[0]
+
+
+class UsesFragile(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Fragile.apply(x)
+
+
+class Block(nn.Module):
+    """Layers with nodes between them that keep nothing for backward: a sum, views, transposes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.act, self.odd = nn.Linear(4, 4), nn.Tanh(), UsesFragile()
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.last(self.odd(self.act(self.first(x)))).view(-1, 2, 2).flatten(1)
+
+
+def fail_in_backward(
+    schedule: str, fault: str, rank: int, checkpoint: tuple[str, ...] = ()
+) -> list[str]:
+    """The layer and the place that this rank says when ``fault`` happens in a backward of ``rank``."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 4, dtype=D)
+    layers = {str(i): f"cpu:{i // 2}" for i in range(4)}
+    spec = make_spec(2, 1, 2, schedule, layers=layers, checkpoint=checkpoint)
+    placed = placer.compile(nn.Sequential(*(Block() for _ in range(4))).double(), spec, x)
+    here = dist.get_rank() == rank
+    if here:
+        block: Any = placed.get_submodule(str(2 * rank))
+        if fault == "parameter":
+            block.last.weight.register_hook(_boom)
+        elif fault == "module":
+            block.act.register_full_backward_hook(_boom)
+        elif fault == "tensor":
+            block.first.register_forward_hook(_hook_output)
+        elif fault == "overwritten":  # an error of torch's own, in its kernels
+            block.last.register_forward_hook(_overwrite)
+
+    def loss_fn(y: Tensor) -> Tensor:
+        return (Fragile.apply(y) if fault == "loss" else y).square().mean()
+
+    Fragile.broken = here and fault in ("function", "loss")
+    try:
+        placed.step(x, loss_fn=loss_fn)
+    except placer.PlacerError as error:
+        return [getattr(error, "layer", ""), str(error)]
+    finally:
+        Fragile.broken = False
+    return ["", "no error"]
+
+
+def _boom(*_: Any) -> None:
+    raise ArithmeticError("boom")
+
+
+def _hook_output(_: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
+    output.register_hook(_boom)
+
+
+def _overwrite(_: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
+    with torch.no_grad():
+        inputs[0].mul_(2.0)

@@ -40,7 +40,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.cost import CostTable
-from placer.partition.candidate import reference_bytes, waiting_at
+from placer.partition.candidate import optimizer_on, reference_bytes, waiting_at
 from placer.partition.model import ModelUnits
 from placer.partition.score import node_transients, optimizer_bytes
 from placer.partition.types import Demands, DeviceSlot
@@ -63,22 +63,27 @@ class UnitBytes:
 
 
 def least_peak(
-    model: ModelUnits, costs: CostTable, chain: Sequence[DeviceSlot], demands: Demands
+    model: ModelUnits,
+    costs: CostTable,
+    devices: Sequence[DeviceSlot],
+    num_stages: int,
+    demands: Demands,
 ) -> float:
-    """No placement on ``chain`` has a lower largest peak, in the unit of `StageCosts.peaks`.
+    """No placement on ``devices`` has a lower largest peak, in the unit of `StageCosts.peaks`.
 
+    ``num_stages``: of the longest chain tried, where a stage may be as good as a device of its own.
     O(nodes + units^2 / 8 + tried groups x units) time; of more than 2,000 units no groups are tried.
     """
-    held = unit_bytes(model, costs, demands)
+    held = unit_bytes(model, costs, demands, [slot.name for slot in devices])
     nbytes = float(held.alone.max(initial=0.0))
     if demands.training and len(model.order) <= _MOST_UNITS:
-        waiting = (waiting_at(demands, len(chain), q) for q in range(len(chain)))
+        waiting = (waiting_at(demands, num_stages, q) for q in range(num_stages))
         others = min(count.first_backward for count in waiting)
-        nbytes = max(nbytes, _least_of_groups(held, model.edges, len(chain), others))
-    reference = reference_bytes(chain)
+        nbytes = max(nbytes, _least_of_groups(held, model.edges, num_stages, others))
+    reference = reference_bytes(devices)
     return min(
         nbytes / reference if slot.budget is None else (nbytes + slot.reserve) / max(slot.budget, 1)
-        for slot in chain
+        for slot in devices
     )
 
 
@@ -125,12 +130,14 @@ def _ancestors(count: int, edges: Iterable[tuple[int, int]]) -> NDArray[np.bool_
     return before
 
 
-def unit_bytes(model: ModelUnits, costs: CostTable, demands: Demands) -> UnitBytes:
-    """What the units of ``model`` hold; O(nodes + uses)."""
+def unit_bytes(
+    model: ModelUnits, costs: CostTable, demands: Demands, devices: Sequence[str]
+) -> UnitBytes:
+    """What the units of ``model`` hold, on any of ``devices`` (names); O(nodes + uses)."""
     count = len(model.order)
     unit_of = model.unit_of
     static, saved, gradients, alone, excess = (np.zeros(count) for _ in range(5))
-    kept = optimizer_bytes(demands.optimizer if demands.training else "sgd")
+    state = optimizer_bytes(demands.optimizer).state
     own: dict[int, list[tuple[int, int]]] = defaultdict(list)  # unit: last use, bytes of gradients
     for names_of in (costs.parameters_of, costs.buffers_of):
         uses: dict[str, list[int]] = defaultdict(list)
@@ -144,8 +151,8 @@ def unit_bytes(model: ModelUnits, costs: CostTable, demands: Demands) -> UnitByt
             static[min(units)] += nbytes
             if demands.training and name in costs.trained and len(units) == 1:
                 (unit,) = units
-                static[unit] += kept.state * nbytes
-                alone[unit] += kept.state * nbytes
+                static[unit] += state * nbytes
+                alone[unit] += state * nbytes
                 gradients[unit] += nbytes
                 own[unit].append((min(nodes), nbytes))
     nodes_of: list[list[int]] = [[] for _ in range(count)]
@@ -153,9 +160,11 @@ def unit_bytes(model: ModelUnits, costs: CostTable, demands: Demands) -> UnitByt
         nodes_of[int(unit_of[node])].append(node)
     values = _Values(model, costs)
     copies = alone.copy()
-    alone += gradients + kept.transient * np.array(
-        [max((n for _, n in own[u]), default=0) for u in range(count)], dtype=np.float64
-    )
+    if demands.training:
+        optimizers = [optimizer_on(demands, [name]) for name in devices]
+        largest = np.array([max((n for _, n in own[u]), default=0) for u in range(count)])
+        steps = [how.together * gradients + 2 * how.each * largest for how in optimizers]
+        alone += gradients + np.min(steps, axis=0)  # `IntervalTables.updating` is twice the largest
     whole = demands.microbatches == 1  # a smaller last micro-batch may be the only one in forward
     for unit, nodes in enumerate(nodes_of):
         kept_so_far, saved_so_far = 0.0, 0.0  # all that is saved here; what is counted here

@@ -206,8 +206,7 @@ class _Search:
             self._add_solution(model, solve(problem, most_alive=0))
             self.add_drawn(model)
             if by_memory:
-                bound = lower_bound(memory_problem(model, self._costs, relaxed, demands))
-                bound = max(bound, least_peak(model, self._costs, relaxed, demands))
+                bound = self._least_peak(model, relaxed)
         if over:
             return bound
         best = self.best or best
@@ -225,6 +224,14 @@ class _Search:
             return solution.optimality.lower_bound
         most = [None if s.budget is None else s.budget - s.reserve for s in relaxed]
         return lower_bound(seconds_problem(model, self._costs, relaxed, demands, most))
+
+    def _least_peak(self, model: ModelUnits, chain: Sequence[DeviceSlot]) -> float:
+        """A lower bound on the largest peak, in the unit of `Candidate.peak`."""
+        budgets = [slot.budget for slot in self._devices if slot.budget is not None]
+        known = max(budgets, default=None)  # what peaks are shares of where there is no budget
+        measured = [s if s.budget is not None else replace(s, budget=known) for s in chain]
+        spread = lower_bound(memory_problem(model, self._costs, measured, self._demands))
+        return max(spread, least_peak(model, self._costs, self._devices, len(chain), self._demands))
 
     def add_returning(self, bound: float) -> None:
         """Where memory decides and the chain is not near ``bound``: devices that come again."""

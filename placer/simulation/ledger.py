@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from placer.errors import DeviceError
+from placer.runtime.attribution import Where
 from placer.runtime.place import Place, current_place
-from placer.simulation.attribution import Where
 
 HOST = "caller"  # where the caller's own tensors are; not a device of the plan
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import distributed_cases as cases
+import fault_cases
+import pipeline_cases
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,14 +15,22 @@ from torch import nn
 
 import placer
 
+SPLIT = "InterleavedZeroBubble"
+
 
 @pytest.mark.parametrize(
     ("schedule", "fault", "rank", "stage", "layer", "said"),
     [
         ("1F1B", "layer", 0, "0", "tokens", "IndexError: index out of range"),
         ("GPipe", "hook", 1, "1", "blocks.2.mlp.0", "ArithmeticError: boom"),
-        ("InterleavedZeroBubble", "backward", 0, "0", "", "backward: ArithmeticError: boom"),
-        ("1F1B", "backward", 1, "1", "", "one of its layers (blocks.1"),
+        (
+            "InterleavedZeroBubble",
+            "backward",
+            0,
+            "0",
+            "positions",
+            "backward: ArithmeticError: boom",
+        ),
         ("1F1B", "loss", 1, "1", "", "loss_fn: IndexError: Target"),
     ],
 )
@@ -45,6 +55,32 @@ def test_an_exception_in_a_stage_ends_every_rank_with_its_place(
     assert f"rank {rank}" in message
     assert said in message
     assert layer in message
+
+
+@pytest.mark.parametrize(
+    ("schedule", "fault", "rank", "layer", "checkpoint"),
+    [
+        ("1F1B", "function", 0, "1.odd", ()),  # a backward of the model's own
+        ("1F1B", "tensor", 1, "2.first", ("*",)),  # a hook, where all is recomputed
+        (SPLIT, "parameter", 1, "2.last", ()),  # of the half for weights
+        (SPLIT, "overwritten", 1, "2.last", ()),  # of the half for inputs, out of torch's kernels
+        ("1F1B", "loss", 1, "", ()),
+    ],
+)
+def test_an_exception_in_backward_names_its_layer(
+    job_of: Callable[[int], Job],
+    schedule: str,
+    fault: str,
+    rank: int,
+    layer: str,
+    checkpoint: tuple[str, ...],
+) -> None:
+    found = job_of(2).run(fault_cases.fail_in_backward, schedule, fault, rank, checkpoint)
+    assert found[rank][0] == layer
+    place = f"layer {layer!r}, " if layer else ""
+    phase = "backward of loss_fn" if fault == "loss" else "backward"
+    for _, said in found:
+        assert said.startswith(f"stage {rank}, {place}rank {rank} (replica 0), {phase}: "), said
 
 
 def test_the_error_crosses_to_other_replicas(job_of: Callable[[int], Job]) -> None:
@@ -78,3 +114,17 @@ def test_stages_that_cannot_be_dealt_out_are_refused(
 ) -> None:
     messages = job_of(2).run(cases.compile_out_of_turn)
     assert all("3 stages cannot be dealt out evenly to 2 devices" in m for m in messages)
+
+
+@pytest.mark.parametrize(
+    ("stages", "replicas", "schedule", "frozen"), [(2, 1, "1F1B", True), (1, 2, "GPipe", False)]
+)
+def test_inputs_that_require_gradients_on_one_rank_are_an_error_on_all(
+    job_of: Callable[[int], Job], stages: int, replicas: int, schedule: str, *, frozen: bool
+) -> None:
+    """Found before the step where ranks would wait for each other, else with its loss."""
+    spec = cases.make_spec(stages, replicas, 2, schedule)
+    for messages in job_of(2).run(pipeline_cases.want_gradients_on_one_rank, spec, frozen):
+        expected = "PlacerError: input x: requires gradients on 1 of 2 ranks only"
+        assert len(messages) == (1 if frozen else 2)
+        assert all(message.startswith(expected) for message in messages), messages

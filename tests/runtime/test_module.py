@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import placer
-from placer import PlacedModule, PlacementSpec, PlacerError
+from placer import PlacedModule, PlacementSpec, PlacerError, PlanError
 
 D = torch.float64
 
@@ -122,6 +123,30 @@ def test_deepcopy_is_independent(pair: tuple[PlacedModule, nn.Module]) -> None:
     twin(x).sum().backward()
     assert all(p.grad is not None for p in twin.parameters())
     assert all(p.grad is None for p in placed.parameters())
+
+
+def test_pickled_and_loaded_it_trains_on(pair: tuple[PlacedModule, nn.Module]) -> None:
+    placed, plain = pair
+    x, y = _data()
+    placed.note = "mine"
+    placed.eval()
+    twin = pickle.loads(pickle.dumps(placed))
+    assert twin.note == "mine" and twin.plan == placed.plan and not twin.training
+    assert list(twin.state_dict()) == list(plain.state_dict())
+    assert_close(twin(x), plain.eval()(x), "outputs after loading")
+    for module in (twin.train(), plain.train()):
+        nn.functional.cross_entropy(module(x), y).backward()
+    for (name, found), expected in zip(twin.named_parameters(), plain.parameters(), strict=True):
+        assert_close(found.grad, expected.grad, name)
+    assert all(p.grad is None for p in placed.parameters())
+
+
+def test_a_pickled_module_whose_code_changed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pickled = pickle.dumps(_pair()[0])
+    forward = models.ConvNet.forward
+    monkeypatch.setattr(models.ConvNet, "forward", lambda self, x: forward(self, x).relu())
+    with pytest.raises(PlanError, match="another model"):
+        pickle.loads(pickled)
 
 
 def test_weights_written_in_place_reach_every_replica(pair: tuple[PlacedModule, nn.Module]) -> None:
@@ -294,3 +319,25 @@ def test_double_backward(pair: tuple[PlacedModule, nn.Module]) -> None:
         if b is not None:
             assert_close(a, b, name)
     assert plain.conv1.weight.grad is not None
+
+
+def test_what_a_placed_model_cannot_do_is_said(pair: tuple[PlacedModule, nn.Module]) -> None:
+    placed, plain = pair
+    x, y = _data()
+    plain_only = copy.deepcopy(plain)
+    plain_only.config = {"depth": 2}  # type: ignore[assignment]
+    other = placer.compile(plain_only, placed.plan, (x,), run_on="cpu")
+    with pytest.raises(AttributeError, match="'config'; the original model has one"):
+        _ = other.config
+    with pytest.raises(AttributeError, match=r"'confg'$"):
+        _ = other.confg
+    assert not hasattr(other, "config")
+    with pytest.raises(placer.PlacerError, match=r"requires a gradient(.|\n)*detach"):
+        placed.step(x, target=y, loss_fn=lambda out, y: F.cross_entropy(out, y).detach())
+    with torch.no_grad(), pytest.raises(placer.PlacerError, match="no_grad"):
+        placed.step(x, target=y, loss_fn=F.cross_entropy)
+    with pytest.raises(placer.PlacerError, match="spec: is a NoneType"):
+        placer.compile(plain, None, (x,))  # type: ignore[arg-type]
+    for device, said in (("gpu", "not a torch device"), ("meta", "nothing can run on meta")):
+        with pytest.raises(placer.DeviceError, match=said):
+            placer.compile(plain, placed.plan, (x,), run_on=device)

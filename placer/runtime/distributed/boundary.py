@@ -7,7 +7,8 @@ same answer by running the stages on fake tensors, so no metadata is exchanged.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +92,7 @@ class BoundaryFinder:
         self, model: nn.Module, plan: Plan, staged: StagedModel, device: torch.device
     ) -> None:
         self._world = FakeWorld()
+        self.device = device
         self._place = Place(str(device), device)
         self._shadow = _copy_with(model, lambda t: _empty_like(t, torch.device("meta")))
         with self._world.mode, torch.no_grad():
@@ -125,18 +127,18 @@ class BoundaryFinder:
             self._found[key] = self._run(staged, shapes, grad)
         return self._found[key]
 
+    @contextmanager
+    def on_fakes(self, staged: StagedModel) -> Iterator[tuple[Replica, nn.Module]]:
+        """What runs ``staged`` on tensors without data, and the whole model of such; for this block."""
+        with self._world.running(staged.conditions.guess), torch.random.fork_rng(devices=[]):
+            yield self._replica.with_program(staged), self._fake
+
     def _run(
         self, staged: StagedModel, shapes: Sequence[tuple[Any, torch.dtype, bool]], grad: bool
     ) -> Crossings:
-        replica = self._replica.with_program(staged)
         values: dict[str, Any] = {}
-        guess = staged.conditions.guess
-        with (
-            self._world.running(guess),
-            torch.set_grad_enabled(grad),
-            torch.random.fork_rng(devices=[]),
-        ):
-            device = self._place.device
+        with self.on_fakes(staged) as (replica, part), torch.set_grad_enabled(grad):
+            device = self.device
             for name, (shape, dtype, wanted) in zip(staged.graph_inputs, shapes, strict=True):
                 leaf = torch.empty(shape, dtype=dtype, device=device, requires_grad=wanted)
                 # The model may write to it, as it may not to a leaf.
@@ -147,7 +149,7 @@ class BoundaryFinder:
                     for n in stage.inputs
                 ]
                 try:
-                    outputs = replica.run_stage(self._fake, stage, inputs)
+                    outputs = replica.run_stage(part, stage, inputs)
                 except (DataDependentOutputException, DynamicOutputShapeException) as error:
                     raise PlacerError(
                         f"stage {stage.index}",

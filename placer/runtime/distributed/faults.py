@@ -6,28 +6,43 @@ import gc
 import json
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch.distributed as dist
+from torch import nn
 
 from placer._torch import default_store
 from placer.emit import StageCode, node_lines
 from placer.errors import PeerError, PlacerError, StageError
 from placer.runtime.distributed.split import SplitStage
+from placer.runtime.distributed.suspects import Culprit, Suspects, find_suspects
 
 _PATIENCE_SECONDS = 2.0  # how long a rank that lost its neighbour waits to be told why
 
 
 class LayerFailure(Exception):
-    """An exception inside a stage's own code, with the node that raised it."""
+    """An exception inside a stage's own code, with the node that raised it.
 
-    def __init__(self, stage_index: int, node: str, phase: str) -> None:
+    One of a backward has the micro-batch, and of autograd's graph what may have failed.
+    """
+
+    def __init__(
+        self,
+        stage_index: int,
+        node: str,
+        phase: str,
+        *,
+        given: Any = None,
+        suspects: Suspects | None = None,
+    ) -> None:
         super().__init__(stage_index, node, phase)
         self.stage_index = stage_index
         self.node = node
         self.phase = phase
+        self.given = given
+        self.suspects = suspects
 
 
 @contextmanager
@@ -43,31 +58,52 @@ def locate_layer(code: StageCode, phase: str = "forward") -> Iterator[None]:
 class LocatedStage(SplitStage):
     """Torch's stage, whose exceptions in backward are ``LayerFailure``s with its number."""
 
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        with self._located():
-            return super().backward_one_chunk(*args, **kwargs)
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self._located(bwd_chunk_id):
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
-    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        with self._located():
-            return super().backward_weight_one_chunk(*args, **kwargs)
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self._located(bwd_chunk_id):
+            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     @contextmanager
-    def _located(self) -> Iterator[None]:
+    def _located(self, chunk: int) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            raise LayerFailure(self.stage_index, "", "backward") from error
+            submodule: Any = self.submod
+            given = submodule.run.microbatches[chunk]
+            node, suspects = "", None
+            if given.crossings is not None:
+                node = _failing_node(given.crossings.staged.stages[self.stage_index], error)
+                suspects = _suspects(error, submodule.part)
+            raise LayerFailure(
+                self.stage_index, node, "backward", given=given, suspects=suspects
+            ) from error
+
+
+def _suspects(error: Exception, part: nn.Module) -> Suspects | None:
+    # A backward that talks to other ranks must not be run twice: they would not answer.
+    talks = any(getattr(module, "process_group", None) for module in part.modules())
+    try:
+        return find_suspects(error, part, may_run_again=not talks)
+    except Exception:  # what failed first is to be told, whatever its graph looks like
+        return None
 
 
 def _failing_node(code: StageCode, error: BaseException) -> str:
-    """The node whose line of the generated code the traceback goes through; "" if none."""
+    """The node whose line of the generated code the traceback goes through; "" if none.
+
+    In backward such lines are run by what is recomputed.
+    """
     lines = {piece.forward.__code__: node_lines(piece) for piece in code.pieces}
-    trace = error.__traceback__
-    while trace is not None:
-        found = lines.get(trace.tb_frame.f_code)
-        if found is not None:
-            return found.get(trace.tb_lineno, "")
-        trace = trace.tb_next
+    cause: BaseException | None = error
+    while cause is not None:
+        for frame, number in traceback.walk_tb(cause.__traceback__):
+            found = lines.get(frame.f_code)
+            if found is not None:
+                return found.get(number, "")
+        cause = cause.__cause__
     return ""
 
 
@@ -85,14 +121,13 @@ class Alarm:
         self,
         error: Exception,
         *,
-        layer_of: Mapping[str, str],
+        find_culprit: Callable[[LayerFailure], Culprit],
         layers: Sequence[Sequence[str]],
         replica_index: int,
     ) -> NoReturn:
         """Tell the others of ``error`` if it arose here, and raise it as what it is.
 
-        ``layer_of`` gives a node's layer, ``layers`` those of every stage: autograd does not say
-        whose backward failed, so that a failure there names the stage's layers.
+        ``find_culprit`` says whose code failed, ``layers`` are those of every stage.
 
         Raises ``StageError`` on the rank where the exception arose, ``PeerError`` on those that
         only lost a neighbour by it.
@@ -110,13 +145,15 @@ class Alarm:
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        stage, layer = failure.stage_index, layer_of.get(failure.node, "")
-        place = f"layer {layer!r}, " if layer else ""
-        if failure.phase == "backward" and layers[stage]:
+        stage, culprit = failure.stage_index, find_culprit(failure)
+        layer = culprit.layers[0] if len(culprit.layers) == 1 else ""
+        phase = "backward of loss_fn" if culprit.after else failure.phase
+        place = "".join(f"layer {name!r}, " for name in culprit.layers)
+        if len(culprit.layers) > 1:
+            place = f"layer {' or '.join(map(repr, culprit.layers))}, "
+        elif phase == "backward" and not layer and layers[stage]:
             place = f"one of its layers ({_span(layers[stage])}), "
-        where = (
-            f"stage {stage}, {place}rank {self._rank} (replica {replica_index}), {failure.phase}"
-        )
+        where = f"stage {stage}, {place}rank {self._rank} (replica {replica_index}), {phase}"
         problem = f"{type(cause).__name__}: {cause}"
         told = {
             "where": where,

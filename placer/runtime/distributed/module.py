@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -21,14 +22,17 @@ from placer.runtime.distributed.faults import Alarm, close_groups
 from placer.runtime.distributed.gradients import GradientReducer, find_shared
 from placer.runtime.distributed.inputs import InputGradients
 from placer.runtime.distributed.job import Seat, make_group, make_tied_groups
+from placer.runtime.distributed.outcome import share, sum_losses
 from placer.runtime.distributed.part import Holdings
 from placer.runtime.distributed.randomness import own_random_state
+from placer.runtime.distributed.rehearse import find_culprit
 from placer.runtime.distributed.stage import CALLER, Microbatch, Run
 from placer.runtime.distributed.sync_norm import synchronise_norms
 from placer.runtime.hooks import run_forward_hooks
-from placer.runtime.loss import call_loss
+from placer.runtime.loss import WatchedLoss, call_loss
 from placer.runtime.module import PlacedModule
 from placer.runtime.place import Place, is_on
+from placer.runtime.programs import Calls, Programs
 from placer.runtime.scaling import scale_of
 from placer.runtime.scatter import (
     batch_size,
@@ -38,8 +42,6 @@ from placer.runtime.scatter import (
 )
 from placer.runtime.transfer import transfer
 from placer.schedule import batch_cuts
-
-_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 class DistributedModule(PlacedModule):
@@ -65,6 +67,7 @@ class DistributedModule(PlacedModule):
     ) -> None:
         place = Place(str(device), device)
         super().__init__(part, plan=plan, staged=staged, places=[[place] * len(staged.stages)])
+        self._calls = Calls(self._programs, captured_only=True)
         self.seat = seat
         self.device = device
         self.mesh = mesh
@@ -92,6 +95,16 @@ class DistributedModule(PlacedModule):
         self._reducer: GradientReducer | None = None
         self._reduced: tuple[int, ...] = ()  # ids of the parameters that the reducer watches
         self._frozen = {n for n, p in self.named_parameters() if not p.requires_grad}
+
+    def __reduce__(self) -> NoReturn:
+        raise PlacerError(
+            f"rank {dist.get_rank()}",
+            "a rank's part of a job cannot be pickled or copied",
+            "use placer.save(placed, optimizer, path), or state_dict() and named_parameters()",
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        self.__reduce__()
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """This rank's parameters; a rank without any has an empty one, for optimizers want one."""
@@ -144,8 +157,8 @@ class DistributedModule(PlacedModule):
         index = self.seat.device_index
         return frozenset(n for n, holders in self._holdings.holders.items() if holders[0] == index)
 
-    def run_leaves(self, leaves: list[Tensor]) -> Any:
-        """`forward` for inputs that are flattened already: the whole batch in, the whole result out."""
+    def _run(self, programs: Programs, leaves: list[Tensor]) -> Any:
+        """The whole batch in, the whole result out."""
         if torch.is_grad_enabled() and self.training:
             raise PlacerError(
                 "placed(x)",
@@ -155,10 +168,10 @@ class DistributedModule(PlacedModule):
             )
         self._check_alive()
         self._check_inputs(leaves)
-        total = batch_size(self._staged.call, leaves)
+        total = batch_size(programs.call, leaves)
         cuts = self._cuts(total, self.num_replicas)
         with torch.no_grad(), self._own_random_state():
-            inputs = InputGradients([leaf.detach() for leaf in leaves], self._staged.call.batched)
+            inputs = self._input_gradients([leaf.detach() for leaf in leaves])
             run, largest = self._scatter_own(
                 leaves, cuts, self.replica_index, inputs, None, None, 1.0
             )
@@ -170,20 +183,20 @@ class DistributedModule(PlacedModule):
             except Exception as error:
                 self._fail(error)
 
-    def step_leaves(
+    def _step(
         self,
+        programs: Programs,
         leaves: list[Tensor],
         *,
-        target: Any = None,
         loss_fn: Callable[..., Tensor],
+        target: Any = None,
         reduction: Literal["mean", "sum"] = "mean",
         own_rows: bool = False,
         scaler: torch.amp.GradScaler | None = None,
     ) -> Tensor:
-        """`step` for inputs that are flattened already."""
         self._check_alive()
         self._check_frozen()
-        total = batch_size(self._staged.call, leaves)
+        total = batch_size(programs.call, leaves)
         try:
             if own_rows:
                 cuts, mine = self._cuts(total, 1), 0
@@ -199,7 +212,7 @@ class DistributedModule(PlacedModule):
                 )
             scale = 1.0 if scaler is None else scale_of(scaler, self.device)
             weigh = None if reduction == "sum" else total
-            inputs = InputGradients(leaves, self._staged.call.batched)
+            inputs = self._input_gradients(leaves)
             with self._own_random_state():
                 run, largest = self._scatter_own(
                     leaves, cuts, mine, inputs, (target, loss_fn), weigh, scale
@@ -209,6 +222,20 @@ class DistributedModule(PlacedModule):
                 reducer.prepare(count, overlap=not self._engine.splits_backward)
                 self._engine.execute(run, largest)
                 reducer.finish()
+        except PlacerError as error:
+            if own_rows:  # other replicas may have found nothing wrong with theirs
+                self._fail(error)
+            raise
+        except Exception as error:
+            self._fail(error)
+        with self.watch():
+            loss = sum_losses(
+                run.losses,
+                inputs,
+                replica_index=self.replica_index,
+                world=self.world_group,
+                device=self.device,
+            )
             inputs.deliver(
                 row=self._pp_group,
                 world=self._world_group,
@@ -216,12 +243,12 @@ class DistributedModule(PlacedModule):
                 device=self.device,
             )
             self._share_buffers()
-            return self._sum_losses(run.losses)
-        except PlacerError as error:
-            if own_rows:  # other replicas may have found nothing wrong with theirs
-                self._fail(error)
-            raise
-        except Exception as error:
+            return loss
+
+    def _require_graph(self, loss_fn: WatchedLoss) -> None:
+        try:
+            super()._require_graph(loss_fn)
+        except PlacerError as error:  # only the ranks of the last stage know
             self._fail(error)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -284,6 +311,8 @@ class DistributedModule(PlacedModule):
         largest = max(range(len(sizes)), key=lambda position: sizes[position])
         some = {sizes[position]: pieces[position] for position in (*own, largest)}
         crossings = {size: self._finder.find(piece, grad=grad) for size, piece in some.items()}
+        if grad:
+            inputs.agree(self._finder, pieces[largest], self.world_group)
         needed = {size: self._inputs_needed(c.staged) for size, c in crossings.items()}
 
         def microbatch(position: int) -> Microbatch:
@@ -312,6 +341,9 @@ class DistributedModule(PlacedModule):
             scale=scale,
         )
         return run, crossings[sizes[largest]]
+
+    def _input_gradients(self, leaves: list[Tensor]) -> InputGradients:
+        return InputGradients(leaves, self._staged.call.batched, self._staged.graph_inputs)
 
     def _inputs_needed(self, staged: StagedModel) -> set[str]:
         """The model's own inputs that this rank's stages read or return."""
@@ -372,34 +404,10 @@ class DistributedModule(PlacedModule):
         dist.all_reduce(total, group=self._dp_group)
         return int(total.item())
 
-    def _sum_losses(self, losses: Sequence[Tensor]) -> Tensor:
-        """The loss of the whole batch, on every rank; it is computed where the last stages are."""
-        message = torch.zeros(2, dtype=torch.float64, device=self.device)
-        if losses:
-            loss = torch.stack(list(losses)).sum()
-            message[0] = loss
-            if self.replica_index == 0:
-                message[1] = _DTYPES.index(loss.dtype)
-        dist.all_reduce(message, group=self._world_group)
-        return message[0].to(_DTYPES[int(message[1].item())])
-
     def _share_buffers(self) -> None:
         """Give every replica the buffers that the first wrote, as ``nn.DataParallel`` keeps them."""
-        if self.num_replicas == 1 or not self.training:
-            return
-        by_kind: dict[torch.dtype, list[Tensor]] = {}
-        for name in self._written:
-            buffer = self.get_buffer(name)
-            by_kind.setdefault(buffer.dtype, []).append(buffer)
-        source = dist.get_global_rank(self._dp_group, 0)
-        for buffers in by_kind.values():
-            flat = torch.cat([b.reshape(-1) for b in buffers])
-            dist.broadcast(flat, source, group=self._dp_group)
-            if self.replica_index:
-                for buffer, piece in zip(
-                    buffers, flat.split([b.numel() for b in buffers]), strict=True
-                ):
-                    buffer.copy_(piece.view_as(buffer))
+        if self.num_replicas > 1 and self.training:
+            share([self.get_buffer(name) for name in self._written], self._dp_group)
 
     def _own_random_state(self) -> Any:
         return own_random_state(self.device, self.replica_index, self.seat.device_index)
@@ -464,7 +472,7 @@ class DistributedModule(PlacedModule):
         try:
             self._alarm.raise_for(
                 error,
-                layer_of=self._layer_of,
+                find_culprit=partial(find_culprit, self._finder, self._layer_of, self._tree),
                 layers=[stage.layers for stage in self.plan.stages],
                 replica_index=self.replica_index,
             )

@@ -67,6 +67,12 @@ class StageModule(nn.Module):
         self.after = after  # None for the last stage
         self.run: Run | None = None
 
+    @property
+    def part(self) -> nn.Module:
+        """The rank's part, whose modules the stage runs."""
+        part: nn.Module = self.__dict__["_part"]
+        return part
+
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """What this stage reads that is to get a gradient; split backwards ask for it.
 

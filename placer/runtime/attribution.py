@@ -42,8 +42,7 @@ class Attribution:
             again = self._forward_node()
             if again:
                 return self._at("recompute", again)
-            index = bisect.bisect_right(self._numbers, number) - 1
-            return self._at("backward", self._nodes[index] if index >= 0 else "")
+            return self._at("backward", self._made_by(number))
         node = self._forward_node()
         # Autograd makes an operation's node before the operation is dispatched.
         made = next_sequence_number() - 1
@@ -51,6 +50,14 @@ class Attribution:
             self._numbers.append(made)
             self._nodes.append(node)
         return self._at("forward", node)
+
+    def layer_of_node(self, number: int) -> str:
+        """The layer whose forward made the autograd node of that number; "" if none did."""
+        return self._layer_of.get(self._made_by(number), "")
+
+    def _made_by(self, number: int) -> str:
+        index = bisect.bisect_right(self._numbers, number) - 1
+        return self._nodes[index] if index >= 0 else ""
 
     def _at(self, phase: str, node: str) -> Where:
         return Where(phase=phase, node=node, layer=self._layer_of.get(node, ""))
