@@ -51,9 +51,11 @@ class SharedPeaks:
         count = len(tables.cuts)
         self.needed = np.zeros((count, count))
         for gradient in costs.gradients:
-            # What splits a gradient hands every part to another stage as a copy of its own.
-            whole = (gradient.home, gradient.nbytes - gradient.surplus)
-            for home, nbytes in (whole, *gradient.earlier):
+            # What splits a gradient hands every part to another stage as a copy of its own; where
+            # all is needed, one tensor waits for all.
+            needed = (gradient.home, gradient.nbytes - gradient.surplus)
+            others = gradient.earlier if gradient.surplus else ()
+            for home, nbytes in (needed, *others):
                 at = int(cell_of[home]) + 1, int(cell_of[gradient.sender]) + 1
                 if at[0] < at[1]:
                     self.needed[at] += nbytes
