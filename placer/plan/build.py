@@ -260,9 +260,12 @@ def _light_notes(spec: PlacementSpec, light: LightPlan) -> list[str]:
     least = format_seconds(light.least_seconds)
     known = _extra_time(light)
     gap = "none, it is the least" if known is None or known.proven else f"{known.gap:.1%}"
+    bound = f"no choice for these stages adds less than {least} (gap: {gap})"
+    if not light.least_seconds:
+        bound = "how little it could be is not known"
     return [
         f"{' and '.join(words)} 'auto' adds {format_seconds(light.extra_seconds)} per micro-batch, "
-        f"all stages together; no choice for these stages adds less than {least} (gap: {gap})."
+        f"all stages together; {bound}."
     ]
 
 

@@ -52,8 +52,9 @@ class PlacedModule(nn.Module):
 
     A batch is cut along dim 0 into replicas, then micro-batches, by the sizes of ``torch.chunk``.
     What depends on the whole batch (BatchNorm statistics in train mode) sees one cut at a time.
-    Hooks fire on the module itself (the original's own came along) and on the modules that the
-    captured graph calls. Pickled (``torch.save`` of the module) it is the model and the plan, from
+    Hooks fire on the module itself (the original's own came along) and on all modules in it. A call
+    unlike the captured one (an optional argument, a cache) is captured when it first comes, and put
+    on the same stages. Pickled (``torch.save`` of the module) it is the model and the plan, from
     which loading captures and emits anew.
     """
 
