@@ -246,11 +246,11 @@ def predict_memory(found: list[dict[str, Any]]) -> None:
     for schedule, count, stages in cases:
         model, spec, x = memory_case(schedule, count, stages)
         plan = placer.make_plan(model, spec, x, processes=True)
-        # The caller's own, which no rank holds:
-        target = torch.zeros(8 // count, 32, 32, 32, dtype=torch.long)
 
-        def loss(output: Tensor, target: Tensor = target) -> Tensor:
-            return loss_of(output, target)
+        def loss(output: Tensor) -> Tensor:
+            # The target is the caller's own and held by no rank: one that has no memory.
+            rows, _, *size = output.shape
+            return loss_of(output, torch.zeros((), dtype=torch.long).expand(rows, *size))
 
         report = placer.simulate(model, plan, x, loss_fn=loss, run_on="cpu", processes=True)
         for entry in found:
