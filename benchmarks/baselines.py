@@ -239,7 +239,9 @@ def all_stage_peaks(
                         if set(nodes[: len(downsets[y])]) == downsets[y]}  # fmt: skip
             cuts = sorted({0, len(before), *ends.values(), len(nodes)})
             tables = build_tables(costs, nodes, cuts)
-            row = peak_bytes(tables, InFlight(), optimizer_bytes("adam"), training=True)
+            row = peak_bytes(
+                tables, InFlight(), optimizer_bytes("adam", together=True), training=True
+            )
             for y, end in ends.items():
                 peaks[x, y - 1] = row[cuts.index(len(before)), cuts.index(end) - 1]
             above -= set(ends)

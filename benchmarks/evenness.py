@@ -34,7 +34,7 @@ def largest_node(case: Case) -> tuple[str, float]:
     groups = [units.nodes[unit]["nodes"] for unit in program_order(units)]
     cuts = np.cumsum([0, *map(len, groups)]).tolist()
     tables = build_tables(case.costs, [node for group in groups for node in group], cuts)
-    peaks = peak_bytes(tables, InFlight(), optimizer_bytes("adam"), training=True)
+    peaks = peak_bytes(tables, InFlight(), optimizer_bytes("adam", together=True), training=True)
     alone = np.diagonal(peaks)
     index = int(np.argmax(alone))
     return case.capture.order[groups[index][0]], float(alone[index])

@@ -1,4 +1,9 @@
-"""The only file with private names of torch; beside each, the versions it was checked with."""
+"""The only file that calls private functions of torch; beside each, the versions it was checked with.
+
+Not counted as private, and used where they are needed: the tables of a module (``_parameters``,
+``_buffers``, ``_modules``, its hooks), a tensor's ``_version``, an operator's ``_schema``, and the
+public names of ``torch.utils._pytree``, ``torch.utils._python_dispatch``, ``torch._subclasses``.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +38,11 @@ def clone_shallow(
     if isinstance(clone, nn.RNNBase):
         clone._flat_weights = [getattr(clone, name) for name in clone._flat_weights_names]
     return clone
+
+
+def storage_key(tensor: Tensor) -> int:
+    """One number per storage: what tensors that are views of one another share. Checked with 2.15."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def next_sequence_number() -> int:

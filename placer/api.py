@@ -20,7 +20,7 @@ from placer.runtime.distributed.job import find_job
 from placer.runtime.module import PlacedModule
 from placer.runtime.places import resolve_places
 from placer.simulation import SimulationReport, simulate_plan
-from placer.spec import PlacementSpec, load_spec
+from placer.spec import DeviceSpec, PlacementSpec, load_spec
 from placer.units import format_bytes
 
 SpecSource = PlacementSpec | Mapping[str, Any] | str | Path
@@ -112,18 +112,24 @@ def auto_spec(
     args: Sequence[Any] | Tensor = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    devices: Iterable[Any],
+    devices: Iterable[Any] | str,
     objective: str = "memory",
     processes: bool = False,
     **options: Any,
 ) -> PlacementSpec:
     """A spec under which ``model`` fits ``devices``, using as few of them as it needs.
 
-    ``devices`` are device names, ``{"name", "memory", "kind"}`` objects or ``DeviceSpec`` values;
+    ``devices`` are device names, ``{"name", "memory", "kind"}`` objects or ``DeviceSpec`` values, or
+    a single one of them;
     ``processes`` is as for `make_plan`, ``options`` are other fields of the spec. Raises
     ``BudgetError`` when none fits.
     """
-    fields = {"devices": list(devices), "objective": objective, **options}
+    one = isinstance(devices, str | Mapping | DeviceSpec)
+    fields = {
+        "devices": [devices] if one else list(devices),
+        "objective": objective,
+        **options,
+    }
     spec = PlacementSpec.model_validate(fields)
     capture, leaves = _capture(model, args, kwargs)
     return choose_spec(capture, spec, leaves, processes=processes)
@@ -159,7 +165,16 @@ def simulate(
 
 
 def as_spec(source: SpecSource) -> PlacementSpec:
-    """``source`` itself if it is a spec, else what `load_spec` reads from it."""
+    """``source`` itself if it is a spec, else what `load_spec` reads from it.
+
+    Raises ``SpecError``, and ``PlacerError`` for what can be no spec.
+    """
+    if not isinstance(source, PlacementSpec | Mapping | str | Path):
+        raise PlacerError(
+            "spec",
+            f"is a {type(source).__name__}",
+            "pass the path of a spec, a dict, a PlacementSpec, or a Plan",
+        )
     return source if isinstance(source, PlacementSpec) else load_spec(source)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from placer.errors import nearest
+
 _BYTE_FACTORS = {
     "": 1, "b": 1,
     "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
@@ -11,13 +13,14 @@ _BYTE_FACTORS = {
     "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40,
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
+_UNITS = ("KiB", "MiB", "GiB", "TiB", "KB", "MB", "GB", "TB")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 
 def parse_bytes(text: str | int) -> int:
     """Bytes meant by ``text``: an integer, or a number with a decimal (MB) or binary (MiB) unit.
 
-    Raises ``ValueError`` when the text is not a size.
+    Raises ``ValueError`` when the text is not a size, or one of 2**63 bytes and more.
 
     >>> parse_bytes("16GiB"), parse_bytes("500 MB"), parse_bytes(1024)
     (17179869184, 500000000, 1024)
@@ -25,13 +28,21 @@ def parse_bytes(text: str | int) -> int:
     if isinstance(text, bool) or (isinstance(text, int) and text < 0):
         raise ValueError(f"{text!r} is not a size in bytes")
     if isinstance(text, int):
-        return text
+        return _bounded(text, text)
     match = _SIZE.fullmatch(text)
     if match is None or match[2].lower() not in _BYTE_FACTORS:
+        near = nearest(match[2], _UNITS) if match is not None else None
+        hint = f"did you mean '{match[1]}{near}'? Else " if match is not None and near else ""
         raise ValueError(
-            f"{text!r} is not a size; write a number and a unit, such as '16GiB' or '500 MB'"
+            f"{text!r} is not a size; {hint}write a number and a unit, such as '16GiB' or '500 MB'"
         )
-    return int(float(match[1]) * _BYTE_FACTORS[match[2].lower()])
+    return _bounded(float(match[1]) * _BYTE_FACTORS[match[2].lower()], text)
+
+
+def _bounded(nbytes: float, text: str | int) -> int:
+    if nbytes >= 2**63:
+        raise ValueError(f"{text!s:.40} is more bytes than any device has")
+    return int(nbytes)
 
 
 def format_bytes(nbytes: int | float) -> str:

@@ -1,8 +1,17 @@
 """Capture: a model as a graph on fake tensors."""
 
-from placer.capture.call import flatten_call, rebuild_call, unflatten_output
+from placer.capture.call import (
+    bind_arguments,
+    call_difference,
+    call_tensors,
+    flatten_call,
+    rebuild_arguments,
+    rebuild_call,
+    unflatten_output,
+)
 from placer.capture.capture import capture_model
 from placer.capture.fake import FakeWorld
+from placer.capture.leaves import is_kept_whole, is_torch_leaf
 from placer.capture.types import (
     TENSOR,
     CallFormat,
@@ -24,11 +33,17 @@ __all__ = [
     "Conditions",
     "FakeWorld",
     "WholeModule",
+    "bind_arguments",
+    "call_difference",
+    "call_tensors",
     "capture_model",
     "captured_key",
     "condition_key",
     "find_difference",
     "flatten_call",
+    "is_kept_whole",
+    "is_torch_leaf",
+    "rebuild_arguments",
     "rebuild_call",
     "training_flags",
     "unflatten_output",

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from placer._torch import storage_key
 from placer.capture.fake import FakeWorld
 
 
@@ -57,7 +58,8 @@ def analyze_aliasing(
     world = FakeWorld()
     twin = world.module(model)
     state = {
-        _storage(tensor): name for name, tensor in (*twin.named_parameters(), *twin.named_buffers())
+        storage_key(tensor): name
+        for name, tensor in (*twin.named_parameters(), *twin.named_buffers())
     }
     interpreter = _Watcher(twin, graph, {name: world.tensor(t) for name, t in constants.items()})
     fakes = [world.tensor(tensor) for tensor in inputs]
@@ -122,7 +124,7 @@ class _Watcher(fx.Interpreter):
         self.given: set[int] = set()
         self.inputs: dict[str, set[int]] = {}
         for tensor in (*model.parameters(), *model.buffers()):
-            self.known.add(_storage(tensor))
+            self.known.add(storage_key(tensor))
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op == "get_attr" and n.name in self.constants:
@@ -186,13 +188,9 @@ def _groups(graph: fx.Graph, run: _Watcher, state: set[int]) -> tuple[tuple[str,
     return tuple(tuple(group) for group in groups.values() if len(group) > 1)
 
 
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
 def _storages(value: Any) -> Iterable[int]:
     return [
-        _storage(leaf)
+        storage_key(leaf)
         for leaf in tree_iter(value)
         if isinstance(leaf, Tensor) and leaf.layout == torch.strided
     ]

@@ -47,7 +47,7 @@ def bind_call(
 
     Raises ``CaptureError`` when they do not fit the signature.
     """
-    return _bind(inspect.signature(model.forward), args, kwargs or {})
+    return bind_arguments(inspect.signature(model.forward), args, kwargs or {})
 
 
 def describe_shapes(inputs: Sequence[Tensor | torch.Size]) -> str:
@@ -106,40 +106,63 @@ def make_call_format(bound: BoundCall, result: ResultFormat) -> CallFormat:
 def flatten_call(call: CallFormat, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensor leaves of a call, in the order of the graph's placeholders.
 
-    Raises ``CaptureError`` naming the argument when the call is unlike the captured one: an
-    argument that is missing, unknown, of another structure, a tensor where a constant was
-    captured (or the other way round), another constant, or another number of dimensions.
+    Raises ``CaptureError`` naming the argument when the call is unlike the captured one
+    (`call_difference`), or a tensor has another number of dimensions.
     """
-    bound = _bind(call.signature, args, kwargs)
+    bound = bind_arguments(call.signature, args, kwargs)
+    if (difference := call_difference(call, bound)) is not None:
+        raise difference
+    return call_tensors(call, bound)
+
+
+def call_tensors(call: CallFormat, bound: BoundCall) -> list[Tensor]:
+    """The tensors of a call like ``call``, in the order of the graph's placeholders.
+
+    Raises ``CaptureError`` for one of another number of dimensions than was captured.
+    """
     given = dict(zip(bound.leaf_names, bound.leaves, strict=True))
-    if missing := [name for name in call.leaf_names if name not in given]:
-        raise CaptureError(
-            missing[0], f"this argument is missing; the call has {sorted(given)}", _RECAPTURE
-        )
-    if extra := [name for name in given if name not in set(call.leaf_names)]:
-        raise CaptureError(
-            extra[0],
-            f"the captured call had no such argument, only {list(call.leaf_names)}",
-            _RECAPTURE,
-        )
-    tensors: list[Tensor] = []
-    shapes = iter(call.example_shapes)
-    for name, constant in zip(call.leaf_names, call.constants, strict=True):
-        value = given[name]
-        if constant is TENSOR:
-            _check_tensor(name, value, next(shapes))
-            tensors.append(value)
-        elif isinstance(value, Tensor):
-            raise CaptureError(
-                name, f"a tensor is given where {_spell(constant)} was captured", _RECAPTURE
-            )
-        elif not _same_constant(value, constant):
+    tensors = {
+        name: given[name] for name in placeholder_names(call)
+    }  # dicts may be in another order
+    for (name, tensor), shape in zip(tensors.items(), call.example_shapes, strict=True):
+        if tensor.dim() != len(shape):
             raise CaptureError(
                 name,
-                f"{_spell(value)} is given, but {_spell(constant)} was captured and is part of the program",
+                f"a tensor of {tensor.dim()} dimensions is given; {len(shape)} were captured "
+                f"(shape {list(shape)})",
                 _RECAPTURE,
             )
-    return tensors
+    return list(tensors.values())
+
+
+def call_difference(call: CallFormat, bound: BoundCall) -> CaptureError | None:
+    """The first argument of ``bound`` that is unlike the captured call's, as an error.
+
+    One that is missing, unknown or of another structure; a tensor where a constant was captured, or
+    the other way round; another constant.
+    """
+    given = dict(zip(bound.leaf_names, bound.leaves, strict=True))
+    if missing := [name for name in call.leaf_names if name not in given]:
+        found = f"this argument is missing; the call has {sorted(given)}"
+        return CaptureError(missing[0], found, _RECAPTURE)
+    if extra := [name for name in given if name not in set(call.leaf_names)]:
+        found = f"the captured call had no such argument, only {list(call.leaf_names)}"
+        return CaptureError(extra[0], found, _RECAPTURE)
+    for name, constant in zip(call.leaf_names, call.constants, strict=True):
+        value = given[name]
+        if isinstance(value, Tensor) and constant is not TENSOR:
+            found = f"a tensor is given where {_spell(constant)} was captured"
+        elif not isinstance(value, Tensor) and constant is TENSOR:
+            found = f"{_spell(value)} is given where a tensor was captured"
+        elif constant is not TENSOR and not _same_constant(value, constant):
+            found = (
+                f"{_spell(value)} is given, but {_spell(constant)} was captured and is part of the "
+                "program"
+            )
+        else:
+            continue
+        return CaptureError(name, found, _RECAPTURE)
+    return None
 
 
 def rebuild_call(
@@ -167,9 +190,10 @@ def flat_forward(
     return forward
 
 
-def _bind(
+def bind_arguments(
     signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> BoundCall:
+    """`bind_call` for a ``forward`` of which only the signature is at hand."""
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -192,20 +216,6 @@ def _bind(
 def _readable(path: Sequence[Any]) -> str:
     """A key path such as ``['batch'][0]`` as ``batch.0``."""
     return ".".join(re.sub(r"^[\[.]'?|'?\]$", "", str(key)) for key in path)
-
-
-def _check_tensor(name: str, value: Any, shape: torch.Size) -> None:
-    if not isinstance(value, Tensor):
-        raise CaptureError(
-            name, f"{_spell(value)} is given where a tensor was captured", _RECAPTURE
-        )
-    if value.dim() != len(shape):
-        raise CaptureError(
-            name,
-            f"a tensor of {value.dim()} dimensions is given; {len(shape)} were captured "
-            f"(shape {list(shape)})",
-            _RECAPTURE,
-        )
 
 
 def _spell(value: Any) -> str:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from placer._torch import without_modes, without_torch_function
+from placer._torch import storage_key, without_modes, without_torch_function
 from placer.capture.copying import copy_module, tensors_of
 from placer.capture.draws import keep_random
 from placer.capture.failure import Untraceable
@@ -309,4 +309,4 @@ def _all_true(indices: Any) -> list[Any]:
 
 
 def _storage(tensor: Tensor) -> int:
-    return id(tensor) if tensor.layout != torch.strided else int(tensor.untyped_storage()._cdata)
+    return id(tensor) if tensor.layout != torch.strided else storage_key(tensor)

@@ -31,19 +31,22 @@ def is_torch_leaf(module: nn.Module) -> bool:
     )
 
 
+def is_kept_whole(module: nn.Module) -> bool:
+    """Has ``module`` what must run around or inside the whole of it: hooks, parametrizations?"""
+    table = module.__dict__
+    return any(table.get(name) for name in _HOOKS) or "parametrizations" in module._modules
+
+
 def find_whole_modules(model: nn.Module) -> list[WholeModule]:
     """Submodules that must stay whole, with the line of the hook or of the forward that says so."""
     whole = []
     for path, module in model.named_modules():
-        if not path or is_torch_leaf(module):
+        if not path or is_torch_leaf(module) or not is_kept_whole(module):
             continue
         hooks = [hook for name in _HOOKS for hook in getattr(module, name, {}).values()]
         location = locate_function(hooks[0] if hooks else type(module).forward)
+        reason = "it has parametrized parameters, which must be computed inside it"
         if hooks:
             reason = "it has hooks, which must run around the whole module"
-        elif nn.utils.parametrize.is_parametrized(module):
-            reason = "it has parametrized parameters, which must be computed inside it"
-        else:
-            continue
         whole.append(WholeModule(layer=path, reason=reason, location=location))
     return whole

@@ -35,7 +35,15 @@ PlanOutput = Annotated[
 Objective = Annotated[str, typer.Option("--objective", help="throughput, memory or latency.")]
 Microbatches = Annotated[str, typer.Option("--microbatches", metavar="N", help="Or 'auto'.")]
 Replicas = Annotated[str, typer.Option("--replicas", metavar="N", help="Or 'auto'.")]
-Schedule = Annotated[str | None, typer.Option("--schedule", help="GPipe or 1F1B.")]
+Schedule = Annotated[
+    str | None, typer.Option("--schedule", help="GPipe, 1F1B or another of torch's.")
+]
+Checkpoint = Annotated[
+    bool, typer.Option("--checkpoint", help="Recompute in backward what it takes to fit.")
+]
+Offload = Annotated[
+    bool, typer.Option("--offload", help="Have what it takes to fit wait in host memory.")
+]
 Precision = Annotated[str | None, typer.Option("--precision", help="fp32, bf16 or fp16.")]
 Optimizer = Annotated[
     str | None, typer.Option("--optimizer", help="sgd, sgd_momentum, adam, adamw or bytes=N.")
@@ -58,6 +66,8 @@ def auto(
     microbatches: Microbatches = "1",
     replicas: Replicas = "1",
     schedule: Schedule = None,
+    checkpoint: Checkpoint = False,
+    offload: Offload = False,
     precision: Precision = None,
     optimizer: Optimizer = None,
     training: Training = True,
@@ -78,6 +88,8 @@ def auto(
 
     given = {
         "schedule": schedule,
+        "checkpoint": "auto" if checkpoint else None,
+        "offload": "auto" if offload else None,
         "precision": precision,
         "optimizer": _optimizer(optimizer),
         "reserve": reserve,
@@ -125,7 +137,7 @@ def _devices(texts: Sequence[str], kind: str | None) -> list[dict[str, Any]]:
         name, equals, memory = text.partition("=")
         device: dict[str, Any] = {"name": name.strip()}
         if equals:
-            device["memory"] = int(memory) if memory.isdigit() else memory
+            device["memory"] = int(memory) if memory.isdecimal() else memory
         if kind is not None:
             device["kind"] = kind
         devices.append(device)
@@ -133,12 +145,12 @@ def _devices(texts: Sequence[str], kind: str | None) -> list[dict[str, Any]]:
 
 
 def _count(text: str) -> int | str:
-    return int(text) if text.isdigit() else text
+    return int(text) if text.isdecimal() else text
 
 
 def _optimizer(text: str | None) -> Any:
     """A name, or ``bytes=8`` for an optimizer by its bytes per parameter."""
-    if text is not None and text.startswith("bytes=") and text.removeprefix("bytes=").isdigit():
+    if text is not None and text.startswith("bytes=") and text.removeprefix("bytes=").isdecimal():
         return {"bytes_per_parameter": int(text.removeprefix("bytes="))}
     return text
 

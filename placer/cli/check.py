@@ -184,12 +184,12 @@ def _measured(
 
 
 def _sizes(texts: list[str]) -> list[tuple[str, int]]:
-    from placer.units import parse_bytes
+    from placer.spec.fields import device_memory
 
     sizes = []
     for text in texts or _SIZES:
         try:
-            sizes.append((text, parse_bytes(int(text) if text.isdigit() else text)))
+            sizes.append((text, device_memory(int(text) if text.isdecimal() else text)))
         except ValueError as error:
             raise PlacerError("--memory", str(error)) from None
     return sizes

@@ -64,7 +64,7 @@ def parse_input(text: str) -> InputSpec:
     if match is None:
         raise PlacerError(where, "is not an input", _FORM)
     sizes = [] if match["shape"] == "scalar" else match["shape"].split("x")
-    if not all(size.isdigit() for size in sizes):
+    if not all(size.isdecimal() and len(size) < 19 for size in sizes):  # below 2**63
         raise PlacerError(where, f"{match['shape']!r} is not a shape", _FORM)
     given = "float32" if match["dtype"] is None else match["dtype"]
     given = given.removeprefix("torch.").lower()
@@ -74,7 +74,7 @@ def parse_input(text: str) -> InputSpec:
         hint = f"did you mean {near!r}? " if near else ""
         raise PlacerError(where, f"no dtype {given!r}", f"{hint}dtypes: {', '.join(_DTYPES)}")
     below = match["below"] or "2"
-    if not below.isdigit() or int(below) < 1:
+    if not below.isdecimal() or int(below) < 1:
         raise PlacerError(where, f"{below!r} is not a bound above 0", _FORM)
     return InputSpec(
         name=match["name"],

@@ -83,8 +83,8 @@ def _print_largest(console: Console, largest: Mapping[str, Any] | None) -> None:
     count = largest["least_devices"]
     devices = "1 device" if count == 1 else f"{count} devices"
     console.print(
-        f"largest piece: {', '.join(layers[:4])}{more}: {format_bytes(largest['peak'])} at its peak "
-        f"on a device of its own, {format_bytes(largest['least_bytes'])} wherever it is; of devices "
-        f"that small, the model needs at least {devices}",
+        f"largest piece: {', '.join(layers[:4])}{more}: a device with nothing else on it peaks at "
+        f"{format_bytes(largest['peak'])}, any device needs {format_bytes(largest['least_bytes'])} "
+        f"for it; of devices that the piece fills, the model needs at least {devices}",
         markup=False,
     )

@@ -123,7 +123,7 @@ def _largest_piece(
 
     No piece needs more than the whole model does in one stage, where nothing is received.
     """
-    kept = optimizer_bytes(demands.optimizer if demands.training else "sgd")
+    kept = optimizer_bytes(demands.optimizer if demands.training else "sgd", together=True)
     members = {unit: tuple(units.nodes[unit]["nodes"]) for unit in order}
     nodes = [i for group in members.values() for i in group]
     ends = dict(zip(members, accumulate(len(group) for group in members.values()), strict=True))

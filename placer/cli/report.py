@@ -25,13 +25,13 @@ def report(
     plan: Saved, output: Output = Path("report.html"), simulation: Simulation = None
 ) -> None:
     """Write a saved plan as one self-contained HTML page."""
-    from placer.cli.sources import load_json
     from placer.errors import PlacerError
+    from placer.jsonfile import read_json
     from placer.plan.store import load_plan
     from placer.report import write_html
 
     saved = load_plan(plan)
-    simulated = None if simulation is None else load_json(simulation)
+    simulated = None if simulation is None else read_json(simulation)
     try:
         write_html(saved, output, simulation=simulated)
     except (KeyError, TypeError, ValueError, AttributeError):

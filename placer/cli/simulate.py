@@ -52,7 +52,7 @@ def simulate(
     for line in over:
         console.print(line, style="bold red")
     if not over:
-        console.print("fits on every device", style="bold green")
+        console.print(_verdict(plan), style="bold green")
     if as_json:
         print_json(report.to_json())
     if over:
@@ -109,6 +109,15 @@ def _moment(device: DeviceSimulation) -> Table:
         name = tensor.name.rpartition(".")[2]
         table.add_row(format_bytes(tensor.nbytes), tensor.layer, tensor.kind, name, shape)
     return table
+
+
+def _verdict(plan: Plan) -> str:
+    """That the simulated peaks fit, or of which devices that cannot be said."""
+    unknown = [device.device for device in plan.devices if device.budget is None]
+    if not unknown:
+        return "fits on every device"
+    fits = "" if len(unknown) == len(plan.devices) else "fits on the others; "
+    return f"{fits}not judged: the memory of {', '.join(unknown)} is not known"
 
 
 def _overflows(plan: Plan, report: SimulationReport) -> list[str]:

@@ -134,6 +134,7 @@ def _table(
         buffers_of=tuple(tuple(n for n in used if n in buffers) for used in state_of),
         state_nbytes=nbytes,
         alias_of=alias,
+        saving=recording.saving if training else frozenset(),
         trained=frozenset(n for n in names if training and names[n]),
         microbatch_rows=next(
             (t.size(0) for t, b in zip(inputs, capture.call.batched, strict=True) if b), None

@@ -68,6 +68,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.tallies = [NodeTally() for _ in range(num_nodes)]
         self.storages: list[RecordedStorage] = []
+        self.saving: set[int] = set()  # nodes that save something for backward, or a weight
         self.position = _INPUT
         self.backward = False
         self._known: dict[int, tuple[weakref.ref[Any], RecordedStorage | None]] = {}
@@ -151,6 +152,15 @@ class Recorder(TorchDispatchMode):
             self._own_live += change
             tally.forward_transient = max(tally.forward_transient, self._own_live)
 
+    def save(self, tensor: Tensor) -> None:
+        """Note that the running node saves ``tensor`` for backward."""
+        self.saving.add(self.position)
+        stored = self.storage(tensor)
+        if stored is not None:
+            stored.savers.add(self.position)
+            nbytes = tensor.numel() * tensor.element_size()
+            stored.saved_nbytes.append((self.position, min(nbytes, stored.nbytes)))
+
     def read(self, record: RecordedStorage) -> None:
         """Note that the running node's backward reads what was saved."""
         self._event(record, 0)
@@ -173,9 +183,13 @@ def _key(tensor: Tensor) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """A finished run: what was recorded, and each node's result size and readers."""
+    """A finished run: what was recorded, and each node's result size and readers.
+
+    ``saving`` are the nodes that saved anything for backward, be it only a weight.
+    """
 
     storages: tuple[RecordedStorage, ...]
+    saving: frozenset[int]
     tallies: tuple[NodeTally, ...]
     output_nbytes: tuple[int, ...]
     output_storages: tuple[tuple[RecordedStorage, ...], ...]  # what a node's result is held in
@@ -227,11 +241,8 @@ def record_run(
     owner = _BackwardOwners(recorder)
 
     def pack(tensor: Tensor) -> Tensor:
-        stored = recorder.storage(tensor)
-        if stored is not None and not recorder.backward:
-            stored.savers.add(recorder.position)
-            nbytes = tensor.numel() * tensor.element_size()
-            stored.saved_nbytes.append((recorder.position, min(nbytes, stored.nbytes)))
+        if not recorder.backward:
+            recorder.save(tensor)
         return tensor.new_empty(0) if offloads else tensor.detach()
 
     def unpack(tensor: Tensor) -> Tensor:
@@ -280,6 +291,7 @@ def record_run(
         for stored in recorder.storages:
             if stored.live and not stored.savers and stored.made_by != _INPUT:
                 stored.savers.add(stored.made_by)
+                recorder.saving.add(stored.made_by)
         if training and loss.requires_grad and not offloads:
             recorder.backward = True
             for parameter in model.parameters():
@@ -289,6 +301,7 @@ def record_run(
         recorder.position = _INPUT
     return Recording(
         storages=tuple(recorder.storages),
+        saving=frozenset(recorder.saving),
         tallies=tuple(recorder.tallies),
         output_nbytes=tuple(output_nbytes),
         output_storages=tuple(output_storages),

@@ -99,6 +99,7 @@ class CostTable:
     buffers_of: tuple[tuple[str, ...], ...]
     state_nbytes: Mapping[str, int]  # parameter or buffer -> bytes (tied names: one of them)
     alias_of: Mapping[str, str]  # every name of the state -> the name that stands for its tensor
+    saving: frozenset[int]  # nodes whose backward needs something saved, be it only a weight
     trained: frozenset[str]  # parameters that get gradients
     microbatch_rows: int | None
     keys: tuple[RegionKey | None, ...] = ()  # per node; (): every saved activation is kept

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from placer.errors import PlacerError, nearest
 
+_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")  # that people give to weights
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsFile:
@@ -31,8 +33,8 @@ def open_weights(path: Path) -> Iterator[WeightsFile]:
     the file is not there or holds no state dict.
     """
     if not path.is_file():
-        folder = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        near = nearest(path.name, folder)
+        folder = path.parent.iterdir() if path.parent.is_dir() else ()
+        near = nearest(path.name, [p.name for p in folder if p.suffix in _SUFFIXES])
         hint = f"did you mean {str(path.parent / near)!r}?" if near else "check the path"
         raise PlacerError(f"weights {path}", "no such file", hint)
     if path.suffix == ".safetensors":

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
+from placer.cost import device_type
 from placer.partition.chain import Mask, Table, best_cuts, border_costs
 from placer.partition.score import (
     IntervalTables,
+    OptimizerBytes,
     optimizer_bytes,
     peak_bytes,
     stage_seconds,
@@ -46,6 +48,14 @@ def waiting_at(demands: Demands, num_stages: int, stage_index: int) -> InFlight:
         return InFlight(microbatches=demands.microbatches, last_share=demands.last_share)
     schedule = make_schedule(demands.schedule, num_stages, demands.microbatches)
     return in_flight(schedule, stage_index, last_share=demands.last_share)
+
+
+def optimizer_on(demands: Demands, devices: Iterable[str]) -> OptimizerBytes:
+    """What the optimizer needs where the parameters that it trains are on ``devices`` (names)."""
+    if not demands.training:
+        return OptimizerBytes(state=0)
+    together = all(device_type(name) == "cuda" for name in devices)
+    return optimizer_bytes(demands.optimizer, together=together)
 
 
 def solve_order(
@@ -112,11 +122,12 @@ class StageCosts:
         pinned: Sequence[str | None],
         demands: Demands,
     ) -> None:
-        kept = optimizer_bytes(demands.optimizer if demands.training else "sgd")
         largest = reference_bytes(chain)
         self.seconds, self.shares, self.peaks, self.held = [], [], [], []
         for q, slot in enumerate(chain):
             count = waiting_at(demands, len(chain), q)
+            updated = [slot] if demands.processes else chain
+            kept = optimizer_on(demands, (other.name for other in updated))
             peak = peak_bytes(tables, count, kept, training=demands.training)
             self.seconds.append(_seconds(tables, slot, demands))
             self.shares.append(_share(peak, slot))

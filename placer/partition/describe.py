@@ -15,12 +15,12 @@ from placer.cost import CostTable
 from placer.partition.candidate import (
     Candidate,
     border_alternatives,
+    optimizer_on,
     reference_bytes,
     waiting_at,
 )
 from placer.partition.returning import ReturningChains, can_return, device_peaks
 from placer.partition.score import (
-    optimizer_bytes,
     peak_bytes,
     replica_peak_bytes,
     saved_bytes,
@@ -63,12 +63,14 @@ def describe_partition(
     """The partition of ``best``; ``pinned`` per node of its order, ``bound`` below its criterion."""
     t = best.tables
     used = [(q, x, y - 1) for q, (x, y) in enumerate(itertools.pairwise(best.cuts)) if y > x]
-    kept = optimizer_bytes(demands.optimizer if demands.training else "sgd")
+    trains = [best.slots[q].name for q, x, y in used if t.owned[x, y]]
     received_from = _received_from(best, used, costs)
     stages, loads = [], []
+    updating = dict.fromkeys((slot.name for slot in best.slots), 0.0)  # bytes while all change
     for index, (q, x, y) in enumerate(used):
         slot = best.slots[q]
         count = waiting_at(demands, len(used), index)
+        kept = optimizer_on(demands, [slot.name] if demands.processes else trains)
         waiting = received_from[index, :index].tolist()
         table = peak_bytes(t, count, kept, training=demands.training, received_from=waiting)
         peak = int(table[x, y])
@@ -105,12 +107,15 @@ def describe_partition(
             )
         )
         loads.append(stages[-1].forward_seconds + stages[-1].backward_seconds + float(moved))
+        updating[slot.name] += float(t.parameters[x, y] + t.buffers[x, y])
+        updating[slot.name] += float((1 + kept.state + kept.together) * t.owned[x, y])
     peaks = _per_device([(stage, stage.memory.peak) for stage in stages])
+    peaks = {name: max(peak, int(updating[name])) for name, peak in peaks.items()}
     replica_peaks = _per_device([(stage, stage.replica_peak) for stage in stages])
     spans = {name: [(x, y + 1) for q, x, y in used if best.slots[q].name == name] for name in peaks}
     if len(peaks) < len(stages) and can_return(demands, best.slots):
-        peaks = device_peaks(t, costs, best.nodes, spans, demands)
-        replica_peaks = device_peaks(t, costs, best.nodes, spans, demands, replica=True)
+        peaks = device_peaks(t, costs, best.nodes, spans, optimizer_on(demands, trains))
+        replica_peaks = device_peaks(t, costs, best.nodes, spans, None)
     fits = all(
         stage.device.budget is None
         or peaks[stage.device.name] + stage.device.reserve <= stage.device.budget

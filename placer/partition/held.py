@@ -81,8 +81,7 @@ class HeldInRegions:
         keys: list[RegionKey | None] = [None] * width
         for node, key in enumerate(costs.keys):
             keys[int(place[node])] = key
-        saving = {int(place[s]) for v in costs.values for s in v.savers}
-        saving |= {int(place[i]) for i, names in enumerate(costs.parameters_of) if names}
+        saving = {int(place[i]) for i in costs.saving}
         self._runs: list[_Run] = []
         self._run_of = np.full(width, -1)
         for position, key in enumerate(keys):

@@ -136,7 +136,7 @@ def least_bytes(
     whichever is more in all. What regions recompute or offload is left out.
     """
     static, saved, gradients = (np.zeros(len(model.order) + 1) for _ in range(3))
-    kept = optimizer_bytes(demands.optimizer if demands.training else "sgd")
+    state = optimizer_bytes(demands.optimizer).state
     uses: dict[str, set[int]] = {}
     for names_of in (costs.parameters_of, costs.buffers_of):
         for node, names in enumerate(names_of):
@@ -146,7 +146,7 @@ def least_bytes(
         nbytes, first = costs.state_nbytes[name], min(units)
         static[first] += nbytes
         if demands.training and name in costs.trained and len(units) == 1:
-            static[first] += kept.state * nbytes
+            static[first] += state * nbytes
             gradients[first] += nbytes
     if not demands.training:
         return static

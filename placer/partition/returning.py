@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from placer.cost import CostTable
-from placer.partition.candidate import Candidate, StageCosts, reference_bytes
+from placer.partition.candidate import Candidate, StageCosts, optimizer_on, reference_bytes
 from placer.partition.fold import MOST_CUTS, improved_devices, nested_devices
-from placer.partition.score import IntervalTables, optimizer_bytes
+from placer.partition.score import IntervalTables, OptimizerBytes
 from placer.partition.shared import SharedPeaks, Span
 from placer.partition.types import Demands, DeviceSlot
 
@@ -29,13 +29,13 @@ def device_peaks(
     costs: CostTable,
     nodes: Sequence[int],
     spans: Mapping[str, Sequence[Span]],
-    demands: Demands,
-    *,
-    replica: bool = False,
+    optimizer: OptimizerBytes | None,
 ) -> dict[str, int]:
-    """Peak bytes per device with its stages (cut indices), for one micro-batch in training."""
-    kept = None if replica else optimizer_bytes(demands.optimizer)
-    shared = SharedPeaks(tables, costs, nodes, kept)
+    """Peak bytes per device with its stages (cut indices), for one micro-batch in training.
+
+    Without ``optimizer`` those of a further replica.
+    """
+    shared = SharedPeaks(tables, costs, nodes, optimizer)
     return {device: int(shared.peak(own)) for device, own in spans.items()}
 
 
@@ -53,7 +53,7 @@ class ReturningChains:
         self._best, self._pinned, self._demands = best, pinned, demands
         self.slots = list({slot.name: slot for slot in best.slots}.values())
         self.scales = [_scale(slot, self.slots) for slot in self.slots]
-        kept = optimizer_bytes(demands.optimizer)
+        kept = optimizer_on(demands, (slot.name for slot in self.slots))
         self.shared = SharedPeaks(best.tables, costs, best.nodes, kept)
         self._costs = StageCosts(best.tables, self.slots, pinned, demands)
 

@@ -17,7 +17,7 @@ one counts as its share of rows),
              (c'- 1) * saved(a, b) + max_i live(i),    later ones: all gradients are there
              (c - 1) * saved(a, b) + forward(a, b),
              (c'- 1) * saved(a, b) + forward(a, b) + gradients,    under 1F1B
-             gradients + the optimizer's own transient )
+             gradients + the optimizer's own transient (`OptimizerBytes`) )
 
 Every table is built from rectangles: "some user of v lies in [a, i]" holds exactly for a in
 (previous user, user] and i >= user, so one two-dimensional prefix sum gives it for all intervals.
@@ -47,18 +47,18 @@ _LOSS_NBYTES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerBytes:
-    """Bytes per byte of parameter: ``state`` that stays, ``transient`` while one is updated."""
+    """Bytes per byte of parameter: ``state`` stays, the others are there while parameters change.
+
+    ``each``: of `IntervalTables.updating`, where one parameter is updated after the other;
+    ``together``: of all that the device trains, where they are updated at once.
+    """
 
     state: float
-    transient: float = 0.0
+    each: float = 0.0
+    together: float = 0.0
 
 
-_OPTIMIZERS = {  # as torch.optim keeps them; Adam's update makes a square root and a quotient
-    "sgd": OptimizerBytes(state=0),
-    "sgd_momentum": OptimizerBytes(state=1),
-    "adam": OptimizerBytes(state=2, transient=2),
-    "adamw": OptimizerBytes(state=2, transient=2),
-}
+_STATE = {"sgd": 0, "sgd_momentum": 1, "adam": 2, "adamw": 2}  # as torch.optim keeps it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class IntervalTables:
     forward_live: Table
     backward_live_growing: Table  # with gradients, in the first backward
     backward_live_grown: Table  # the same in a later one
-    largest_parameter: Table
+    updating: Table  # what Adam's loop over the parameters makes
     flops: tuple[Table, Table]  # forward, backward; of every node along the order, the loss last
     traffic: tuple[Table, Table]
     hosted: Table  # bytes that wait on the host, of every node along the order
@@ -163,8 +163,8 @@ def build_tables(
     results.add(0, n, n, returned)
     parameters, buffers = build.rectangles(), build.rectangles()
     trained, owned, sent_home = build.rectangles(), build.rectangles(), build.rectangles()
-    largest_at = np.zeros(n + 1)
-    for name, uses in _uses(costs, costs.parameters_of, place).items():
+    uses_of = _uses(costs, costs.parameters_of, place)
+    for name, uses in uses_of.items():
         nbytes = costs.state_nbytes[name]
         parameters.some(uses, nbytes)
         if name in costs.trained:
@@ -172,7 +172,6 @@ def build_tables(
             owned.add(0, uses[0], uses[0], nbytes)
             # A later stage's copy sends its gradient home before this stage's backward.
             sent_home.add(0, uses[0], uses[0], nbytes, until=uses[-1])
-            largest_at[uses[0]] = max(largest_at[uses[0]], nbytes)
     for name, uses in _uses(costs, costs.buffers_of, place).items():
         buffers.some(uses, costs.state_nbytes[name])
     used = {costs.alias_of[x] for group in (*costs.parameters_of, *costs.buffers_of) for x in group}
@@ -217,7 +216,7 @@ def build_tables(
         + build.at_ends(received.table()),
         backward_live_growing=growing,
         backward_live_grown=grown,
-        largest_parameter=build.running_max(np.broadcast_to(largest_at, live.shape)),
+        updating=build.running_max(_updating(costs, uses_of, build)),
         flops=(along("forward_flops"), along("backward_flops")),
         traffic=(along("forward_traffic"), along("backward_traffic")),
         hosted=along("host_nbytes"),
@@ -233,6 +232,27 @@ def _uses(
         for name in names:
             uses.setdefault(costs.alias_of[name], set()).add(int(place[node]))
     return {name: sorted(positions) for name, positions in uses.items()}
+
+
+def _updating(costs: CostTable, uses_of: Mapping[str, Sequence[int]], build: _Builder) -> Table:
+    """Per start and position what Adam's loop makes for a parameter that is first used there.
+
+    A square root and a quotient; the quotient of the parameter before it goes when they are made.
+    """
+    table = np.zeros((len(build.starts), build.width))
+    before: tuple[int, int] | None = None  # its position and bytes
+    for name, nbytes in costs.state_nbytes.items():
+        if name not in costs.trained or name not in uses_of:
+            continue
+        at = uses_of[name][0]
+        found = [(at, at, 2 * nbytes)]
+        if before is not None:
+            found.append((min(at, before[0]), max(at, before[0]), 2 * nbytes + before[1]))
+        for last_start, column, most in found:
+            rows = table[: np.searchsorted(build.starts, last_start, side="right"), column]
+            np.maximum(rows, most, out=rows)
+        before = at, nbytes
+    return table
 
 
 def _transients(costs: CostTable, node: int) -> tuple[int, int]:
@@ -310,11 +330,21 @@ class _Rectangles:
         return sums[:-1, :-1]
 
 
-def optimizer_bytes(optimizer: str | Mapping[str, int]) -> OptimizerBytes:
-    """What the optimizer that a spec names needs, per byte of (float32) parameter."""
-    if isinstance(optimizer, str):
-        return _OPTIMIZERS[optimizer]
-    return OptimizerBytes(state=optimizer["bytes_per_parameter"] / 4)
+def optimizer_bytes(
+    optimizer: str | Mapping[str, int], *, together: bool = False
+) -> OptimizerBytes:
+    """What the optimizer that a spec names needs, per byte of (float32) parameter.
+
+    ``together``: it updates all parameters of a device at once (``foreach``), as torch's optimizers
+    do by default where all parameters are on CUDA devices. Adam's ``torch._foreach_sqrt`` then makes
+    the square roots of all of them (torch/optim/adam.py of 2.15, ``_multi_tensor_adam``); SGD makes
+    nothing either way. Of an optimizer that is given by its state nothing else is known.
+    """
+    if not isinstance(optimizer, str):
+        return OptimizerBytes(state=optimizer["bytes_per_parameter"] / 4)
+    if optimizer not in ("adam", "adamw"):
+        return OptimizerBytes(state=_STATE[optimizer])
+    return OptimizerBytes(state=_STATE[optimizer], each=1.0 - together, together=1.0 * together)
 
 
 def peak_bytes(
@@ -364,7 +394,7 @@ def peak_bytes(
                 tables.owned + _running(tables, share) + untaken(in_flight.untaken_at_forwards)
             )
             peak = np.maximum(peak, waiting(others, share) + forward)
-    step = tables.owned + optimizer.transient * tables.largest_parameter
+    step = (1 + optimizer.together) * tables.owned + optimizer.each * tables.updating
     return static + np.maximum(peak, step)
 
 

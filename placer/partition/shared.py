@@ -43,8 +43,8 @@ class SharedPeaks:
             static, kept = static + optimizer.state * tables.owned, tables.owned
         self._static = static
         self._forward = static + tables.forward_live
-        self._updating = 0.0 if optimizer is None else optimizer.transient
-        self._largest = tables.largest_parameter
+        self._optimizer = optimizer
+        self._owned, self._updating = tables.owned, tables.updating
         self.running = static + np.maximum(tables.forward_live, tables.backward_live_growing)
         self.held = static + tables.saved
         self.left = static + kept
@@ -85,9 +85,12 @@ class SharedPeaks:
             static = sum(float(self._static[a, b - 1]) for a, b in after)
             forward = float(self._forward[x, y - 1]) + held + static + passing
             most = max(most, forward, float(self.running[x, y - 1]) + held + left)
+        if self._optimizer is None:
+            return most
         state = sum(float(self.left[a, b - 1]) for a, b in spans)
-        largest = max(float(self._largest[a, b - 1]) for a, b in spans)
-        return max(most, state + self._updating * largest)
+        owned = sum(float(self._owned[a, b - 1]) for a, b in spans)
+        updating = max(float(self._updating[a, b - 1]) for a, b in spans)
+        return max(most, state + self._optimizer.together * owned + self._optimizer.each * updating)
 
     def _passed_on(self, home: Span, later: int) -> float:
         """Made in the stage ``home``, not saved there, and read by stages from cut ``later`` on."""

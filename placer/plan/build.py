@@ -238,7 +238,11 @@ def _plan(
         transfers=_transfers(capture, costs, partition),
         checkpoint=_labels(costs.keys, "recompute"),
         offload=_labels(costs.keys, "offload"),
-        notes=(*_light_notes(spec, light), *_notes(capture, spec, demands, len(rows))),
+        notes=(
+            *_light_notes(spec, light),
+            *_cut_notes(capture, len(rows), microbatches),
+            *_notes(capture, spec, demands, len(rows)),
+        ),
         optimality=partition.optimality,
         extra_time=_extra_time(light),
         boundaries=partition.boundaries,
@@ -256,9 +260,12 @@ def _light_notes(spec: PlacementSpec, light: LightPlan) -> list[str]:
     least = format_seconds(light.least_seconds)
     known = _extra_time(light)
     gap = "none, it is the least" if known is None or known.proven else f"{known.gap:.1%}"
+    bound = f"no choice for these stages adds less than {least} (gap: {gap})"
+    if not light.least_seconds:
+        bound = "how little it could be is not known"
     return [
         f"{' and '.join(words)} 'auto' adds {format_seconds(light.extra_seconds)} per micro-batch, "
-        f"all stages together; no choice for these stages adds less than {least} (gap: {gap})."
+        f"all stages together; {bound}."
     ]
 
 
@@ -313,6 +320,23 @@ def _transfers(capture: Capture, costs: CostTable, partition: Partition) -> tupl
             for target in sorted(targets - {source})
         ]
     return tuple(found)
+
+
+def _cut_notes(capture: Capture, replicas: int, microbatches: int) -> list[str]:
+    """That the batch has too few rows for the cuts that are asked for."""
+    rows = capture.call.batch_size
+    if rows is None:
+        return []
+    cuts = batch_cuts(rows, replicas, microbatches)
+    notes = []
+    if len(cuts) < replicas:
+        notes.append(f"A batch of {rows} rows gives work to {len(cuts)} of {replicas} replicas.")
+    if len(cuts[0]) < microbatches:
+        notes.append(
+            f"The {sum(cuts[0])} rows of a replica make {len(cuts[0])} micro-batches, not "
+            f"{microbatches}."
+        )
+    return notes
 
 
 def _notes(

@@ -9,7 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from placer.errors import PlanError, nearest
+from placer.errors import PlanError
+from placer.jsonfile import JSONError, read_json
 from placer.plan.format import VERSION, PlanFile, read_plan_file
 from placer.plan.types import (
     Boundary,
@@ -99,19 +100,10 @@ def load_plan(path: str | Path) -> Plan:
     """The plan in the file ``path``. Raises ``PlanError`` when it cannot be read or is no plan."""
     path = Path(path)
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        beside = [p.name for p in path.parent.glob("*.json")] if path.parent.is_dir() else []
-        near = nearest(path.name, beside)
-        hint = f"did you mean {str(path.parent / near)!r}?" if near else "check the path"
-        raise PlanError(str(path), "no such file", hint) from None
-    except json.JSONDecodeError as error:
-        where = f"line {error.lineno}, column {error.colno}"
-        raise PlanError(
-            str(path), f"is not JSON: {error.msg} at {where}", "restore the file, or plan again"
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(str(path), f"cannot be read: {error}", "check the path") from None
+        data = read_json(path)
+    except JSONError as error:
+        place = "" if error.where == str(path) else f"{error.where}: "
+        raise PlanError(str(path), f"{place}{error.problem}", error.remedy) from None
     return plan_from_json(data, source=str(path))
 
 

@@ -5,9 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from placer.errors import PlacerError
+
+
+class WatchedLoss:
+    """A loss function that remembers whether any of its losses can be differentiated."""
+
+    def __init__(self, loss_fn: Callable[..., Tensor]) -> None:
+        self._loss_fn = loss_fn
+        self._has_graph: bool | None = None  # None: it was not called
+
+    def __call__(self, *given: Any) -> Tensor:
+        loss = self._loss_fn(*given)
+        self._has_graph = bool(self._has_graph or getattr(loss, "requires_grad", False))
+        return loss
+
+    def require_graph(self) -> None:
+        """Raise ``PlacerError`` when there was nothing to go backward through, as eager would."""
+        if self._has_graph is not False:
+            return
+        remedy = "do not detach it, and leave some parameters unfrozen"
+        if not torch.is_grad_enabled():
+            remedy = "call step outside torch.no_grad(), or placed(x) where no gradient is wanted"
+        problem = "the loss depends on nothing that requires a gradient, so there is none"
+        raise PlacerError("loss_fn", problem, remedy)
 
 
 def call_loss(loss_fn: Callable[..., Tensor], output: Any, target: Any) -> Tensor:

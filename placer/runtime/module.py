@@ -9,20 +9,15 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from placer.capture import (
-    CallFormat,
-    flatten_call,
-    rebuild_call,
-    unflatten_output,
-)
+from placer.capture import CallFormat, rebuild_call, unflatten_output
 from placer.emit import StagedModel
 from placer.errors import PlacerError
 from placer.plan.types import Plan
 from placer.runtime.hooks import refuse_backward_hooks, run_forward_hooks, run_forward_pre_hooks
-from placer.runtime.loss import call_loss
+from placer.runtime.loss import WatchedLoss, call_loss
 from placer.runtime.pickled import ExampleCall, emit_again, example_call
 from placer.runtime.place import Place
-from placer.runtime.programs import Programs
+from placer.runtime.programs import Calls, Programs
 from placer.runtime.replica import Replica, Run, run_schedule
 from placer.runtime.sampler import ReplicaSampler
 from placer.runtime.scaling import scale_of
@@ -57,8 +52,9 @@ class PlacedModule(nn.Module):
 
     A batch is cut along dim 0 into replicas, then micro-batches, by the sizes of ``torch.chunk``.
     What depends on the whole batch (BatchNorm statistics in train mode) sees one cut at a time.
-    Hooks fire on the module itself (the original's own came along) and on the modules that the
-    captured graph calls. Pickled (``torch.save`` of the module) it is the model and the plan, from
+    Hooks fire on the module itself (the original's own came along) and on all modules in it. A call
+    unlike the captured one (an optional argument, a cache) is captured when it first comes, and put
+    on the same stages. Pickled (``torch.save`` of the module) it is the model and the plan, from
     which loading captures and emits anew.
     """
 
@@ -81,9 +77,10 @@ class PlacedModule(nn.Module):
         self._staged = staged
         self._replicas = tuple(Replica(staged, row, places[0], plan.precision) for row in places)
         self._programs = Programs(model, plan, staged)
+        self._calls = Calls(self._programs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        made = (*_TABLES, "_tree", "plan", "_staged", "_replicas", "_programs")
+        made = (*_TABLES, "_tree", "plan", "_staged", "_replicas", "_programs", "_calls")
         others = {name: value for name, value in self.__dict__.items() if name not in made}
         places = [replica.places for replica in self._replicas]
         saved = self._tree, self.plan, example_call(self._staged), places
@@ -106,6 +103,15 @@ class PlacedModule(nn.Module):
         """Where results are: the first replica's last stage."""
         return self._replicas[0].output_place.device
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if not hasattr(self.__dict__.get("_tree"), name):
+                raise
+            hint = "the original model has one, which was not placed: use it there"
+            raise AttributeError(f"{error}; {hint}", name=name, obj=self) from None
+
     def train(self, mode: bool = True) -> PlacedModule:
         super().train(mode)
         self._tree.train(mode)
@@ -122,20 +128,25 @@ class PlacedModule(nn.Module):
             replica.mirrors.forget()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run_leaves(flatten_call(self._staged.call, args, kwargs))
+        return self._run(*self._calls.find(args, kwargs))
 
     def run_leaves(self, leaves: list[torch.Tensor]) -> Any:
-        """`forward` for inputs that are flattened already."""
+        """`forward` for inputs of the captured call that are flattened already."""
+        return self._run(self._programs, leaves)
+
+    def _run(self, programs: Programs, leaves: list[torch.Tensor]) -> Any:
         home = self._replicas[0].output_place
         pieces = []
-        for runs in self._runs(self._scatter(leaves)):
+        for runs in self._runs(programs, self._scatter(programs.call, leaves)):
             for run in runs:
                 result = run.replica.forward(run.trees, run.inputs)
                 pieces.append(transfer(result, run.replica.output_place, home))
             self._write_back(runs)
         return unflatten_output(run.replica.staged.call, join_rows(pieces))
 
-    def _runs(self, scattered: list[list[list[torch.Tensor]]]) -> list[list[Run]]:
+    def _runs(
+        self, programs: Programs, scattered: list[list[list[torch.Tensor]]]
+    ) -> list[list[Run]]:
         """Per replica, its micro-batches with the stages and weights that each needs.
 
         All replicas read the weights before any runs: the first one's forward may write buffers.
@@ -145,7 +156,7 @@ class PlacedModule(nn.Module):
             runs.append([])
             trees: dict[int, tuple[Replica, list[Any]]] = {}
             for inputs in microbatches:
-                staged = self._programs.find(inputs)
+                staged = programs.find(inputs)
                 if id(staged) not in trees:
                     variant = replica.with_program(staged)
                     trees[id(staged)] = variant, variant.trees(self._tree)
@@ -183,39 +194,51 @@ class PlacedModule(nn.Module):
             raise PlacerError("step", f"reduction is {reduction!r}", "use 'mean' or 'sum'")
         refuse_backward_hooks(self)
         args, kwargs = run_forward_pre_hooks(self, args, kwargs)
-        leaves = flatten_call(self._staged.call, args, kwargs)
-        return self.step_leaves(
-            leaves,
+        watched = WatchedLoss(loss_fn)
+        loss = self._step(
+            *self._calls.find(args, kwargs),
             target=target,
-            loss_fn=loss_fn,
+            loss_fn=watched,
             reduction=reduction,
             own_rows=own_rows,
             scaler=scaler,
         )
+        self._require_graph(watched)
+        return loss
 
     def step_leaves(
+        self, leaves: list[torch.Tensor], *, loss_fn: Callable[..., torch.Tensor]
+    ) -> torch.Tensor:
+        """`step` for inputs of the captured call that are flattened already, without a target."""
+        return self._step(self._programs, leaves, loss_fn=loss_fn)
+
+    def _step(
         self,
+        programs: Programs,
         leaves: list[torch.Tensor],
         *,
-        target: Any = None,
         loss_fn: Callable[..., torch.Tensor],
+        target: Any = None,
         reduction: Literal["mean", "sum"] = "mean",
         own_rows: bool = False,
         scaler: torch.amp.GradScaler | None = None,
     ) -> torch.Tensor:
-        """`step` for inputs that are flattened already."""
         # One process has all rows, so its own are the whole batch.
-        total = batch_size(self._staged.call, leaves)
-        scattered = self._scatter(leaves)
-        targets = self._scatter_target(target, total, scattered)
+        call = programs.call
+        total = batch_size(call, leaves)
+        scattered = self._scatter(call, leaves)
+        targets = self._scatter_target(call, target, total, scattered)
         scale = 1.0 if scaler is None else scale_of(scaler, self.output_device)
         losses = []
-        for runs, wanted in zip(self._runs(scattered), targets, strict=True):
+        for runs, wanted in zip(self._runs(programs, scattered), targets, strict=True):
             losses += self._replica_step(runs, wanted, loss_fn, total, reduction, scale)
             self._write_back(runs)
         home = self._replicas[0].output_place
         loss = torch.stack([loss.to(home.device) for loss in losses]).sum()
         return loss if scale == 1.0 else loss / scale
+
+    def _require_graph(self, loss_fn: WatchedLoss) -> None:
+        loss_fn.require_graph()
 
     @property
     def own_share(self) -> tuple[int, int]:
@@ -287,9 +310,10 @@ class PlacedModule(nn.Module):
         )
         return run_schedule(runs, linearize(schedule), loss_of)
 
-    def _scatter(self, leaves: list[torch.Tensor]) -> list[list[list[torch.Tensor]]]:
+    def _scatter(
+        self, call: CallFormat, leaves: list[torch.Tensor]
+    ) -> list[list[list[torch.Tensor]]]:
         """Per replica that gets rows, per micro-batch: the input leaves."""
-        call = self._staged.call
         total = batch_size(call, leaves)
         if total is None:
             return [[leaves]]
@@ -298,10 +322,14 @@ class PlacedModule(nn.Module):
         return [[next(flat) for _ in row] for row in cuts]
 
     def _scatter_target(
-        self, target: Any, total: int | None, scattered: list[list[list[torch.Tensor]]]
+        self,
+        call: CallFormat,
+        target: Any,
+        total: int | None,
+        scattered: list[list[list[torch.Tensor]]],
     ) -> list[list[Any]]:
         """``target`` cut like the inputs; tensors whose dim 0 is not the batch go to all, whole."""
-        sizes = [[batch_size(self._staged.call, leaves) for leaves in row] for row in scattered]
+        sizes = [[batch_size(call, leaves) for leaves in row] for row in scattered]
         cut = iter(split_target(target, total, [size for row in sizes for size in row]))
         return [[next(cut) for _ in row] for row in sizes]
 

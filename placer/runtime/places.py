@@ -20,12 +20,13 @@ def resolve_places(plan: Plan, run_on: str | None = None) -> list[list[Place]]:
 
     ``cpu:N`` is always the CPU. Where the machine has no device of a type at all, the CPU stands
     for it, with a ``SimulatedDeviceWarning``; ``run_on`` says so on purpose and warns of nothing.
-    Raises ``DeviceError`` when the machine has that type of device but not that one.
+    Raises ``DeviceError`` when the machine has that type of device but not that one, or no
+    ``run_on``.
     """
     names = dict.fromkeys(name for stage in plan.stages for name in stage.devices)
     found: dict[str, torch.device | None]
     if run_on is not None:
-        found = dict.fromkeys(names, torch.device(run_on))
+        found = dict.fromkeys(names, _run_on(run_on))
     else:
         found = {name: _resolve(name) for name in names}
         missing = [name for name, device in found.items() if device is None]
@@ -45,23 +46,33 @@ def resolve_places(plan: Plan, run_on: str | None = None) -> list[list[Place]]:
 
 def _resolve(name: str) -> torch.device | None:
     """The torch device called ``name``; None where the machine has none of its type."""
+    kind, _, number = name.partition(":")
     try:
-        device = torch.device(name)
+        torch.device(kind)
     except RuntimeError as error:
         raise DeviceError(f"device {name}", "not a torch device", "use cuda:0, cpu:0, …") from error
-    if device.type == "cpu":
+    if kind == "cpu":
         return torch.device("cpu")
-    if device.type == "meta":
+    if kind == "meta":
         raise DeviceError(f"device {name}", "nothing can run on meta", "name a real device")
-    module = getattr(torch, device.type, None)
+    module = getattr(torch, kind, None)
     count = module.device_count() if module is not None and hasattr(module, "device_count") else 0
     if count == 0:
         return None
-    if (device.index or 0) >= count:
-        have = ", ".join(f"{device.type}:{i}" for i in range(count))
+    index = int(number) if number.isdecimal() else 0  # torch.device wraps around above 127
+    if index >= count:
+        have = ", ".join(f"{kind}:{i}" for i in range(count))
         raise DeviceError(
             f"device {name}",
             f"this machine has only {have}",
             "name one of them, or pass run_on='cpu' to try the placement without its devices",
         )
-    return torch.device(device.type, device.index or 0)
+    return torch.device(kind, index)
+
+
+def _run_on(name: str) -> torch.device:
+    """The one device that runs every stage. Raises ``DeviceError`` when it is not here."""
+    device = _resolve(name)
+    if device is None:
+        raise DeviceError("run_on", f"this machine has no {name}", "use 'cpu'")
+    return device

@@ -1,77 +1,155 @@
-"""The programs of a placed model: the captured one, and those of other modes and input sizes."""
+"""The programs of a placed model: the captured one, and those of other calls, modes and input sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from placer._torch import without_modes
 from placer.capture import (
+    CallFormat,
+    bind_arguments,
+    call_difference,
+    call_tensors,
     capture_model,
     captured_key,
     condition_key,
     find_difference,
+    is_kept_whole,
+    is_torch_leaf,
+    rebuild_arguments,
     rebuild_call,
 )
 from placer.emit import StagedModel, emit_stages
+from placer.errors import CaptureError
 from placer.plan.follow import follow_plan
 from placer.plan.types import Plan
 from placer.regions import find_regions, region_keys
 
-
-def _own_saving() -> AbstractContextManager[None]:
-    """The caller's saved-tensor hooks (`torch.utils.checkpoint` counts) hear nothing of a capture."""
-    return torch.autograd.graph.saved_tensors_hooks(_same, _same)
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
+_MOST_CALLS = 16  # ways to call a model; more of them are a number that changes with every call
+_PLAIN = (Tensor, bool, int, float, str, torch.dtype, torch.device, type(None))
 
 
 class Programs:
     """Finds the stages that compute what ``model`` computes in its present mode for given inputs.
 
-    A captured graph is the program of one mode and of the sizes that it leaves open. For another
-    mode, dtype or size the model is recorded once more on fake tensors: where the program is the
-    same, the captured stages serve; where not, it is captured anew and put on the same stages. Every
+    A captured graph is the program of one call format, of one mode and of the sizes that it leaves
+    open. For another mode, dtype or size the model is recorded once more on fake tensors: where the
+    program is the same, the captured stages serve; where not, or where hooks or parametrizations
+    were put on a module that was looked into, it is captured anew and put on the same stages. Every
     answer is kept. Weights stay where the plan has them.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, staged: StagedModel) -> None:
         self._model = model
         self._modules = list(model.modules())
+        self._containers = [m for m in self._modules[1:] if not is_torch_leaf(m)]
         self._plan = plan
         self._captured = staged
-        self._known: dict[Hashable, StagedModel] = {
-            captured_key(staged.conditions, staged.call): staged
-        }
+        self._whole = self._kept_whole()
+        key = captured_key(staged.conditions, staged.call)
+        self._known: dict[Hashable, StagedModel] = {(key, self._whole): staged}
+
+    @property
+    def call(self) -> CallFormat:
+        """How the model is called in these programs, and what it returns."""
+        return self._captured.call
 
     def find(self, inputs: Sequence[Tensor]) -> StagedModel:
         """The stages for one micro-batch of inputs. Raises ``CaptureError``."""
         captured = self._captured
         modes = tuple(module.training for module in self._modules)
-        key = condition_key(captured.conditions, captured.call, modes, inputs)
+        whole = self._kept_whole()
+        key = condition_key(captured.conditions, captured.call, modes, inputs), whole
         if key not in self._known:
-            with without_modes(), _own_saving(), torch.inference_mode(False), torch.enable_grad():
-                self._known[key] = self._make(inputs)
+            args, kwargs = rebuild_call(captured.call, _without_data(inputs))
+            with _as_in_compile():
+                same = (
+                    whole == self._whole
+                    and find_difference(self._model, captured.conditions, args, kwargs) is None
+                )
+                self._known[key] = captured if same else self._capture(args, kwargs)
         return self._known[key]
 
-    def _make(self, inputs: Sequence[Tensor]) -> StagedModel:
-        captured = self._captured
-        shaped = [
-            torch.empty(x.shape, dtype=x.dtype, device="meta").requires_grad_(x.requires_grad)
-            for x in inputs
-        ]
-        args, kwargs = rebuild_call(captured.call, shaped)
-        if find_difference(self._model, captured.conditions, args, kwargs) is None:
-            return captured
+    def for_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Programs:
+        """The programs of another call: other arguments given, other constants among them."""
+        with _as_in_compile():
+            return Programs(self._model, self._plan, self._capture(args, kwargs))
+
+    def _kept_whole(self) -> tuple[int, ...]:
+        """Of the modules that a capture may look into, those that it may not now, by their places."""
+        return tuple(i for i, module in enumerate(self._containers) if is_kept_whole(module))
+
+    def _capture(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> StagedModel:
         capture = capture_model(self._model, args, kwargs)
         stages = follow_plan(self._plan, capture)
         keys = region_keys(capture, self._plan.checkpoint, self._plan.offload)
         key_of = dict(zip(capture.order, keys, strict=True))
         staged = emit_stages(capture, stages, [find_regions(nodes, key_of) for nodes in stages])
-        return replace(staged, state_stage=captured.state_stage)
+        # Weights stay where they are; those that a parametrization made since are where they are read.
+        return replace(staged, state_stage={**staged.state_stage, **self._captured.state_stage})
+
+
+class Calls:
+    """The ways in which a placed model has been called so far, each with its programs.
+
+    Only the captured one where a process has but a part of the model, and could not capture others.
+    """
+
+    def __init__(self, captured: Programs, *, captured_only: bool = False) -> None:
+        self._known = [captured]
+        self._captured_only = captured_only
+
+    def find(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Programs, list[Tensor]]:
+        """The programs for a call, and its tensors; a call unlike all before is captured.
+
+        Raises ``CaptureError`` for arguments that ``forward`` does not take or cannot run on, for
+        objects that are no plain values, and when every call brings constants of its own.
+        """
+        captured = self._known[0]
+        bound = bind_arguments(captured.call.signature, args, kwargs)
+        for programs in self._known:
+            if call_difference(programs.call, bound) is None:
+                return programs, call_tensors(programs.call, bound)
+        difference = call_difference(captured.call, bound)
+        assert difference is not None
+        plain = all(isinstance(leaf, _PLAIN) for leaf in bound.leaves)
+        if self._captured_only or not plain:
+            raise difference
+        if len(self._known) > _MOST_CALLS:
+            raise CaptureError(
+                difference.where,
+                f"{difference.problem}, and {_MOST_CALLS} other calls were captured since",
+                "pass what is another number in every call as a tensor",
+            )
+        shaped = rebuild_arguments(bound, _without_data(bound.leaves))
+        self._known.append(captured.for_call(*shaped))
+        return self._known[-1], call_tensors(self._known[-1].call, bound)
+
+
+@contextmanager
+def _as_in_compile() -> Iterator[None]:
+    """A capture in the midst of the caller's code: as if nothing were going on there."""
+    # The caller's saved-tensor hooks (`torch.utils.checkpoint` counts) are to hear nothing of it.
+    own_saving = torch.autograd.graph.saved_tensors_hooks(_same, _same)
+    with without_modes(), own_saving, torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _without_data(leaves: Sequence[Any]) -> list[Any]:
+    """``leaves`` with tensors of the same shapes, dtypes and need of gradients on ``meta``."""
+
+    def shaped(x: Tensor) -> Tensor:
+        empty = torch.empty(x.shape, dtype=x.dtype, device="meta")
+        return empty.requires_grad_(x.requires_grad)
+
+    return [shaped(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]

@@ -10,19 +10,25 @@ from torch import nn
 
 
 def make_optimizer(
-    wanted: str | Mapping[str, int], parameters: Sequence[nn.Parameter]
+    wanted: str | Mapping[str, int],
+    parameters: Sequence[nn.Parameter],
+    *,
+    foreach: bool | None = None,
 ) -> torch.optim.Optimizer:
-    """The plan's optimizer over ``parameters``; without ``foreach``, one parameter after the other."""
+    """The plan's optimizer over ``parameters``; ``foreach``: all of them at once.
+
+    By default torch chooses by their device, as for the user's optimizer.
+    """
     if not parameters:
         return torch.optim.SGD([torch.zeros(0, requires_grad=True)])
     if not isinstance(wanted, str):
         return _SizedState(parameters, wanted["bytes_per_parameter"])
     if wanted == "adam":
-        return torch.optim.Adam(parameters, foreach=False)
+        return torch.optim.Adam(parameters, foreach=foreach)
     if wanted == "adamw":
-        return torch.optim.AdamW(parameters, foreach=False)
+        return torch.optim.AdamW(parameters, foreach=foreach)
     momentum = 0.9 if wanted == "sgd_momentum" else 0.0
-    return torch.optim.SGD(parameters, lr=1e-3, momentum=momentum, foreach=False)
+    return torch.optim.SGD(parameters, lr=1e-3, momentum=momentum, foreach=foreach)
 
 
 class _SizedState(torch.optim.Optimizer):

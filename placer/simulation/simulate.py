@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from placer.capture import Capture, FakeWorld
@@ -57,7 +57,10 @@ def simulate_plan(
             ledger.add(leaf, HOST, kind="input")
         with ledger, running_kernels(plan, run_on):
             if plan.training:
-                _train(placed, leaves, step, plan, loss_fn)
+                place_of = {
+                    name: run_on or rows[0][s].name for name, s in staged.state_stage.items()
+                }
+                _train(placed, leaves, step, plan, loss_fn, _optimizers(placed, plan, place_of))
             else:
                 with torch.no_grad():
                     placed.run_leaves(leaves)
@@ -111,17 +114,35 @@ def _train(
     step: _StepWatch,
     plan: Plan,
     loss_fn: Callable[[Any], Tensor] | None,
+    optimizers: Sequence[torch.optim.Optimizer],
 ) -> None:
-    trained = [p for p in placed.parameters() if p.requires_grad]
-    optimizer = make_optimizer(plan.optimizer, trained)
     loss_of = loss_fn or (lambda output: stand_in_loss(tree_leaves(output)))
     for _ in range(2):
         placed.step_leaves(leaves, loss_fn=loss_of)
         step.in_optimizer = True
         with on(HOST_MEMORY):  # Adam's step counts; all else is made from tensors on a device
-            optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+            for optimizer in optimizers:
+                optimizer.step()
+        placed.zero_grad(set_to_none=True)
         step.in_optimizer = False
+
+
+def _optimizers(
+    placed: PlacedModule, plan: Plan, place_of: Mapping[str, str]
+) -> list[torch.optim.Optimizer]:
+    """What updates the parameters as torch's optimizer over all of them does by default.
+
+    Where all of them are on CUDA devices, it updates those of each device at once; else one after
+    the other (``_default_to_fused_or_foreach`` of torch.optim).
+    """
+    groups: dict[str, list[nn.Parameter]] = {}
+    for name, parameter in placed.named_parameters():
+        if parameter.requires_grad:
+            groups.setdefault(place_of[name], []).append(parameter)
+    if all(device_type(name) == "cuda" for name in groups):
+        return [make_optimizer(plan.optimizer, group, foreach=True) for group in groups.values()]
+    trained = [parameter for parameter in placed.parameters() if parameter.requires_grad]
+    return [make_optimizer(plan.optimizer, trained, foreach=False)]
 
 
 def describe_peak(

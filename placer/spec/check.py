@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from placer.errors import nearest
-from placer.spec.fields import device_name
+from placer.spec.fields import MOST, device_name
 from placer.spec.rows import shifted_rows
 
 Problem = tuple[str, str, str]
@@ -41,10 +42,11 @@ def _name(value: Any) -> str | None:
 
 
 def _twice(names: list[str | None], where: str, rule: str) -> list[Problem]:
+    known = [None if name is None else _torch_name(name) for name in names]
     return [
         (f"{where}/{i}", f"{name!r} is listed twice ({rule})", "remove it, or name another device")
         for i, name in enumerate(names)
-        if name is not None and name in names[:i]
+        if name is not None and known[i] in known[:i]
     ]
 
 
@@ -68,56 +70,69 @@ def _unknown_targets(layers: Any, names: list[str | None]) -> list[Problem]:
 
 
 def _rows(data: Mapping[str, Any], names: list[str | None]) -> list[Problem]:
+    """Problems of ``replica_devices``, or of the rows that are derived where there is none."""
     rows = data.get("replica_devices") or ()
     replicas = data.get("replicas", 1)
-    counted = isinstance(replicas, int) and not isinstance(replicas, bool)
-    if not isinstance(rows, list | tuple) or not names or not all(names):
-        return []
-    given = [_names(row) for row in rows]
-    problems: list[Problem] = []
-    if rows and counted and replicas != len(rows) + 1:
-        problems.append(
-            (
-                "/replica_devices",
-                f"{len(rows)} row(s) for {replicas} replica(s): one row for each after the first "
-                "was expected",
-                f"give {max(replicas - 1, 0)} row(s), or set replicas to {len(rows) + 1}",
-            )
-        )
-    for i, row in enumerate(given):
-        if len(row) != len(names):
-            problems.append(
-                (
-                    f"/replica_devices/{i}",
-                    f"{len(row)} device(s) where replica 0 has {len(names)}",
-                    "give every replica as many devices as /devices lists",
-                )
-            )
     first = [name for name in names if name]
-    if not rows and counted and replicas > 1:
-        flat = [name for row in shifted_rows(first, replicas) for name in row]
-        clash = sorted({name for name in flat if flat.count(name) > 1})
-        if clash and len(set(first)) == len(first):
-            problems.append(
-                (
-                    "/replicas",
-                    f"{clash[0]!r} would serve two replicas when {first} is shifted",
-                    "give /replica_devices: one row of devices for each further replica",
-                )
-            )
-    seen = list(first)
-    for i, row in enumerate(given):
+    if not isinstance(rows, list | tuple) or not first or len(first) < len(names):
+        return []
+    if not all(isinstance(row, list | tuple) for row in rows):
+        return []  # their own validator says so
+    counted = isinstance(replicas, int) and not isinstance(replicas, bool)
+    if rows:
+        wrong = _wrong_count(len(rows), replicas) if counted and replicas > 0 else []
+        return wrong + _wrong_rows([_names(row) for row in rows], first)
+    return _clashes(first, replicas) if counted else []
+
+
+def _wrong_count(rows: int, replicas: int) -> list[Problem]:
+    if replicas == rows + 1:
+        return []
+    given = (
+        f"{rows} row(s) for {replicas} replica(s): one row for each after the first was expected"
+    )
+    remedy = f"give {replicas - 1} row(s), or set replicas to {rows + 1}"
+    return [("/replica_devices", given, remedy)]
+
+
+def _wrong_rows(rows: list[list[str | None]], first: list[str]) -> list[Problem]:
+    """Rows of another length than the first replica's, and devices that serve two places."""
+    problems = [
+        (
+            f"/replica_devices/{i}",
+            f"{len(row)} device(s) where replica 0 has {len(first)}",
+            "give every replica as many devices as /devices lists",
+        )
+        for i, row in enumerate(rows)
+        if len(row) != len(first)
+    ]
+    seen = set(map(_torch_name, first))
+    for i, row in enumerate(rows):
         for j, name in enumerate(row):
-            if name is not None and name in seen:
-                problems.append(
-                    (
-                        f"/replica_devices/{i}/{j}",
-                        f"{name!r} already serves another place",
-                        "name a device of its own for every place of every replica",
-                    )
-                )
-            seen += [name] if name else []
+            if name is not None and _torch_name(name) in seen:
+                problem = f"{name!r} already serves another place"
+                remedy = "name a device of its own for every place of every replica"
+                problems.append((f"/replica_devices/{i}/{j}", problem, remedy))
+            seen |= {_torch_name(name)} if name else set()
     return problems
+
+
+def _clashes(first: list[str], replicas: int) -> list[Problem]:
+    """The first device that two replicas would share if ``first`` were shifted for each of them."""
+    if replicas > MOST or len(set(first)) < len(first):
+        return []  # said elsewhere
+    owners = Counter(name for row in shifted_rows(first, replicas) for name in row)
+    clash = min((name for name, count in owners.items() if count > 1), default=None)
+    if clash is None:
+        return []
+    problem = f"{clash!r} would serve two replicas when {first} is shifted"
+    remedy = "give /replica_devices: one row of devices for each further replica"
+    return [("/replicas", problem, remedy)]
+
+
+def _torch_name(name: str) -> str:
+    """One name per device: ``cpu`` is ``cpu:0``."""
+    return name if ":" in name else f"{name}:0"
 
 
 def escape(part: str) -> str:

@@ -19,6 +19,12 @@ _JSON_WORDS = {
     "a valid string": "text",
     "a valid dictionary or instance of DeviceSpec": "a device name or an object",
 }
+_JSON_SINGLES = {None: "null", True: "true", False: "false"}
+_EXAMPLES = {
+    "devices": 'write a list such as ["cuda:0", {"name": "cuda:1", "memory": "16GiB"}]',
+    "layers": 'write an object such as {"encoder": "cuda:0"}',
+    "replica_devices": 'write a list for each further replica, such as [["cuda:2", "cuda:3"]]',
+}
 
 
 def explain_errors(error: ValidationError, data: Any, keys: Sequence[str]) -> list[Problem]:
@@ -47,14 +53,18 @@ def _explain(detail: ErrorDetails, data: Any, keys: Sequence[str]) -> Problem:
         words = [text or number for text, number in quoted]
         near = nearest(found, words) if isinstance(found, str) else None
         hint = f"did you mean {near!r}?" if near else ""
-        return where, f"{found!r} was found where one of {', '.join(words)} was expected", hint
+        if found == near:
+            hint = f"write {near} without quotes"
+        expected = words[0] if len(words) == 1 else f"one of {', '.join(words)}"
+        return where, f"{spell(found)} was found where {expected} was expected", hint
     if kind == "value_error":
         return where, str(detail["ctx"]["error"]), ""
     if kind == "too_short":
         return where, "is empty", "list at least one device, such as 'cuda:0' or 'cpu'"
     message = detail["msg"].removeprefix("Input should be ")
     expected = _JSON_WORDS.get(message, message)
-    return where, f"{_short(found)} was found where {expected} was expected", ""
+    example = _EXAMPLES.get(where.split("/")[1], "")
+    return where, f"{spell(found)} was found where {expected} was expected", example
 
 
 def _pointer(loc: tuple[int | str, ...], data: Any) -> str:
@@ -75,6 +85,8 @@ def _hint(word: str, known: Sequence[str]) -> str:
     return f"did you mean {near!r}?" if near else f"the keys are {', '.join(known)}"
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
+def spell(value: Any) -> str:
+    """``value`` in a few words: as Python writes it, but for what JSON has words of its own for."""
+    text = _JSON_SINGLES.get(value) if value is None or isinstance(value, bool) else repr(value)
+    assert text is not None
     return text if len(text) <= 60 else f"{text[:57]}..."

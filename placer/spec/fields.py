@@ -14,7 +14,11 @@ SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
 OPTIMIZERS = ("sgd", "sgd_momentum", "adam", "adamw")
 DEVICE_TYPES = ("cuda", "cpu", "xpu", "mps", "hpu")
 
-_DEVICE = re.compile(r"([a-z]+)(?::(\d+))?")
+_DEVICE = re.compile(r"([a-z]+)(?::(0|[1-9]\d{0,3}))?")
+_MISSPELT_DEVICE = re.compile(r"\s*([a-z]+)[^a-z0-9]*(\d{0,4})\s*", re.IGNORECASE)
+_ALIASES = {"gpu": "cuda", "nvidia": "cuda", "hip": "cuda", "rocm": "cuda"}
+MOST = 2**16  # of replicas, of micro-batches: more than any job has, and a typo can be told
+_LEAST_MEMORY = 512  # bytes of a device: fewer are GiB without their unit
 
 
 def device_name(value: Any) -> str:
@@ -24,15 +28,23 @@ def device_name(value: Any) -> str:
     ('cuda:0', 'cuda:3', 'cpu')
     """
     match = _DEVICE.fullmatch(value) if isinstance(value, str) else None
-    if match is None or not isinstance(value, str):
-        raise ValueError(f"{value!r} is not a device; write a name such as 'cuda:0' or 'cpu'")
-    if match[1] not in DEVICE_TYPES:
-        near = nearest(match[1], DEVICE_TYPES)
-        hint = f"; did you mean {value.replace(match[1], near)!r}?" if near else ""
-        raise ValueError(f"{value!r} is not a device{hint} (types: {', '.join(DEVICE_TYPES)})")
+    if match is None or match[1] not in DEVICE_TYPES:
+        near = _nearest_device(value) if isinstance(value, str) else None
+        hint = f"did you mean {near!r}?" if near else "write a name such as 'cuda:0' or 'cpu'"
+        raise ValueError(f"{value!r} is not a device; {hint} (types: {', '.join(DEVICE_TYPES)})")
     if match[2] is None and match[1] != "cpu":
         return f"{match[1]}:0"
-    return value
+    return str(value)
+
+
+def _nearest_device(name: str) -> str | None:
+    """What ``GPU:0``, ``cuda0`` or ``cdua:01`` were meant to be: ``cuda:0``, ``cuda:0``, ``cuda:1``."""
+    match = _MISSPELT_DEVICE.fullmatch(name)
+    if match is None:
+        return None
+    kind = match[1].lower()
+    kind = _ALIASES.get(kind) or nearest(kind, DEVICE_TYPES) or ""
+    return (f"{kind}:{int(match[2])}" if match[2] else kind) if kind else None
 
 
 def _size(value: Any) -> int:
@@ -41,11 +53,22 @@ def _size(value: Any) -> int:
     return parse_bytes(value)
 
 
+def device_memory(value: Any) -> int:
+    """``value`` as the bytes of a device. Raises ``ValueError``, also for a number without its unit."""
+    nbytes = _size(value)
+    if nbytes < _LEAST_MEMORY:
+        meant = f"did you mean '{nbytes}GiB'?" if nbytes else "write text such as '16GiB'"
+        raise ValueError(f"{nbytes} bytes are less than any device has; {meant}")
+    return nbytes
+
+
 def _count(value: Any) -> int | str:
     if value == "auto" and isinstance(value, str):
         return "auto"
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{value!r} is not a count; write a whole number from 1 up, or 'auto'")
+    if value > MOST:
+        raise ValueError(f"more than {MOST} were found; write a smaller number, or 'auto'")
     return value
 
 
@@ -65,18 +88,26 @@ def _schedule(value: Any) -> Any:
     return known.get(value.lower(), value) if isinstance(value, str) else value
 
 
-_NAME_SCHEMA = {"type": "string", "pattern": "^[a-z]+(:[0-9]+)?$", "examples": ["cuda:0", "cpu"]}
-_SIZE_SCHEMA = {
-    "anyOf": [
-        {"type": "integer", "minimum": 0},
-        {"type": "string", "pattern": "^\\s*[0-9]+(\\.[0-9]+)?\\s*[kKmMgGtT]?[iI]?[bB]?\\s*$"},
-    ],
-    "examples": ["16GiB", "500 MB"],
+_NAME_SCHEMA = {
+    "type": "string",
+    "pattern": "^[a-z]+(:(0|[1-9][0-9]{0,3}))?$",
+    "examples": ["cuda:0", "cpu"],
 }
-_COUNT_SCHEMA = {"anyOf": [{"type": "integer", "minimum": 1}, {"const": "auto"}]}
+_SIZE_TEXT = {
+    "type": "string",
+    "pattern": "^\\s*[0-9]+(\\.[0-9]+)?\\s*[kKmMgGtT]?[iI]?[bB]?\\s*$",
+}
+_SIZES = ["16GiB", "500 MB"]
+_SIZE_SCHEMA = {"anyOf": [{"type": "integer", "minimum": 0}, _SIZE_TEXT], "examples": _SIZES}
+_MEMORY_SCHEMA = {
+    "anyOf": [{"type": "integer", "minimum": _LEAST_MEMORY}, _SIZE_TEXT],
+    "examples": _SIZES,
+}
+_COUNT_SCHEMA = {"anyOf": [{"type": "integer", "minimum": 1, "maximum": MOST}, {"const": "auto"}]}
 _PATTERNS_SCHEMA = {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"const": "auto"}]}
 
 DeviceName = Annotated[str, PlainValidator(device_name), WithJsonSchema(_NAME_SCHEMA)]
+DeviceMemory = Annotated[int, PlainValidator(device_memory), WithJsonSchema(_MEMORY_SCHEMA)]
 ByteSize = Annotated[int, PlainValidator(_size), WithJsonSchema(_SIZE_SCHEMA)]
 Count = Annotated[int | Literal["auto"], PlainValidator(_count), WithJsonSchema(_COUNT_SCHEMA)]
 Patterns = Annotated[

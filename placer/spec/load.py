@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from placer.errors import SpecError, nearest
+from placer.errors import SpecError
+from placer.jsonfile import JSONError, parse_json, read_text
+from placer.spec.explain import spell
 from placer.spec.types import PlacementSpec
 
 
@@ -21,46 +22,32 @@ def load_spec(source: str | Path | Mapping[str, Any]) -> PlacementSpec:
     if isinstance(source, str) and source.lstrip().startswith("{"):
         return _validate(_parse(source, SpecError.UNNAMED), SpecError.UNNAMED)
     path = Path(source)
-    return _validate(_parse(_read(path), str(path)), str(path))
+    try:
+        text = read_text(path)
+    except JSONError as error:
+        raise _spec_error(str(path), error) from None
+    return _validate(_parse(text, str(path)), str(path))
 
 
 def _validate(data: Any, source: str) -> PlacementSpec:
     if not isinstance(data, Mapping):
+        remedy = 'write {"devices": ["cuda:0", "cuda:1"]}'
         raise SpecError(
-            source,
-            [("/", f"a JSON {type(data).__name__} was found where an object was expected", "")],
+            source, [("/", f"{spell(data)} was found where an object was expected", remedy)]
         )
     return PlacementSpec.model_validate(data, context={"source": source})
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        folder = path.parent
-        others = [p.name for p in folder.glob("*.json")] if folder.is_dir() else []
-        near = nearest(path.name, others)
-        hint = f"did you mean {str(folder / near)!r}?" if near else "check the path"
-        raise SpecError(str(path), [(str(path), "no such file", hint)]) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(str(path), [(str(path), f"cannot be read: {error}", "")]) from None
-
-
 def _parse(text: str, source: str) -> Any:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        repeated = sorted({key for key in keys if keys.count(key) > 1})
-        twice.extend(repeated)
-        return dict(pairs)
-
-    twice: list[str] = []
     try:
-        data = json.loads(text, object_pairs_hook=unique)
-    except json.JSONDecodeError as error:
-        where = f"line {error.lineno}, column {error.colno}"
-        remedy = "JSON wants double quotes, no trailing comma and no comments"
-        raise SpecError(source, [(where, f"is not JSON: {error.msg}", remedy)]) from None
+        data, twice = parse_json(text)
+    except JSONError as error:
+        raise _spec_error(source, error) from None
     if twice:
         problems = [("/", f"the key {key!r} is written twice", "keep one") for key in twice]
         raise SpecError(source, problems)
     return data
+
+
+def _spec_error(source: str, error: JSONError) -> SpecError:
+    return SpecError(source, [(error.where, error.problem, error.remedy)])

@@ -30,6 +30,7 @@ from placer.spec.fields import (
     OPTIMIZERS,
     ByteSize,
     Count,
+    DeviceMemory,
     DeviceName,
     Patterns,
     ScheduleName,
@@ -46,7 +47,7 @@ class DeviceSpec(BaseModel):
     model_config = _MODEL
 
     name: DeviceName = Field(description="Torch's name of the device, such as cuda:0 or cpu.")
-    memory: ByteSize | None = Field(
+    memory: DeviceMemory | None = Field(
         default=None,
         description="Bytes it may hold: '16GiB', '500 MB' or a number. Without it the memory of "
         "the kind, or of the device if this machine has it.",

@@ -63,6 +63,7 @@ def _costs(draw: random.Random, count: int) -> CostTable:
         buffers_of=((),) * count,
         state_nbytes={},
         alias_of={},
+        saving=frozenset(node for value in values for node in value.savers),
         trained=frozenset(),
         microbatch_rows=None,
     )

@@ -319,3 +319,25 @@ def test_double_backward(pair: tuple[PlacedModule, nn.Module]) -> None:
         if b is not None:
             assert_close(a, b, name)
     assert plain.conv1.weight.grad is not None
+
+
+def test_what_a_placed_model_cannot_do_is_said(pair: tuple[PlacedModule, nn.Module]) -> None:
+    placed, plain = pair
+    x, y = _data()
+    plain_only = copy.deepcopy(plain)
+    plain_only.config = {"depth": 2}  # type: ignore[assignment]
+    other = placer.compile(plain_only, placed.plan, (x,), run_on="cpu")
+    with pytest.raises(AttributeError, match="'config'; the original model has one"):
+        _ = other.config
+    with pytest.raises(AttributeError, match=r"'confg'$"):
+        _ = other.confg
+    assert not hasattr(other, "config")
+    with pytest.raises(placer.PlacerError, match=r"requires a gradient(.|\n)*detach"):
+        placed.step(x, target=y, loss_fn=lambda out, y: F.cross_entropy(out, y).detach())
+    with torch.no_grad(), pytest.raises(placer.PlacerError, match="no_grad"):
+        placed.step(x, target=y, loss_fn=F.cross_entropy)
+    with pytest.raises(placer.PlacerError, match="spec: is a NoneType"):
+        placer.compile(plain, None, (x,))  # type: ignore[arg-type]
+    for device, said in (("gpu", "not a torch device"), ("meta", "nothing can run on meta")):
+        with pytest.raises(placer.DeviceError, match=said):
+            placer.compile(plain, placed.plan, (x,), run_on=device)

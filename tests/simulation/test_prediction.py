@@ -63,13 +63,17 @@ def test_inference_casts_weights_as_the_stage_does() -> None:
     check(model, (x,), stages=3, precision="bf16", training=False)
 
 
+class OwnConv(nn.Conv2d):
+    """Captured as a call with its weight, which is a node of its own."""
+
+
 class Fork(nn.Module):
     """A result that its own activation saves is read by two strided convolutions."""
 
-    def __init__(self) -> None:
+    def __init__(self, conv: type[nn.Conv2d] = nn.Conv2d) -> None:
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU())
-        self.long = nn.Conv2d(16, 32, 3, stride=2, padding=1)
+        self.long = conv(16, 32, 3, stride=2, padding=1)
         self.short = nn.Conv2d(16, 32, 1, stride=2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -152,8 +156,11 @@ def test_a_recurrent_kernel_reads_all_that_it_saved() -> None:
     check(models.Recurrent(), (torch.randn(120, 40, 3),), stages=1, checkpoint=["*"])
 
 
-def test_what_a_region_reads_is_let_go_before_gradients_of_its_readers_add_up() -> None:
-    """Where the region's first node is one of them; the value came from the stage before."""
+@pytest.mark.parametrize("conv", [nn.Conv2d, OwnConv])
+def test_what_a_region_reads_is_let_go_before_gradients_of_its_readers_add_up(
+    conv: type[nn.Conv2d],
+) -> None:
+    """Where its first node that saves something is one of them; it came from the stage before."""
     layers = {"stem": "cuda:0", "long": "cuda:1", "short": "cuda:1"}
     images = torch.randn(4, 3, 32, 32)
-    check(Fork(), (images,), stages=2, layers=layers, checkpoint=["*"])
+    check(Fork(conv), (images,), stages=2, layers=layers, checkpoint=["*"])

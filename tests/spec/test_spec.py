@@ -107,6 +107,28 @@ def test_every_problem_at_once_with_its_place_and_the_nearest_choice() -> None:
         ),
         ('{"devices": ["cuda:0"], "devices": ["cpu"]}', "/", "twice"),
         ('{"devices": ["cuda:0"],}', "line 1, column 24", "JSON"),
+        ({"devices": ["cpu:0", "cpu"]}, "/devices/1", "twice"),
+        ({"devices": ["cuda:01"]}, "/devices/0", "did you mean 'cuda:1'?"),
+        ({"devices": ["gpu:3"]}, "/devices/0", "did you mean 'cuda:3'?"),
+        ({"devices": ["cuda0"]}, "/devices/0", "did you mean 'cuda:0'?"),
+        ({"devices": [{"name": "cuda:0", "memory": 0}]}, "/devices/0/memory", "0 bytes"),
+        ({"devices": [{"name": "cuda:0", "memory": 16}]}, "/devices/0/memory", "'16GiB'?"),
+        ({"devices": [{"name": "cuda:0", "memory": "16GiBi"}]}, "/devices/0/memory", "'16GiB'?"),
+        (
+            {"devices": [{"name": "cuda:0", "memory": "9" * 400 + "GiB"}]},
+            "/devices/0/memory",
+            "more bytes than",
+        ),
+        ({"devices": ["cuda:0"], "replicas": 10**30}, "/replicas", "more than 65536"),
+        ({"devices": None}, "/devices", "null was found"),
+        ({"devices": ["cuda:0"], "version": "1"}, "/version", "'1' was found where 1"),
+        (
+            {"devices": ["cpu"], "replicas": 2, "replica_devices": ["cpu:1"]},
+            "/replica_devices/0",
+            "a list",
+        ),
+        ('{"devices": ["cuda:0"], "replicas": ' + "1" * 5000 + "}", "/", "digits"),
+        ('{"devices": ' + "[" * 100_000, "/", "nested too deep"),
     ],
 )
 def test_one_wrong_thing(data: Any, where: str, said: str) -> None:
@@ -192,3 +214,14 @@ def test_reading_a_spec_imports_no_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_files_that_editors_and_slips_leave(tmp_path: Path) -> None:
+    path = tmp_path / "unet.json"
+    path.write_bytes(b"\xef\xbb\xbf" + b'{"devices": ["cpu"]}')  # a byte order mark
+    assert load_spec(path).devices == (DeviceSpec(name="cpu"),)
+    path.write_text(" \n")
+    assert "there is no text" in _problems(path)[0][1]
+    path.write_bytes(bytes(range(256)))
+    assert "byte 128 is not UTF-8" in _problems(path)[0][1]
+    assert "it is a folder" in _problems(tmp_path)[0][1]

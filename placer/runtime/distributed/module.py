@@ -29,9 +29,10 @@ from placer.runtime.distributed.rehearse import find_culprit
 from placer.runtime.distributed.stage import CALLER, Microbatch, Run
 from placer.runtime.distributed.sync_norm import synchronise_norms
 from placer.runtime.hooks import run_forward_hooks
-from placer.runtime.loss import call_loss
+from placer.runtime.loss import WatchedLoss, call_loss
 from placer.runtime.module import PlacedModule
 from placer.runtime.place import Place, is_on
+from placer.runtime.programs import Calls, Programs
 from placer.runtime.scaling import scale_of
 from placer.runtime.scatter import (
     batch_size,
@@ -66,6 +67,7 @@ class DistributedModule(PlacedModule):
     ) -> None:
         place = Place(str(device), device)
         super().__init__(part, plan=plan, staged=staged, places=[[place] * len(staged.stages)])
+        self._calls = Calls(self._programs, captured_only=True)
         self.seat = seat
         self.device = device
         self.mesh = mesh
@@ -155,8 +157,8 @@ class DistributedModule(PlacedModule):
         index = self.seat.device_index
         return frozenset(n for n, holders in self._holdings.holders.items() if holders[0] == index)
 
-    def run_leaves(self, leaves: list[Tensor]) -> Any:
-        """`forward` for inputs that are flattened already: the whole batch in, the whole result out."""
+    def _run(self, programs: Programs, leaves: list[Tensor]) -> Any:
+        """The whole batch in, the whole result out."""
         if torch.is_grad_enabled() and self.training:
             raise PlacerError(
                 "placed(x)",
@@ -166,7 +168,7 @@ class DistributedModule(PlacedModule):
             )
         self._check_alive()
         self._check_inputs(leaves)
-        total = batch_size(self._staged.call, leaves)
+        total = batch_size(programs.call, leaves)
         cuts = self._cuts(total, self.num_replicas)
         with torch.no_grad(), self._own_random_state():
             inputs = self._input_gradients([leaf.detach() for leaf in leaves])
@@ -181,20 +183,20 @@ class DistributedModule(PlacedModule):
             except Exception as error:
                 self._fail(error)
 
-    def step_leaves(
+    def _step(
         self,
+        programs: Programs,
         leaves: list[Tensor],
         *,
-        target: Any = None,
         loss_fn: Callable[..., Tensor],
+        target: Any = None,
         reduction: Literal["mean", "sum"] = "mean",
         own_rows: bool = False,
         scaler: torch.amp.GradScaler | None = None,
     ) -> Tensor:
-        """`step` for inputs that are flattened already."""
         self._check_alive()
         self._check_frozen()
-        total = batch_size(self._staged.call, leaves)
+        total = batch_size(programs.call, leaves)
         try:
             if own_rows:
                 cuts, mine = self._cuts(total, 1), 0
@@ -242,6 +244,12 @@ class DistributedModule(PlacedModule):
             )
             self._share_buffers()
             return loss
+
+    def _require_graph(self, loss_fn: WatchedLoss) -> None:
+        try:
+            super()._require_graph(loss_fn)
+        except PlacerError as error:  # only the ranks of the last stage know
+            self._fail(error)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over the whole model is at most ``max_norm``.

@@ -1,0 +1,65 @@
+"""JSON files as people write them: what is wrong with one is said the same way everywhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from placer.errors import PlacerError, nearest
+
+
+class JSONError(PlacerError):
+    """Text that is no JSON, or a file that cannot be read."""
+
+
+def read_text(path: Path) -> str:
+    """The file's text: UTF-8, with or without a byte order mark. Raises ``JSONError``."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        beside = [p.name for p in path.parent.glob("*.json")] if path.parent.is_dir() else []
+        near = nearest(path.name, beside)
+        hint = f"did you mean {str(path.parent / near)!r}?" if near else "check the path"
+        raise JSONError(str(path), "no such file", hint) from None
+    except IsADirectoryError:
+        raise JSONError(str(path), "cannot be read: it is a folder", "name a file in it") from None
+    except UnicodeDecodeError as error:
+        problem = f"cannot be read: byte {error.start} is not UTF-8 text"
+        raise JSONError(str(path), problem, "save it as UTF-8") from None
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise JSONError(str(path), f"cannot be read: {reason}", "check the path") from None
+
+
+def parse_json(text: str) -> tuple[Any, list[str]]:
+    """The JSON value in ``text``, and the keys that an object in it has twice.
+
+    Raises ``JSONError`` with the line and column.
+    """
+    twice: list[str] = []
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        twice.extend(sorted({key for key in keys if keys.count(key) > 1}))
+        return dict(pairs)
+
+    if not text.strip():
+        raise JSONError("line 1, column 1", "is not JSON: there is no text", "write an object")
+    try:
+        return json.loads(text, object_pairs_hook=unique), twice
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        remedy = "JSON wants double quotes, no trailing comma and no comments"
+        raise JSONError(where, f"is not JSON: {error.msg}", remedy) from None
+    except RecursionError:
+        raise JSONError("/", "is nested too deep to be read") from None
+    except ValueError:  # Python's own limit, of 4,300 digits
+        raise JSONError(
+            "/", "holds a number of thousands of digits", "write a smaller one"
+        ) from None
+
+
+def read_json(path: Path) -> Any:
+    """The JSON value in the file. Raises ``JSONError``."""
+    return parse_json(read_text(path))[0]
