@@ -246,11 +246,10 @@ def predict_memory(found: list[dict[str, Any]]) -> None:
     for schedule, count, stages in cases:
         model, spec, x = memory_case(schedule, count, stages)
         plan = placer.make_plan(model, spec, x, processes=True)
+        target = torch.zeros(8 // count, 32, 32, 32, dtype=torch.long)
 
-        def loss(output: Tensor) -> Tensor:
-            # The target is the caller's own and held by no rank: one that has no memory.
-            rows, _, *size = output.shape
-            return loss_of(output, torch.zeros((), dtype=torch.long).expand(rows, *size))
+        def loss(output: Tensor, target: Tensor = target) -> Tensor:
+            return loss_of(output, target)
 
         report = placer.simulate(model, plan, x, loss_fn=loss, run_on="cpu", processes=True)
         for entry in found:
@@ -397,6 +396,8 @@ def write_memory(memory: list[dict[str, Any]]) -> None:
         "The plan is `placer.make_plan(model, spec, args, processes=True)`: torch's engine on fake",
         "tensors with a stand-in for the loss, which a plan does not know. Simulated is",
         "`placer.simulate(…, loss_fn=…, processes=True)`, with the cross-entropy that is counted.",
+        "It counts the target of each micro-batch in flight as the last rank's, where in the job it is",
+        "the caller's own.",
         "",
     ]
     write_page(
