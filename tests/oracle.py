@@ -158,7 +158,11 @@ def _train_both(
 
 
 def _step_both(
-    placed: placer.PlacedModule, other: placer.PlacedModule, model: nn.Module, args: Any, kwargs: Any
+    placed: placer.PlacedModule,
+    other: placer.PlacedModule,
+    model: nn.Module,
+    args: Any,
+    kwargs: Any,
 ) -> None:
     """`PlacedModule.step` against forward and backward of the same placed module."""
     torch.manual_seed(0)
