@@ -246,7 +246,6 @@ def predict_memory(found: list[dict[str, Any]]) -> None:
     for schedule, count, stages in cases:
         model, spec, x = memory_case(schedule, count, stages)
         plan = placer.make_plan(model, spec, x, processes=True)
-        # The caller's own, which no rank holds:
         target = torch.zeros(8 // count, 32, 32, 32, dtype=torch.long)
 
         def loss(output: Tensor, target: Tensor = target) -> Tensor:
@@ -397,6 +396,8 @@ def write_memory(memory: list[dict[str, Any]]) -> None:
         "The plan is `placer.make_plan(model, spec, args, processes=True)`: torch's engine on fake",
         "tensors with a stand-in for the loss, which a plan does not know. Simulated is",
         "`placer.simulate(…, loss_fn=…, processes=True)`, with the cross-entropy that is counted.",
+        "It counts the target of each micro-batch in flight as the last rank's, where in the job it is",
+        "the caller's own.",
         "",
     ]
     write_page(

@@ -217,15 +217,22 @@ def compile_out_of_turn() -> str:
     return "no error"
 
 
-def _chain(width: int = 6) -> nn.Module:
-    torch.manual_seed(0)
-    blocks = (nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(4))
-    return nn.Sequential(*blocks).double()
+class SkippingChain(nn.Sequential):
+    """Four blocks; what the first returns goes to the last as well, past two stages."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third, last = self
+        skipped = first(x)
+        return last(third(second(skipped)) + skipped)
 
 
 def train_interleaved(schedule: str) -> tuple[int, ...]:
     """Four stages on two devices, against the plain model; returns this rank's stages."""
-    model = _chain()
+    torch.manual_seed(0)
+    model = SkippingChain().double()
     plain = copy.deepcopy(model)
     layers = {"0": "cpu:0", "1": "cpu:1", "2": "cpu:0", "3": "cpu:1"}
     x = torch.randn(8, 6, dtype=D)

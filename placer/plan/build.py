@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from placer.capture import Capture
 from placer.cost import CostTable, device_type, estimate_costs
@@ -15,6 +15,7 @@ from placer.partition import Demands, DeviceSlot, Partition, choose_partition
 from placer.partition.labels import Treatment
 from placer.plan.devices import device_slot, likely_kernels, memory_uses, with_known_memory
 from placer.plan.lighten import LightPlan, lighten
+from placer.plan.notes import placement_notes, shared_modules
 from placer.plan.types import DevicePeak, Optimality, Plan, StagePlan, Transfer
 from placer.regions import RegionKey, find_regions, region_keys
 from placer.schedule import batch_cuts
@@ -160,6 +161,10 @@ def _pins(capture: Capture, spec: PlacementSpec) -> dict[str, str]:
     placed, problems = resolve_layers(spec.layers, paths)
     if problems:
         raise SpecError(SpecError.UNNAMED, problems)
+    for names in shared_modules(capture.model):  # nodes know the first name only
+        asked = [placed[name] for name in names if name in placed]
+        if asked:
+            placed.setdefault(names[0], asked[0])
     return {node: placed[layer] for node, layer in capture.layer_of.items() if layer in placed}
 
 
@@ -240,8 +245,7 @@ def _plan(
         offload=_labels(costs.keys, "offload"),
         notes=(
             *_light_notes(spec, light),
-            *_cut_notes(capture, len(rows), microbatches),
-            *_notes(capture, spec, demands, len(rows)),
+            *placement_notes(capture, spec, demands, replicas=len(rows), microbatches=microbatches),
         ),
         optimality=partition.optimality,
         extra_time=_extra_time(light),
@@ -320,54 +324,6 @@ def _transfers(capture: Capture, costs: CostTable, partition: Partition) -> tupl
             for target in sorted(targets - {source})
         ]
     return tuple(found)
-
-
-def _cut_notes(capture: Capture, replicas: int, microbatches: int) -> list[str]:
-    """That the batch has too few rows for the cuts that are asked for."""
-    rows = capture.call.batch_size
-    if rows is None:
-        return []
-    cuts = batch_cuts(rows, replicas, microbatches)
-    notes = []
-    if len(cuts) < replicas:
-        notes.append(f"A batch of {rows} rows gives work to {len(cuts)} of {replicas} replicas.")
-    if len(cuts[0]) < microbatches:
-        notes.append(
-            f"The {sum(cuts[0])} rows of a replica make {len(cuts[0])} micro-batches, not "
-            f"{microbatches}."
-        )
-    return notes
-
-
-def _notes(
-    capture: Capture, spec: PlacementSpec, demands: Demands, replicas: int
-) -> tuple[str, ...]:
-    notes = []
-    cut = demands.microbatches > 1 or replicas > 1
-    has_batch_norm = any(
-        isinstance(m, nn.modules.batchnorm._BatchNorm) for m in capture.model.modules()
-    )
-    if cut and has_batch_norm and spec.training and spec.batch_norm == "per_microbatch":
-        notes.append(
-            "BatchNorm in train mode takes its statistics per micro-batch and replica, as with "
-            "nn.DataParallel: results equal those of the same cuts run one after the other."
-        )
-    if demands.microbatches > 1 and spec.schedule != "GPipe":
-        notes.append(
-            f"placed.step() follows {spec.schedule}; calling the module and loss.backward() holds "
-            "all micro-batches at once, as GPipe does, and needs GPipe's memory."
-        )
-    unknown = [device.name for device in spec.devices if device_slot(device, spec).budget is None]
-    if unknown:
-        notes.append(
-            f"The memory of {', '.join(unknown)} is not known, so whether the plan fits there is not "
-            'judged: write "memory" or "kind" beside the name, or plan on the machine itself.'
-        )
-    notes += [
-        f"{whole.layer or 'the model'} stays whole on one device: {whole.reason}"
-        for whole in capture.whole_modules
-    ]
-    return tuple(notes)
 
 
 __all__ = ["build_plan", "microbatch_inputs"]

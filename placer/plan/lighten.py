@@ -14,6 +14,8 @@ from placer.partition.least import least_extra_seconds
 from placer.partition.lighten import Lightened, keys_of, lighten_stage
 from placer.regions import RegionKey, cuttable_nodes, whole_groups
 
+_MOVES = 2  # how often the borders are moved to where they are best for stages as light as can be
+_MOVES = 2  # how often the borders are moved after that
 _ROUNDS = 4  # how often a stage's limit is corrected by what the formula says of its answer
 
 
@@ -54,8 +56,9 @@ def lighten(
     ``costs`` are without regions; ``keys`` are those that the spec settles. ``choose(costs, pins)``
     partitions. Two partitions are tried: that of the plain costs, and that of the costs with every
     node treated; in each the stages are lightened one by one (`placer.partition.lighten`). Without
-    any budget and with the objective "memory", every stage gets its least peak. Where that does not
-    fit, the borders are moved once more, to where they are best for the regions found.
+    any budget and with the objective "memory", every stage gets its least peak. Where there is no
+    budget, or that does not fit, the borders are moved to where they are best for stages as light as
+    can be, as long as that is better.
     """
     plain = with_regions(costs, keys)
     first = choose(plain, {})
@@ -71,9 +74,13 @@ def lighten(
     untreated = _Found(costs=plain, partition=first, treated=())
     found = [search.improve(partition, choose) for partition in (first, treated)]
     best = min([untreated, *found], key=_rank)
-    if not best.partition.fits and len(best.partition.stages) > 1:
-        again = choose(best.costs, {})  # the best borders for the regions that were found
-        best = min(best, search.improve(again, choose), key=_rank)
+    for _ in range(_MOVES):
+        if len(best.partition.stages) == 1 or (limited and best.partition.fits):
+            break
+        moved = search.improve(choose(search.lightest(best.partition), {}), choose)
+        if _rank(moved) >= _rank(best):
+            break
+        best = moved
     return LightPlan(
         costs=best.costs,
         partition=best.partition,
@@ -144,19 +151,33 @@ class _Search:
                 keys[node] = keys[node] or key
         return with_regions(self._costs, whole_groups(self._capture, keys))
 
-    def improve(
-        self, partition: Partition, choose: Callable[[CostTable, Mapping[str, str]], Partition]
-    ) -> _Found:
-        """``partition`` with the regions that its stages need."""
+    def _stages(self, partition: Partition) -> tuple[list[LabelledStage], list[StageLimits]]:
         stages = partition.stages
         position = {name: i for i, name in enumerate(self._capture.order)}
         nodes = [sorted(position[name] for name in stage.nodes) for stage in stages]
-        pins = {name: stage.device.name for stage in stages for name in stage.nodes}
         limits = [self._limits(partition, index) for index in range(len(stages))]
         labelled = [
             self.labelled(inside, stage.device, limit)
             for inside, stage, limit in zip(nodes, stages, limits, strict=True)
         ]
+        return labelled, limits
+
+    def lightest(self, partition: Partition) -> CostTable:
+        """The costs with the regions that give every stage of ``partition`` its least peak."""
+        return self.costs_of(
+            [
+                lighten_stage(stage, self._choices, replace(limit, budget=0.0))
+                for stage, limit in zip(*self._stages(partition), strict=True)
+            ]
+        )
+
+    def improve(
+        self, partition: Partition, choose: Callable[[CostTable, Mapping[str, str]], Partition]
+    ) -> _Found:
+        """``partition`` with the regions that its stages need."""
+        stages = partition.stages
+        pins = {name: stage.device.name for stage in stages for name in stage.nodes}
+        labelled, limits = self._stages(partition)
         targets = [limit.budget for limit in limits]
         best: _Found | None = None
         for _ in range(_ROUNDS):

@@ -54,7 +54,7 @@ def test_three_steps_of_resnet18(job_of: Callable[[int], Job], shape: tuple[int,
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_splitting_gets_wrong_easily(job_of: Callable[[int], Job], name: str) -> None:
-    check(job_of, name, (2, 2), ("1F1B", "InterleavedZeroBubble"))
+    check(job_of, name, (2, 2), SCHEDULES)
 
 
 def test_split_backwards_lose_no_gradient(job_of: Callable[[int], Job]) -> None:

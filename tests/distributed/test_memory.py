@@ -26,7 +26,7 @@ def test_a_rank_peaks_where_its_plan_says(
     assert not dist.is_initialized()
     predicted = [device.peak for device in plan.devices]
     assert job_of(stages * replicas).run(cases.count_bytes, plan) == pytest.approx(
-        predicted, rel=0.03
+        predicted, rel=0.001
     )
 
 

@@ -199,3 +199,44 @@ def test_batch_norm_under_micro_batches_is_noted() -> None:
 def test_the_same_input_gives_the_same_plan() -> None:
     first, second = (dataclasses.asdict(_small(microbatches=2)) for _ in range(2))
     assert first == second
+
+
+class _Shared(nn.Module):
+    """``last`` is ``first`` under another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        self.middle = nn.Linear(4, 4)
+        self.last = self.first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(self.middle(self.first(x))))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("layers", "device", "note"),
+    [
+        ({"last": "cpu:1", "middle": "cpu:0"}, "cpu:1", None),
+        (
+            {"first": "cpu:0", "middle": "cpu:1", "last": "cpu:1"},
+            "cpu:0",
+            "first and last are one module: it is on cpu:0, not on cpu:1.",
+        ),
+    ],
+    ids=["second name", "both names"],
+)
+def test_a_module_of_two_names(layers: dict[str, str], device: str, note: str | None) -> None:
+    spec = {"devices": ["cpu:0", "cpu:1"], "layers": layers}
+    plan = placer.make_plan(_Shared(), spec, torch.ones(2, 4))
+    where = {n: stage.devices[0] for stage in plan.stages for n in stage.nodes}
+    shared = {where[node] for node, layer in plan.node_layers.items() if layer.startswith("first")}
+    assert shared == {device}
+    assert [n for n in plan.notes if "one module" in n] == ([note] if note else [])
+
+
+def test_a_batch_of_fewer_rows_than_cuts_is_noted() -> None:
+    spec = {"devices": ["cpu:0"], "replicas": 3, "microbatches": 2}
+    notes = placer.make_plan(nn.Linear(4, 4), spec, torch.ones(2, 4)).notes
+    assert "A batch of 2 rows gives work to 2 of 3 replicas." in notes
+    assert "The 1 rows of a replica make 1 micro-batches, not 2." in notes

@@ -103,6 +103,13 @@ def test_without_budgets_a_search_that_finds_worse_changes_nothing(
     assert max(device.peak for device in auto.devices) == plain
 
 
+def test_borders_are_moved_to_where_they_are_best_for_the_lightest_stages() -> None:
+    """After the last upsampling; before it, where they were, the second stage needs 50.1 MiB."""
+    args = (torch.empty(1, 1, 64, 64, 64, device="meta"),)
+    fields = {"objective": "throughput", "optimizer": "adam", "checkpoint": "auto"}
+    assert _plan(UNET[0], args, 49 * 2**20, stages=2, **fields).fits
+
+
 def test_less_memory_costs_no_less_time() -> None:
     model, args = UNET
     peak = _plan(model, args, None).devices[0].peak

@@ -148,10 +148,8 @@ class Alarm:
         stage, culprit = failure.stage_index, find_culprit(failure)
         layer = culprit.layers[0] if len(culprit.layers) == 1 else ""
         phase = "backward of loss_fn" if culprit.after else failure.phase
-        place = "".join(f"layer {name!r}, " for name in culprit.layers)
-        if len(culprit.layers) > 1:
-            place = f"layer {' or '.join(map(repr, culprit.layers))}, "
-        elif phase == "backward" and not layer and layers[stage]:
+        place = f"layer {' or '.join(map(repr, culprit.layers))}, " if culprit.layers else ""
+        if phase == "backward" and not place and layers[stage]:
             place = f"one of its layers ({_span(layers[stage])}), "
         where = f"stage {stage}, {place}rank {self._rank} (replica {replica_index}), {phase}"
         problem = f"{type(cause).__name__}: {cause}"

@@ -10,8 +10,8 @@ has not::
                                  ▲          ▲    ran: 5, 4; raised: 3 or 2. What keeps nothing only
                                  └──────────┘    moves or adds numbers: 2, unless a hook raised
 
-A leaf that accumulates is run at once. The halves of a split backward keep their graph: the failed
-half is run again without.
+A leaf that accumulates is run at once. The first half of a split backward keeps its graph and frees
+nothing: it is run again without keeping it.
 
 Nodes have no layers. The stage's forward is run again without data (`rehearse`), where each node is
 made by a known line of the stage's code, and the two graphs are compared.

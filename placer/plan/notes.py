@@ -1,0 +1,90 @@
+"""What a plan should tell besides its numbers, in sentences."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from placer.capture import Capture
+from placer.partition import Demands
+from placer.plan.devices import device_slot
+from placer.schedule import batch_cuts
+from placer.spec import PlacementSpec, resolve_layers
+
+
+def placement_notes(
+    capture: Capture, spec: PlacementSpec, demands: Demands, *, replicas: int, microbatches: int
+) -> tuple[str, ...]:
+    """What holds for ``capture`` under ``spec``, whatever the stages are.
+
+    ``replicas`` and ``microbatches`` are those asked for; ``demands`` has as many micro-batches as
+    the batch has rows for.
+    """
+    notes = [*_cut_notes(capture, replicas, microbatches), *_shared_notes(capture, spec)]
+    cut = demands.microbatches > 1 or replicas > 1
+    has_batch_norm = any(
+        isinstance(m, nn.modules.batchnorm._BatchNorm) for m in capture.model.modules()
+    )
+    if cut and has_batch_norm and spec.training and spec.batch_norm == "per_microbatch":
+        notes.append(
+            "BatchNorm in train mode takes its statistics per micro-batch and replica, as with "
+            "nn.DataParallel: results equal those of the same cuts run one after the other."
+        )
+    if demands.microbatches > 1 and spec.schedule != "GPipe":
+        notes.append(
+            f"placed.step() follows {spec.schedule}; calling the module and loss.backward() holds "
+            "all micro-batches at once, as GPipe does, and needs GPipe's memory."
+        )
+    unknown = [device.name for device in spec.devices if device_slot(device, spec).budget is None]
+    if unknown:
+        notes.append(
+            f"The memory of {', '.join(unknown)} is not known, so whether the plan fits there is not "
+            'judged: write "memory" or "kind" beside the name, or plan on the machine itself.'
+        )
+    notes += [
+        f"{whole.layer or 'the model'} stays whole on one device: {whole.reason}"
+        for whole in capture.whole_modules
+    ]
+    return tuple(notes)
+
+
+def _cut_notes(capture: Capture, replicas: int, microbatches: int) -> list[str]:
+    """That the batch has too few rows for the cuts that are asked for."""
+    rows = capture.call.batch_size
+    if rows is None:
+        return []
+    cuts = batch_cuts(rows, replicas, microbatches)
+    notes = []
+    if len(cuts) < replicas:
+        notes.append(f"A batch of {rows} rows gives work to {len(cuts)} of {replicas} replicas.")
+    if len(cuts[0]) < microbatches:
+        notes.append(
+            f"The {sum(cuts[0])} rows of a replica make {len(cuts[0])} micro-batches, not "
+            f"{microbatches}."
+        )
+    return notes
+
+
+def _shared_notes(capture: Capture, spec: PlacementSpec) -> list[str]:
+    """Where a module is that the spec's layers place on several devices, by its several names."""
+    paths = [name for name, _ in capture.model.named_modules(remove_duplicate=False)]
+    placed, _ = resolve_layers(spec.layers, paths)
+    told: set[str] = set()
+    notes = []
+    for names in shared_modules(capture.model):
+        devices = list(dict.fromkeys(placed[name] for name in names if name in placed))
+        inside = any(names[0].startswith(f"{name}.") for name in told)
+        if len(devices) > 1 and not inside:
+            told.add(names[0])
+            notes.append(
+                f"{' and '.join(names)} are one module: it is on {devices[0]}, not on "
+                f"{' and '.join(devices[1:])}."
+            )
+    return notes
+
+
+def shared_modules(model: nn.Module) -> list[list[str]]:
+    """The names of every module that has several, the first one first."""
+    names: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(id(module), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
