@@ -106,6 +106,7 @@ def assert_same(
     kwargs = kwargs or {}
     untouched = {n: t.clone() for n, t in model.state_dict().items()}
     placed = placer.compile(model, spec, args, kwargs)
+    twins = (copy.deepcopy(placed), copy.deepcopy(placed)) if scheduled else None
     replicas, microbatches = placed.plan.replicas, placed.plan.microbatches
     plain = copy.deepcopy(model)
     assert list(placed.state_dict()) == list(model.state_dict())
@@ -113,8 +114,8 @@ def assert_same(
     _train_both(placed, plain, args, kwargs, replicas, microbatches, steps)
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(tensor, untouched[name], rtol=0, atol=0)
-    if scheduled:
-        _step_both(model, spec, args, kwargs)
+    if twins is not None:
+        _step_both(*twins, model, args, kwargs)
     return placed
 
 
@@ -156,10 +157,14 @@ def _train_both(
         _compare_state(placed, plain, f"after step {step}")
 
 
-def _step_both(model: nn.Module, spec: Any, args: Any, kwargs: Any) -> None:
+def _step_both(
+    placed: placer.PlacedModule,
+    other: placer.PlacedModule,
+    model: nn.Module,
+    args: Any,
+    kwargs: Any,
+) -> None:
     """`PlacedModule.step` against forward and backward of the same placed module."""
-    placed = placer.compile(model, spec, args, kwargs)
-    other = copy.deepcopy(placed)
     torch.manual_seed(0)
     loss = mean_square(placed(*args, **kwargs))
     loss.backward()

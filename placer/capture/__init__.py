@@ -11,7 +11,7 @@ from placer.capture.call import (
 )
 from placer.capture.capture import capture_model
 from placer.capture.fake import FakeWorld
-from placer.capture.leaves import is_kept_whole, is_torch_leaf
+from placer.capture.leaves import hooks_set_aside, is_kept_whole, is_torch_leaf
 from placer.capture.types import (
     TENSOR,
     CallFormat,
@@ -41,6 +41,7 @@ __all__ = [
     "condition_key",
     "find_difference",
     "flatten_call",
+    "hooks_set_aside",
     "is_kept_whole",
     "is_torch_leaf",
     "rebuild_arguments",

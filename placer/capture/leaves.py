@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
 from torch import nn
 
 from placer.capture.failure import locate_function
@@ -35,6 +38,20 @@ def is_kept_whole(module: nn.Module) -> bool:
     """Has ``module`` what must run around or inside the whole of it: hooks, parametrizations?"""
     table = module.__dict__
     return any(table.get(name) for name in _HOOKS) or "parametrizations" in module._modules
+
+
+@contextmanager
+def hooks_set_aside(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Have ``modules`` no hooks in this block that keep them whole."""
+    tables = [module.__dict__[name] for module in modules for name in _HOOKS]
+    contents = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, content in zip(tables, contents, strict=True):
+            table.update(content)
 
 
 def find_whole_modules(model: nn.Module) -> list[WholeModule]:

@@ -15,7 +15,7 @@ from placer.errors import PlacerError
 from placer.plan.types import Plan
 from placer.runtime.hooks import refuse_backward_hooks, run_forward_hooks, run_forward_pre_hooks
 from placer.runtime.loss import WatchedLoss, call_loss
-from placer.runtime.pickled import ExampleCall, emit_again, example_call
+from placer.runtime.pickled import ExampleCall, as_captured, emit_again, example_call
 from placer.runtime.place import Place
 from placer.runtime.programs import Calls, Programs
 from placer.runtime.replica import Replica, Run, run_schedule
@@ -345,4 +345,5 @@ def _restore(
     call: ExampleCall,
     places: Sequence[Sequence[Place]],
 ) -> PlacedModule:
-    return kind(model, plan=plan, staged=emit_again(model, plan, call), places=places)
+    with as_captured(model, call):
+        return kind(model, plan=plan, staged=emit_again(model, plan, call), places=places)

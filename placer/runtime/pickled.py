@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from placer.capture import capture_model, rebuild_call, training_flags
+from placer.capture import (
+    capture_model,
+    hooks_set_aside,
+    is_torch_leaf,
+    rebuild_call,
+    training_flags,
+)
 from placer.emit import StagedModel, emit_stages
 from placer.plan.check import check_fingerprint
 from placer.plan.types import Plan
@@ -22,6 +29,7 @@ class ExampleCall:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     modes: tuple[bool, ...]  # the training flag of every module, in the order of ``modules()``
+    whole: frozenset[str]  # modules that stayed whole
 
 
 def example_call(staged: StagedModel) -> ExampleCall:
@@ -32,26 +40,37 @@ def example_call(staged: StagedModel) -> ExampleCall:
         for shape, dtype in zip(conditions.shapes, conditions.dtypes, strict=True)
     ]
     args, kwargs = rebuild_call(staged.call, leaves)
-    return ExampleCall(args=args, kwargs=kwargs, modes=conditions.modes)
+    return ExampleCall(args=args, kwargs=kwargs, modes=conditions.modes, whole=conditions.whole)
+
+
+@contextmanager
+def as_captured(model: nn.Module, call: ExampleCall) -> Iterator[None]:
+    """Have ``model`` the modes of ``call`` in this block, and no hooks on what was looked into."""
+    present = training_flags(model)
+    looked_into = [
+        module
+        for path, module in model.named_modules()
+        if path and path not in call.whole and not is_torch_leaf(module)
+    ]
+    _set_modes(model, call.modes)
+    try:
+        with hooks_set_aside(looked_into):
+            yield
+    finally:
+        _set_modes(model, present)
 
 
 def emit_again(model: nn.Module, plan: Plan, call: ExampleCall) -> StagedModel:
-    """The stages of ``model`` as they were when it was pickled; its modes are left as they are.
+    """The stages of ``model``, which is as it was captured.
 
     Generated code is not pickled: what is loaded is captured again. Raises ``PlanError`` when the
     model's code gives another graph than it did, and ``CaptureError``.
     """
-    modules = list(model.modules())
-    present = training_flags(model)
-    _set_modes(modules, call.modes)
-    try:
-        capture = capture_model(model, call.args, call.kwargs)
-    finally:
-        _set_modes(modules, present)
+    capture = capture_model(model, call.args, call.kwargs)
     check_fingerprint(plan, capture)
     return emit_stages(capture, *plan.parts)
 
 
-def _set_modes(modules: Sequence[nn.Module], modes: Sequence[bool]) -> None:
-    for module, mode in zip(modules, modes, strict=True):
+def _set_modes(model: nn.Module, modes: Sequence[bool]) -> None:
+    for module, mode in zip(model.modules(), modes, strict=True):
         module.training = mode

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -83,6 +84,10 @@ def _same(placed: PlacedModule, model: nn.Module, *args: Any, **kwargs: Any) -> 
     return ours
 
 
+def _doubled(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output * 2
+
+
 @pytest.mark.parametrize("fields", [{}, {"replicas": 2, "microbatches": 2}], ids=["one", "cut"])
 def test_arguments_that_were_not_given_when_it_was_captured(fields: dict[str, Any]) -> None:
     placed, model = _pair(**fields)
@@ -137,7 +142,7 @@ def test_hooks_put_on_a_module_that_was_looked_into() -> None:
     _same(placed, model, ids)
     handles = []
     for part in (placed, model):
-        handles.append(part.read[0].register_forward_hook(lambda m, args, out: out * 2))
+        handles.append(part.read[0].register_forward_hook(_doubled))
         part.read[1].register_full_backward_hook(lambda m, gi, go: shapes.append(go[0].shape))
     _same(placed, model, ids)
     assert shapes == [(4, 5, 8)] * 2
@@ -146,6 +151,18 @@ def test_hooks_put_on_a_module_that_was_looked_into() -> None:
         handle.remove()
     _same(placed, model, ids)
     assert not torch.allclose(twin(ids)["logits"], model(ids)["logits"])
+
+
+def test_hooks_come_back_with_a_pickled_module() -> None:
+    placed, model = _pair()
+    for part in (placed, model):
+        part.read[0].register_forward_hook(_doubled)
+        part.head.register_forward_hook(_doubled)
+    loaded = pickle.loads(pickle.dumps(placed.eval()))
+    _same(loaded, model.eval(), _ids())
+    for module in (loaded.read[0], loaded.head):
+        module._forward_hooks.clear()
+    assert not torch.allclose(loaded(_ids())["logits"], model(_ids())["logits"])
 
 
 def test_a_parametrization_put_on_a_module_that_was_looked_into() -> None:
