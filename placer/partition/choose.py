@@ -100,6 +100,7 @@ class _Search:
         self._chains: dict[tuple[str, ...], tuple[DeviceSlot, ...]] = {}
         self._tried: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
         self.best: Candidate | None = None
+        self.first: Candidate | None = None  # along program order
 
     def pinned_nodes(self, candidate: Candidate) -> list[str | None]:
         """The pin of every node of the candidate, in its order."""
@@ -153,6 +154,7 @@ class _Search:
         return best
 
     def _offer(self, found: Candidate) -> None:
+        self.first = self.first or found
         if self.best is None or found.rank < self.best.rank:
             self.best = found
 
@@ -241,22 +243,29 @@ class _Search:
             self._demands.objective != "memory" or best.peak * (1 - GAIN) <= bound
         ):
             return
-        found = find_returning(best, self._costs, self.pinned_nodes(best), self._demands)
+        # Along program order, whose stages run as they were recorded, and along the best one.
+        starts = [best] if self.first is None or self.first is best else [best, self.first]
+        for start in starts:
+            found = self._returning(start)
+            if found is not None and is_better(found, best):
+                self._offer(found)
+
+    def _returning(self, start: Candidate) -> Candidate | None:
+        found = find_returning(start, self._costs, self.pinned_nodes(start), self._demands)
         if found is None:
-            return
+            return None
         units = {node: u for u, nodes in self._units.nodes(data="nodes") for node in nodes}
         order = list(dict.fromkeys(units[node] for node in found.nodes))
         order, counts = self._in_program_order(order, found)
         nodes, pinned = self._nodes(order)
-        if nodes != list(found.nodes):
-            cuts = candidate_cuts(self._units, order, self._costs, self._pin_of, counts)
-            tables = build_tables(self._costs, nodes, cuts)
-            same = [cuts.index(border) for border in self._borders(order, counts)]
-            start = replace(best, tables=tables, nodes=tuple(nodes))
-            chains = ReturningChains(start, self._costs, pinned, self._demands)
-            found = chains.candidate(found.slots, same)
-        if is_better(found, best):
-            self.best = found
+        if nodes == list(found.nodes):
+            return found
+        cuts = candidate_cuts(self._units, order, self._costs, self._pin_of, counts)
+        tables = build_tables(self._costs, nodes, cuts)
+        same = [cuts.index(border) for border in self._borders(order, counts)]
+        stated = replace(start, tables=tables, nodes=tuple(nodes))
+        chains = ReturningChains(stated, self._costs, pinned, self._demands)
+        return chains.candidate(found.slots, same)
 
     def _add_solution(self, model: ModelUnits, solution: Solution | None) -> None:
         if solution is None:
