@@ -1,6 +1,7 @@
 """Capture: a model as a graph on fake tensors."""
 
 from placer.capture.call import (
+    BoundCall,
     bind_arguments,
     call_difference,
     call_tensors,
@@ -28,6 +29,7 @@ from placer.capture.validity import (
 
 __all__ = [
     "TENSOR",
+    "BoundCall",
     "CallFormat",
     "Capture",
     "Conditions",

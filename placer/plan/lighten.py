@@ -15,7 +15,6 @@ from placer.partition.lighten import Lightened, keys_of, lighten_stage
 from placer.regions import RegionKey, cuttable_nodes, whole_groups
 
 _MOVES = 2  # how often the borders are moved to where they are best for stages as light as can be
-_MOVES = 2  # how often the borders are moved after that
 _ROUNDS = 4  # how often a stage's limit is corrected by what the formula says of its answer
 
 

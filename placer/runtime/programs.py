@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from placer._torch import without_modes
 from placer.capture import (
+    BoundCall,
     CallFormat,
     bind_arguments,
     call_difference,
@@ -67,8 +68,8 @@ class Programs:
         whole = self._kept_whole()
         key = condition_key(captured.conditions, captured.call, modes, inputs), whole
         if key not in self._known:
-            args, kwargs = rebuild_call(captured.call, _without_data(inputs))
             with _as_in_compile():
+                args, kwargs = rebuild_call(captured.call, _without_data(inputs))
                 same = (
                     whole == self._whole
                     and find_difference(self._model, captured.conditions, args, kwargs) is None
@@ -76,9 +77,10 @@ class Programs:
                 self._known[key] = captured if same else self._capture(args, kwargs)
         return self._known[key]
 
-    def for_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Programs:
+    def for_call(self, bound: BoundCall) -> Programs:
         """The programs of another call: other arguments given, other constants among them."""
         with _as_in_compile():
+            args, kwargs = rebuild_arguments(bound, _without_data(bound.leaves))
             return Programs(self._model, self._plan, self._capture(args, kwargs))
 
     def _kept_whole(self) -> tuple[int, ...]:
@@ -127,8 +129,7 @@ class Calls:
                 f"{difference.problem}, and {_MOST_CALLS} other calls were captured since",
                 "pass what is another number in every call as a tensor",
             )
-        shaped = rebuild_arguments(bound, _without_data(bound.leaves))
-        self._known.append(captured.for_call(*shaped))
+        self._known.append(captured.for_call(bound))
         return self._known[-1], call_tensors(self._known[-1].call, bound)
 
 

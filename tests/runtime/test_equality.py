@@ -56,7 +56,7 @@ CUTS = [(4, 1, 1), (2, 2, 1), (3, 1, 2)]  # stages, replicas, micro-batches; two
 
 
 def _video(build: Callable[..., nn.Module]) -> Case:
-    return build(num_classes=4), (torch.randn(4, 3, 4, 32, 32, dtype=D),), {}
+    return build(num_classes=4), (torch.randn(4, 3, 4, 24, 24, dtype=D),), {}
 
 
 def _unet(norm: str) -> Case:
