@@ -38,7 +38,7 @@ def test_prediction_is_within_one_percent(name: str) -> None:
     model, args = _cases()[name]
     optimizers = itertools.cycle(["sgd", "sgd_momentum", "adam"])
     schedules = itertools.cycle(["GPipe", "1F1B"])
-    for stages, microbatches in ((1, 1), (1, 3), (2, 2), (2, 3), (3, 1), (3, 4), (4, 1), (4, 3)):
+    for stages, microbatches in ((1, 1), (1, 3), (2, 2), (3, 1), (3, 4), (4, 3)):
         plan = _plan(
             model,
             args,
