@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from placer._torch import sequence_number
 from placer.runtime.attribution import Attribution
 from placer.runtime.distributed.boundary import BoundaryFinder
 from placer.runtime.distributed.faults import LayerFailure
@@ -20,6 +19,7 @@ from placer.runtime.distributed.suspects import (
     Culprit,
     Trace,
     match_layers,
+    number_of,
     parameter_names,
     reachable,
     trace_of,
@@ -106,6 +106,6 @@ def rehearse(
         with torch.enable_grad(), _Listener(attribution):
             sent = stage(*wires, microbatch=0)
         roots = [x for x in (results if last else sent) if isinstance(x, Tensor) and x.grad_fn]
-        made = sorted(reachable(roots), key=lambda node: sequence_number(node) or 0)
-        layers = [attribution.layer_of_node(sequence_number(node) or 0) for node in made]
+        made = reachable(roots)
+        layers = [attribution.layer_of_node(number_of(node)) for node in made]
         return Rehearsal(trace=trace_of(made, parameter_names(part, names)), layers=layers)

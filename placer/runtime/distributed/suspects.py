@@ -62,7 +62,7 @@ def find_suspects(error: BaseException, part: nn.Module, *, may_run_again: bool)
             return None
         call = again
     graph = reachable(call.roots)
-    order = sorted(_needed(graph, call.inputs), key=_number, reverse=True)
+    order = _needed(graph, call.inputs)[::-1]
     ran = {node: has_run(node) for node in order}
     last = max((i for i, node in enumerate(order) if ran[node]), default=-1)
     held = next((i for i, node in enumerate(order) if i > last and ran[node] is False), len(order))
@@ -74,10 +74,9 @@ def find_suspects(error: BaseException, part: nn.Module, *, may_run_again: bool)
             return Suspects(modules=tuple(owners))
     elif window and ran[window[-1]] is False:
         window = window[-1:]
-    made = sorted(graph, key=_number)
-    index = {node: position for position, node in enumerate(made)}
+    index = {node: position for position, node in enumerate(graph)}
     return Suspects(
-        trace=trace_of(made, names), positions=tuple(sorted(index[node] for node in window))
+        trace=trace_of(graph, names), positions=tuple(sorted(index[node] for node in window))
     )
 
 
@@ -97,7 +96,7 @@ def _run_again(call: EngineCall) -> EngineCall | None:
 
 
 def reachable(roots: Iterable[Tensor | GradientEdge]) -> list[Node]:
-    """The nodes of the graph behind ``roots``, without those that accumulate into leaves."""
+    """The nodes of the graph behind ``roots``, as they were made; none that accumulate into leaves."""
     first = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
     waiting = [node for node in first if node is not None]
     seen = set(waiting)
@@ -110,18 +109,21 @@ def reachable(roots: Iterable[Tensor | GradientEdge]) -> list[Node]:
             if following is not None and following not in seen:
                 seen.add(following)
                 waiting.append(following)
-    return found
+    return sorted(found, key=number_of)
 
 
 def _needed(graph: Sequence[Node], inputs: Sequence[Tensor | GradientEdge]) -> list[Node]:
-    """The nodes on a way to one of ``inputs``: the others are not run. All, if none are given."""
+    """Of ``graph``, as it was made, the nodes on a way to one of ``inputs``: the others are not run.
+
+    All, if none are given.
+    """
     if not inputs:
         return list(graph)
     nodes = {edge.node for edge in inputs if isinstance(edge, GradientEdge)}
     nodes.update(x.grad_fn for x in inputs if isinstance(x, Tensor) and x.grad_fn is not None)
     leaves = {id(x) for x in inputs if isinstance(x, Tensor) and x.grad_fn is None}
     wanted: set[Node] = set()
-    for node in sorted(graph, key=_number):  # what a node hands gradients to was made before it
+    for node in graph:  # what a node hands gradients to was made before it
         following = [f for f, _ in node.next_functions if f is not None]
         if any(f in wanted or f in nodes or id(_leaf(f)) in leaves for f in following):
             wanted.add(node)
@@ -152,7 +154,8 @@ def _leaf(node: Node) -> Tensor | None:
     return getattr(node, "variable", None) if sequence_number(node) is None else None
 
 
-def _number(node: Node) -> int:
+def number_of(node: Node) -> int:
+    """When ``node``, which accumulates into no leaf, was made: later ones have higher numbers."""
     number = sequence_number(node)
     assert number is not None
     return number
