@@ -1,6 +1,12 @@
 """Cost: a capture in, a table of bytes and FLOPs per node out; nothing is allocated."""
 
-from placer.cost.devices import DeviceKind, device_kind, device_type, kinds_with_memory
+from placer.cost.devices import (
+    DeviceKind,
+    device_kind,
+    device_type,
+    kinds_with_memory,
+    updates_together,
+)
 from placer.cost.estimate import estimate_costs
 from placer.cost.kernels import device_kernels
 from placer.cost.record import stand_in_loss
@@ -20,5 +26,6 @@ __all__ = [
     "estimate_costs",
     "kinds_with_memory",
     "stand_in_loss",
+    "updates_together",
     "with_regions",
 ]

@@ -6,6 +6,7 @@ reach; they rank placements, they do not promise times. Nothing here was measure
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from placer.errors import DeviceError, nearest
@@ -81,6 +82,15 @@ def device_type(name: str) -> str:
     ('cuda', 'cpu')
     """
     return "cuda" if name.split(":")[0] == "cuda" else "cpu"
+
+
+def updates_together(devices: Iterable[str]) -> bool:
+    """Do torch's optimizers by default update all parameters of a device at once?
+
+    They do where all parameters that they train are on CUDA devices (``_default_to_fused_or_foreach``
+    of torch.optim, 2.15); else one after the other. ``devices`` are the names of those devices.
+    """
+    return all(device_type(name) == "cuda" for name in devices)
 
 
 def device_kind(name: str, kind: str | None) -> DeviceKind:

@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from placer.cost import device_type
+from placer.cost import updates_together
 from placer.partition.chain import Mask, Table, best_cuts, border_costs
 from placer.partition.score import (
     IntervalTables,
@@ -54,8 +54,7 @@ def optimizer_on(demands: Demands, devices: Iterable[str]) -> OptimizerBytes:
     """What the optimizer needs where the parameters that it trains are on ``devices`` (names)."""
     if not demands.training:
         return OptimizerBytes(state=0)
-    together = all(device_type(name) == "cuda" for name in devices)
-    return optimizer_bytes(demands.optimizer, together=together)
+    return optimizer_bytes(demands.optimizer, together=updates_together(devices))
 
 
 def solve_order(

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from placer._torch import fake_process_group, releasing_fakes
 from placer.capture import Capture, FakeWorld
-from placer.cost import device_type, stand_in_loss
+from placer.cost import stand_in_loss, updates_together
 from placer.emit import StagedModel, emit_stages
 from placer.errors import PlacerError
 from placer.plan.types import Plan
@@ -129,8 +129,7 @@ def _simulate_rank(
             stage_class=releasing_fakes(SplitStage),
         )
         trained = [p for p in part.parameters() if p.requires_grad]
-        together = device_type(name) == "cuda"
-        optimizer = make_optimizer(plan.optimizer, trained, foreach=together)
+        optimizer = make_optimizer(plan.optimizer, trained, foreach=updates_together([name]))
         group_of = cache(partial(_make_group, plan.replicas, seat))
         reducer = _FakeReducer(find_shared(part, staged, holdings, seat.stage_indices, group_of))
         ledger.add_state((*part.parameters(), *part.buffers()))

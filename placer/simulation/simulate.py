@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from placer.capture import Capture, FakeWorld
-from placer.cost import device_kernels, device_type, stand_in_loss
+from placer.cost import device_kernels, device_type, stand_in_loss, updates_together
 from placer.emit import StagedModel, emit_stages, materialize
 from placer.plan.types import Plan
 from placer.runtime.attribution import Attribution, Where
@@ -130,16 +130,12 @@ def _train(
 def _optimizers(
     placed: PlacedModule, plan: Plan, place_of: Mapping[str, str]
 ) -> list[torch.optim.Optimizer]:
-    """What updates the parameters as torch's optimizer over all of them does by default.
-
-    Where all of them are on CUDA devices, it updates those of each device at once; else one after
-    the other (``_default_to_fused_or_foreach`` of torch.optim).
-    """
+    """What updates the parameters as torch's optimizer over all of them does by default."""
     groups: dict[str, list[nn.Parameter]] = {}
     for name, parameter in placed.named_parameters():
         if parameter.requires_grad:
             groups.setdefault(place_of[name], []).append(parameter)
-    if all(device_type(name) == "cuda" for name in groups):
+    if updates_together(groups):
         return [make_optimizer(plan.optimizer, group, foreach=True) for group in groups.values()]
     trained = [parameter for parameter in placed.parameters() if parameter.requires_grad]
     return [make_optimizer(plan.optimizer, trained, foreach=False)]
