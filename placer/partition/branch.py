@@ -27,9 +27,10 @@ from placer.partition.program import StagePairs, stage_pairs
 Indices = NDArray[np.int64]
 
 _TOLERANCE = 1e-10
-_MOST_STORED = 5_000_000  # stages in open nodes, for the memory they take
-_REACHED = 60.0  # nanoseconds for a stage in the programs of a node
-_NODE, _FLOAT = 3e5, 2e5  # for a node, and for a float whose stage is looked for there
+_MOST_STORED = 10_000_000  # stages in open nodes, for the memory they take
+_REACHED = 40.0  # nanoseconds for a stage in the programs of a node
+_NODE, _FLOAT = 4e5, 4e4  # for a node, and for a float whose stage is looked for there
+_SEARCHED, _SEARCH = 8, 2e5  # every eighth node that a first try did not settle; for each float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -54,7 +55,8 @@ class _Node:
 
     @property
     def size(self) -> int:
-        return sum(len(pairs.load) for pairs in self.stages)
+        """Stages that it keeps; all but one of its lists are its siblings', too."""
+        return sum(len(pairs.load) for pairs in self.stages) // len(self.stages)
 
 
 def branch_floats(lattice: Lattice, rows: Words, limit: float, work: Work) -> Branched:
@@ -86,7 +88,10 @@ class _Search:
         self._budgets = [
             np.inf if s.budget is None else s.budget * (1 + 1e-12) for s in self._problem.slots
         ]
+        self._bytes = np.array([s.nbytes for s in self._problem.slots])
         self._best: Indices | None = None
+        self._first: Indices | None = None  # within the budgets or not
+        self._settled = 0
         self._heap: list[tuple[float, int, int, _Node]] = []
         self._stored = self._count = 0
         self._push(_Node(fixed={}, stages=stages), self._bound(stages))
@@ -97,7 +102,8 @@ class _Search:
             if bound >= self._limit:
                 break
             if self._work.is_spent() or self._stored > _MOST_STORED:
-                return Branched(stage_of=self._best, bound=bound, finished=False)
+                found = self._first if self._best is None else self._best
+                return Branched(stage_of=found, bound=bound, finished=False)
             heapq.heappop(self._heap)
             self._stored -= node.size
             self._settle(node, bound)
@@ -113,22 +119,30 @@ class _Search:
         """Place the floats of the node's best borders; push its children if they cost more."""
         self._work.take(_NODE)
         ahead, behind = _forward(node.stages, len(self._rows)), self._backward(node.stages)
-        path, stages = [], []
+        stages = []
         for q, pairs in enumerate(node.stages):
             reached = np.maximum(ahead[q][pairs.before], behind[q + 1][pairs.after])
             stages.append(_some(pairs, np.maximum(reached, pairs.load) < self._limit))
         near = [self._near(s, ahead[q], behind[q + 1], bound) for q, s in enumerate(stages)]
         path = _least_sum(near, len(self._rows))
-        stage_of = self._placed(path, node.fixed)
+        free = [f for f in self._costs.group_of if f not in node.fixed]
+        unit, fixed = self._assign(path, free, node.fixed)
+        if fixed is not None:
+            self._offer(self._placed(path, fixed))
+        elif self._settled % _SEARCHED == 0:
+            self._work.take(_SEARCH * len(free))
+            self._offer(assign_floats(self._problem, self._placed(path, node.fixed)))
+        self._settled += 1
+        self._work.take(_FLOAT * len(free) + _REACHED * node.size * len(node.stages))
+        if unit is not None and self._limit > bound * (1 + _TOLERANCE):
+            self._branch(node, stages, unit)
+
+    def _offer(self, stage_of: Indices) -> None:
+        self._first = stage_of if self._first is None else self._first
         loads = stage_loads(self._problem, stage_of)
         held = np.array([s.nbytes[stage_of == q].sum() for q, s in enumerate(self._problem.slots)])
         if (held <= self._budgets).all() and loads.max() < self._limit:
             self._best, self._limit = stage_of, float(loads.max())
-        free = [f for f in self._costs.group_of if f not in node.fixed]
-        self._work.take(_FLOAT * len(free) + _REACHED * node.size)
-        if self._limit <= bound * (1 + _TOLERANCE) or not free:
-            return
-        self._branch(node, stages, self._worst(path, free, node.fixed, bound))
 
     def _near(
         self, pairs: StagePairs, ahead: Vector, behind: Vector, bound: float
@@ -167,38 +181,53 @@ class _Search:
     ) -> StagePairs:
         return _some(StagePairs(before=pairs.before, after=pairs.after, load=load), may & (load < self._limit))
 
-    def _worst(
-        self, path: StagePairs, free: Sequence[int], fixed: Mapping[int, int], bound: float
-    ) -> int:
-        """The float of which the best stage raises the largest load on ``path`` the most."""
-        k = len(path.load)
-        ranks = []
+    def _assign(
+        self, path: StagePairs, free: Sequence[int], fixed: Mapping[int, int]
+    ) -> tuple[int | None, dict[int, int] | None]:
+        """The float to branch on, and stages for all of ``free``, if these are below the limit.
+
+        Each float has a stage that raises the largest load along ``path`` the least, then the sum
+        of loads; that of the float that is to be branched on does so the most.
+        """
+        held = np.array([h[b] - h[a] for h, a, b in zip(self._held, path.before, path.after, strict=True)])
+        for f, q in fixed.items():
+            held[q] += self._bytes[q, f]
+        ranks: list[tuple[float, float, float, int]] = []
         for f in free:
-            group = self._costs.group_of[f]
-            columns = [
-                [
-                    float(self._costs.cost(group, path.before[q : q + 1], path.after[q : q + 1], q, at)[0])
-                    for at in (fixed, {**fixed, f: -1}, {**fixed, f: q})
-                ]
-                for q in range(k)
-            ]
-            now, away, here = np.array(columns).T
-            others = path.load - now + away
-            best = (np.inf, np.inf)
-            for q in range(k):
-                slot = self._problem.slots[q]
-                nbytes = self._held[q][path.after[q]] - self._held[q][path.before[q]]
-                nbytes += sum(slot.nbytes[g] for g, at in fixed.items() if at == q)
-                if nbytes + slot.nbytes[f] > self._budgets[q]:
-                    continue
-                load = others[q] - away[q] + here[q]
-                largest = max(load, others[:q].max(initial=0.0), others[q + 1 :].max(initial=0.0))
-                best = min(best, (max(largest - bound, 0.0), others.sum() - others[q] + load))
-            ranks.append((*best, float(max(s.nbytes[f] for s in self._problem.slots)), -f))
-        total = path.load.sum()
-        least = min(r[1] - total for r in ranks)
-        del least
-        return -int(max(ranks)[-1])
+            _, rise, extra = self._stage(path, path.load, held, fixed, f)
+            ranks.append((rise, extra, float(self._bytes[:, f].max()), -f))
+        if not ranks:
+            return None, dict(fixed)
+        ranks.sort(reverse=True)
+        placed, loads = dict(fixed), path.load
+        for *_, unit in ranks:
+            q, _, _ = self._stage(path, loads, held, placed, -unit)
+            if q is None:
+                return -ranks[0][-1], None
+            loads = self._loads
+            placed[-unit] = q
+            held[q] += self._bytes[q, -unit]
+            if loads.max() >= self._limit:
+                return -ranks[0][-1], None
+        return -ranks[0][-1], placed
+
+    def _stage(
+        self, path: StagePairs, loads: Vector, held: Vector, fixed: Mapping[int, int], unit: int
+    ) -> tuple[int | None, float, float]:
+        """The best stage on ``path`` for ``unit``, how much it raises the largest load and the sum."""
+        now, away, here = self._costs.along(
+            self._costs.group_of[unit], path.before, path.after, fixed, unit
+        )
+        others = loads - now + away
+        table = np.repeat(others[None], len(loads), axis=0)  # [q]: the loads with the unit at q
+        np.fill_diagonal(table, loads - now + here)
+        largest, total = table.max(axis=1), table.sum(axis=1)
+        largest[held + self._bytes[:, unit] > self._budgets] = np.inf
+        q = int(np.lexsort((total, largest))[0])
+        self._loads = table[q]
+        if largest[q] == np.inf:
+            return None, np.inf, np.inf
+        return q, max(0.0, float(largest[q] - loads.max())), float(total[q] - loads.sum())
 
     def _placed(self, path: StagePairs, fixed: Mapping[int, int]) -> Indices:
         lattice = self._lattice
@@ -207,7 +236,7 @@ class _Search:
         stage_of[lattice.order] = np.argmax(held, axis=0)
         for f, q in fixed.items():
             stage_of[f] = q
-        return assign_floats(self._problem, stage_of)
+        return stage_of
 
     def _bound(self, stages: Sequence[StagePairs]) -> float:
         return float(_forward(stages, len(self._rows))[-1][-1])

@@ -20,7 +20,7 @@ from placer.partition.lattice import (
 from placer.partition.problem import Vector
 
 # Nanoseconds for deciding a unit, for each downset then, and for each unit and value.
-_STEP, _UNDECIDED, _PER_BIT = 1e5, 400.0, 1.0
+_STEP, _UNDECIDED, _PER_BIT = 1e5, 250.0, 0.5
 _BEAM_SEED = 20_260_101  # of the random numbers that name sets of units
 
 

@@ -95,11 +95,32 @@ class FloatCosts:
         not all of what is certain: a lower bound.
         """
         here = tuple(fixed[f] == stage if f in fixed else None for f in group.floats)
-        key = group.number, here, self._slots[stage]
-        if key not in self._tables:
-            self._tables[key] = self._table(group, here, stage)
         kinds = self._kinds[group.number]
-        return self._tables[key][kinds[after] * len(group.held) + kinds[before]]
+        return self._tabled(group, here, stage)[kinds[after] * len(group.held) + kinds[before]]
+
+    def along(
+        self,
+        group: FloatGroup,
+        before: Indices,
+        after: Indices,
+        fixed: Mapping[int, int],
+        unit: int,
+    ) -> tuple[Vector, Vector, Vector]:
+        """What ``group`` costs each stage of a chain: ``unit`` anywhere, elsewhere, or there."""
+        kinds = self._kinds[group.number]
+        cell = kinds[after] * len(group.held) + kinds[before]
+        costs = np.empty((3, len(cell)))
+        several = any(f in fixed for f in group.floats) or any(self._slots)
+        for i, place in enumerate((None, False, True)):
+            for q in range(len(cell)) if several else (0,):
+                here = tuple(
+                    place if f == unit else fixed[f] == q if f in fixed else None
+                    for f in group.floats
+                )
+                table = self._tabled(group, here, q)
+                costs[i, q if several else slice(None)] = table[cell[q] if several else cell]
+        now, away, there = costs
+        return now, away, there
 
     def least(self, before: Indices, after: Indices, stage: int) -> Vector:
         """What all floats cost at least, wherever they are."""
@@ -107,6 +128,12 @@ class FloatCosts:
         for group in self.groups:
             total += self.cost(group, before, after, stage, {})
         return total
+
+    def _tabled(self, group: FloatGroup, here: tuple[bool | None, ...], stage: int) -> Vector:
+        key = group.number, here, self._slots[stage]
+        if key not in self._tables:
+            self._tables[key] = self._table(group, here, stage)
+        return self._tables[key]
 
     def _table(self, group: FloatGroup, here: Sequence[bool | None], stage: int) -> Vector:
         """The cost for a row of each kind after one of each kind."""

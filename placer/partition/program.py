@@ -143,8 +143,8 @@ class StagePairs:
     The load is without floats, or with what these cost at least.
     """
 
-    before: Indices
-    after: Indices
+    before: NDArray[np.int32]
+    after: NDArray[np.int32]
     load: Vector
 
 
@@ -172,7 +172,9 @@ def stage_pairs(
             if lattice.problem.may_be_empty:
                 parts.append((alive, alive, np.zeros(len(alive))))
             before, after, load = (np.concatenate(column) for column in zip(*parts, strict=True))
-            known[key] = StagePairs(before=before, after=after, load=load)
+            known[key] = StagePairs(
+                before=before.astype(np.int32), after=after.astype(np.int32), load=load
+            )
         pairs = known[key]
         may = ends[q][pairs.before] & ends[q + 1][pairs.after]
         found.append(

@@ -71,7 +71,7 @@ def _solve(problem: PartitionProblem, most_alive: int, work: Work) -> Solution |
     folded = contract(small, relaxed.unit_of.tolist())  # the same units, which hold their bytes
     best.offer(_heuristic(folded.problem), folded.unit_of)
     for rung, (reduction, branched) in enumerate(_ladder(small, relaxed)):
-        if rung and best.is_tight:
+        if rung and best.is_tight and not branched:
             best.offer(_heuristic(reduction.problem), reduction.unit_of)
         if best.stage_of is None and _is_limited(small):
             best.offer(_smallest(small, most_alive, Work(work.left / 2)), itself)
@@ -88,6 +88,8 @@ def _solve(problem: PartitionProblem, most_alive: int, work: Work) -> Solution |
             break
     if best.stage_of is None:
         return None
+    if best.is_tight and not _reached(best.value, bound):
+        best.offer(move_units(small, best.stage_of, bound), itself)
     stage_of = best.stage_of[joined.unit_of]
     value = _largest(problem, stage_of)
     return Solution(
@@ -106,9 +108,10 @@ def _ladder(problem: PartitionProblem, relaxed: Reduction) -> Iterator[tuple[Red
     """
     yield relaxed, False
     exact = fold_dominated(problem, weightless=True)
-    floating = bool(floating_units(exact.problem))
-    if floating or exact.problem.num_units > relaxed.problem.num_units:
-        yield exact, floating
+    if exact.problem.num_units > relaxed.problem.num_units:
+        yield exact, False
+    if floating_units(exact.problem):
+        yield exact, True
 
 
 def _solve_large(problem: PartitionProblem, joined: Reduction) -> Solution | None:
