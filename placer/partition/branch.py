@@ -59,6 +59,16 @@ class _Node:
         return sum(len(pairs.load) for pairs in self.stages) // len(self.stages)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Put:
+    """A stage for a float: the loads of all stages then, and what these rise by."""
+
+    stage: int
+    loads: Vector
+    rise: float  # of the largest; infinite where its bytes fit nowhere
+    extra: float  # of the sum
+
+
 def branch_floats(lattice: Lattice, rows: Words, limit: float, work: Work) -> Branched:
     """The placement of least largest load below ``limit`` with its borders among ``rows``.
 
@@ -126,9 +136,9 @@ class _Search:
         near = [self._near(s, ahead[q], behind[q + 1], bound) for q, s in enumerate(stages)]
         path = _least_sum(near, len(self._rows))
         free = [f for f in self._costs.group_of if f not in node.fixed]
-        unit, fixed = self._assign(path, free, node.fixed)
-        if fixed is not None:
-            self._offer(self._placed(path, fixed))
+        unit, assigned = self._assign(path, free, node.fixed)
+        if assigned is not None:
+            self._best, self._limit = self._placed(path, assigned[0]), assigned[1]
         elif self._settled % _SEARCHED == 0:
             self._work.take(_SEARCH * len(free))
             self._offer(assign_floats(self._problem, self._placed(path, node.fixed)))
@@ -144,9 +154,7 @@ class _Search:
         if (held <= self._budgets).all() and loads.max() < self._limit:
             self._best, self._limit = stage_of, float(loads.max())
 
-    def _near(
-        self, pairs: StagePairs, ahead: Vector, behind: Vector, bound: float
-    ) -> StagePairs:
+    def _near(self, pairs: StagePairs, ahead: Vector, behind: Vector, bound: float) -> StagePairs:
         reached = np.maximum(np.maximum(ahead[pairs.before], behind[pairs.after]), pairs.load)
         return _some(pairs, reached <= bound * (1 + _TOLERANCE))
 
@@ -179,55 +187,57 @@ class _Search:
     def _below(
         self, pairs: StagePairs, load: Vector, may: NDArray[np.bool_] | bool = True
     ) -> StagePairs:
-        return _some(StagePairs(before=pairs.before, after=pairs.after, load=load), may & (load < self._limit))
+        return _some(
+            StagePairs(before=pairs.before, after=pairs.after, load=load),
+            may & (load < self._limit),
+        )
 
     def _assign(
         self, path: StagePairs, free: Sequence[int], fixed: Mapping[int, int]
-    ) -> tuple[int | None, dict[int, int] | None]:
-        """The float to branch on, and stages for all of ``free``, if these are below the limit.
+    ) -> tuple[int | None, tuple[dict[int, int], float] | None]:
+        """The float to branch on; stages for all floats, if the largest load is below the limit.
 
         Each float has a stage that raises the largest load along ``path`` the least, then the sum
         of loads; that of the float that is to be branched on does so the most.
         """
-        held = np.array([h[b] - h[a] for h, a, b in zip(self._held, path.before, path.after, strict=True)])
+        ends = zip(self._held, path.before, path.after, strict=True)
+        held = np.array([h[b] - h[a] for h, a, b in ends])
         for f, q in fixed.items():
             held[q] += self._bytes[q, f]
         ranks: list[tuple[float, float, float, int]] = []
         for f in free:
-            _, rise, extra = self._stage(path, path.load, held, fixed, f)
-            ranks.append((rise, extra, float(self._bytes[:, f].max()), -f))
-        if not ranks:
-            return None, dict(fixed)
+            put = self._stage(path, path.load, held, fixed, f)
+            ranks.append((put.rise, put.extra, float(self._bytes[:, f].max()), -f))
         ranks.sort(reverse=True)
+        worst = -ranks[0][-1] if ranks else None
         placed, loads = dict(fixed), path.load
-        for *_, unit in ranks:
-            q, _, _ = self._stage(path, loads, held, placed, -unit)
-            if q is None:
-                return -ranks[0][-1], None
-            loads = self._loads
-            placed[-unit] = q
-            held[q] += self._bytes[q, -unit]
-            if loads.max() >= self._limit:
-                return -ranks[0][-1], None
-        return -ranks[0][-1], placed
+        for f in (-rank[-1] for rank in ranks):
+            put = self._stage(path, loads, held, placed, f)
+            if put.rise == np.inf or put.loads.max() >= self._limit:
+                return worst, None
+            placed[f], loads = put.stage, put.loads
+            held[put.stage] += self._bytes[put.stage, f]
+        largest = float(loads.max())
+        return worst, (placed, largest) if largest < self._limit else None
 
     def _stage(
         self, path: StagePairs, loads: Vector, held: Vector, fixed: Mapping[int, int], unit: int
-    ) -> tuple[int | None, float, float]:
-        """The best stage on ``path`` for ``unit``, how much it raises the largest load and the sum."""
-        now, away, here = self._costs.along(
-            self._costs.group_of[unit], path.before, path.after, fixed, unit
-        )
-        others = loads - now + away
-        table = np.repeat(others[None], len(loads), axis=0)  # [q]: the loads with the unit at q
+    ) -> _Put:
+        """The best stage on ``path`` for ``unit`` among those that its bytes fit on."""
+        group = self._costs.group_of[unit]
+        now, away, here = self._costs.along(group, path.before, path.after, fixed, unit)
+        table = np.repeat((loads - now + away)[None], len(loads), axis=0)  # [q]: it is on q
         np.fill_diagonal(table, loads - now + here)
         largest, total = table.max(axis=1), table.sum(axis=1)
         largest[held + self._bytes[:, unit] > self._budgets] = np.inf
         q = int(np.lexsort((total, largest))[0])
-        self._loads = table[q]
-        if largest[q] == np.inf:
-            return None, np.inf, np.inf
-        return q, max(0.0, float(largest[q] - loads.max())), float(total[q] - loads.sum())
+        fits = largest[q] < np.inf
+        return _Put(
+            stage=q,
+            loads=table[q],
+            rise=max(0.0, float(largest[q] - loads.max())),
+            extra=float(total[q] - loads.sum()) if fits else np.inf,
+        )
 
     def _placed(self, path: StagePairs, fixed: Mapping[int, int]) -> Indices:
         lattice = self._lattice

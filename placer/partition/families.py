@@ -245,7 +245,9 @@ def surviving_rows(
         out_sums[some] = sum_out[some] + sums_of(fresh[some])
         out_cut = cut + cut_of(touched_in & ~touched_out & touched_after[u])[:, 0]
         taken = np.flatnonzero(window.some(sum_in, out_sums, out_cut))
-        complete = ((outside[taken, word:] | after[u, word:]) & rest[word:] == rest[word:]).all(axis=1)
+        complete = ((outside[taken, word:] | after[u, word:]) & rest[word:] == rest[word:]).all(
+            axis=1
+        )
         if complete.any():
             done.append(rows.inside[free[taken[complete]]])
         taken = taken[~complete]
@@ -283,7 +285,9 @@ class _Undecided:
         sums: Vector | None = None,
     ) -> None:
         self._shape = unit_words, value_words, columns
-        self._words = np.zeros((1, 2 * (unit_words + value_words)), np.uint64) if words is None else words
+        self._words = (
+            np.zeros((1, 2 * (unit_words + value_words)), np.uint64) if words is None else words
+        )
         self._sums = np.zeros((1, 2 * columns + 1)) if sums is None else sums
         self._count = len(self._words)
 

@@ -13,6 +13,7 @@ from placer.partition.lattice import Lattice
 from placer.partition.problem import Vector
 
 Indices = NDArray[np.int64]
+Rows = NDArray[np.int64] | NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +84,8 @@ class FloatCosts:
     def cost(
         self,
         group: FloatGroup,
-        before: Indices,
-        after: Indices,
+        before: Rows,
+        after: Rows,
         stage: int,
         fixed: Mapping[int, int],
     ) -> Vector:
@@ -96,13 +97,15 @@ class FloatCosts:
         """
         here = tuple(fixed[f] == stage if f in fixed else None for f in group.floats)
         kinds = self._kinds[group.number]
-        return self._tabled(group, here, stage)[kinds[after] * len(group.held) + kinds[before]]
+        table = self._tabled(group, here, stage)
+        found: Vector = table[kinds[after] * len(group.held) + kinds[before]]
+        return found
 
     def along(
         self,
         group: FloatGroup,
-        before: Indices,
-        after: Indices,
+        before: Rows,
+        after: Rows,
         fixed: Mapping[int, int],
         unit: int,
     ) -> tuple[Vector, Vector, Vector]:
@@ -122,7 +125,7 @@ class FloatCosts:
         now, away, there = costs
         return now, away, there
 
-    def least(self, before: Indices, after: Indices, stage: int) -> Vector:
+    def least(self, before: Rows, after: Rows, stage: int) -> Vector:
         """What all floats cost at least, wherever they are."""
         total: Vector = np.zeros(len(before))
         for group in self.groups:
@@ -148,9 +151,9 @@ class FloatCosts:
         total += sum(self._seconds[f, stage] for f in group.floats if at[f])
         for column, value in enumerate(group.values):
             some, lacks = held[:, :, column] > 0, held[:, :, column] < value.size
-            for f in value.floats:
-                if at[f] is not None:
-                    some, lacks = some | at[f], lacks | (not at[f])
+            for place in (at[f] for f in value.floats):
+                if place is not None:
+                    some, lacks = some | place, lacks | (not place)
             free = [f for f in value.floats if at[f] is None]
             paid = value.nbytes * self._rate[stage]
             if len(free) == 1:

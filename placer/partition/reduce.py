@@ -169,7 +169,8 @@ def _foldable(problem: PartitionProblem, *, weightless: bool) -> tuple[list[int]
             alone = between.get((min(u, v), max(u, v)), 0.0)
             if any(seconds[u] > rate * alone for seconds, rate in costs):
                 continue
-            new = sum(nbytes for units, nbytes in values_of[u] if v not in units)
+            moved = any(rate for _, rate in costs)
+            new = sum(b for units, b in values_of[u] if v not in units) if moved else 0.0
             if all(seconds[u] + rate * (new - alone) <= 0 for seconds, rate in costs):
                 leaders[u] = leaders[v] = min(u, v)
                 taken[u] = taken[v] = True

@@ -70,6 +70,7 @@ def _solve(problem: PartitionProblem, most_alive: int, work: Work) -> Solution |
     relaxed = fold_dominated(small, relaxed=True)
     folded = contract(small, relaxed.unit_of.tolist())  # the same units, which hold their bytes
     best.offer(_heuristic(folded.problem), folded.unit_of)
+    moved = False  # the best one, over worse placements, without finding a better one
     for rung, (reduction, branched) in enumerate(_ladder(small, relaxed)):
         if rung and best.is_tight and not branched:
             best.offer(_heuristic(reduction.problem), reduction.unit_of)
@@ -78,17 +79,16 @@ def _solve(problem: PartitionProblem, most_alive: int, work: Work) -> Solution |
         if best.stage_of is not None and best.is_tight and not _reached(best.value, bound):
             best.offer(move_units(small, best.stage_of, bound), itself)
         lattice = _lattice(reduction.problem)
-        bound, found = _prove(
-            lattice, best.value, most_alive, work, bound=bound, branched=branched
-        )
+        bound, found = _prove(lattice, best.value, most_alive, work, bound=bound, branched=branched)
         best.offer(found, reduction.unit_of)
+        moved = False
         if found is not None and not _reached(best.value, bound):
-            best.offer(move_units(small, found[reduction.unit_of], bound), itself)
+            moved = best.offer(move_units(small, found[reduction.unit_of], bound), itself)
         if _reached(best.value, bound):
             break
     if best.stage_of is None:
         return None
-    if best.is_tight and not _reached(best.value, bound):
+    if best.is_tight and not moved and not _reached(best.value, bound):
         best.offer(move_units(small, best.stage_of, bound), itself)
     stage_of = best.stage_of[joined.unit_of]
     value = _largest(problem, stage_of)
@@ -162,14 +162,16 @@ class _Best:
         """Whether budgets may have shaped the answer, or prevented one."""
         return self.stage_of is None or _is_tight(self._problem, self.stage_of)
 
-    def offer(self, stage_of: StageOf | None, unit_of: StageOf) -> None:
-        """Take ``stage_of`` (of the units that ``unit_of`` maps to) if it is better."""
+    def offer(self, stage_of: StageOf | None, unit_of: StageOf) -> bool:
+        """Take ``stage_of`` (of the units that ``unit_of`` maps to) if it is better; whether it is."""
         if stage_of is None:
-            return
+            return False
         stage_of = stage_of[unit_of]
         value = _largest(self._problem, stage_of)
-        if value < self.value and _is_feasible(self._problem, stage_of):
+        better = value < self.value and _is_feasible(self._problem, stage_of)
+        if better:
             self.stage_of, self.value = stage_of, value
+        return better
 
 
 def _reached(value: float, bound: float) -> bool:
