@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from placer.capture import Capture, FakeWorld
+from placer.capture import Capture, FakeWorld, first_names, named_state
 from placer.cost.gradients import backward_needs, pending_gradients
 from placer.cost.record import RecordedStorage, Recording, record_run
 from placer.cost.types import CostTable, NodeCost, StoredValue
@@ -156,17 +156,8 @@ def _parts(stored: RecordedStorage) -> tuple[tuple[int, int], ...]:
 
 def _state(model: nn.Module) -> tuple[dict[str, bool], dict[str, int], dict[str, str]]:
     """Per name of the state: is it trained; its bytes (once per tensor); the name that stands for it."""
-    trained: dict[str, bool] = {}
-    nbytes: dict[str, int] = {}
-    alias: dict[str, str] = {}
-    first: dict[int, str] = {}
-    named = [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
-    for name, tensor in named:
-        alias[name] = first.setdefault(id(tensor), name)
-        if alias[name] == name:
-            trained[name] = isinstance(tensor, nn.Parameter) and tensor.requires_grad
-            nbytes[name] = tensor.numel() * tensor.element_size()
+    alias = first_names(model)
+    kept = [(name, tensor) for name, tensor in named_state(model) if alias[name] == name]
+    trained = {n: isinstance(t, nn.Parameter) and t.requires_grad for n, t in kept}
+    nbytes = {n: t.numel() * t.element_size() for n, t in kept}
     return trained, nbytes, alias
