@@ -43,11 +43,18 @@ def make_plan(
     has ``fits`` False. Raises ``SpecError``, ``CaptureError``.
     """
     capture, leaves = _capture(model, args, kwargs)
+    return plan_captured(capture, as_spec(spec), leaves, processes=processes)
+
+
+def plan_captured(
+    capture: Capture, spec: PlacementSpec, inputs: Sequence[Tensor], *, processes: bool = False
+) -> Plan:
+    """`make_plan` for a model that is captured already, called with the tensors ``inputs``."""
     if processes:
         from placer.simulation.judge import plan_ranks  # pipelining takes a while to import
 
-        return plan_ranks(capture, as_spec(spec), leaves)
-    return build_plan(capture, as_spec(spec), leaves)
+        return plan_ranks(capture, spec, inputs)
+    return build_plan(capture, spec, inputs)
 
 
 def compile(
@@ -156,12 +163,27 @@ def simulate(
     capture, leaves = _capture(model, args, kwargs)
     if not isinstance(plan, Plan):
         plan = build_plan(capture, as_spec(plan), leaves, processes=processes)
+    return simulate_captured(
+        capture, plan, leaves, loss_fn=loss_fn, run_on=run_on, processes=processes
+    )
+
+
+def simulate_captured(
+    capture: Capture,
+    plan: Plan,
+    inputs: Sequence[Tensor],
+    *,
+    loss_fn: Callable[[Any], Tensor] | None = None,
+    run_on: str | None = None,
+    processes: bool = False,
+) -> SimulationReport:
+    """`simulate` for a model that is captured already, called with the tensors ``inputs``."""
     check_fingerprint(plan, capture)
     if processes:
-        from placer.simulation.ranks import simulate_ranks
+        from placer.simulation.ranks import simulate_ranks  # pipelining takes a while to import
 
-        return simulate_ranks(capture, plan, leaves, loss_fn=loss_fn, run_on=run_on)
-    return simulate_plan(capture, plan, leaves, loss_fn=loss_fn, run_on=run_on)
+        return simulate_ranks(capture, plan, inputs, loss_fn=loss_fn, run_on=run_on)
+    return simulate_plan(capture, plan, inputs, loss_fn=loss_fn, run_on=run_on)
 
 
 def as_spec(source: SpecSource) -> PlacementSpec:
