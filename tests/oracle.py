@@ -85,6 +85,8 @@ def run_cuts(model: nn.Module, args: Any, kwargs: Any, replicas: int, microbatch
         return model(*args, **kwargs)
     cuts = each_cut(model, args, kwargs, replicas, microbatches)
     outputs = [model(*some_args, **some_kwargs) for some_args, some_kwargs, _ in cuts]
+    if len(outputs) == 1:  # fewer rows than cuts
+        return outputs[0]
     structure = tree_flatten(outputs[0])[1]
     columns = zip(*(tree_leaves(o) for o in outputs), strict=True)
     return tree_unflatten(
