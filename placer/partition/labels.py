@@ -70,7 +70,7 @@ def first_label() -> Label:
 
 def peak_of(label: Label, limits: StageLimits) -> float:
     running = limits.others + (limits.held - 1) * label.kept + label.worst
-    waiting = limits.later + limits.held * label.kept
+    waiting = limits.later + limits.held * label.kept if limits.later else 0.0
     return limits.static + max(running, waiting)
 
 

@@ -1,11 +1,13 @@
 """Which nodes of one stage to recompute or to offload, so that it fits at the least extra time.
 
 Atoms (`placer.partition.labels`) are added one by one (kept, or offloaded) or in runs (recomputed
-together), and a label is dropped when another at the same border is as good in all three respects.
+together). A first search finds the least peak: it drops a label when another at the same border leads
+to no higher peak whatever follows. Where that is within the limits, a second one finds less time: it
+drops a label when another is as good by its sums.
 
 O(atoms^2 x labels) extensions, at most `_MOST_LABELS` labels per border. It is a heuristic by that
-limit, by the choice of atoms, and because labels of unlike pasts are compared by their sums alone;
-`placer.partition.least` bounds from below what any treatment can cost. (Dynamic programs for chains:
+limit, by the choice of atoms, and because the second search compares labels of unlike pasts by their
+sums alone; `placer.partition.least` bounds from below what any treatment can cost. (Dynamic programs for chains:
 Griewank and Walther, "Revolve", ACM TOMS 2000; Beaumont et al., "Efficient Combination of
 Rematerialization and Offloading for Training DNNs", NeurIPS 2021.)
 """
@@ -113,7 +115,6 @@ def _some(labels: list[Label]) -> list[Label]:
     """At most `_MOST_LABELS`, an even choice."""
     if len(labels) <= _MOST_LABELS:
         return labels
-    print("CAP", len(labels))
     step = (len(labels) - 1) / (_MOST_LABELS - 1)
     return [labels[round(i * step)] for i in range(_MOST_LABELS)]
 

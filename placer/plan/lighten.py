@@ -35,11 +35,15 @@ class LightPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """A partition with its regions, and the treatments that they come from."""
+    """A partition with its regions, and the treatments that they come from.
+
+    ``own``: they are those of the partition's own stages, one each.
+    """
 
     costs: CostTable
     partition: Partition
     stages: tuple[Lightened, ...]
+    own: bool = False
 
     @property
     def extra_seconds(self) -> float:
@@ -200,7 +204,7 @@ class _Search:
             ]
             found = self.found(treated, pins, choose)
             again = found.partition
-            # The labels' sums are a little off: correct each limit by what the formula says.
+            # The labels' sums may be a little off: correct each limit by what the formula says.
             same = len(again.stages) == len(stages)
             errors = [0.0] * len(stages)
             if same:
@@ -208,7 +212,7 @@ class _Search:
                 errors = [_peak(stage.memory, limit) - label.peak for stage, label, limit in rows]
             corrected = [limit.budget - error for limit, error in zip(limits, errors, strict=True)]
             if best is None or _rank(found) < _rank(best):
-                best = found
+                best = replace(found, own=same)
             if not same or not self._limited or corrected == targets:
                 break
             targets = corrected
@@ -220,18 +224,20 @@ class _Search:
 
         Where the formula says less than the labels' sums, the limit is as much wider.
         """
-        if len(found.partition.stages) != len(found.stages):
+        if not found.own:
             return 0.0
         least = 0.0
         rows = zip(
             found.partition.stages, found.stages, *self._stages(found.partition), strict=True
         )
         for stage, treated, labelled, limits in rows:
+            if not treated.seconds:
+                continue
             off = max(0.0, treated.peak - _peak(stage.memory, limits))
+            wider = replace(limits, budget=limits.budget + off)
             least += least_extra_seconds(
-                labelled, self._choices, replace(limits, budget=limits.budget + off),
-                answer=treated.seconds,
-            ) if treated.seconds else 0.0  # fmt: skip
+                labelled, self._choices, wider, answer=treated.seconds
+            )  # fmt: skip
         return least
 
     def _limits(self, partition: Partition, index: int) -> StageLimits:

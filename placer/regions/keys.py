@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING
 
@@ -39,22 +39,30 @@ def region_borders(capture: Capture) -> RegionBorders:
     for group in groups:
         for i in range(min(group) + 1, max(group) + 1):
             torn.setdefault(i, []).append(group)
-    writes = _late_writers(capture)
+    cannot_end = _no_region_ends(capture)
     return RegionBorders(
         free=frozenset(range(len(capture.order))) - torn.keys(),
         ending={
             i: min(min(group) for group in tearing)
             for i, tearing in torn.items()
-            if not any(j >= i and j in writes for group in tearing for j in group)
+            if not any(cannot_end(group, i) for group in tearing)
         },
         unsafe=frozenset(unsafe),
     )
 
 
-def _late_writers(capture: Capture) -> set[int]:
-    """Positions of the nodes that write what was there before the forward: state, constants."""
-    found = {*capture.mutated_state_of, *capture.constants}
-    return {i for i, name in enumerate(capture.order) if name in found}
+def _no_region_ends(capture: Capture) -> Callable[[Sequence[int], int], bool]:
+    """Must a group not be torn before a position? What was there before the forward is written after.
+
+    Run again, the first nodes of the group would read what was written to the state or a constant.
+    """
+    writers = {i for i, name in enumerate(capture.order) if name in capture.mutated_state_of}
+    constants = {i for i, name in enumerate(capture.order) if name in capture.constants}
+
+    def cannot_end(group: Sequence[int], position: int) -> bool:
+        return any(i in constants or (i >= position and i in writers) for i in group)
+
+    return cannot_end
 
 
 def _groups(capture: Capture) -> tuple[list[list[int]], set[int]]:
@@ -80,7 +88,7 @@ def whole_groups(capture: Capture, keys: Sequence[RegionKey | None]) -> Keys:
     written to.
     """
     groups, unsafe = _groups(capture)
-    writes = _late_writers(capture)
+    cannot_end = _no_region_ends(capture)
     found = [None if i in unsafe else key for i, key in enumerate(keys)]
     while True:
         runs = list(accumulate(i == 0 or key != found[i - 1] for i, key in enumerate(found)))
@@ -88,7 +96,7 @@ def whole_groups(capture: Capture, keys: Sequence[RegionKey | None]) -> Keys:
             (
                 g
                 for g in groups
-                if _is_torn(g, found, runs) and not _may_end(g, found, runs, writes)
+                if _is_torn(g, found, runs) and not _ends_in(g, found, runs, cannot_end)
             ),
             None,
         )
@@ -110,21 +118,19 @@ def _is_torn(group: Sequence[int], keys: Sequence[RegionKey | None], runs: Seque
     return any(inside) and (not all(inside) or len({runs[i] for i in group}) > 1)
 
 
-def _may_end(
+def _ends_in(
     group: Sequence[int],
     keys: Sequence[RegionKey | None],
     runs: Sequence[int],
-    writes: Collection[int],
+    cannot_end: Callable[[Sequence[int], int], bool],
 ) -> bool:
-    """Are the first of the group in one recomputed region, and the others in none that is?"""
+    """Does a recomputed region end in the group, with none after it, where one may?"""
     members = sorted(group)
     first = keys[members[0]]
     after = [i for i in members if runs[i] != runs[members[0]]]
-    return (
-        first is not None
-        and first.recompute
-        and not any(i in writes or ((key := keys[i]) is not None and key.recompute) for i in after)
-    )
+    if first is None or not first.recompute or cannot_end(group, after[0]):
+        return False
+    return not any(key is not None and key.recompute for key in (keys[i] for i in after))
 
 
 def find_regions(
