@@ -7,9 +7,9 @@ drops a label when another is as good by its sums.
 
 O(atoms^2 x labels) extensions, at most `_MOST_LABELS` labels per border. It is a heuristic by that
 limit, by the choice of atoms, and because the second search compares labels of unlike pasts by their
-sums alone; `placer.partition.least` bounds from below what any treatment can cost. (Dynamic programs for chains:
-Griewank and Walther, "Revolve", ACM TOMS 2000; Beaumont et al., "Efficient Combination of
-Rematerialization and Offloading for Training DNNs", NeurIPS 2021.)
+sums alone; `placer.partition.least` bounds from below what any treatment can cost. (Dynamic programs
+for chains: Griewank and Walther, "Revolve", ACM TOMS 2000; Beaumont et al., "Efficient Combination
+of Rematerialization and Offloading for Training DNNs", NeurIPS 2021.)
 """
 
 from __future__ import annotations
