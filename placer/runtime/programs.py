@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from placer._torch import without_modes
+from placer._torch import without_modes, without_transforms
 from placer.capture import (
     BoundCall,
     CallFormat,
@@ -138,7 +138,8 @@ def _as_in_compile() -> Iterator[None]:
     """A capture in the midst of the caller's code: as if nothing were going on there."""
     # The caller's saved-tensor hooks (`torch.utils.checkpoint` counts) are to hear nothing of it.
     own_saving = torch.autograd.graph.saved_tensors_hooks(_same, _same)
-    with without_modes(), own_saving, torch.inference_mode(False), torch.enable_grad():
+    anew = torch.inference_mode(False), torch.enable_grad()
+    with without_modes(), without_transforms(), own_saving, anew[0], anew[1]:
         yield
 
 
