@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -46,6 +46,16 @@ def storage_key(tensor: Tensor) -> int:
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return int(tensor.untyped_storage()._cdata)
+
+
+def compile_graph(graph: fx.Graph) -> tuple[Callable[..., Any], str]:
+    """The function ``forward(self, …)`` of ``graph``, and its source.
+
+    An ``fx.GraphModule`` would make it too, and be in the way of layers named as its own properties
+    are (``code``, ``graph``). Checked with torch 2.11 and 2.15.
+    """
+    made = graph.python_code(root_module="self")
+    return fx.graph_module._forward_from_src(made.src, made.globals), made.src
 
 
 def is_transformed() -> bool:

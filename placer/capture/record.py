@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -44,6 +44,7 @@ from placer.capture.fingerprint import spell_graph
 from placer.capture.leaves import is_torch_leaf
 from placer.capture.restore import Snapshot
 from placer.capture.result import ResultFormat, flatten_result
+from placer.capture.settings import Setting, read_settings, watch_attributes
 from placer.capture.sizes import SizeFloat, SizeInt, plain
 from placer.capture.targets import (
     ApplyFunction,
@@ -84,6 +85,7 @@ class Recording:
     constants: dict[str, Tensor]
     result: ResultFormat
     side_effects: tuple[tuple[str, str], ...]  # (module path, attribute) that forward changes
+    settings: tuple[Setting, ...]  # the plain attributes that it read
     checkpointed: dict[
         str, str
     ]  # modules under activation checkpointing, with the line that says so
@@ -130,6 +132,7 @@ def record_model(
         constants={k: v for k, v in writer.constants.items() if k in names},
         result=recorder.result,
         side_effects=tuple(effects),
+        settings=recorder.settings(),
         checkpointed=recorder.checkpointed,
     )
 
@@ -166,7 +169,7 @@ def _replace_buffers(
     """
     others = []
     for path, attribute in changes:
-        if any(path == w or path.startswith(w + ".") for w in recorder.kept):
+        if _is_in(recorder.kept, path):
             continue
         before = model.get_submodule(path)._buffers.get(attribute)
         now = twin.get_submodule(path)._buffers.get(attribute)
@@ -194,6 +197,11 @@ def ambient(world: FakeWorld) -> Iterator[None]:
         yield
 
 
+def _is_in(whole: Collection[str], path: str) -> bool:
+    """Is the module at ``path`` one of ``whole``, or inside one?"""
+    return any(path == w or path.startswith(w + ".") for w in whole)
+
+
 def _state(module: nn.Module) -> tuple[int, ...]:
     """The identities of the parameters of ``module``, which ``functional_call`` replaces."""
     return tuple(map(id, module.parameters()))
@@ -212,6 +220,7 @@ class _Recorder(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.guess = guess
+        self.model = model
         self.twin = twin
         self.whole = whole
         self.writer = GraphWriter(world, twin)
@@ -227,6 +236,7 @@ class _Recorder(TorchFunctionMode):
         self.reentrant = False  # inside a reentrant checkpoint
         self.checkpointed: dict[str, str] = {}
         self.looked_at: dict[fx.Node, tuple[str, str]] = {}  # constants, and where
+        self.attributes: set[tuple[str, str]] = set()  # plain ones that were read, by module path
         self.paths = {id(module): path for path, module in twin.named_modules()}
         self.twins = dict(zip(map(id, model.modules()), twin.modules(), strict=True))
         self.owned = {id(module): _state(module) for module in twin.modules()}
@@ -238,8 +248,23 @@ class _Recorder(TorchFunctionMode):
         """Modules, custom autograd functions and torch functions report here, in this thread."""
         self.modes = Modes.current()
         self.saved_hooks = saved_tensor_hooks()
-        with watch_calls(self), self:
+        looked_into = {
+            path: module
+            for path, module in self.twin.named_modules()
+            if not is_torch_leaf(module) and not _is_in(self.whole, path)
+        }
+        with watch_calls(self), watch_attributes(looked_into, self.read_attribute), self:
             yield
+
+    def read_attribute(self, path: str, name: str) -> None:
+        """Code of the module at ``path`` looks at an attribute; what runs as a whole does so again."""
+        if not self.paused:
+            self.attributes.add((path, name))
+
+    def settings(self) -> tuple[Setting, ...]:
+        """The attributes of the model that were read."""
+        looked_at = {str(constant.target) for constant in self.looked_at}
+        return read_settings(self.model, self.attributes, looked_at)
 
     def run(self, bound: BoundCall, inputs: Sequence[Tensor]) -> list[Any]:
         """The result leaves of one run, as arguments of the graph's output."""
