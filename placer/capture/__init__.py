@@ -1,4 +1,21 @@
-"""Capture: a model as a graph on fake tensors."""
+"""Capture: a model and one call of it in, its graph on fake tensors out.
+
+Begin with `capture`, which records and checks.
+
+=====================  ===========================================================================
+record, recorder       one run of the model, heard of call by call; `watch` and `sizes` report what
+and writer             torch does not, the writer has the graph
+whole, leaves          what becomes a single node, and a model of which nothing else can be had
+fake, packed           stand-ins without data; `constants`: those whose values may be looked at
+alias                  which nodes share memory, write to state or draw random numbers
+call, result           arguments to a flat list of tensors and back; `state`: names of the weights
+settings               plain attributes that the forward read, under which the graph is right
+targets                what a graph calls where there is no function for it
+fingerprint, validity  is it the same graph; does it serve other sizes and modes too
+restore, copying,      the model is left as it was; failures say module, reason and line
+draws, failure
+=====================  ===========================================================================
+"""
 
 from placer.capture.call import (
     BoundCall,
@@ -20,6 +37,7 @@ from placer.capture.settings import (
     copy_settings,
     settings_restored,
 )
+from placer.capture.state import first_names, named_state
 from placer.capture.types import (
     TENSOR,
     CallFormat,
@@ -55,10 +73,12 @@ __all__ = [
     "copy_module",
     "copy_settings",
     "find_difference",
+    "first_names",
     "flatten_call",
     "hooks_set_aside",
     "is_kept_whole",
     "is_torch_leaf",
+    "named_state",
     "rebuild_arguments",
     "rebuild_call",
     "settings_restored",
