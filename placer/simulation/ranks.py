@@ -114,7 +114,7 @@ def _simulate_rank(
     ledger = RankLedger(Attribution(staged.stages, capture.layer_of).where)
     with world.running(capture.conditions.guess):
         part = build_part(fake_model, staged, holdings, seat.device_index, _CPU)
-        finder.follow_modes(part)
+        finder.follow(part)
         pieces = _cut(staged, plan, leaves)
         crossings = [finder.find(piece, grad=True) for piece in pieces]
         engine = _engine(plan, staged, part, seat)
