@@ -18,6 +18,8 @@ from placer.capture.fake import FakeWorld, GuessData
 from placer.capture.record import Recording, ambient
 from placer.capture.restore import Snapshot
 from placer.capture.result import flatten_result
+from placer.capture.settings import read_settings, watch_attributes
+from placer.capture.state import named_state
 from placer.capture.targets import WholeRoot
 from placer.capture.writer import GraphWriter
 
@@ -37,8 +39,13 @@ def record_whole(
     """
     snapshot = Snapshot(twin)
     guesses = GuessData(guess)
+    attributes: set[tuple[str, str]] = set()
+
+    def read(path: str, name: str) -> None:
+        attributes.add((path, name))
+
     try:
-        with ambient(world), guesses:
+        with ambient(world), guesses, watch_attributes(dict(twin.named_modules()), read):
             args, kwargs = rebuild_call(bound, inputs)
             leaves, result = flatten_result(twin.forward(*args, **kwargs), lambda _: False)
     except Exception as error:
@@ -48,11 +55,7 @@ def record_whole(
     writer = GraphWriter(world, twin)
     for name, tensor in zip(placeholder_names(bound), inputs, strict=True):
         writer.placeholder(name, tensor)
-    names = [
-        name
-        for named in (model.named_parameters, model.named_buffers)
-        for name, _ in named(remove_duplicate=False)
-    ]
+    names = [name for name, _ in named_state(model)]
     state = [writer.node("get_attr", name) for name in names]
     form = replace(bound, leaves=bound.constants)  # keeps no tensor of the caller's
     call = WholeRoot(_skeleton(model), tuple(names), partial(rebuild_call, form))
@@ -72,6 +75,7 @@ def record_whole(
         constants={},
         result=result,
         side_effects=(),
+        settings=read_settings(model, attributes),
         checkpointed={},
     )
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from placer.errors import nearest
+from placer.jsonfile import escape_token
 from placer.spec.fields import MOST, device_name
 from placer.spec.rows import shifted_rows
 
@@ -61,7 +62,7 @@ def _unknown_targets(layers: Any, names: list[str | None]) -> list[Problem]:
             near = nearest(name, known) or known[0]
             problems.append(
                 (
-                    f"/layers/{escape(str(pattern))}",
+                    f"/layers/{escape_token(str(pattern))}",
                     f"{target!r} is not one of the devices ({', '.join(known)})",
                     f"did you mean {near!r}? Or add {target!r} to /devices",
                 )
@@ -82,7 +83,7 @@ def _rows(data: Mapping[str, Any], names: list[str | None]) -> list[Problem]:
     if rows:
         wrong = _wrong_count(len(rows), replicas) if counted and replicas > 0 else []
         return wrong + _wrong_rows([_names(row) for row in rows], first)
-    return _clashes(first, replicas) if counted else []
+    return shift_clashes(first, replicas) if counted else []
 
 
 def _wrong_count(rows: int, replicas: int) -> list[Problem]:
@@ -117,7 +118,7 @@ def _wrong_rows(rows: list[list[str | None]], first: list[str]) -> list[Problem]
     return problems
 
 
-def _clashes(first: list[str], replicas: int) -> list[Problem]:
+def shift_clashes(first: Sequence[str], replicas: int) -> list[Problem]:
     """The first device that two replicas would share if ``first`` were shifted for each of them."""
     if replicas > MOST or len(set(first)) < len(first):
         return []  # said elsewhere
@@ -125,7 +126,7 @@ def _clashes(first: list[str], replicas: int) -> list[Problem]:
     clash = min((name for name, count in owners.items() if count > 1), default=None)
     if clash is None:
         return []
-    problem = f"{clash!r} would serve two replicas when {first} is shifted"
+    problem = f"{clash!r} would serve two replicas when {list(first)} is shifted"
     remedy = "give /replica_devices: one row of devices for each further replica"
     return [("/replicas", problem, remedy)]
 
@@ -133,8 +134,3 @@ def _clashes(first: list[str], replicas: int) -> list[Problem]:
 def _torch_name(name: str) -> str:
     """One name per device: ``cpu`` is ``cpu:0``."""
     return name if ":" in name else f"{name}:0"
-
-
-def escape(part: str) -> str:
-    """``part`` as a reference token of a JSON pointer (RFC 6901)."""
-    return part.replace("~", "~0").replace("/", "~1")

@@ -12,7 +12,7 @@ import torchvision
 from torch import nn
 
 import placer
-from placer import BudgetError, DeviceError, PlacementSpec, PlanError, SpecError
+from placer import BudgetError, CaptureError, DeviceError, PlacementSpec, PlanError, SpecError
 from placer.units import parse_bytes
 
 GIB = 2**30
@@ -56,11 +56,48 @@ def test_planning_allocates_no_tensor_of_the_model() -> None:
     assert all(p.is_meta and p.grad is None for p in model.parameters())
 
 
+def test_micro_batches_that_the_model_cannot_run_on() -> None:
+    """BatchNorm wants more than one value per channel."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), torch.randn(4, 4)
+    spec = {"devices": ["cpu:0"], "microbatches": 4}
+    with pytest.raises(CaptureError, match="1: does not run on a micro-batch of 1x4: ValueError"):
+        placer.make_plan(model, spec, x)
+    device = {"name": "cpu:0", "memory": "1MiB"}
+    auto = {"devices": [device], "reserve": 0, "microbatches": "auto"}
+    assert placer.make_plan(model, auto, x).microbatches <= 2
+    with pytest.raises(BudgetError) as caught:  # four micro-batches were no remedy
+        placer.compile(model, {"devices": [{**device, "memory": 600}], "reserve": 0}, x)
+    assert caught.value.tried
+
+
 def test_pinned_layers_are_where_the_spec_says() -> None:
     plan = _small(layers={"conv1": "cpu:0", "fc*": "cpu:1"})
     device_of = {layer: s.devices[0] for s in plan.stages for layer in s.layers}
     assert device_of["conv1"] == "cpu:0"
     assert device_of["fc1"] == device_of["fc2"] == "cpu:1"
+
+
+class AroundLayers(nn.Module):
+    """It scales, adds and takes a softmax in its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x * self.scale)
+        return torch.log_softmax(self.last(y) + y, -1)
+
+
+@pytest.mark.parametrize("layers", [{"**": "cuda:0"}, {"first": "cuda:0", "last": "cuda:0"}])
+def test_all_layers_on_one_device_leave_nothing_for_another(layers: dict[str, str]) -> None:
+    x = torch.randn(4, 8)
+    spec = {"devices": ["cuda:0", "cuda:1"], "layers": layers}
+    (stage,) = placer.make_plan(AroundLayers(), spec, x).stages
+    assert stage.devices == ("cuda:0",)
+    both = placer.make_plan(AroundLayers(), {**spec, "layers": {**layers, "last": "cuda:1"}}, x)
+    assert [stage.devices for stage in both.stages] == [("cuda:0",), ("cuda:1",)]
 
 
 def test_a_device_may_hold_two_stages_that_are_not_neighbours() -> None:

@@ -10,42 +10,48 @@ import pytest
 import torch
 import torchvision
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from unet3d import UNet3D, unet3d
 
 import placer
-from placer.runtime.place import Place, on
+from placer.runtime.place import CALLER, Place, on
 from placer.runtime.transfer import transfer
-from placer.simulation.ledger import HOST, Ledger
+from placer.simulation.ledger import Ledger
 
 CPU = torch.device("cpu")
-CALLER, FIRST, SECOND = (Place(name, CPU) for name in (HOST, "cpu:0", "cpu:1"))
+FIRST, SECOND = (Place(name, CPU) for name in ("cpu:0", "cpu:1"))
 
 
 class HandSplitUNet(nn.Module):
     """`UNet3D.forward` with ``.to`` in two places, as the simulator knows it.
 
     Encoder and bottleneck on the first device, the rest on the second; a skip goes when needed.
+    With ``recompute``, every double convolution goes through ``torch.utils.checkpoint``.
     """
 
-    def __init__(self, model: UNet3D) -> None:
+    def __init__(self, model: UNet3D, *, recompute: bool = False) -> None:
         super().__init__()
         self.model = model
+        self.recompute = recompute
 
     def forward(self, x: Tensor) -> Tensor:
         model = self.model
         x = transfer(x, CALLER, FIRST)
         skips = []
         for encode in model.encoder:
-            x = encode(x)
+            x = self.block(encode, x)
             skips.append(x)
             x = model.pool(x)
-        x = transfer(model.bottleneck(x), FIRST, SECOND)
+        x = transfer(self.block(model.bottleneck, x), FIRST, SECOND)
         for level in reversed(range(len(skips))):
             skip = transfer(skips.pop(), FIRST, SECOND)
             x = torch.cat([skip, model.upsample[level](x)], dim=1)
             del skip
-            x = model.decoder[level](x)
+            x = self.block(model.decoder[level], x)
         return model.head(x)  # type: ignore[no-any-return]
+
+    def block(self, layers: nn.Module, x: Tensor) -> Any:
+        return checkpoint(layers, x, use_reentrant=False) if self.recompute else layers(x)
 
 
 class HandSplitResNet(nn.Module):
@@ -96,7 +102,7 @@ def _peaks(model: nn.Module, layers: dict[str, str], x: Tensor, run: Callable[[]
     ledger = Ledger()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         ledger.add(tensor, SECOND if any(name.startswith(s) for s in second) else FIRST)
-    ledger.add(x, HOST)
+    ledger.add(x, CALLER)
     with ledger, on(SECOND):  # where the loss is
         run()
     model.zero_grad()
@@ -134,3 +140,18 @@ def test_no_byte_more_than_by_hand(name: str, microbatches: int) -> None:
     placed.eval(), hand.eval()
     with torch.no_grad():
         check(lambda: placed(x), lambda: torch.cat([hand(c) for c in x.chunk(microbatches)]))
+
+
+def test_no_byte_more_than_with_checkpoint_by_hand() -> None:
+    build, _, layers, shape = CASES["unet"]
+    torch.manual_seed(0)
+    model, x = build(), torch.randn(shape)
+    spec = {"devices": ["cpu:0", "cpu:1"], "layers": layers}
+    recomputed = {"checkpoint": ["encoder.*", "bottleneck", "decoder.*"]}
+    placed = placer.compile(copy.deepcopy(model), spec | recomputed, (x,), run_on="cpu")
+    hand = HandSplitUNet(model, recompute=True)
+    kept = _peaks(model, layers, x, lambda: _loss(HandSplitUNet(model)(x)).backward())
+    expected = _peaks(model, layers, x, lambda: _loss(hand(x)).backward())
+    found = _peaks(placed, layers, x, lambda: placed.step(x, loss_fn=_loss))
+    assert all(found[place] <= expected[place] for place in expected), (found, expected)
+    assert sum(expected.values()) < sum(kept.values())
