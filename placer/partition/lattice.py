@@ -185,8 +185,9 @@ class BitSums:
         """``weights[b, c]``: weight c of bit b."""
         bits, columns = weights.shape
         self._weights = weights
-        padded = np.zeros((num_words(bits) * 8, 8, columns))
-        padded.reshape(-1, columns)[:bits] = weights
+        padded = np.zeros((num_words(bits) * 64, columns))  # no columns for a single stage
+        padded[:bits] = weights
+        padded = padded.reshape(num_words(bits) * 8, 8, columns)
         patterns = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
         self._table = np.einsum("pb,wbc->wpc", patterns.astype(np.float64), padded)
 
