@@ -61,16 +61,7 @@ class SharedPeaks:
                     self.needed[at] += nbytes
         np.cumsum(self.needed, axis=0, out=self.needed)
         np.cumsum(self.needed, axis=1, out=self.needed)
-        # Of values that a stage may make and neither save nor read last: where they are made, saved
-        # first and read last, and their bytes.
-        passing = []
-        for value in costs.values:
-            if value.producer >= 0 and value.users:
-                made, last = int(cell_of[value.producer]), int(cell_of[list(value.users)].max())
-                saved = int(cell_of[list(value.savers)].min()) if value.savers else count
-                if made < min(saved, last):
-                    passing.append((made, saved, last, value.nbytes))
-        self._passing = np.array(passing).reshape(-1, 4).T
+        self._passing = _Passing(costs, cell_of)
 
     def peak(self, spans: Sequence[Span]) -> float:
         """The peak of the device that holds the stages ``spans``, in their order. O(stages ** 3)."""
@@ -80,7 +71,7 @@ class SharedPeaks:
             held = sum(float(self.held[a, b - 1]) for a, b in before)
             left = sum(float(self.left[a, b - 1]) for a, b in after)
             left += sum(_between(self.needed, (0, y), later) for later in after)
-            passing = sum(self._passed_on(span, y) for span in before)
+            passing = sum(self._passing.nbytes(span, y) for span in before)
             static = sum(float(self._static[a, b - 1]) for a, b in after)
             forward = float(self._forward[x, y - 1]) + held + static + passing
             most = max(most, forward, float(self.running[x, y - 1]) + held + left)
@@ -91,11 +82,33 @@ class SharedPeaks:
         updating = max(float(self._updating[a, b - 1]) for a, b in spans)
         return max(most, state + self._optimizer.together * owned + self._optimizer.each * updating)
 
-    def _passed_on(self, home: Span, later: int) -> float:
-        """Made in the stage ``home``, not saved there, and read by stages from cut ``later`` on."""
-        made, saved, last, nbytes = self._passing
-        here = (made >= home[0]) & (made < home[1]) & (saved >= home[1]) & (last >= later)
-        return float(nbytes[here].sum())
+
+class _Passing:
+    """The storages that stages hold for what later ones read: made there or, as a view, received."""
+
+    def __init__(self, costs: CostTable, cell_of: NDArray[np.int64]) -> None:
+        # (storage, where a result that lies in it is made) -> where that is read last
+        last_read: dict[tuple[int, int], int] = {}
+        for node, (held, readers) in enumerate(zip(costs.results, costs.readers, strict=True)):
+            made, last = int(cell_of[node]), int(cell_of[list(readers)].max(initial=-1))
+            if made < last:
+                for value in held:
+                    last_read[value, made] = max(last, last_read.get((value, made), -1))
+        numbers = {value: i for i, value in enumerate(sorted({value for value, _ in last_read}))}
+        saved = [(numbers[v], int(cell_of[i])) for v in numbers for i in costs.values[v].savers]
+        made_in = [(numbers[value], made, last) for (value, made), last in last_read.items()]
+        self._results = np.array(made_in, dtype=np.int64).reshape(-1, 3).T
+        self._savers = np.array(saved, dtype=np.int64).reshape(-1, 2).T
+        self._nbytes = np.array([costs.values[value].nbytes for value in numbers], dtype=float)
+
+    def nbytes(self, home: Span, later: int) -> float:
+        """Bytes that the stage ``home`` does not save, and holds for readers from cut ``later`` on."""
+        value, made, last = self._results
+        held = np.zeros(len(self._nbytes), dtype=bool)
+        held[value[(made >= home[0]) & (made < home[1]) & (last >= later)]] = True
+        value, at = self._savers
+        held[value[(at >= home[0]) & (at < home[1])]] = False
+        return float(self._nbytes[held].sum())
 
 
 def _between(table: Table, home: Span, sender: Span) -> float:
