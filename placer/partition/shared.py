@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.cost import CostTable
-from placer.partition.score import IntervalTables, OptimizerBytes
+from placer.partition.score import LOSS_NBYTES, IntervalTables, OptimizerBytes
 
 Table = NDArray[np.float64]
 Span = tuple[int, int]  # a stage, from one cut (index) up to another
@@ -47,6 +47,7 @@ class SharedPeaks:
         self.running = static + np.maximum(tables.forward_live, tables.backward_live_growing)
         self.held = static + tables.saved
         self.left = static + kept
+        self.left[:, -1] += LOSS_NBYTES
         cell_of = _cells(tables.cuts, nodes)
         count = len(tables.cuts)
         self.needed = np.zeros((count, count))
