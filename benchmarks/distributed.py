@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 import placer
 from benchmarks.record import RESULTS, write_page
 from examples.unet3d import unet3d
+from placer.runtime.place import CALLER
 from placer.schedule import bubble, make_schedule
 from placer.simulation.ranks import RankLedger
 
@@ -222,7 +223,7 @@ def measure_memory() -> list[dict[str, Any]]:
             ledger = RankLedger()
             ledger.add_state((*placed.parameters(), *placed.buffers()))
             for tensor in (x, target):
-                ledger.add(tensor, "caller", kind="input")
+                ledger.add(tensor, CALLER, kind="input")
             with ledger:
                 for _ in range(2):
                     placed.step(x, target=target, loss_fn=loss_of)

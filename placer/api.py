@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from placer.capture import Capture, capture_model, flatten_call
 from placer.emit import emit_stages, materialize
-from placer.errors import BudgetError, CaptureError, PlacerError
+from placer.errors import CaptureError, PlacerError
 from placer.plan.auto import choose_spec
 from placer.plan.build import build_plan
-from placer.plan.check import check_fingerprint
+from placer.plan.check import check_fingerprint, require_fit
 from placer.plan.remedies import misfit_error
 from placer.plan.types import Plan
 from placer.runtime.distributed.job import find_job
@@ -21,7 +21,6 @@ from placer.runtime.module import PlacedModule
 from placer.runtime.places import resolve_places
 from placer.simulation import SimulationReport, simulate_plan
 from placer.spec import DeviceSpec, PlacementSpec, load_spec
-from placer.units import format_bytes
 
 SpecSource = PlacementSpec | Mapping[str, Any] | str | Path
 
@@ -43,11 +42,18 @@ def make_plan(
     has ``fits`` False. Raises ``SpecError``, ``CaptureError``.
     """
     capture, leaves = _capture(model, args, kwargs)
+    return plan_captured(capture, as_spec(spec), leaves, processes=processes)
+
+
+def plan_captured(
+    capture: Capture, spec: PlacementSpec, inputs: Sequence[Tensor], *, processes: bool = False
+) -> Plan:
+    """`make_plan` for a model that is captured already, called with the tensors ``inputs``."""
     if processes:
         from placer.simulation.judge import plan_ranks  # pipelining takes a while to import
 
-        return plan_ranks(capture, as_spec(spec), leaves)
-    return build_plan(capture, as_spec(spec), leaves)
+        return plan_ranks(capture, spec, inputs)
+    return build_plan(capture, spec, inputs)
 
 
 def compile(
@@ -80,7 +86,7 @@ def compile(
     else:
         spec = as_spec(spec_or_plan)
         plan = build_plan(capture, spec, leaves, processes=job is not None)
-        if not all(device.fits for device in plan.devices):
+        if not plan.fits:
             raise misfit_error(capture, spec, leaves, plan)
     if job is not None:
         from placer.runtime.distributed.launch import launch  # pipelining takes a while to import
@@ -156,12 +162,27 @@ def simulate(
     capture, leaves = _capture(model, args, kwargs)
     if not isinstance(plan, Plan):
         plan = build_plan(capture, as_spec(plan), leaves, processes=processes)
+    return simulate_captured(
+        capture, plan, leaves, loss_fn=loss_fn, run_on=run_on, processes=processes
+    )
+
+
+def simulate_captured(
+    capture: Capture,
+    plan: Plan,
+    inputs: Sequence[Tensor],
+    *,
+    loss_fn: Callable[[Any], Tensor] | None = None,
+    run_on: str | None = None,
+    processes: bool = False,
+) -> SimulationReport:
+    """`simulate` for a model that is captured already, called with the tensors ``inputs``."""
     check_fingerprint(plan, capture)
     if processes:
-        from placer.simulation.ranks import simulate_ranks
+        from placer.simulation.ranks import simulate_ranks  # pipelining takes a while to import
 
-        return simulate_ranks(capture, plan, leaves, loss_fn=loss_fn, run_on=run_on)
-    return simulate_plan(capture, plan, leaves, loss_fn=loss_fn, run_on=run_on)
+        return simulate_ranks(capture, plan, inputs, loss_fn=loss_fn, run_on=run_on)
+    return simulate_plan(capture, plan, inputs, loss_fn=loss_fn, run_on=run_on)
 
 
 def as_spec(source: SpecSource) -> PlacementSpec:
@@ -197,24 +218,6 @@ def example_call(
             "write several inputs as one tuple: (x, y)",
         )
     return tuple(args), dict(kwargs or {})
-
-
-def require_fit(plan: Plan) -> None:
-    """Raise ``BudgetError`` naming the device that overflows the most, if any does."""
-    over = [d for d in plan.devices if not d.fits]
-    if not over:
-        return
-    worst = min(over, key=lambda d: d.headroom or 0)
-    missing = -(worst.headroom or 0)
-    raise BudgetError(
-        f"device {worst.device}",
-        f"the plan needs {format_bytes(worst.peak)} and a reserve of "
-        f"{format_bytes(worst.reserve)}, {format_bytes(missing)} more than its "
-        f"{format_bytes(worst.budget or 0)}",
-        "plan again with its spec: what would fit is tried then",
-        device=worst.device,
-        missing_bytes=missing,
-    )
 
 
 def _check_one_process(plan: Plan) -> None:

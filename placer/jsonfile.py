@@ -1,8 +1,9 @@
-"""JSON files as people write them: what is wrong with one is said the same way everywhere."""
+"""JSON files as people write them: what is wrong with one, and where, is said alike everywhere."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,3 +64,27 @@ def parse_json(text: str) -> tuple[Any, list[str]]:
 def read_json(path: Path) -> Any:
     """The JSON value in the file. Raises ``JSONError``."""
     return parse_json(read_text(path))[0]
+
+
+def json_pointer(path: Iterable[int | str], data: Any) -> str:
+    """The JSON pointer (RFC 6901) to ``path`` in ``data``, without steps that are not in it.
+
+    pydantic names its own tags among the steps of an error's place.
+
+    >>> json_pointer(["devices", 0, "DeviceSpec", "memory"], {"devices": [{"memory": 1}]})
+    '/devices/0/memory'
+    """
+    pointer = ""
+    for part in path:
+        inside = isinstance(data, Mapping) and part in data
+        inside |= isinstance(data, list | tuple) and isinstance(part, int) and part < len(data)
+        if not inside:
+            continue
+        data = data[part]
+        pointer += f"/{escape_token(str(part))}"
+    return pointer or "/"
+
+
+def escape_token(part: str) -> str:
+    """``part`` as a reference token of a JSON pointer."""
+    return part.replace("~", "~0").replace("/", "~1")

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from placer.api import SpecSource, compile, example_call
-from placer.capture import TENSOR, CallFormat, flatten_call, unflatten_output
-from placer.capture.call import rebuild_arguments
+from placer.capture import CallFormat, flatten_call, rebuild_call, unflatten_output
 from placer.capture.copying import copy_module
 from placer.cost import stand_in_loss
 from placer.plan.types import Plan
@@ -128,10 +127,7 @@ def _run_plain(
     loss_fn: Callable[[Any], Tensor],
     seed: int,
 ) -> _Step:
-    """The reference: the plain model on each cut in turn, results joined, one loss, one backward.
-
-    Buffers of later replicas are not kept, as with ``nn.DataParallel``.
-    """
+    """The reference: the plain model on each cut in turn, results joined, one loss, one backward."""
     args, kwargs = _fresh((args, kwargs))
     torch.manual_seed(seed)
     call = placed.call_format
@@ -142,29 +138,35 @@ def _run_plain(
         output = plain(*args, **kwargs)
     else:
         cuts = batch_cuts(total, plan.replicas, plan.microbatches)
-        pieces = iter(split_rows(call, leaves, [size for row in cuts for size in row]))
-        outputs = []
-        start = {name: b.detach().clone() for name, b in plain.named_buffers()}
-        kept: dict[str, Tensor] = {}
-        for number, row in enumerate(cuts):
-            for name, buffer in plain.named_buffers():
-                buffer.data = start[name].clone()
-            outputs += [_call(plain, call, next(pieces)) for _ in row]
-            if number == 0:
-                kept = {name: b.detach().clone() for name, b in plain.named_buffers()}
-        for name, buffer in plain.named_buffers():
-            buffer.data = kept[name]
-        output = unflatten_output(call, join_rows([tree_leaves(o) for o in outputs]))
+        output = _run_cuts(plain, call, leaves, cuts)
     loss = loss_fn(output)
     loss.backward()
     return _collect(plain, output, loss, (args, kwargs))
 
 
-def _call(plain: nn.Module, call: CallFormat, tensors: list[Tensor]) -> Any:
-    remaining = iter(tensors)
-    leaves = [next(remaining) if constant is TENSOR else constant for constant in call.constants]
-    args, kwargs = rebuild_arguments(call, leaves)
-    return plain(*args, **kwargs)
+def _run_cuts(
+    plain: nn.Module, call: CallFormat, leaves: list[Tensor], cuts: Sequence[Sequence[int]]
+) -> Any:
+    """The result of the cuts, per replica and micro-batch so many rows, one after the other.
+
+    Every replica starts from the same buffers. Those of later replicas are not kept, as with
+    ``nn.DataParallel``.
+    """
+    pieces = iter(split_rows(call, leaves, [size for row in cuts for size in row]))
+    outputs = []
+    start = {name: b.detach().clone() for name, b in plain.named_buffers()}
+    kept: dict[str, Tensor] = {}
+    for number, row in enumerate(cuts):
+        for name, buffer in plain.named_buffers():
+            buffer.data = start[name].clone()
+        for _ in row:
+            args, kwargs = rebuild_call(call, next(pieces))
+            outputs.append(plain(*args, **kwargs))
+        if number == 0:
+            kept = {name: b.detach().clone() for name, b in plain.named_buffers()}
+    for name, buffer in plain.named_buffers():
+        buffer.data = kept[name]
+    return unflatten_output(call, join_rows([tree_leaves(o) for o in outputs]))
 
 
 def _fresh(value: Any) -> Any:

@@ -24,6 +24,7 @@ from placer.emit import materialize
 from placer.runtime.distributed.job import find_job
 from placer.runtime.distributed.launch import launch
 from placer.runtime.distributed.module import DistributedModule
+from placer.runtime.place import CALLER
 from placer.simulation.ranks import RankLedger
 
 D = torch.float64
@@ -483,7 +484,7 @@ def count_bytes(plan: placer.Plan) -> int:
     optimizer.zero_grad()
     ledger = RankLedger()
     ledger.add_state((*placed.parameters(), *placed.buffers()))
-    ledger.add(x, "caller")
+    ledger.add(x, CALLER)
     with ledger:
         for _ in range(2):
             placed.step(x, loss_fn=lambda y: stand_in_loss([y]))

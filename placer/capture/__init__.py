@@ -13,6 +13,7 @@ from placer.capture.call import (
 from placer.capture.capture import capture_model
 from placer.capture.fake import FakeWorld
 from placer.capture.leaves import hooks_set_aside, is_kept_whole, is_torch_leaf
+from placer.capture.state import first_names, named_state
 from placer.capture.types import (
     TENSOR,
     CallFormat,
@@ -42,10 +43,12 @@ __all__ = [
     "captured_key",
     "condition_key",
     "find_difference",
+    "first_names",
     "flatten_call",
     "hooks_set_aside",
     "is_kept_whole",
     "is_torch_leaf",
+    "named_state",
     "rebuild_arguments",
     "rebuild_call",
     "training_flags",

@@ -15,6 +15,7 @@ from placer.capture.fake import FakeWorld
 from placer.capture.fingerprint import fingerprint_graph, spell_graph
 from placer.capture.leaves import find_whole_modules, is_torch_leaf
 from placer.capture.record import Recording, record_model
+from placer.capture.state import named_state
 from placer.capture.types import Capture, Conditions, WholeModule, training_flags
 from placer.capture.whole import record_whole
 from placer.errors import CaptureError
@@ -245,9 +246,4 @@ def _state_of(
     path = str(node.target)
     if path not in modules:
         return (path,)
-    module = modules[path]
-    named = (
-        *module.named_parameters(prefix=path, remove_duplicate=False),
-        *module.named_buffers(prefix=path, remove_duplicate=False),
-    )
-    return tuple(name for name, _ in named)
+    return tuple(name for name, _ in named_state(modules[path], prefix=path))

@@ -18,6 +18,7 @@ from placer.capture.fake import FakeWorld, GuessData
 from placer.capture.record import Recording, ambient
 from placer.capture.restore import Snapshot
 from placer.capture.result import flatten_result
+from placer.capture.state import named_state
 from placer.capture.targets import WholeRoot
 from placer.capture.writer import GraphWriter
 
@@ -48,11 +49,7 @@ def record_whole(
     writer = GraphWriter(world, twin)
     for name, tensor in zip(placeholder_names(bound), inputs, strict=True):
         writer.placeholder(name, tensor)
-    names = [
-        name
-        for named in (model.named_parameters, model.named_buffers)
-        for name, _ in named(remove_duplicate=False)
-    ]
+    names = [name for name, _ in named_state(model)]
     state = [writer.node("get_attr", name) for name in names]
     form = replace(bound, leaves=bound.constants)  # keeps no tensor of the caller's
     call = WholeRoot(_skeleton(model), tuple(names), partial(rebuild_call, form))

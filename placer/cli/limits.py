@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from placer.cli.output import plain_table
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -13,14 +15,11 @@ _SHOWN = 8  # modules that stay whole for one reason
 
 def print_limits(console: Console, result: Mapping[str, Any]) -> None:
     """Print the result of ``placer check`` without a spec."""
-    from rich import box
-    from rich.table import Table
-
     console.print(
         f"{result['nodes']} operations in {result['pieces']} pieces that can go to different "
         "devices\n"
     )
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table = plain_table()
     table.add_column("layer", overflow="fold")
     table.add_column("pieces", justify="right")
     for layer, count in result["pieces_per_layer"].items():

@@ -7,7 +7,9 @@ import os
 import sys
 from typing import Any
 
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
 _WIDTH = 100  # columns where the output is not a terminal
 
@@ -18,6 +20,11 @@ def people(*, as_json: bool) -> Console:
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _WIDTH
     return console
+
+
+def plain_table(**options: Any) -> Table:
+    """An empty table as all commands show theirs: a line below the headers, no frame."""
+    return Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, **options)
 
 
 def print_json(data: Any) -> None:

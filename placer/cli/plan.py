@@ -32,8 +32,8 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Show on which device everything goes and what it costs; nothing is allocated."""
+    from placer.api import plan_captured
     from placer.cli.fit import report_misfit
-    from placer.plan.build import build_plan
     from placer.plan.store import plan_to_json, save_plan
     from placer.report import plan_table, write_html
     from placer.spec import load_spec
@@ -42,12 +42,7 @@ def plan(
     console = people(as_json=as_json)
     loaded = subject.load()
     capture, leaves = loaded.capture()
-    if processes:
-        from placer.simulation.judge import plan_ranks  # pipelining takes a while to import
-
-        made = plan_ranks(capture, wanted, leaves)
-    else:
-        made = build_plan(capture, wanted, leaves)
+    made = plan_captured(capture, wanted, leaves, processes=processes)
     console.print(plan_table(made))
     if explain:
         console.print("\n" + made.explain(), markup=False, highlight=False, soft_wrap=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from placer.cli.options import AsJson, SubjectOptions
-from placer.cli.output import people, print_json
+from placer.cli.output import people, plain_table, print_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -85,10 +85,7 @@ def layer_costs(capture: Capture, costs: CostTable, depth: int | None) -> dict[s
 
 
 def _table(rows: Mapping[str, Mapping[str, int]], total: Mapping[str, int]) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, show_footer=True)
+    table = plain_table(show_footer=True)
     table.add_column("layer", footer="all", overflow="fold")
     for column in _COLUMNS:
         table.add_column(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from placer.cli.options import AsJson, Processes, SpecOrPlan, SubjectOptions
-from placer.cli.output import people, print_json
+from placer.cli.output import people, plain_table, print_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -24,12 +24,11 @@ def simulate(
     as_json: AsJson = False,
 ) -> None:
     """Run a training step on simulated devices and show the peak of each; nothing is allocated."""
+    from placer.api import simulate_captured
     from placer.cli.main import EXIT_NO_FIT
     from placer.cli.sources import load_spec_or_plan
     from placer.plan.build import build_plan
-    from placer.plan.check import check_fingerprint
     from placer.plan.types import Plan
-    from placer.simulation import simulate_plan
 
     wanted = load_spec_or_plan(spec)
     console = people(as_json=as_json)
@@ -38,13 +37,7 @@ def simulate(
     plan = wanted
     if not isinstance(plan, Plan):
         plan = build_plan(capture, plan, leaves, processes=processes)
-    check_fingerprint(plan, capture)
-    if processes:
-        from placer.simulation.ranks import simulate_ranks  # pipelining takes a while to import
-
-        report = simulate_ranks(capture, plan, leaves)
-    else:
-        report = simulate_plan(capture, plan, leaves)
+    report = simulate_captured(capture, plan, leaves, processes=processes)
     console.print(_table(plan, report))
     for device in report.devices:
         console.print(_moment(device))
@@ -60,13 +53,10 @@ def simulate(
 
 
 def _table(plan: Plan, report: SimulationReport) -> Table:
-    from rich import box
-    from rich.table import Table
-
     from placer.report import relative_difference
     from placer.units import format_bytes
 
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table = plain_table()
     table.add_column("device")
     for header in ("simulated", "predicted", "difference", "budget"):
         table.add_column(header, justify="right")
@@ -87,16 +77,10 @@ def _table(plan: Plan, report: SimulationReport) -> Table:
 
 def _moment(device: DeviceSimulation) -> Table:
     """What was live on the device at its peak, the largest first."""
-    from rich import box
-    from rich.table import Table
-
     from placer.units import format_bytes
 
     running = f"{device.phase} of {device.layer or device.node}" if device.node else device.phase
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
+    table = plain_table(
         title=f"{device.device} at its peak, in {running}: the largest of what is live",
         title_justify="left",
         title_style="",

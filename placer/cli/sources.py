@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from placer.jsonfile import JSONError, read_json
+from placer.jsonfile import JSONError, parse_json
 from placer.plan.store import plan_from_json
 from placer.plan.types import Plan
-from placer.spec import PlacementSpec, load_spec
+from placer.spec import PlacementSpec
+from placer.spec.load import parse_spec, read_spec_text
 
 
 def load_spec_or_plan(path: Path) -> PlacementSpec | Plan:
     """What the file holds; a plan is an object with ``stages``. Raises ``PlacerError``."""
+    text = read_spec_text(path)
     try:
-        data = read_json(path)
+        data, _ = parse_json(text)
     except JSONError:
-        return load_spec(path)  # it says what is wrong with the file
+        data = None  # reading it as a spec says what is wrong with it
     if isinstance(data, dict) and "stages" in data:
         return plan_from_json(data, source=str(path))
-    return load_spec(path)
+    return parse_spec(text, str(path))

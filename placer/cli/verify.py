@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from placer.cli.options import AsJson, SpecOrPlan, SubjectOptions
-from placer.cli.output import people, print_json
+from placer.cli.output import people, plain_table, print_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -102,27 +102,20 @@ def to_json(result: Verification) -> dict[str, Any]:
 
 def _stand_in(wanted: PlacementSpec | Plan) -> str | None:
     """``"cpu"`` where this machine has no device of a type that is asked for."""
-    import torch
-
     from placer.plan.types import Plan
+    from placer.runtime.places import device_count
 
     if isinstance(wanted, Plan):
         names = [name for stage in wanted.stages for name in stage.devices]
     else:
         names = [device.name for device in wanted.devices]
-    for kind in sorted({name.partition(":")[0] for name in names} - {"cpu"}):
-        module = getattr(torch, kind, None)
-        if module is None or not hasattr(module, "device_count") or module.device_count() == 0:
-            return "cpu"
-    return None
+    kinds = {name.partition(":")[0] for name in names} - {"cpu"}
+    return "cpu" if any(device_count(kind) == 0 for kind in kinds) else None
 
 
 def _table(result: Verification) -> Table:
     """One row per kind of tensor: how many, and the one that is furthest off."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table = plain_table()
     table.add_column("compared")
     table.add_column("tensors", justify="right")
     table.add_column("worst", overflow="fold")

@@ -7,9 +7,10 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from placer.capture import Capture, FakeWorld
+from placer.capture import Capture, FakeWorld, first_names, named_state
 from placer.cost.gradients import backward_needs, pending_gradients
-from placer.cost.record import RecordedStorage, Recording, record_run
+from placer.cost.record import Recording, record_run
+from placer.cost.storages import RecordedStorage
 from placer.cost.types import CostTable, NodeCost, StoredValue
 from placer.precision import precision_context
 
@@ -73,24 +74,11 @@ def _table(
     *,
     training: bool,
 ) -> CostTable:
-    position = {name: i for i, name in enumerate(capture.order)}
-    loss = len(capture.order)
     forward = [s for s in recording.storages if not s.backward]
     number = {id(s): i for i, s in enumerate(forward)}
     needs = backward_needs(recording)
-    names, nbytes, alias = _state(capture.model)
-    reads: list[set[int]] = [set() for _ in range(loss)]
-    input_reads: dict[str, set[int]] = {}
-    for node in capture.graph.nodes:
-        if node.op == "placeholder":
-            input_reads[node.name] = set()
-            continue
-        reader = loss if node.op == "output" else position[node.name]
-        for source in node.all_input_nodes:
-            if source.op == "placeholder":
-                input_reads[source.name].add(reader)
-            else:
-                reads[position[source.name]].add(reader)
+    trained, nbytes, alias = _state(capture.model)
+    readers, input_readers = _readers(capture)
     buffers = {name for name, _ in capture.model.named_buffers(remove_duplicate=False)}
     state_of = [capture.state_of.get(name, ()) for name in capture.order]
     return CostTable(
@@ -123,22 +111,44 @@ def _table(
         ),
         results=tuple(
             tuple(dict.fromkeys(number[id(s)] for s in held if id(s) in number))
-            for held in recording.output_storages[:loss]
+            for held in recording.output_storages[: len(capture.order)]
         ),
         gradients=pending_gradients(recording),
         added=needs.added,
-        readers=tuple(tuple(sorted(r)) for r in reads),
-        input_readers=tuple(tuple(sorted(r)) for r in input_reads.values()),
+        readers=readers,
+        input_readers=input_readers,
         input_nbytes=tuple(t.numel() * t.element_size() for t in inputs),
         parameters_of=tuple(tuple(n for n in used if n not in buffers) for used in state_of),
         buffers_of=tuple(tuple(n for n in used if n in buffers) for used in state_of),
         state_nbytes=nbytes,
         alias_of=alias,
         saving=recording.saving if training else frozenset(),
-        trained=frozenset(n for n in names if training and names[n]),
-        microbatch_rows=next(
-            (t.size(0) for t, b in zip(inputs, capture.call.batched, strict=True) if b), None
-        ),
+        trained=frozenset(n for n in trained if training and trained[n]),
+    )
+
+
+_Positions = tuple[int, ...]
+
+
+def _readers(capture: Capture) -> tuple[tuple[_Positions, ...], tuple[_Positions, ...]]:
+    """Per node the positions of those that read its result, and per input; the output is the loss."""
+    position = {name: i for i, name in enumerate(capture.order)}
+    loss = len(capture.order)
+    of_node: list[set[int]] = [set() for _ in capture.order]
+    of_input: dict[str, set[int]] = {}
+    for node in capture.graph.nodes:
+        if node.op == "placeholder":
+            of_input[node.name] = set()
+            continue
+        reader = loss if node.op == "output" else position[node.name]
+        for source in node.all_input_nodes:
+            if source.op == "placeholder":
+                of_input[source.name].add(reader)
+            else:
+                of_node[position[source.name]].add(reader)
+    return (
+        tuple(tuple(sorted(found)) for found in of_node),
+        tuple(tuple(sorted(found)) for found in of_input.values()),
     )
 
 
@@ -156,17 +166,8 @@ def _parts(stored: RecordedStorage) -> tuple[tuple[int, int], ...]:
 
 def _state(model: nn.Module) -> tuple[dict[str, bool], dict[str, int], dict[str, str]]:
     """Per name of the state: is it trained; its bytes (once per tensor); the name that stands for it."""
-    trained: dict[str, bool] = {}
-    nbytes: dict[str, int] = {}
-    alias: dict[str, str] = {}
-    first: dict[int, str] = {}
-    named = [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
-    for name, tensor in named:
-        alias[name] = first.setdefault(id(tensor), name)
-        if alias[name] == name:
-            trained[name] = isinstance(tensor, nn.Parameter) and tensor.requires_grad
-            nbytes[name] = tensor.numel() * tensor.element_size()
+    alias = first_names(model)
+    kept = [(name, tensor) for name, tensor in named_state(model) if alias[name] == name]
+    trained = {n: isinstance(t, nn.Parameter) and t.requires_grad for n, t in kept}
+    nbytes = {n: t.numel() * t.element_size() for n, t in kept}
     return trained, nbytes, alias

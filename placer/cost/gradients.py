@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from placer.cost.record import NodeTally, RecordedStorage, Recording
+from placer.cost.record import Recording
+from placer.cost.storages import NodeTally, RecordedStorage
 from placer.cost.types import AddedGradient, PendingGradient
 
 

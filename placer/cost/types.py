@@ -101,5 +101,4 @@ class CostTable:
     alias_of: Mapping[str, str]  # every name of the state -> the name that stands for its tensor
     saving: frozenset[int]  # nodes whose backward needs something saved, be it only a weight
     trained: frozenset[str]  # parameters that get gradients
-    microbatch_rows: int | None
     keys: tuple[RegionKey | None, ...] = ()  # per node; (): every saved activation is kept

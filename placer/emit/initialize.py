@@ -53,7 +53,7 @@ def initialize_module(
                 name = f"{path}.{leaf}" if path else leaf
                 old = module._parameters.get(leaf, module._buffers.get(leaf))
                 assert old is not None
-                made[id(old)] = (old, _like(old, values[leaf].to(device_of[name])))
+                made[id(old)] = (old, tensor_like(old, values[leaf].to(device_of[name])))
     _replace(model, made)
 
 
@@ -89,12 +89,13 @@ def _empty(tensor: Tensor) -> Tensor:
     return torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.detach().cpu()
 
 
-def _like(old: Tensor, value: Tensor) -> Tensor:
-    if not isinstance(old, nn.Parameter):
-        return value
-    new = nn.Parameter(value, requires_grad=old.requires_grad)
-    new.__dict__.update(old.__dict__)
-    return new
+def tensor_like(original: Tensor, data: Tensor) -> Tensor:
+    """``data`` as what ``original`` is: a parameter (of its class), or a plain tensor."""
+    if isinstance(original, nn.Parameter):
+        made = nn.Parameter(data, requires_grad=original.requires_grad)
+        made.__dict__.update(original.__dict__)
+        return made
+    return data.requires_grad_(original.requires_grad)
 
 
 def _replace(model: nn.Module, made: Mapping[int, tuple[Tensor, Tensor]]) -> None:

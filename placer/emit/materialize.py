@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from placer.capture import named_state
 from placer.capture.copying import copy_module
-from placer.emit.initialize import initialize_module
+from placer.emit.initialize import initialize_module, tensor_like
 from placer.emit.weights import open_weights
 from placer.errors import PlacerError
 
@@ -43,11 +44,11 @@ def materialize(
         placed = _copy(model, device_of, wanted)
     memo: dict[int, Any] = {}
     missing: list[tuple[str, Tensor]] = []
-    for name, tensor in _named_state(model):
+    for name, tensor in _named_once(model):
         if name in placed:
-            memo[id(tensor)] = _like(tensor, placed[name])
+            memo[id(tensor)] = tensor_like(tensor, placed[name])
         elif name not in wanted:
-            memo[id(tensor)] = _like(tensor, tensor.detach().to("meta"))
+            memo[id(tensor)] = tensor_like(tensor, tensor.detach().to("meta"))
         else:
             missing.append((name, tensor))
     # Hooks and other attributes are copied with the modules; their tensors are the memo's.
@@ -58,7 +59,7 @@ def materialize(
     return copied
 
 
-def _named_state(model: nn.Module) -> list[tuple[str, Tensor]]:
+def _named_once(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Every parameter and buffer once, under the first of its names."""
     return [*model.named_parameters(), *model.named_buffers()]
 
@@ -68,7 +69,7 @@ def _copy(
 ) -> dict[str, Tensor]:
     return {
         name: tensor.detach().to(device_of[name], copy=True)
-        for name, tensor in _named_state(model)
+        for name, tensor in _named_once(model)
         if name in wanted and not tensor.is_meta
     }
 
@@ -77,17 +78,13 @@ def _read(
     model: nn.Module, device_of: Mapping[str, torch.device], path: Path, wanted: Collection[str]
 ) -> dict[str, Tensor]:
     names_of: dict[int, list[str]] = {}
-    everything = [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
-    for name, tensor in everything:
+    for name, tensor in named_state(model):
         names_of.setdefault(id(tensor), []).append(name)
     saved = model.state_dict(keep_vars=True)
     placed: dict[str, Tensor] = {}
     problems: list[str] = []
     with open_weights(path) as file:
-        for name, tensor in _named_state(model):
+        for name, tensor in _named_once(model):
             names = names_of[id(tensor)]
             found = next((n for n in names if n in file.shapes), None)
             if found is None:
@@ -115,12 +112,3 @@ def _read(
             "give a state_dict of this model, saved with safetensors or torch.save",
         )
     return placed
-
-
-def _like(original: Tensor, data: Tensor) -> Tensor:
-    """``data`` as what ``original`` is: a parameter (of its class), or a plain tensor."""
-    if isinstance(original, nn.Parameter):
-        made = nn.Parameter(data, requires_grad=original.requires_grad)
-        made.__dict__.update(original.__dict__)
-        return made
-    return data.requires_grad_(original.requires_grad)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from placer.capture import Capture
+from placer.capture import Capture, first_names
 from placer.emit.boxed import BoxedCodeGen
 from placer.emit.types import PieceCode, StageCode, StagedModel
 from placer.errors import PlanError
@@ -103,17 +103,13 @@ def _owners(capture: Capture, stage_of: Mapping[str, int]) -> dict[str, int]:
 
     Tied names (one tensor under several names) share an owner.
     """
-    named = [
-        *capture.model.named_parameters(remove_duplicate=False),
-        *capture.model.named_buffers(remove_duplicate=False),
-    ]
-    tensor_of = {name: id(tensor) for name, tensor in named}
-    owner: dict[int, int] = {}
+    first_of = first_names(capture.model)
+    owner: dict[str, int] = {}
     for node, names in capture.state_of.items():
         for name in names:
-            key = tensor_of[name]
-            owner[key] = min(owner.get(key, stage_of[node]), stage_of[node])
-    return {name: owner.get(key, 0) for name, key in tensor_of.items()}
+            first = first_of[name]
+            owner[first] = min(owner.get(first, stage_of[node]), stage_of[node])
+    return {name: owner.get(first, 0) for name, first in first_of.items()}
 
 
 def _emit_stage(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +20,8 @@ from placer.partition.candidate import (
 )
 from placer.partition.returning import ReturningChains, can_return, device_peaks
 from placer.partition.score import (
+    IntervalTables,
+    OptimizerBytes,
     peak_bytes,
     replica_peak_bytes,
     saved_bytes,
@@ -29,27 +30,16 @@ from placer.partition.score import (
 )
 from placer.partition.types import Demands, DeviceSlot, Partition, PartitionStage
 from placer.plan.types import Boundary, Optimality, StageMemory
+from placer.schedule import InFlight
 
 SLOWEST_SECONDS = "seconds of the slowest stage"
 TOTAL_SECONDS = "seconds of all stages"
 PEAK_BYTES = "largest peak, bytes"
 PEAK_SHARE = "largest peak, share of its budget"
 
-
-def _received_from(
-    best: Candidate, used: Sequence[tuple[int, int, int]], costs: CostTable
-) -> NDArray[np.float64]:
-    """``[r, q]``: bytes of the values of stage q that stage r reads."""
-    cuts = best.tables.cuts
-    stage = np.empty(len(best.nodes) + 1, dtype=np.int64)
-    for index, (_, x, y) in enumerate(used):
-        stage[list(best.nodes[cuts[x] : cuts[y + 1]])] = index
-    stage[-1] = len(used) - 1  # the loss
-    received = np.zeros((len(used), len(used)))
-    for node, readers in enumerate(costs.readers):
-        for reader in {int(stage[r]) for r in readers} - {int(stage[node])}:
-            received[reader, stage[node]] += costs.nodes[node].output_nbytes
-    return received
+_Used = tuple[
+    int, int, int
+]  # a stage that is not empty: its slot, the cuts where it begins and ends
 
 
 def describe_partition(
@@ -61,66 +51,15 @@ def describe_partition(
     bound: float,
 ) -> Partition:
     """The partition of ``best``; ``pinned`` per node of its order, ``bound`` below its criterion."""
-    t = best.tables
     used = [(q, x, y - 1) for q, (x, y) in enumerate(itertools.pairwise(best.cuts)) if y > x]
-    trains = [best.slots[q].name for q, x, y in used if t.owned[x, y]]
-    received_from = _received_from(best, used, costs)
-    stages, loads = [], []
-    updating = dict.fromkeys((slot.name for slot in best.slots), 0.0)  # bytes while all change
-    for index, (q, x, y) in enumerate(used):
-        slot = best.slots[q]
-        count = waiting_at(demands, len(used), index)
-        kept = optimizer_on(demands, [slot.name] if demands.processes else trains)
-        waiting = received_from[index, :index].tolist()
-        table = peak_bytes(t, count, kept, training=demands.training, received_from=waiting)
-        peak = int(table[x, y])
-        saved = int(saved_bytes(t, count.most)[x, y]) if demands.training else 0
-        boundary = int(t.received[x, y] + (t.sent[x, y] if demands.training else 0))
-        memory = StageMemory(
-            parameters=int(t.parameters[x, y]),
-            gradients=int(t.trained[x, y]) if demands.training else 0,
-            optimizer=int(kept.state * t.owned[x, y]),
-            buffers=int(t.buffers[x, y]),
-            saved=saved,
-            boundary=boundary,
-            transient=0,
-            peak=peak,
-        )
-        known = memory.parameters + memory.gradients + memory.optimizer + memory.buffers + saved
-        memory = replace(memory, transient=max(0, peak - known))
-        forward, backward = stage_seconds(t, slot.kind, half=demands.half)
-        moved = transfer_seconds(t, slot.kind, training=demands.training)[x, y]
-        names = best.nodes[t.cuts[x] : t.cuts[y + 1]]  # the order that its peak is of
-        stages.append(
-            PartitionStage(
-                device=slot,
-                nodes=tuple(capture.order[i] for i in names),
-                memory=memory,
-                replica_peak=int(
-                    replica_peak_bytes(t, count, training=demands.training, received_from=waiting)[
-                        x, y
-                    ]
-                ),
-                forward_seconds=float(forward[x, y]),
-                backward_seconds=float(backward[x, y]) if demands.training else 0.0,
-                transfer_seconds=float(moved),
-            )
-        )
-        loads.append(stages[-1].forward_seconds + stages[-1].backward_seconds + float(moved))
-        updating[slot.name] += float(t.parameters[x, y] + t.buffers[x, y])
-        updating[slot.name] += float((1 + kept.state + kept.together) * t.owned[x, y])
-    peaks = _per_device([(stage, stage.memory.peak) for stage in stages])
-    peaks = {name: max(peak, int(updating[name])) for name, peak in peaks.items()}
-    replica_peaks = _per_device([(stage, stage.replica_peak) for stage in stages])
-    spans = {name: [(x, y + 1) for q, x, y in used if best.slots[q].name == name] for name in peaks}
-    if len(peaks) < len(stages) and can_return(demands, best.slots):
-        peaks = device_peaks(t, costs, best.nodes, spans, optimizer_on(demands, trains))
-        replica_peaks = device_peaks(t, costs, best.nodes, spans, None)
+    stages = _stages(best, used, capture, costs, demands)
+    peaks, replica_peaks = _device_peaks(best, used, stages, costs, demands)
     fits = all(
         stage.device.budget is None
         or peaks[stage.device.name] + stage.device.reserve <= stage.device.budget
         for stage in stages
     )
+    loads = [s.forward_seconds + s.backward_seconds + s.transfer_seconds for s in stages]
     busy = dict.fromkeys(peaks, 0.0)
     for stage, load in zip(stages, loads, strict=True):
         busy[stage.device.name] += load
@@ -146,6 +85,115 @@ def describe_partition(
         ),
         boundaries=_boundaries(best, capture, costs, pinned, demands, measured),
     )
+
+
+def _stages(
+    best: Candidate,
+    used: Sequence[_Used],
+    capture: Capture,
+    costs: CostTable,
+    demands: Demands,
+) -> list[PartitionStage]:
+    t = best.tables
+    trains = _training_devices(best, used)
+    received_from = _received_from(best, used, costs)
+    stages = []
+    for index, (q, x, y) in enumerate(used):
+        slot = best.slots[q]
+        count = waiting_at(demands, len(used), index)
+        kept = optimizer_on(demands, [slot.name] if demands.processes else trains)
+        waiting = received_from[index, :index].tolist()
+        peaks = peak_bytes(t, count, kept, training=demands.training, received_from=waiting)
+        of_replica = replica_peak_bytes(t, count, training=demands.training, received_from=waiting)
+        forward, backward = stage_seconds(t, slot.kind, half=demands.half)
+        moved = transfer_seconds(t, slot.kind, training=demands.training)
+        names = best.nodes[t.cuts[x] : t.cuts[y + 1]]  # the order that its peak is of
+        stages.append(
+            PartitionStage(
+                device=slot,
+                nodes=tuple(capture.order[i] for i in names),
+                memory=_memory(t, x, y, count, kept, int(peaks[x, y]), training=demands.training),
+                replica_peak=int(of_replica[x, y]),
+                forward_seconds=float(forward[x, y]),
+                backward_seconds=float(backward[x, y]) if demands.training else 0.0,
+                transfer_seconds=float(moved[x, y]),
+            )
+        )
+    return stages
+
+
+def _memory(
+    tables: IntervalTables,
+    x: int,
+    y: int,
+    count: InFlight,
+    optimizer: OptimizerBytes,
+    peak: int,
+    *,
+    training: bool,
+) -> StageMemory:
+    """What the stage from cut ``x`` to ``y`` holds by kind; what none explains is transient."""
+    found = {
+        "parameters": int(tables.parameters[x, y]),
+        "gradients": int(tables.trained[x, y]) if training else 0,
+        "optimizer": int(optimizer.state * tables.owned[x, y]),
+        "buffers": int(tables.buffers[x, y]),
+        "saved": int(saved_bytes(tables, count.most)[x, y]) if training else 0,
+    }
+    return StageMemory(
+        **found,
+        boundary=int(tables.received[x, y] + (tables.sent[x, y] if training else 0)),
+        transient=max(0, peak - sum(found.values())),
+        peak=peak,
+    )
+
+
+def _training_devices(best: Candidate, used: Sequence[_Used]) -> list[str]:
+    """The devices that hold parameters with their optimizer's state."""
+    return [best.slots[q].name for q, x, y in used if best.tables.owned[x, y]]
+
+
+def _device_peaks(
+    best: Candidate,
+    used: Sequence[_Used],
+    stages: Sequence[PartitionStage],
+    costs: CostTable,
+    demands: Demands,
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Peak per device, of the first replica and of a further one."""
+    t = best.tables
+    trains = _training_devices(best, used)
+    updating = dict.fromkeys((slot.name for slot in best.slots), 0.0)  # bytes while all change
+    for q, x, y in used:
+        name = best.slots[q].name
+        kept = optimizer_on(demands, [name] if demands.processes else trains)
+        updating[name] += float(t.parameters[x, y] + t.buffers[x, y])
+        updating[name] += float((1 + kept.state + kept.together) * t.owned[x, y])
+    peaks = _per_device([(stage, stage.memory.peak) for stage in stages])
+    if len(peaks) < len(stages) and can_return(demands, best.slots):
+        spans = {
+            name: [(x, y + 1) for q, x, y in used if best.slots[q].name == name] for name in peaks
+        }
+        return (
+            device_peaks(t, costs, best.nodes, spans, optimizer_on(demands, trains)),
+            device_peaks(t, costs, best.nodes, spans, None),
+        )
+    peaks = {name: max(peak, int(updating[name])) for name, peak in peaks.items()}
+    return peaks, _per_device([(stage, stage.replica_peak) for stage in stages])
+
+
+def _received_from(best: Candidate, used: Sequence[_Used], costs: CostTable) -> NDArray[np.float64]:
+    """``[r, q]``: bytes of the values of stage q that stage r reads."""
+    cuts = best.tables.cuts
+    stage = np.empty(len(best.nodes) + 1, dtype=np.int64)
+    for index, (_, x, y) in enumerate(used):
+        stage[list(best.nodes[cuts[x] : cuts[y + 1]])] = index
+    stage[-1] = len(used) - 1  # the loss
+    received = np.zeros((len(used), len(used)))
+    for node, readers in enumerate(costs.readers):
+        for reader in {int(stage[r]) for r in readers} - {int(stage[node])}:
+            received[reader, stage[node]] += costs.nodes[node].output_nbytes
+    return received
 
 
 def _criterion(best: Candidate, demands: Demands) -> str:

@@ -20,7 +20,8 @@ SolveSmall = Callable[[PartitionProblem], Indices | None]
 
 _WINDOW = 96  # units on either side of a border
 _MOST_ROUNDS = 200
-_BEFORE, _LEFT, _RIGHT, _AFTER = range(4)
+_BEFORE, _LEFT, _RIGHT, _AFTER = range(4)  # stages of a window, and the units that stay on each
+_OUTSIDE = 4  # of these
 
 
 def refine_borders(
@@ -76,14 +77,44 @@ def _improve(
     solve_small: SolveSmall,
 ) -> bool:
     """Place the units around ``border`` again, in place; whether the larger load of the two shrank."""
+    units = _units_around(place, stage_of, border)
+    if units is None:
+        return False
+    small = _window_problem(problem, near, stage_of, units, border)
+    here = stage_loads(small, _with_outside(np.where(stage_of[units] == border, _LEFT, _RIGHT)))
+    # What the rest of both stages costs in any case: loads less what the window decides.
+    for i, stage in ((_LEFT, border), (_RIGHT, border + 1)):
+        small.slots[i].seconds[i] = max(0.0, loads[stage] - here[i])
+    found = solve_small(small)
+    if found is None:
+        return False
+    reached = stage_loads(small, found)
+    worst = loads[[border, border + 1]].max()
+    if reached.max() >= worst * (1 - 1e-6):
+        return False
+    stage_of[units] = np.where(found[_OUTSIDE:] == _LEFT, border, border + 1)
+    loads[[border, border + 1]] = reached[[_LEFT, _RIGHT]]
+    return True
+
+
+def _units_around(place: Indices, stage_of: Indices, border: int) -> Indices | None:
+    """The last units of the stage before ``border``, and the first after it; None: that is all of both."""
     left = np.flatnonzero(stage_of == border)
     right = np.flatnonzero(stage_of == border + 1)
     left, right = left[np.argsort(place[left])], right[np.argsort(place[right])]
-    window = np.concatenate([left[-_WINDOW:], right[:_WINDOW]])
-    free = len(window) < len(left) + len(right)
-    if not free or not len(window):
-        return False
-    number = {int(u): i + 4 for i, u in enumerate(window)}
+    units = np.concatenate([left[-_WINDOW:], right[:_WINDOW]])
+    return units if 0 < len(units) < len(left) + len(right) else None
+
+
+def _window_problem(
+    problem: PartitionProblem, near: _Neighbours, stage_of: Indices, units: Indices, border: int
+) -> PartitionProblem:
+    """Where to put ``units`` on the border's two stages, as a problem of its own.
+
+    It has four stages, and all that stays is joined into a unit on each: 0 for the stages before
+    these two, 1 and 2 for the two themselves, 3 for those after. ``units`` are 4, 5, … in order.
+    """
+    number = {int(u): i for i, u in enumerate(units, _OUTSIDE)}
 
     def part(unit: int) -> int:
         if unit in number:
@@ -94,62 +125,53 @@ def _improve(
         return _AFTER if stage > border + 1 else _LEFT if stage == border else _RIGHT
 
     values = []
-    touched = sorted({v for u in window.tolist() for v in near.values[u]})
-    for v in touched:
+    for v in sorted({v for u in number for v in near.values[u]}):
         value = problem.values[v]
-        units = tuple(sorted({part(u) for u in value.units}))
-        values.append(CrossingValue(nbytes=value.nbytes, units=units, external=value.external))
+        joined = tuple(sorted({part(u) for u in value.units}))
+        values.append(CrossingValue(nbytes=value.nbytes, units=joined, external=value.external))
     edges = {(_BEFORE, _LEFT), (_LEFT, _RIGHT), (_RIGHT, _AFTER)}
-    for u in window.tolist():
-        edges |= {(_LEFT, number[u]), (number[u], _RIGHT)}  # on one of these two stages
-        edges |= {(number[u], part(w)) for w in near.succs[u]}
-        edges |= {(part(w), number[u]) for w in near.preds[u]}
-    slots = [
-        StageSlot(
-            device=f"{i}",
-            seconds=np.zeros(len(window) + 4),
-            seconds_per_byte=0.0,
-            nbytes=np.zeros(len(window) + 4),
-        )
-        for i in range(4)
-    ]
-    for i, stage in ((_LEFT, border), (_RIGHT, border + 1)):
-        slot = problem.slots[stage]
-        seconds = np.concatenate([np.zeros(4), slot.seconds[window]])
-        nbytes = np.concatenate([np.zeros(4), slot.nbytes[window]])
-        own = stage_of[window] == stage
-        nbytes[i] = slot.nbytes[stage_of == stage].sum() - nbytes[4:][own].sum()
-        slots[i] = StageSlot(
-            device=f"{i}",
-            seconds=seconds,
-            seconds_per_byte=slot.seconds_per_byte,
-            nbytes=nbytes,
-            budget=slot.budget,
-        )
-    pins = {i: f"{i}" for i in range(4)}
+    for u, own in number.items():
+        edges |= {(_LEFT, own), (own, _RIGHT)}  # on one of these two stages
+        edges |= {(own, part(w)) for w in near.succs[u]}
+        edges |= {(part(w), own) for w in near.preds[u]}
     names = {problem.slots[border].device: "1", problem.slots[border + 1].device: "2"}
-    pins |= {number[u]: names[problem.pins[u]] for u in number if u in problem.pins}
-    small = PartitionProblem(
-        num_units=len(window) + 4,
+    pins = {i: f"{i}" for i in range(_OUTSIDE)}
+    pins |= {own: names[problem.pins[u]] for u, own in number.items() if u in problem.pins}
+    return PartitionProblem(
+        num_units=len(units) + _OUTSIDE,
         edges=tuple(sorted(edges)),
         values=tuple(values),
-        slots=tuple(slots),
+        slots=_window_slots(problem, stage_of, units, border),
         pins=pins,
         relayed=problem.relayed,
         may_be_empty=True,
     )
-    now = np.concatenate([np.arange(4), np.where(stage_of[window] == border, _LEFT, _RIGHT)])
-    here = stage_loads(small, now)
-    # What the rest of both stages costs in any case: loads less what the window decides.
+
+
+def _window_slots(
+    problem: PartitionProblem, stage_of: Indices, units: Indices, border: int
+) -> tuple[StageSlot, ...]:
+    """The border's two stages, with the bytes of what stays on them, between two that are free."""
+    free = np.zeros(len(units) + _OUTSIDE)
+    slots = [
+        StageSlot(device=f"{i}", seconds=free.copy(), seconds_per_byte=0.0, nbytes=free.copy())
+        for i in range(_OUTSIDE)
+    ]
     for i, stage in ((_LEFT, border), (_RIGHT, border + 1)):
-        slots[i].seconds[i] = max(0.0, loads[stage] - here[i])
-    found = solve_small(small)
-    if found is None:
-        return False
-    reached = stage_loads(small, found)
-    worst = loads[[border, border + 1]].max()
-    if reached.max() >= worst * (1 - 1e-6):
-        return False
-    stage_of[window] = np.where(found[4:] == _LEFT, border, border + 1)
-    loads[[border, border + 1]] = reached[[_LEFT, _RIGHT]]
-    return True
+        slot = problem.slots[stage]
+        nbytes = np.concatenate([np.zeros(_OUTSIDE), slot.nbytes[units]])
+        moving = slot.nbytes[units][stage_of[units] == stage].sum()
+        nbytes[i] = slot.nbytes[stage_of == stage].sum() - moving
+        slots[i] = StageSlot(
+            device=f"{i}",
+            seconds=np.concatenate([np.zeros(_OUTSIDE), slot.seconds[units]]),
+            seconds_per_byte=slot.seconds_per_byte,
+            nbytes=nbytes,
+            budget=slot.budget,
+        )
+    return tuple(slots)
+
+
+def _with_outside(stage_of_units: Indices) -> Indices:
+    """The stages of all units of a window's problem, from those of its own."""
+    return np.concatenate([np.arange(_OUTSIDE), stage_of_units])

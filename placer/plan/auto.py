@@ -38,7 +38,7 @@ def choose_spec(
         if plan.fits:
             return _with_resolved_layers(capture, spec, plan, inputs)
         plans.append(plan)
-    closest = min(plans, key=_missing)
+    closest = min(plans, key=lambda plan: plan.overflow_bytes)
     error = misfit_error(capture, wanted, inputs, closest)
     error.problem = f"no placement on {len(wanted.devices)} device(s) fits: {error.problem}"
     raise error
@@ -56,10 +56,6 @@ def _with_resolved_layers(
     again = build_plan(capture, resolved, inputs, processes=plan.processes)
     worse = max(d.peak for d in again.devices) > max(d.peak for d in plan.devices)
     return resolved if again.fits and not worse else spec
-
-
-def _missing(plan: Plan) -> int:
-    return max(-(device.headroom or 0) for device in plan.devices)
 
 
 def whole_layers(capture: Capture, plan: Plan) -> dict[str, str]:

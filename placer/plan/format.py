@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
 from placer.errors import PlanError, nearest
+from placer.jsonfile import json_pointer
 
 VERSION = 1
 
@@ -163,7 +164,7 @@ def read_plan_file(data: Any, source: str) -> PlanFile:
 
 
 def _explain(detail: Any, data: Any) -> tuple[str, str]:
-    where = _locate(detail["loc"], data)
+    where = json_pointer(detail["loc"], data)
     last = str(detail["loc"][-1])
     if detail["type"] == "extra_forbidden":
         near = nearest(last, _keys_beside(detail["loc"]))
@@ -174,19 +175,6 @@ def _explain(detail: Any, data: Any) -> tuple[str, str]:
     expected = _JSON_WORDS.get(message, message)
     found = repr(detail["input"])
     return where, f"{found if len(found) <= 60 else found[:57] + '...'} where {expected} belongs"
-
-
-def _locate(loc: tuple[int | str, ...], data: Any) -> str:
-    """The JSON pointer to ``loc`` (without the tags that pydantic adds for unions)."""
-    pointer = ""
-    for part in loc:
-        inside = isinstance(data, Mapping) and part in data
-        inside |= isinstance(data, list) and isinstance(part, int) and part < len(data)
-        if not inside:
-            continue
-        data = data[part]
-        pointer += "/" + str(part).replace("~", "~0").replace("/", "~1")
-    return pointer or "/"
 
 
 def _keys_beside(loc: tuple[int | str, ...]) -> list[str]:

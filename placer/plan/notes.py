@@ -66,8 +66,7 @@ def _cut_notes(capture: Capture, replicas: int, microbatches: int) -> list[str]:
 
 def _shared_notes(capture: Capture, spec: PlacementSpec) -> list[str]:
     """Where a module is that the spec's layers place on several devices, by its several names."""
-    paths = [name for name, _ in capture.model.named_modules(remove_duplicate=False)]
-    placed, _ = resolve_layers(spec.layers, paths)
+    placed, _ = resolve_layers(spec.layers, layer_paths(capture))
     told: set[str] = set()
     notes = []
     for names in shared_modules(capture.model):
@@ -80,6 +79,11 @@ def _shared_notes(capture: Capture, spec: PlacementSpec) -> list[str]:
                 f"{' and '.join(devices[1:])}."
             )
     return notes
+
+
+def layer_paths(capture: Capture) -> list[str]:
+    """All that a pattern of a spec may name: the paths of every module, also one that has several."""
+    return [name for name, _ in capture.model.named_modules(remove_duplicate=False)]
 
 
 def shared_modules(model: nn.Module) -> list[list[str]]:

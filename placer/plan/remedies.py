@@ -12,6 +12,7 @@ from placer.capture import Capture
 from placer.cost import estimate_costs
 from placer.errors import BudgetError, PlacerError, Tried
 from placer.plan.build import build_plan
+from placer.plan.check import describe_overflow
 from placer.plan.devices import likely_kernels
 from placer.plan.types import Plan
 from placer.spec import DeviceSpec, PlacementSpec
@@ -51,20 +52,17 @@ def misfit_error(
 
     Every change that it names was planned like the spec itself.
     """
-    worst = min(plan.devices, key=lambda d: d.headroom if d.headroom is not None else 0)
-    missing = -(worst.headroom or 0)
     largest = find_largest_node(capture, spec, inputs)
     tried = try_remedies(capture, spec, inputs, processes=plan.processes) if tries else ()
     fitting = [t.change for t in tried if t.fits]
     return BudgetError(
-        f"device {worst.device}",
-        f"the placement needs {format_bytes(worst.peak)} and a reserve of "
-        f"{format_bytes(worst.reserve)}, {format_bytes(missing)} more than its "
-        f"{format_bytes(worst.budget or 0)}; the largest single node, {largest.node} "
+        f"device {plan.tightest.device}",
+        f"the placement needs {describe_overflow(plan.tightest)}; "
+        f"the largest single node, {largest.node} "
         f"({largest.layer or 'the model'}), needs {format_bytes(largest.nbytes)} by itself",
         "tried, and it would fit: " + "; or ".join(fitting) if fitting else describe_tries(tried),
-        device=worst.device,
-        missing_bytes=missing,
+        device=plan.tightest.device,
+        missing_bytes=plan.overflow_bytes,
         largest_node=largest.node,
         largest_node_bytes=largest.nbytes,
         tried=tried,

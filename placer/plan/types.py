@@ -147,6 +147,16 @@ class Plan:
         """Per stage its nodes, and per stage its regions."""
         return tuple(s.nodes for s in self.stages), tuple(s.regions for s in self.stages)
 
+    @property
+    def tightest(self) -> DevicePeak:
+        """The device with the least headroom."""
+        return min(self.devices, key=lambda device: device.headroom or 0)
+
+    @property
+    def overflow_bytes(self) -> int:
+        """What the tightest device has too little of; 0 when the plan fits."""
+        return max(0, -(self.tightest.headroom or 0))
+
     def explain(self) -> str:
         """Why each stage ends where it does: loads, bytes crossing, what the next-best cut costs."""
         from placer.plan.explain import explain_plan

@@ -16,7 +16,7 @@ from placer.plan.types import Plan
 from placer.runtime.hooks import refuse_backward_hooks, run_forward_hooks, run_forward_pre_hooks
 from placer.runtime.loss import WatchedLoss, call_loss
 from placer.runtime.pickled import ExampleCall, as_captured, emit_again, example_call
-from placer.runtime.place import Place
+from placer.runtime.place import CALLER, Place
 from placer.runtime.programs import Calls, Programs
 from placer.runtime.replica import Replica, Run, run_schedule
 from placer.runtime.sampler import ReplicaSampler
@@ -294,8 +294,7 @@ class PlacedModule(nn.Module):
             if self._forward_hooks:
                 arguments = rebuild_call(call, inputs)
                 output = run_forward_hooks(self, *arguments, output)
-            caller = Place("caller", torch.device("cpu"))
-            wanted = transfer(targets[index], caller, runs[index].replica.output_place)
+            wanted = transfer(targets[index], CALLER, runs[index].replica.output_place)
             loss = call_loss(loss_fn, output, wanted)
             weight = scale
             if reduction == "mean" and total is not None:

@@ -23,7 +23,9 @@ class Place:
     device: torch.device
 
 
-HOST = Place("host", torch.device("cpu"))  # where offloaded activations wait; no device of a plan
+# No devices of a plan:
+HOST = Place("host", torch.device("cpu"))  # where offloaded activations wait
+CALLER = Place("caller", torch.device("cpu"))  # where the caller's own tensors are
 
 _current: list[Place] = []
 

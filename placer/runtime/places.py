@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 
@@ -55,8 +56,7 @@ def _resolve(name: str) -> torch.device | None:
         return torch.device("cpu")
     if kind == "meta":
         raise DeviceError(f"device {name}", "nothing can run on meta", "name a real device")
-    module = getattr(torch, kind, None)
-    count = module.device_count() if module is not None and hasattr(module, "device_count") else 0
+    count = device_count(kind)
     if count == 0:
         return None
     index = int(number) if number.isdecimal() else 0  # torch.device wraps around above 127
@@ -68,6 +68,12 @@ def _resolve(name: str) -> torch.device | None:
             "name one of them, or pass run_on='cpu' to try the placement without its devices",
         )
     return torch.device(kind, index)
+
+
+def device_count(kind: str) -> int:
+    """How many devices of a type, such as ``"cuda"``, this machine has."""
+    module: Any = getattr(torch, kind, None)
+    return int(module.device_count()) if hasattr(module, "device_count") else 0
 
 
 def _run_on(name: str) -> torch.device:

@@ -15,7 +15,7 @@ from placer.emit import StageCode, StagedModel
 from placer.precision import precision_context
 from placer.runtime.mirror import Mirrors
 from placer.runtime.pieces import run_pieces
-from placer.runtime.place import Place, on
+from placer.runtime.place import CALLER, Place, on
 from placer.runtime.transfer import (
     WaitingGradients,
     copy_to,
@@ -151,7 +151,7 @@ def run_schedule(
 def caller_place(value: Any, like: Place) -> Place:
     """Where an input of the caller's is: on its own device, under no name of the plan's."""
     device = value.device if isinstance(value, torch.Tensor) else like.device
-    return Place("caller", device)
+    return Place(CALLER.name, device)
 
 
 class _MicrobatchRun:
@@ -171,7 +171,7 @@ class _MicrobatchRun:
         self.loss: torch.Tensor | None = None
         named = dict(zip(replica.staged.graph_inputs, leaves, strict=True))
         self._values: dict[str, Any] = dict(named)
-        self._homes = {name: Place("caller", leaf.device) for name, leaf in named.items()}
+        self._homes = {name: Place(CALLER.name, leaf.device) for name, leaf in named.items()}
         self._graph_inputs = {name: leaf for name, leaf in named.items() if leaf.requires_grad}
         # stage -> where its backward starts: (value, which tensor of it) -> root
         self._roots: dict[int, dict[tuple[str, int], torch.Tensor]] = {}

@@ -46,7 +46,7 @@ def plan_ranks(capture: Capture, spec: PlacementSpec, inputs: Sequence[Tensor]) 
         if less == before:
             break
         plan = build_plan(capture, _shrink(spec, budgets, less), inputs, processes=True)
-    return min(judged, key=lambda p: (not p.fits, max(-(d.headroom or 0) for d in p.devices)))
+    return min(judged, key=lambda p: (not p.fits, p.overflow_bytes))
 
 
 def _shrink(

@@ -20,9 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from placer.errors import DeviceError
 from placer.runtime.attribution import Where
-from placer.runtime.place import Place, current_place
-
-HOST = "caller"  # where the caller's own tensors are; not a device of the plan
+from placer.runtime.place import CALLER, Place, current_place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +57,7 @@ class Ledger(TorchDispatchMode):
         self._tensors: list[LiveTensor] = []
         self._log: list[int] = []  # i: tensor i came; ~i: it went
         self._known: dict[int, tuple[weakref.ref[Any], int]] = {}  # id of storage -> tensor
-        self._latest = HOST
+        self._latest = CALLER.name
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

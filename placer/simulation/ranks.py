@@ -25,11 +25,11 @@ from placer.runtime.distributed.job import Job, Seat, take_seat
 from placer.runtime.distributed.part import build_part, find_holdings
 from placer.runtime.distributed.split import SplitStage
 from placer.runtime.distributed.stage import Microbatch, Run
-from placer.runtime.place import Place
+from placer.runtime.place import CALLER, Place
 from placer.runtime.replica import Replica
 from placer.runtime.scatter import batch_size, split_rows
 from placer.schedule import batch_cuts
-from placer.simulation.ledger import HOST, Ledger, Moment
+from placer.simulation.ledger import Ledger, Moment
 from placer.simulation.optimizers import make_optimizer
 from placer.simulation.simulate import describe_peak, running_kernels
 from placer.simulation.types import SimulationReport
@@ -134,7 +134,7 @@ def _simulate_rank(
         reducer = _FakeReducer(find_shared(part, staged, holdings, seat.stage_indices, group_of))
         ledger.add_state((*part.parameters(), *part.buffers()))
         for leaf in (*leaves, *(tensor for piece in pieces for tensor in piece)):
-            ledger.add(leaf, HOST, kind="input")
+            ledger.add(leaf, CALLER, kind="input")
         microbatches = [
             Microbatch(
                 inputs=dict(zip(staged.graph_inputs, piece, strict=True)),

@@ -16,9 +16,8 @@ from placer.emit import StagedModel, emit_stages, materialize
 from placer.plan.types import Plan
 from placer.runtime.attribution import Attribution, Where
 from placer.runtime.module import PlacedModule
-from placer.runtime.place import HOST as HOST_MEMORY
-from placer.runtime.place import Place, current_place, on
-from placer.simulation.ledger import HOST, Ledger, Moment
+from placer.runtime.place import CALLER, HOST, Place, current_place, on
+from placer.simulation.ledger import Ledger, Moment
 from placer.simulation.optimizers import make_optimizer
 from placer.simulation.types import DeviceSimulation, SimulationReport
 
@@ -54,7 +53,7 @@ def simulate_plan(
         placed = PlacedModule(model, plan=plan, staged=staged, places=rows)
         _count_state(ledger, placed, staged, rows[0])
         for leaf in leaves:
-            ledger.add(leaf, HOST, kind="input")
+            ledger.add(leaf, CALLER, kind="input")
         with ledger, running_kernels(plan, run_on):
             if plan.training:
                 place_of = {
@@ -120,7 +119,7 @@ def _train(
     for _ in range(2):
         placed.step_leaves(leaves, loss_fn=loss_of)
         step.in_optimizer = True
-        with on(HOST_MEMORY):  # Adam's step counts; all else is made from tensors on a device
+        with on(HOST):  # Adam's step counts; all else is made from tensors on a device
             for optimizer in optimizers:
                 optimizer.step()
         placed.zero_grad(set_to_none=True)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from placer.errors import nearest
+from placer.jsonfile import escape_token
 from placer.spec.fields import MOST, device_name
 from placer.spec.rows import shifted_rows
 
@@ -61,7 +62,7 @@ def _unknown_targets(layers: Any, names: list[str | None]) -> list[Problem]:
             near = nearest(name, known) or known[0]
             problems.append(
                 (
-                    f"/layers/{escape(str(pattern))}",
+                    f"/layers/{escape_token(str(pattern))}",
                     f"{target!r} is not one of the devices ({', '.join(known)})",
                     f"did you mean {near!r}? Or add {target!r} to /devices",
                 )
@@ -133,8 +134,3 @@ def _clashes(first: list[str], replicas: int) -> list[Problem]:
 def _torch_name(name: str) -> str:
     """One name per device: ``cpu`` is ``cpu:0``."""
     return name if ":" in name else f"{name}:0"
-
-
-def escape(part: str) -> str:
-    """``part`` as a reference token of a JSON pointer (RFC 6901)."""
-    return part.replace("~", "~0").replace("/", "~1")

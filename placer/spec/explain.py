@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from placer.errors import nearest
-from placer.spec.check import Problem, escape
+from placer.jsonfile import json_pointer
+from placer.spec.check import Problem
 
 _JSON_WORDS = {
     "a valid tuple": "a list",
@@ -39,7 +40,7 @@ def _is_echo(detail: ErrorDetails) -> bool:
 
 
 def _explain(detail: ErrorDetails, data: Any, keys: Sequence[str]) -> Problem:
-    where = _pointer(detail["loc"], data)
+    where = json_pointer(detail["loc"], data)
     found = detail.get("input")
     kind = detail["type"]
     if kind == "extra_forbidden":
@@ -65,19 +66,6 @@ def _explain(detail: ErrorDetails, data: Any, keys: Sequence[str]) -> Problem:
     expected = _JSON_WORDS.get(message, message)
     example = _EXAMPLES.get(where.split("/")[1], "")
     return where, f"{spell(found)} was found where {expected} was expected", example
-
-
-def _pointer(loc: tuple[int | str, ...], data: Any) -> str:
-    """The pointer to ``loc`` in ``data``: pydantic's own tags in ``loc`` are left out."""
-    pointer = ""
-    for part in loc:
-        inside = isinstance(data, Mapping) and part in data
-        inside |= isinstance(data, list | tuple) and isinstance(part, int) and part < len(data)
-        if not inside:
-            continue
-        data = data[part]
-        pointer += f"/{escape(str(part))}"
-    return pointer or "/"
 
 
 def _hint(word: str, known: Sequence[str]) -> str:

@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from placer.errors import nearest
-from placer.spec.check import Problem, escape
+from placer.jsonfile import escape_token
+from placer.spec.check import Problem
 
 
 def resolve_layers(
@@ -74,7 +75,7 @@ def _without_last_dot(regex: str) -> str:
 def _unmatched(field: str, pattern: str, paths: Sequence[str]) -> Problem:
     near = _nearest_pattern(pattern, paths)
     hint = f"did you mean {near!r}?" if near else f"layers are {', '.join(_tops(paths))}"
-    where = f"/{field}/{escape(pattern)}" if field == "layers" else f"/{field}"
+    where = f"/{field}/{escape_token(pattern)}" if field == "layers" else f"/{field}"
     return where, f"no layer matches {pattern!r}", hint
 
 

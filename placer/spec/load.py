@@ -20,16 +20,22 @@ def load_spec(source: str | Path | Mapping[str, Any]) -> PlacementSpec:
     if isinstance(source, Mapping):
         return PlacementSpec.model_validate(dict(source))
     if isinstance(source, str) and source.lstrip().startswith("{"):
-        return _validate(_parse(source, SpecError.UNNAMED), SpecError.UNNAMED)
+        return parse_spec(source, SpecError.UNNAMED)
     path = Path(source)
+    return parse_spec(read_spec_text(path), str(path))
+
+
+def read_spec_text(path: Path) -> str:
+    """The text of the file. Raises ``SpecError`` when it cannot be read."""
     try:
-        text = read_text(path)
+        return read_text(path)
     except JSONError as error:
         raise _spec_error(str(path), error) from None
-    return _validate(_parse(text, str(path)), str(path))
 
 
-def _validate(data: Any, source: str) -> PlacementSpec:
+def parse_spec(text: str, source: str) -> PlacementSpec:
+    """The spec in the JSON ``text``; ``source`` names it in errors. Raises ``SpecError``."""
+    data = _parse(text, source)
     if not isinstance(data, Mapping):
         remedy = 'write {"devices": ["cuda:0", "cuda:1"]}'
         raise SpecError(

@@ -65,7 +65,6 @@ def _costs(draw: random.Random, count: int) -> CostTable:
         alias_of={},
         saving=frozenset(node for value in values for node in value.savers),
         trained=frozenset(),
-        microbatch_rows=None,
     )
 
 

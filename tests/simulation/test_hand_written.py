@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from unet3d import UNet3D, unet3d
 
 import placer
-from placer.runtime.place import Place, on
+from placer.runtime.place import CALLER, Place, on
 from placer.runtime.transfer import transfer
-from placer.simulation.ledger import HOST, Ledger
+from placer.simulation.ledger import Ledger
 
 CPU = torch.device("cpu")
-CALLER, FIRST, SECOND = (Place(name, CPU) for name in (HOST, "cpu:0", "cpu:1"))
+FIRST, SECOND = (Place(name, CPU) for name in ("cpu:0", "cpu:1"))
 
 
 class HandSplitUNet(nn.Module):
@@ -96,7 +96,7 @@ def _peaks(model: nn.Module, layers: dict[str, str], x: Tensor, run: Callable[[]
     ledger = Ledger()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         ledger.add(tensor, SECOND if any(name.startswith(s) for s in second) else FIRST)
-    ledger.add(x, HOST)
+    ledger.add(x, CALLER)
     with ledger, on(SECOND):  # where the loss is
         run()
     model.zero_grad()

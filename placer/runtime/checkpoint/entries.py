@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from placer.capture import first_names
 from placer.errors import PlacerError
 
 Entries = dict[str, Any]
@@ -34,12 +35,7 @@ class Contents:
 
 def contents_of(module: nn.Module) -> Contents:
     """A module that is whole in this process: all of it is saved here."""
-    first_of: dict[int, str] = {}
-    named = [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]
-    first_name = {name: first_of.setdefault(id(tensor), name) for name, tensor in named}
+    first_name = first_names(module)
     return Contents(first_name=first_name, owned=frozenset(first_name.values()))
 
 

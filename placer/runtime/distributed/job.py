@@ -18,7 +18,7 @@ from placer.errors import DeviceError, PlacerError
 from placer.plan.types import Plan
 from placer.runtime.distributed.part import Holdings
 from placer.runtime.distributed.rendezvous import fresh_store
-from placer.runtime.places import SimulatedDeviceWarning
+from placer.runtime.places import SimulatedDeviceWarning, device_count
 
 _START_TIMEOUT = timedelta(minutes=30)
 
@@ -105,8 +105,7 @@ def choose_device(plan: Plan, job: Job, run_on: str | None) -> torch.device:
     kind = torch.device(run_on or plan.stages[0].devices[0]).type
     if kind == "cpu":
         return torch.device("cpu")
-    module = getattr(torch, kind, None)
-    count = module.device_count() if module is not None and hasattr(module, "device_count") else 0
+    count = device_count(kind)
     if count == 0:
         if run_on is None:
             warnings.warn(

@@ -26,12 +26,12 @@ from placer.runtime.distributed.outcome import share, sum_losses
 from placer.runtime.distributed.part import Holdings
 from placer.runtime.distributed.randomness import own_random_state
 from placer.runtime.distributed.rehearse import find_culprit
-from placer.runtime.distributed.stage import CALLER, Microbatch, Run
+from placer.runtime.distributed.stage import Microbatch, Run
 from placer.runtime.distributed.sync_norm import synchronise_norms
 from placer.runtime.hooks import run_forward_hooks
 from placer.runtime.loss import WatchedLoss, call_loss
 from placer.runtime.module import PlacedModule
-from placer.runtime.place import Place, is_on
+from placer.runtime.place import CALLER, Place, is_on
 from placer.runtime.programs import Calls, Programs
 from placer.runtime.scaling import scale_of
 from placer.runtime.scatter import (

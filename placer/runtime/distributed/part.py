@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from placer.capture import first_names
 from placer.emit import StagedModel, materialize
 
 
@@ -30,12 +31,7 @@ def find_holdings(model: nn.Module, staged: StagedModel, num_devices: int) -> Ho
 
     A device has the names that its stages read; names that no stage reads go to their owner.
     """
-    named = [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
-    first_of: dict[int, str] = {}
-    first_name = {name: first_of.setdefault(id(tensor), name) for name, tensor in named}
+    first_name = first_names(model)
     read = {name for stage in staged.stages for name in stage.state}
     have: list[set[str]] = [set() for _ in range(num_devices)]
     for stage in staged.stages:
@@ -44,13 +40,12 @@ def find_holdings(model: nn.Module, staged: StagedModel, num_devices: int) -> Ho
         if name not in read:
             have[owner % num_devices].add(name)
     holders: dict[str, tuple[int, ...]] = {}
-    for name, _ in named:
-        first = first_name[name]
+    for name, first in first_name.items():
         owner = staged.state_stage[name] % num_devices
         others = [d for d in range(num_devices) if name in have[d]]
         holders[first] = tuple(dict.fromkeys((*holders.get(first, (owner,)), *others)))
     return Holdings(
-        names=tuple(tuple(name for name, _ in named if name in own) for own in have),
+        names=tuple(tuple(name for name in first_name if name in own) for own in have),
         first_name=first_name,
         holders=holders,
     )

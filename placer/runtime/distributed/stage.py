@@ -14,11 +14,9 @@ from placer.capture import unflatten_output
 from placer.runtime.distributed.boundary import Crossings, Wire, rebuild
 from placer.runtime.distributed.faults import locate_layer
 from placer.runtime.distributed.wire import from_wire, hollow, to_wire
-from placer.runtime.place import Place
+from placer.runtime.place import CALLER
 from placer.runtime.replica import Replica
 from placer.runtime.transfer import transfer
-
-CALLER = Place("caller", torch.device("cpu"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

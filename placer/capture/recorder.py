@@ -1,0 +1,380 @@
+"""Hears of all that a model computes while it runs on fake tensors.
+
+Python runs as always, so control flow, containers and attributes need no care. Three things are
+watched: torch functions and methods (a ``TorchFunctionMode``), calls of modules (a layer of
+``torch.nn``, or a module that must stay whole, becomes one node), and arithmetic on sizes
+(``placer.capture.sizes``).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
+from torch.utils._pytree import tree_iter
+
+from placer._torch import (
+    REENTRANT_CHECKPOINT,
+    is_checkpointing,
+    saved_tensor_hooks,
+    without_modes,
+    without_torch_function,
+)
+from placer.capture.call import BoundCall, flat_forward, placeholder_names
+from placer.capture.constants import find_constant, is_written, pick_value
+from placer.capture.draws import forbid_python_random, keep_random
+from placer.capture.failure import (
+    ForwardFailure,
+    TraceFailure,
+    Untraceable,
+    describe,
+    leads_to,
+    locate,
+    locate_caller,
+)
+from placer.capture.fake import FakeWorld, GuessData
+from placer.capture.leaves import is_torch_leaf
+from placer.capture.result import ResultFormat, flatten_result
+from placer.capture.sizes import SizeFloat, SizeInt, plain
+from placer.capture.targets import (
+    ApplyFunction,
+    CallMethod,
+    Checkpointed,
+    Modes,
+    UnderModes,
+    call_module,
+)
+from placer.capture.watch import watch_calls
+from placer.capture.writer import CPU, GraphWriter, executable
+
+# Names of tensor methods: those that give sizes, those that hand values to Python, and
+# those that reach into autograd, which a graph cannot express.
+_SIZES = ("size", "numel", "nelement", "stride", "storage_offset")
+_READS = (
+    "item",
+    "tolist",
+    "numpy",
+    "__array__",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__complex__",
+    "__index__",
+    "__contains__",
+)
+_HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "backward", "grad")
+_DIFFERENTIATORS = (torch.autograd.grad, torch.autograd.backward)
+_READS_VALUES = "its Python code depends on the value of a tensor"
+
+
+class Recorder(TorchFunctionMode):
+    """Hears of every call, runs it on fakes, and has it written down."""
+
+    def __init__(
+        self,
+        world: FakeWorld,
+        model: nn.Module,
+        twin: nn.Module,
+        whole: frozenset[str],
+        guess: int,
+    ) -> None:
+        super().__init__()
+        self.guess = guess
+        self.twin = twin
+        self.whole = whole
+        self.writer = GraphWriter(world, twin)
+        self.failed_in: tuple[Exception, str] | None = None  # the innermost module of an exception
+        self.failed: ForwardFailure | None = None  # what a module that is run as it is raised
+        self.refused: TraceFailure | None = None  # the first thing that a graph cannot express
+        self.paused = False
+        self.kept: set[str] = set()
+        self.result: ResultFormat | None = None
+        self.sizes: dict[tuple[fx.Node, str, Any], fx.Node] = {}
+        self.modes = Modes(True, False, ())
+        self.saved_hooks: Any = None
+        self.reentrant = False  # inside a reentrant checkpoint
+        self.checkpointed: dict[str, str] = {}
+        self.looked_at: dict[fx.Node, tuple[str, str]] = {}  # constants, and where
+        self.paths = {id(module): path for path, module in twin.named_modules()}
+        self.twins = dict(zip(map(id, model.modules()), twin.modules(), strict=True))
+        self.owned = {id(module): _state(module) for module in twin.modules()}
+
+    # -- running ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Modules, custom autograd functions and torch functions report here, in this thread."""
+        self.modes = Modes.current()
+        self.saved_hooks = saved_tensor_hooks()
+        with watch_calls(self), self:
+            yield
+
+    def run(self, bound: BoundCall, inputs: Sequence[Tensor]) -> list[Any]:
+        """The result leaves of one run, as arguments of the graph's output."""
+        for name, tensor in zip(placeholder_names(bound), inputs, strict=True):
+            self.writer.placeholder(name, tensor)
+
+        def flatten(result: Any) -> list[Any]:
+            leaves, self.result = flatten_result(
+                result, lambda leaf: isinstance(leaf, SizeInt | SizeFloat)
+            )
+            return [self.writer.argument(leaf) for leaf in leaves]
+
+        with forbid_python_random():
+            leaves = flat_forward(bound, flatten)(self.twin, *inputs)
+        if self.refused is not None:  # forward caught the exception, and went another way
+            raise self.refused
+        self.check_constants()
+        return leaves
+
+    # -- what reports ----------------------------------------------------------------------------
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
+        with self.refusing():
+            return self.run_function(func, args, kwargs)
+
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Remember what cannot be recorded, for code of forward may catch the exception."""
+        try:
+            yield
+        except (Untraceable, DataDependentOutputException, DynamicOutputShapeException) as error:
+            if self.refused is None:
+                self.refused = TraceFailure(self.writer.layer, describe(error), locate_caller())
+            raise
+
+    def run_function(self, func: Any, args: Any, kwargs: Any) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            return self.get_property(func, args[0])
+        if name == "__set__":
+            return self.set_property(func, *args)
+        method = is_tensor_method_or_property(func)
+        if method and name in _READS:
+            return self.read(func, args, kwargs)
+        if method and name in _HOOKS:
+            raise Untraceable(f"it calls {name}() on an intermediate tensor")
+        if func in _DIFFERENTIATORS:
+            raise Untraceable(f"it differentiates a part of itself (torch.autograd.{name})")
+        if method and name in _SIZES:
+            return self.size(func, name, args, kwargs)
+        if method and name == "cuda":
+            args, kwargs, func, name = (args[0], CPU), {}, torch.Tensor.to, "to"
+        value = func(*executable(args), **executable(kwargs))
+        if value is NotImplemented or not self.is_recorded(value, args, kwargs):
+            return value
+        if method:
+            self.record("call_method", name, args, kwargs, value)
+        elif func is torch.Tensor.__getitem__:
+            self.record("call_function", operator.getitem, args, kwargs, value)
+        else:
+            self.record("call_function", func, args, kwargs, value)
+        return value
+
+    def is_recorded(self, value: Any, args: Any, kwargs: Any) -> bool:
+        if any(isinstance(leaf, Tensor) for leaf in tree_iter(value)):
+            return True
+        # Without a result it was called for its effect, on a tensor if the effect concerns us.
+        return value is None and any(isinstance(x, Tensor) for x in tree_iter((args, kwargs)))
+
+    def record(
+        self, op: str, target: Any, args: Any, kwargs: Any, value: Any, *, layer: str | None = None
+    ) -> None:
+        """Write a node under the modes (gradients, autocast) of this moment; it made ``value``."""
+        if not isinstance(target, Checkpointed):
+            self.check_saving()
+        modes = Modes.current()
+        if modes != self.modes:
+            if modes.inference:
+                raise Untraceable("it computes under torch.inference_mode")
+            function = CallMethod(target) if op == "call_method" else target
+            op, target = "call_function", UnderModes(function, modes, self.modes)
+        self.writer.bind(value, self.writer.node(op, target, args, kwargs, layer=layer))
+
+    def checkpointing(self) -> Checkpointed | None:
+        """How the program checkpoints activations here, if it does."""
+        if self.reentrant:
+            return Checkpointed(use_reentrant=True)
+        if saved_tensor_hooks() != self.saved_hooks and is_checkpointing(saved_tensor_hooks()):
+            return Checkpointed(use_reentrant=False)
+        return None
+
+    def check_saving(self) -> None:
+        """Refuse an operation that saves activations in a way of its own, which a node cannot."""
+        if self.checkpointing() is not None:
+            if self.writer.layer:
+                raise Untraceable("it checkpoints activations of its own code")
+        elif saved_tensor_hooks() != self.saved_hooks:
+            raise Untraceable("it computes under saved-tensor hooks")
+
+    def call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        module = self.twins.get(id(module), module)
+        path = self.paths.get(id(module))
+        if path is None:  # made in forward, such as nn.Softmax(dim=1)(x): a part of its caller
+            return original(module, *args, **kwargs)
+        checkpointed = self.checkpointing() is not None and not is_torch_leaf(module)
+        leaf = is_torch_leaf(module)
+        if _state(module) != self.owned[id(module)]:
+            if path in self.whole or checkpointed:
+                with self.refusing():
+                    raise Untraceable(f"it runs {path} with other parameters than its own")
+            leaf = False
+        if path in self.whole or leaf or checkpointed:
+            self.kept.add(path)
+            if checkpointed:
+                self.checkpointed.setdefault(path, locate_caller())
+            return self.call_whole(original, path, module, args, kwargs)
+        caller, self.writer.layer = self.writer.layer, path
+        try:
+            with forbid_python_random():
+                return original(module, *args, **kwargs)
+        except Exception as error:
+            if self.failed_in is None or not leads_to(error, self.failed_in[0]):
+                self.failed_in = error, path
+            raise
+        finally:
+            self.writer.layer = caller
+
+    def call_whole(
+        self, original: Callable[..., Any], path: str, module: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
+        node_args, node_kwargs = self.writer.argument(args), self.writer.argument(kwargs)
+        guess = GuessData(self.guess)
+        self.paused = True
+        try:
+            with guess, keep_random():
+                value = original(module, *executable(args), **executable(kwargs))
+        except Exception as error:
+            location = locate(error) or locate_caller()
+            self.failed = ForwardFailure(path, location, guessed=guess.guessed)
+            self.failed.__cause__ = error
+            raise
+        finally:
+            self.paused = False
+        if guess.guessed and any(isinstance(x, bool | int | float) for x in tree_iter(value)):
+            with self.refusing():
+                raise Untraceable(f"{path} returns a number that depends on the values of tensors")
+        function: Any = None if is_torch_leaf(module) else self.checkpointing()
+        if function is None and Modes.current() != self.modes:
+            function = call_module
+        if function is not None:
+            reference = self.writer.node("get_attr", path, layer=path)
+            node_args = (reference, *node_args)
+            self.record("call_function", function, node_args, node_kwargs, value, layer=path)
+        else:
+            self.record("call_module", path, node_args, node_kwargs, value, layer=path)
+        return value
+
+    def apply(self, original: Callable[..., Any], cls: Any, args: Any, kwargs: Any) -> Any:
+        if cls is REENTRANT_CHECKPOINT:
+            function, _, *inputs = args
+            return self.apply_checkpoint(function, inputs)
+        if kwargs:
+            raise Untraceable(f"it applies {cls.__name__} with keyword arguments")
+        node_args = self.writer.argument(args)
+        self.paused = True
+        try:
+            value = original(*executable(args))
+        finally:
+            self.paused = False
+        self.record("call_function", ApplyFunction(cls), node_args, {}, value)
+        return value
+
+    def seed(self) -> None:
+        with self.refusing():
+            raise Untraceable("it seeds torch's random numbers")
+
+    def apply_checkpoint(self, function: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+        before, self.reentrant = self.reentrant, True
+        try:
+            return function(*inputs)
+        finally:
+            self.reentrant = before
+
+    def get_property(self, func: Any, tensor: Tensor) -> Any:
+        value, name = func(tensor), func.__self__.__name__
+        if name == "shape":
+            return self.shape(tensor, value)
+        if isinstance(value, Tensor) and name not in ("grad", "_base"):
+            self.record("call_function", getattr, (tensor, name), {}, value)
+        return value
+
+    def set_property(self, func: Any, tensor: Tensor, value: Any) -> None:
+        name = func.__self__.__name__
+        if name != "requires_grad":
+            raise Untraceable(f"it assigns to the attribute {name!r} of a tensor")
+        func(tensor, value)
+        self.record("call_method", "requires_grad_", (tensor, value), {}, tensor)
+
+    def read(self, func: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return func(*executable(args), **executable(kwargs))
+        except Exception as error:
+            return self.read_constant(func, args, kwargs, error)
+
+    def read_constant(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
+        node, constants = self.writer.node_of(args[0]), self.writer.constants
+        constant = find_constant(node, constants)
+        if constant is None:
+            raise Untraceable(_READS_VALUES) from error
+        self.looked_at.setdefault(constant, (self.writer.layer, locate_caller()))
+        with without_torch_function(), without_modes():
+            value = pick_value(node, constant, constants[constant.name])
+            return func(*executable((value, *args[1:])), **executable(kwargs))
+
+    def check_constants(self) -> None:
+        """Refuse a program that looked at a constant and wrote to it later: the next run sees that."""
+        for constant, (layer, location) in self.looked_at.items():
+            if is_written(constant):
+                raise TraceFailure(layer, _READS_VALUES, location)
+
+    # -- sizes -----------------------------------------------------------------------------------
+
+    def shape(self, tensor: Tensor, shape: torch.Size) -> torch.Size:
+        return torch.Size([self.dimension(tensor, "size", i, n) for i, n in enumerate(shape)])
+
+    def size(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        tensor = args[0]
+        value = func(*executable(args), **executable(kwargs))
+        if isinstance(value, torch.Size):
+            return self.shape(tensor, value)
+        if isinstance(value, tuple):
+            return tuple(self.dimension(tensor, name, i, n) for i, n in enumerate(value))
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        dim = dim % tensor.dim() if isinstance(dim, int) and tensor.dim() else None
+        return self.dimension(tensor, name, dim, value)
+
+    def dimension(self, tensor: Tensor, name: str, dim: Any, value: int) -> int:
+        source = self.writer.node_of(tensor)
+        if source.op == "get_attr":  # the shape of a parameter is a fact of the model
+            return value
+        key = source, name, dim
+        if key not in self.sizes:
+            args = (tensor,) if dim is None else (tensor, plain(dim))
+            self.sizes[key] = self.writer.node("call_method", name, args, pure=True)
+        size: int = self.number(self.sizes[key], value)
+        return size
+
+    def record_number(self, function: Callable[..., Any], args: tuple[Any, ...], value: Any) -> Any:
+        if self.paused or isinstance(value, bool) or not isinstance(value, int | float):
+            return value
+        return self.number(self.writer.node("call_function", function, args, pure=True), value)
+
+    def number(self, node: fx.Node, value: Any) -> Any:
+        number: Any = SizeInt(value) if isinstance(value, int) else SizeFloat(value)
+        number.node, number.recorder = node, self
+        return number
+
+
+def _state(module: nn.Module) -> tuple[int, ...]:
+    """The identities of the parameters of ``module``, which ``functional_call`` replaces."""
+    return tuple(map(id, module.parameters()))

@@ -1,0 +1,25 @@
+"""A model's state, its parameters and buffers, under all of their names."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+
+def named_state(model: nn.Module, prefix: str = "") -> list[tuple[str, Tensor]]:
+    """Every parameter, then every buffer, with its name; a tied tensor comes under each of its names."""
+    return [
+        *model.named_parameters(prefix=prefix, remove_duplicate=False),
+        *model.named_buffers(prefix=prefix, remove_duplicate=False),
+    ]
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Every name of the state -> the first of the names of that tensor.
+
+    >>> tied = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    >>> tied[1].weight = tied[0].weight
+    >>> first_names(tied)
+    {'0.weight': '0.weight', '1.weight': '0.weight'}
+    """
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in named_state(model)}

@@ -1,0 +1,174 @@
+"""Every storage of a run: which node made it, who used and saved it, when it went.
+
+A dispatch mode sees every storage come, a weak reference sees it go.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from placer.errors import CaptureError
+
+OUTSIDE = -1  # the position of what is made before the first node runs: inputs
+
+
+@dataclass(slots=True, eq=False)
+class RecordedStorage:
+    """One storage of the run: which node made it in which phase, who used, saved and freed it."""
+
+    nbytes: int
+    made_by: int
+    backward: bool
+    users: set[int] = field(default_factory=set)
+    savers: set[int] = field(default_factory=set)
+    saved_nbytes: list[tuple[int, int]] = field(default_factory=list)  # saver, of what it saved
+    freed_by: int | None = None  # node in whose backward it went; None: it did not, or in forward
+    parameter_gradient: bool = False
+    of_weight: bool = False  # it waits to be added to what a weight's other readers give
+    fixed: bool = False  # made of weights alone
+    live: bool = True
+    sent: list[tuple[int, int, int]] = field(default_factory=list)  # parts: (from, to node, bytes)
+
+
+@dataclass(slots=True)
+class NodeTally:
+    """Sums for one node over the run; ``events`` are the changes of live bytes in its backward.
+
+    An event of no bytes: what was saved for backward is read there.
+    """
+
+    forward_flops: int = 0
+    backward_flops: int = 0
+    forward_traffic: int = 0
+    backward_traffic: int = 0
+    forward_transient: int = 0
+    events: list[tuple[RecordedStorage, int]] = field(default_factory=list)
+
+
+class StorageRecorder(TorchDispatchMode):
+    """Watches one run; ``position`` and ``backward`` say which node is running, and which way."""
+
+    def __init__(self, num_nodes: int) -> None:
+        super().__init__()
+        self.tallies = [NodeTally() for _ in range(num_nodes)]
+        self.storages: list[RecordedStorage] = []
+        self.saving: set[int] = set()  # nodes that save something for backward, or a weight
+        self.position = OUTSIDE
+        self.backward = False
+        self._known: dict[int, tuple[weakref.ref[Any], RecordedStorage | None]] = {}
+        self._own_live = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        if self.position == OUTSIDE:
+            return result
+        tally = self.tallies[self.position]
+        for tensor in inputs:
+            stored = self.storage(tensor)
+            if stored is not None and not self.backward:
+                stored.users.add(self.position)
+        count = flop_registry.get(func._overloadpacket)
+        flops = 0 if count is None else count(*args, **kwargs, out_val=result)
+        moved = () if getattr(func, "is_view", False) else (*inputs, *outputs)
+        traffic = sum(x.numel() * x.element_size() for x in moved)
+        if self.backward:
+            tally.backward_flops += flops
+            tally.backward_traffic += traffic
+        else:
+            tally.forward_flops += flops
+            tally.forward_traffic += traffic
+        of_weights = bool(inputs) and all(self._is_fixed(tensor) for tensor in inputs)
+        for tensor in outputs:
+            if id(_key(tensor)) not in self._known:
+                self.add(tensor).fixed = of_weights
+        return result
+
+    def _is_fixed(self, tensor: Tensor) -> bool:
+        _, record = self._known.get(id(_key(tensor)), (None, None))
+        return record is None or record.fixed
+
+    def storage(self, tensor: Tensor) -> RecordedStorage | None:
+        """The record of the tensor's storage; None for weights and what is not recorded."""
+        known = self._known.get(id(_key(tensor)))
+        return known[1] if known is not None else None
+
+    def ignore(self, tensor: Tensor) -> None:
+        """Leave the tensor's storage (a weight) out of the record."""
+        self._remember(tensor, None)
+
+    def add(self, tensor: Tensor) -> RecordedStorage:
+        """Record the tensor's storage as made now, by the running node."""
+        made = RecordedStorage(_key(tensor).nbytes(), self.position, self.backward)
+        self.storages.append(made)
+        self._remember(tensor, made)
+        if self.position != OUTSIDE:
+            self._event(made, made.nbytes)
+        return made
+
+    def _remember(self, tensor: Tensor, record: RecordedStorage | None) -> None:
+        storage = _key(tensor)
+        key = id(storage)
+        if key in self._known:
+            return
+
+        def gone(_: Any) -> None:
+            self._known.pop(key, None)
+            if record is not None:
+                record.live = False
+                if self.backward:
+                    record.freed_by = self.position
+                self._event(record, -record.nbytes)
+
+        self._known[key] = (weakref.ref(storage, gone), record)
+
+    def _event(self, record: RecordedStorage, change: int) -> None:
+        if not 0 <= self.position < len(self.tallies):
+            return
+        tally = self.tallies[self.position]
+        if self.backward:
+            tally.events.append((record, change))
+        elif record.made_by == self.position:
+            self._own_live += change
+            tally.forward_transient = max(tally.forward_transient, self._own_live)
+
+    def save(self, tensor: Tensor) -> None:
+        """Note that the running node saves ``tensor`` for backward."""
+        self.saving.add(self.position)
+        stored = self.storage(tensor)
+        if stored is not None:
+            stored.savers.add(self.position)
+            nbytes = tensor.numel() * tensor.element_size()
+            stored.saved_nbytes.append((self.position, min(nbytes, stored.nbytes)))
+
+    def read(self, record: RecordedStorage) -> None:
+        """Note that the running node's backward reads what was saved."""
+        self._event(record, 0)
+
+    def start_node(self, position: int) -> None:
+        """Say that the node at ``position`` runs from now on."""
+        self.position = position
+        self._own_live = 0
+
+
+def _key(tensor: Tensor) -> Any:
+    if tensor.layout != torch.strided:
+        raise CaptureError(
+            "the model",
+            f"makes a tensor of layout {tensor.layout}, whose bytes depend on its values, which "
+            "planning does not have",
+            "hand it to forward as an input, or make it dense",
+        )
+    return tensor.untyped_storage()

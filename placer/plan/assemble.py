@@ -1,0 +1,156 @@
+"""A plan put together: the stages that were chosen, with what the spec and the costs say of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from placer.capture import Capture
+from placer.cost import CostTable
+from placer.partition import Demands, Partition
+from placer.plan.lighten import LightPlan
+from placer.plan.notes import placement_notes
+from placer.plan.types import DevicePeak, Optimality, Plan, StagePlan, Transfer
+from placer.regions import RegionKey, find_regions
+from placer.spec import PlacementSpec
+from placer.units import format_seconds
+
+
+def assemble_plan(
+    capture: Capture,
+    spec: PlacementSpec,
+    light: LightPlan,
+    demands: Demands,
+    rows: Sequence[Sequence[str]],
+    microbatches: int,
+) -> Plan:
+    """The plan that has the stages of ``light``, on the devices of ``rows`` (one row per replica)."""
+    costs, partition = light.costs, light.partition
+    index_of = {device.name: i for i, device in enumerate(spec.devices)}
+    peaks = _device_peaks(partition, rows, index_of)
+    return Plan(
+        fits=all(peak.fits for peak in peaks),
+        objective=spec.objective,
+        processes=demands.processes,
+        replicas=len(rows),
+        microbatches=microbatches,
+        schedule=spec.schedule,
+        precision=spec.precision,
+        batch_norm=spec.batch_norm,
+        optimizer=demands.optimizer,
+        training=spec.training,
+        step_seconds=partition.seconds,
+        fingerprint=capture.fingerprint,
+        stages=_stages(capture, light, rows, index_of),
+        devices=peaks,
+        transfers=_transfers(capture, costs, partition),
+        checkpoint=_labels(costs.keys, "recompute"),
+        offload=_labels(costs.keys, "offload"),
+        notes=(
+            *_light_notes(spec, light),
+            *placement_notes(capture, spec, demands, replicas=len(rows), microbatches=microbatches),
+        ),
+        optimality=partition.optimality,
+        extra_time=_extra_time(light),
+        boundaries=partition.boundaries,
+        node_layers=dict(capture.layer_of),
+    )
+
+
+def _stages(
+    capture: Capture,
+    light: LightPlan,
+    rows: Sequence[Sequence[str]],
+    index_of: Mapping[str, int],
+) -> tuple[StagePlan, ...]:
+    key_of = dict(zip(light.costs.names, light.costs.keys, strict=True)) if light.costs.keys else {}
+    stages = []
+    for index, stage in enumerate(light.partition.stages):
+        column = index_of[stage.device.name]
+        layers = dict.fromkeys(capture.layer_of[node] for node in stage.nodes)
+        stages.append(
+            StagePlan(
+                index=index,
+                devices=tuple(row[column] for row in rows),
+                layers=tuple(layer for layer in layers if layer),
+                nodes=stage.nodes,
+                memory=stage.memory,
+                budget=stage.device.budget,
+                reserve=stage.device.reserve,
+                forward_seconds=stage.forward_seconds,
+                backward_seconds=stage.backward_seconds,
+                regions=find_regions(stage.nodes, key_of),
+            )
+        )
+    return tuple(stages)
+
+
+def _light_notes(spec: PlacementSpec, light: LightPlan) -> list[str]:
+    """What the regions that the compiler chose cost, and how much less it could be."""
+    if not light.extra_seconds:
+        return []
+    words = [
+        w for w, f in (("checkpoint", spec.checkpoint), ("offload", spec.offload)) if f == "auto"
+    ]
+    least = format_seconds(light.least_seconds)
+    known = _extra_time(light)
+    gap = "none, it is the least" if known is None or known.proven else f"{known.gap:.1%}"
+    bound = f"no choice for these stages adds less than {least} (gap: {gap})"
+    if not light.least_seconds:
+        bound = "how little it could be is not known"
+    return [
+        f"{' and '.join(words)} 'auto' adds {format_seconds(light.extra_seconds)} per micro-batch, "
+        f"all stages together; {bound}."
+    ]
+
+
+def _extra_time(light: LightPlan) -> Optimality | None:
+    if not light.extra_seconds:
+        return None
+    return Optimality(
+        criterion="extra seconds of a micro-batch, recomputing and offloading",
+        value=light.extra_seconds,
+        lower_bound=min(light.least_seconds, light.extra_seconds),
+    )
+
+
+def _labels(keys: Sequence[RegionKey | None], treatment: str) -> tuple[str, ...]:
+    """The layers that are recomputed, or offloaded, in program order."""
+    chosen = (key.label for key in keys if key is not None and getattr(key, treatment))
+    return tuple(dict.fromkeys(chosen))
+
+
+def _device_peaks(
+    partition: Partition, rows: Sequence[Sequence[str]], index_of: Mapping[str, int]
+) -> tuple[DevicePeak, ...]:
+    slots = {stage.device.name: stage.device for stage in partition.stages}
+    peaks = []
+    for number, row in enumerate(rows):
+        table = partition.peaks if number == 0 else partition.replica_peaks
+        for name, peak in table.items():
+            slot = slots[name]
+            peaks.append(
+                DevicePeak(
+                    device=row[index_of[name]],
+                    peak=peak,
+                    budget=slot.budget,
+                    reserve=slot.reserve,
+                )
+            )
+    return tuple(peaks)
+
+
+def _transfers(capture: Capture, costs: CostTable, partition: Partition) -> tuple[Transfer, ...]:
+    stage_of = {name: s for s, stage in enumerate(partition.stages) for name in stage.nodes}
+    last = len(partition.stages) - 1
+    found = []
+    for node, readers in enumerate(costs.readers):
+        name = capture.order[node]
+        source = stage_of[name]
+        targets = {stage_of[capture.order[r]] if r < len(capture.order) else last for r in readers}
+        found += [
+            Transfer(
+                value=name, source=source, target=target, nbytes=costs.nodes[node].output_nbytes
+            )
+            for target in sorted(targets - {source})
+        ]
+    return tuple(found)

@@ -1,0 +1,132 @@
+"""What a spec asks of a captured model: its layers as nodes, its "auto" as numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from placer.capture import Capture
+from placer.errors import PlacerError, SpecError
+from placer.partition import Demands
+from placer.partition.labels import Treatment
+from placer.plan.notes import layer_paths, shared_modules
+from placer.regions import RegionKey, region_keys
+from placer.schedule import batch_cuts
+from placer.spec import PlacementSpec, resolve_layers, resolve_patterns
+
+_MICROBATCHES = (1, 2, 4, 8, 16, 32)  # tried for "auto"
+
+
+def check_supported(spec: PlacementSpec) -> None:
+    """Raise ``PlacerError`` for what placer does not do."""
+    if spec.batch_norm == "sync" and spec.microbatches != 1:
+        raise PlacerError(
+            "/batch_norm",
+            "'sync' takes statistics over the whole batch, which micro-batches cannot wait for",
+            "use \"microbatches\": 1, or 'per_microbatch'",
+        )
+    if spec.batch_norm == "deferred":
+        raise PlacerError(
+            "/batch_norm", f"{spec.batch_norm!r} is not available yet", "use 'per_microbatch'"
+        )
+
+
+def wanted_devices(capture: Capture, spec: PlacementSpec) -> dict[str, str]:
+    """Node -> device for every node whose layer the spec places. Raises ``SpecError``."""
+    placed, problems = resolve_layers(spec.layers, layer_paths(capture))
+    if problems:
+        raise SpecError(SpecError.UNNAMED, problems)
+    for names in shared_modules(capture.model):  # nodes know the first name only
+        asked = [placed[name] for name in names if name in placed]
+        if asked:
+            placed.setdefault(names[0], asked[0])
+    return {node: placed[layer] for node, layer in capture.layer_of.items() if layer in placed}
+
+
+def wanted_regions(capture: Capture, spec: PlacementSpec) -> tuple[RegionKey | None, ...]:
+    """Per node what the spec's patterns say of its saved activations; nothing where none are made.
+
+    Raises ``SpecError`` for patterns that match no layer.
+    """
+    paths = layer_paths(capture)
+    chosen, problems = {}, []
+    for field, patterns in (("checkpoint", spec.checkpoint), ("offload", spec.offload)):
+        found, unmatched = resolve_patterns(field, () if patterns == "auto" else patterns, paths)
+        chosen[field] = found if spec.training else set()
+        problems += unmatched
+    if problems:
+        raise SpecError(SpecError.UNNAMED, problems)
+    return region_keys(capture, chosen["checkpoint"], chosen["offload"])
+
+
+def treatments_of(spec: PlacementSpec) -> tuple[Treatment, ...]:
+    """What the compiler may do with the saved activations of any node."""
+    recompute, offload = spec.checkpoint == "auto", spec.offload == "auto"
+    if not spec.training:
+        return ()
+    found = [Treatment(recompute=True)] * recompute + [Treatment(offload=True)] * offload
+    return (*found, *[Treatment(recompute=True, offload=True)] * (recompute and offload))
+
+
+def count_replicas(spec: PlacementSpec) -> int:
+    """How many copies of the stages: what the spec says, or as many as this machine has devices for."""
+    if spec.replicas != "auto":
+        return int(spec.replicas)
+    if spec.replica_devices:
+        return 1 + len(spec.replica_devices)
+    if spec.devices[0].name.startswith("cuda") and torch.cuda.is_available():
+        return max(1, torch.cuda.device_count() // len(spec.devices))
+    return 1
+
+
+def microbatch_choices(spec: PlacementSpec, capture: Capture, replicas: int) -> list[int]:
+    """The numbers of micro-batches to plan for: the spec's, or powers of two up to the rows there are."""
+    if spec.microbatches != "auto":
+        return [int(spec.microbatches)]
+    rows = -(-(capture.call.batch_size or 1) // replicas)
+    return [m for m in _MICROBATCHES if m <= rows]
+
+
+def microbatch_rows(
+    capture: Capture, inputs: Sequence[Tensor], replicas: int, microbatches: int
+) -> tuple[int, ...]:
+    """Rows of each micro-batch of the first replica; one micro-batch where no input has a batch."""
+    sizes = (t.size(0) for t, b in zip(inputs, capture.call.batched, strict=True) if b)
+    return batch_cuts(next(sizes, 1), replicas, microbatches)[0]
+
+
+def microbatch_inputs(
+    capture: Capture, inputs: Sequence[Tensor], replicas: int, microbatches: int
+) -> list[Tensor]:
+    """The inputs of the largest micro-batch, as tensors without data."""
+    rows = microbatch_rows(capture, inputs, replicas, microbatches)[0]
+    shaped = []
+    for tensor, batched in zip(inputs, capture.call.batched, strict=True):
+        shape = list(tensor.shape)
+        if batched:
+            shape[0] = rows
+        meta = torch.empty(shape, dtype=tensor.dtype, device="meta")
+        shaped.append(meta.requires_grad_(tensor.requires_grad))
+    return shaped
+
+
+def demands_of(spec: PlacementSpec, sizes: Sequence[int], *, processes: bool) -> Demands:
+    """What the spec demands of a partition, for micro-batches of ``sizes`` rows."""
+    return Demands(
+        objective=spec.objective,
+        schedule=spec.schedule,
+        microbatches=len(sizes),
+        last_share=sizes[-1] / max(sizes[0], 1),
+        optimizer=_optimizer(spec),
+        training=spec.training,
+        half=spec.precision != "fp32",
+        processes=processes,
+    )
+
+
+def _optimizer(spec: PlacementSpec) -> str | Mapping[str, int]:
+    if isinstance(spec.optimizer, str):
+        return spec.optimizer
+    return {"bytes_per_parameter": spec.optimizer.bytes_per_parameter}
