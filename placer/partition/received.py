@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -65,15 +66,26 @@ def copied_parts(
         if len(held) == 1 and costs.readers[node]:
             last = max(int(place[reader]) for reader in costs.readers[node])
             views[held[0]].append((int(place[node]), last, costs.nodes[node].output_nbytes))
+    whole_until = _whole_until(costs, place)
     for index, parts in views.items():
         value = costs.values[index]
-        if value.producer < 0 or min(nbytes for *_, nbytes in parts) >= value.nbytes:
+        if min(nbytes for *_, nbytes in parts) >= value.nbytes:
             continue
         for start in starts:
-            if start > int(place[value.producer]):
+            if start > whole_until[index]:
                 crossing = sum(nbytes for node, last, nbytes in parts if node < start <= last)
                 if 0 < crossing < value.nbytes:
                     yield index, start, crossing
+
+
+def _whole_until(costs: CostTable, place: NDArray[np.int64]) -> list[float]:
+    """Per storage the last node that reads all of it, or makes it: stages up to there have it whole."""
+    found = [float(place[v.producer]) if v.producer >= 0 else math.inf for v in costs.values]
+    inputs = [index for index, value in enumerate(costs.values) if value.producer < 0]
+    if len(inputs) == len(costs.input_readers):  # else some share a storage
+        for index, readers in zip(inputs, costs.input_readers, strict=True):
+            found[index] = float(max((place[node] for node in readers), default=-1))
+    return found
 
 
 def releases(

@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.cost import CostTable
+from placer.partition.passed_on import PassedOn, Span
 from placer.partition.score import LOSS_NBYTES, IntervalTables, OptimizerBytes
 
 Table = NDArray[np.float64]
-Span = tuple[int, int]  # a stage, from one cut (index) up to another
 
 
 class SharedPeaks:
@@ -44,7 +44,8 @@ class SharedPeaks:
         self._forward = static + tables.forward_live
         self._optimizer = optimizer
         self._owned, self._updating = tables.owned, tables.updating
-        self.running = static + np.maximum(tables.forward_live, tables.backward_live_growing)
+        self._backward = static + tables.backward_live_growing
+        self.running = np.maximum(self._forward, self._backward)
         self.held = static + tables.saved
         self.left = static + kept
         self.left[:, -1] += LOSS_NBYTES
@@ -62,54 +63,28 @@ class SharedPeaks:
                     self.needed[at] += nbytes
         np.cumsum(self.needed, axis=0, out=self.needed)
         np.cumsum(self.needed, axis=1, out=self.needed)
-        self._passing = _Passing(costs, cell_of)
+        self._passed_on = PassedOn(costs, cell_of)
 
     def peak(self, spans: Sequence[Span]) -> float:
         """The peak of the device that holds the stages ``spans``, in their order. O(stages ** 3)."""
-        most = 0.0
+        most, held = 0.0, 0.0
         for i, (x, y) in enumerate(spans):
             before, after = spans[:i], spans[i + 1 :]
-            held = sum(float(self.held[a, b - 1]) for a, b in before)
             left = sum(float(self.left[a, b - 1]) for a, b in after)
             left += sum(_between(self.needed, (0, y), later) for later in after)
-            passing = sum(self._passing.nbytes(span, y) for span in before)
+            passing = sum(self._passed_on.unsaved(span, y) for span in before)
+            whole, kept_whole = self._passed_on.beside_parts(before, (x, y))
             static = sum(float(self._static[a, b - 1]) for a, b in after)
-            forward = float(self._forward[x, y - 1]) + held + static + passing
-            most = max(most, forward, float(self.running[x, y - 1]) + held + left)
+            forward = float(self._forward[x, y - 1]) + held + static + passing + whole
+            backward = float(self._backward[x, y - 1]) + held + left + kept_whole
+            most = max(most, forward, backward)
+            held += float(self.held[x, y - 1]) + kept_whole
         if self._optimizer is None:
             return most
         state = sum(float(self.left[a, b - 1]) for a, b in spans)
         owned = sum(float(self._owned[a, b - 1]) for a, b in spans)
         updating = max(float(self._updating[a, b - 1]) for a, b in spans)
         return max(most, state + self._optimizer.together * owned + self._optimizer.each * updating)
-
-
-class _Passing:
-    """The storages that stages hold for what later ones read: made there or, as a view, received."""
-
-    def __init__(self, costs: CostTable, cell_of: NDArray[np.int64]) -> None:
-        # (storage, where a result that lies in it is made) -> where that is read last
-        last_read: dict[tuple[int, int], int] = {}
-        for node, (held, readers) in enumerate(zip(costs.results, costs.readers, strict=True)):
-            made, last = int(cell_of[node]), int(cell_of[list(readers)].max(initial=-1))
-            if made < last:
-                for value in held:
-                    last_read[value, made] = max(last, last_read.get((value, made), -1))
-        numbers = {value: i for i, value in enumerate(sorted({value for value, _ in last_read}))}
-        saved = [(numbers[v], int(cell_of[i])) for v in numbers for i in costs.values[v].savers]
-        made_in = [(numbers[value], made, last) for (value, made), last in last_read.items()]
-        self._results = np.array(made_in, dtype=np.int64).reshape(-1, 3).T
-        self._savers = np.array(saved, dtype=np.int64).reshape(-1, 2).T
-        self._nbytes = np.array([costs.values[value].nbytes for value in numbers], dtype=float)
-
-    def nbytes(self, home: Span, later: int) -> float:
-        """Bytes that the stage ``home`` does not save, and holds for readers from cut ``later`` on."""
-        value, made, last = self._results
-        held = np.zeros(len(self._nbytes), dtype=bool)
-        held[value[(made >= home[0]) & (made < home[1]) & (last >= later)]] = True
-        value, at = self._savers
-        held[value[(at >= home[0]) & (at < home[1])]] = False
-        return float(self._nbytes[held].sum())
 
 
 def _between(table: Table, home: Span, sender: Span) -> float:
