@@ -1,4 +1,13 @@
-"""placer: a declarative model-placement compiler for PyTorch."""
+"""placer: a declarative model-placement compiler for PyTorch.
+
+A spec says which layers go where, a plan what that comes to, and a compiled model computes what the
+plain one does. Each floor is a folder that takes the value of the one before, in this order:
+
+    spec ─► capture ─► cost ─► partition ─► plan ─► emit ─► runtime
+
+`placer.api` has them on one screen. Beside them: `schedule` and `regions` (what partition and emit
+share), `simulation` (a dry run, the judge of every byte), `report`, `cli`.
+"""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ that a mistake in placer's own scatter or verification cannot hide itself.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -49,35 +50,43 @@ def mean_square(output: Any) -> Tensor:
     ).sum()
 
 
-def run_cuts(model: nn.Module, args: Any, kwargs: Any, replicas: int, microbatches: int) -> Any:
-    """The plain model on the batch cut as placer says it cuts, results joined along dim 0.
+def each_cut(
+    model: nn.Module, args: Any, kwargs: Any, replicas: int, microbatches: int
+) -> Iterator[tuple[Any, Any, float]]:
+    """The arguments of every cut of the batch, for the caller to run at once, and its share of rows.
 
-    Buffers are kept as ``nn.DataParallel`` keeps them: those of the first replica's cuts.
+    ``model`` has the buffers of the replica that the cut is of: each starts from the present ones,
+    and in the end it has those that the first replica's cuts left, as ``nn.DataParallel`` keeps them.
     """
     leaves, spec = tree_flatten((args, kwargs))
     rows = next(t.size(0) for t in leaves if isinstance(t, Tensor) and t.dim())
-    cuts = [c.chunk(microbatches) for c in torch.arange(rows).chunk(replicas)]
-    if sum(map(len, cuts)) == 1:
-        return model(*args, **kwargs)
     before = {n: b.clone() for n, b in model.named_buffers()}
     after: dict[str, Tensor] = {}
-    outputs = []
-    for number, row in enumerate(cuts):
+    for number, row in enumerate(torch.arange(rows).chunk(replicas)):
         for name, buffer in model.named_buffers():
             buffer.data = before[name].clone()
-        for cut in row:
+        for cut in row.chunk(microbatches):
             part = [
                 t[cut[0] : cut[-1] + 1]
                 if isinstance(t, Tensor) and t.dim() and len(t) == rows
                 else t
                 for t in leaves
             ]
-            part_args, part_kwargs = tree_unflatten(part, spec)
-            outputs.append(model(*part_args, **part_kwargs))
+            yield *tree_unflatten(part, spec), len(cut) / rows
         if number == 0:
             after = {n: b.clone() for n, b in model.named_buffers()}
     for name, buffer in model.named_buffers():
         buffer.data = after[name]
+
+
+def run_cuts(model: nn.Module, args: Any, kwargs: Any, replicas: int, microbatches: int) -> Any:
+    """The plain model on the batch cut as placer says it cuts, results joined along dim 0."""
+    if replicas * microbatches == 1:
+        return model(*args, **kwargs)
+    cuts = each_cut(model, args, kwargs, replicas, microbatches)
+    outputs = [model(*some_args, **some_kwargs) for some_args, some_kwargs, _ in cuts]
+    if len(outputs) == 1:  # fewer rows than cuts
+        return outputs[0]
     structure = tree_flatten(outputs[0])[1]
     columns = zip(*(tree_leaves(o) for o in outputs), strict=True)
     return tree_unflatten(
@@ -187,33 +196,12 @@ def _step_both(
 def reference_step(
     model: nn.Module, args: Any, kwargs: Any, replicas: int, microbatches: int
 ) -> Tensor:
-    """The plain model on the same cuts, one after the other; gradients accumulate.
-
-    Buffers are those that the first replica's cuts leave.
-    """
-    leaves, spec = tree_flatten((args, kwargs))
-    rows = next(t.size(0) for t in leaves if isinstance(t, Tensor) and t.dim())
-    before = {n: b.clone() for n, b in model.named_buffers()}
-    after: dict[str, Tensor] = {}
+    """The plain model on the same cuts, one after the other; gradients accumulate."""
     total = torch.zeros((), dtype=torch.float64)
-    for number, row in enumerate(torch.arange(rows).chunk(replicas)):
-        for name, buffer in model.named_buffers():
-            buffer.data = before[name].clone()
-        for cut in row.chunk(microbatches):
-            part = [
-                t[cut[0] : cut[-1] + 1]
-                if isinstance(t, Tensor) and t.dim() and len(t) == rows
-                else t
-                for t in leaves
-            ]
-            part_args, part_kwargs = tree_unflatten(part, spec)
-            loss = mean_square(model(*part_args, **part_kwargs)) * (len(cut) / rows)
-            loss.backward()
-            total = total + loss.detach()
-        if number == 0:
-            after = {n: b.clone() for n, b in model.named_buffers()}
-    for name, buffer in model.named_buffers():
-        buffer.data = after[name]
+    for some_args, some_kwargs, share in each_cut(model, args, kwargs, replicas, microbatches):
+        loss = mean_square(model(*some_args, **some_kwargs)) * share
+        loss.backward()
+        total = total + loss.detach()
     return total
 
 

@@ -1,4 +1,20 @@
-"""Capture: a model as a graph on fake tensors."""
+"""Capture: a model and one call of it in, its graph on fake tensors out.
+
+Begin with `capture`, which records and checks.
+
+=====================  ===========================================================================
+record, recorder       one run of the model, heard of call by call; `watch` and `sizes` report what
+and writer             torch does not, the writer has the graph
+whole, leaves          what becomes a single node, and a model of which nothing else can be had
+fake, packed           stand-ins without data; `constants`: those whose values may be looked at
+alias                  which nodes share memory, write to state or draw random numbers
+call, result           arguments to a flat list of tensors and back; `state`: names of the weights
+targets                what a graph calls where there is no function for it
+fingerprint, validity  is it the same graph; does it serve other sizes and modes too
+restore, copying,      the model is left as it was; failures say module, reason and line
+draws, failure
+=====================  ===========================================================================
+"""
 
 from placer.capture.call import (
     BoundCall,

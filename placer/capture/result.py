@@ -15,8 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from placer.capture.failure import Untraceable
 
-_SIMPLE = (
-    Tensor,
+PLAIN = (  # types of values that a graph may hold as they are
     str,
     int,
     float,
@@ -25,7 +24,6 @@ _SIMPLE = (
     bytes,
     type(None),
     torch.dtype,
-    torch.device,
     torch.layout,
     torch.memory_format,
     enum.Enum,
@@ -78,7 +76,7 @@ def flatten_result(result: Any, is_leaf: Callable[[Any], bool]) -> tuple[list[An
     leaves: list[Any] = []
     objects: list[PackedObject | None] = []
     for leaf in found:
-        if isinstance(leaf, _SIMPLE):
+        if isinstance(leaf, (Tensor, torch.device, *PLAIN)):
             leaves.append(leaf)
             objects.append(None)
             continue

@@ -7,7 +7,6 @@ parameter, a buffer, or a constant, and gets its node when it is first used.
 from __future__ import annotations
 
 import dataclasses
-import enum
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,24 +18,11 @@ from torch.utils._pytree import SUPPORTED_NODES, tree_flatten
 
 from placer.capture.failure import Untraceable, locate_caller
 from placer.capture.fake import FakeWorld
+from placer.capture.result import PLAIN
 from placer.capture.sizes import SizeFloat, SizeInt, plain
 from placer.capture.targets import BuildTree
 
 CPU = torch.device("cpu")
-_PLAIN = (
-    str,
-    int,
-    float,
-    bool,
-    complex,
-    bytes,
-    type(None),
-    type(...),
-    torch.dtype,
-    torch.layout,
-    torch.memory_format,
-    enum.Enum,
-)
 
 
 class GraphWriter:
@@ -181,7 +167,7 @@ class GraphWriter:
             return self.node_of(value)
         if isinstance(value, np.generic):  # some are Python numbers too, but print as numpy's own
             return value.item()
-        if isinstance(value, _PLAIN):
+        if isinstance(value, (*PLAIN, type(...))):
             return value
         if isinstance(value, torch.device):
             return CPU  # stands for the device of the stage, see Capture.graph

@@ -87,6 +87,11 @@ def auto(
     from placer.spec import PlacementSpec
 
     given = {
+        "devices": _devices(devices, kind),
+        "objective": objective,
+        "microbatches": _count(microbatches),
+        "replicas": _count(replicas),
+        "training": training,
         "schedule": schedule,
         "checkpoint": "auto" if checkpoint else None,
         "offload": "auto" if offload else None,
@@ -95,14 +100,7 @@ def auto(
         "reserve": reserve,
     }
     wanted = PlacementSpec.model_validate(
-        {
-            "devices": _devices(devices, kind),
-            "objective": objective,
-            "microbatches": _count(microbatches),
-            "replicas": _count(replicas),
-            "training": training,
-            **{key: value for key, value in given.items() if value is not None},
-        },
+        {field: value for field, value in given.items() if value is not None},
         context={"source": "placer auto"},
     )
     console = people(as_json=as_json or output is None)

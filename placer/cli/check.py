@@ -110,7 +110,7 @@ def _check_model(
     as_json: bool,
 ) -> None:
     from placer.cli.limits import print_limits
-    from placer.cli.pieces import count_pieces
+    from placer.plan.pieces import count_pieces
 
     capture, leaves = subject.capture()
     pieces = count_pieces(capture)
@@ -157,7 +157,7 @@ def _measured(
     optimizer: str,
     training: bool,
 ) -> dict[str, Any]:
-    from placer.cli.pieces import devices_needed, measure_limits
+    from placer.plan.pieces import devices_needed, measure_limits
 
     limits = measure_limits(capture, leaves, optimizer=optimizer, training=training)
     for module in whole:

@@ -1,4 +1,9 @@
-"""Cost: a capture in, a table of bytes and FLOPs per node out; nothing is allocated."""
+"""Cost: a capture in, a table of bytes and FLOPs per node out; nothing is allocated.
+
+`estimate` makes the table from one run on fake tensors (`record`), which notes every storage
+(`storages`) and whose backward runs (`owners`); `gradients` says what of a backward waits for what.
+`kernels` and `autocast` have that run save what a CUDA device would; `devices` is the catalogue.
+"""
 
 from placer.cost.devices import (
     DeviceKind,

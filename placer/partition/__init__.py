@@ -1,4 +1,23 @@
-"""Partition: costs, devices and pins in, stages on devices out."""
+"""Partition: costs, devices and pins in, stages on devices out.
+
+Begin with `choose`: it tries orders of the model's units and keeps the best stages along them.
+
+=====================  ===========================================================================
+units, arrange         the graph of units; where stages may end, and which device comes when
+score                  the one formula for what a stage costs; its parts are in `waiting` (gradients
+                       of skips), `received` (copies of values) and `held` (regions)
+candidate, chain       the best stages along one order
+problem, model         the question without an order, and a model's own
+solver                 its answer and a lower bound: the dynamic `program` over `families` of
+                       downsets (`lattice`); `reduce` and `floats` make problems smaller, `interval`
+                       and `windows` are for large graphs, `moves` for tight budgets
+bound                  what the largest peak of no placement is below
+returning, fold        devices that get several stages which are not neighbours, and what these
+and shared             hold together
+labels, lighten        what to recompute and to offload in one stage; `least`: what any choice costs
+describe, types        the answer, and why each boundary is where it is
+=====================  ===========================================================================
+"""
 
 from placer.partition.choose import choose_partition
 from placer.partition.problem import (

@@ -9,6 +9,7 @@ import networkx as nx
 import numpy as np
 
 from placer.cost import CostTable
+from placer.partition.problem import Vector
 from placer.partition.types import DeviceSlot
 
 _MOST_CUTS = 400  # more candidate borders than this are thinned to the cheapest ones
@@ -39,31 +40,45 @@ def candidate_cuts(
     ends = list(itertools.accumulate(len(units.nodes[u]["nodes"]) for u in order))
     borders = ends[:-1]
     if len(borders) > _MOST_CUTS:
-        place = {}
-        for i, node in enumerate(n for u in order for n in units.nodes[u]["nodes"]):
-            place[node] = i
-        crossing = np.zeros(len(place) + 2)
-        for node, readers in enumerate(costs.readers):
-            if readers:
-                last = max(place.get(r, len(place)) for r in readers)
-                crossing[place[node] + 1] += costs.nodes[node].output_nbytes
-                crossing[last + 1] -= costs.nodes[node].output_nbytes
-        crossing = np.cumsum(crossing)
-        window = -(-len(borders) // _MOST_CUTS)
-        chosen = {
-            min(borders[i : i + window], key=lambda b: (crossing[b], b))
-            for i in range(0, len(borders), window)
-        }
-        previous = None
-        for unit, end in zip(order, ends, strict=True):
-            pin = pin_of.get(unit)
-            if pin is not None:
-                if previous is not None and previous[0] != pin:
-                    chosen.update((previous[1], end - len(units.nodes[unit]["nodes"])))
-                previous = (pin, end)
+        chosen = _cheapest(borders, _crossing_bytes(units, order, costs))
+        chosen |= _pin_borders(units, order, ends, pin_of)
         chosen.update(ends[count - 1] for count in kept if 0 < count < len(order))
         borders = sorted(chosen)
     return [0, *borders, ends[-1] if ends else 0]  # a model may have no operations
+
+
+def _crossing_bytes(units: nx.DiGraph, order: Sequence[int], costs: CostTable) -> Vector:
+    """Per position of a node the bytes that cross a border before it, forward."""
+    place = {n: i for i, n in enumerate(n for u in order for n in units.nodes[u]["nodes"])}
+    steps = np.zeros(len(place) + 2)
+    for node, readers in enumerate(costs.readers):
+        if readers:
+            last = max(place.get(r, len(place)) for r in readers)
+            steps[place[node] + 1] += costs.nodes[node].output_nbytes
+            steps[last + 1] -= costs.nodes[node].output_nbytes
+    return np.cumsum(steps)
+
+
+def _cheapest(borders: Sequence[int], crossing: Vector) -> set[int]:
+    """Of every run of neighbouring ``borders`` the one that the fewest bytes cross."""
+    length = -(-len(borders) // _MOST_CUTS)
+    runs = (borders[i : i + length] for i in range(0, len(borders), length))
+    return {min(run, key=lambda b: (crossing[b], b)) for run in runs}
+
+
+def _pin_borders(
+    units: nx.DiGraph, order: Sequence[int], ends: Sequence[int], pin_of: Mapping[int, str]
+) -> set[int]:
+    """Where a unit that is pinned to a device ends, and the next one that is pinned to another begins."""
+    found: set[int] = set()
+    previous: tuple[str, int] | None = None
+    for unit, end in zip(order, ends, strict=True):
+        pin = pin_of.get(unit)
+        if pin is not None:
+            if previous is not None and previous[0] != pin:
+                found |= {previous[1], end - len(units.nodes[unit]["nodes"])}
+            previous = pin, end
+    return found
 
 
 def device_chains(

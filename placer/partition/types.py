@@ -52,9 +52,7 @@ class Partition:
 
     stages: tuple[PartitionStage, ...]
     peaks: Mapping[str, int]  # device -> predicted peak bytes of all its stages
-    replica_peaks: Mapping[
-        str, int
-    ]  # the same for the devices that take its place in replicas 1, 2, …
+    replica_peaks: Mapping[str, int]  # the same of the devices in its place in replicas 1, 2, …
     fits: bool
     seconds: float  # of a step
     optimality: Optimality

@@ -61,12 +61,15 @@ def waiting_gradients(
     stages that hold a value which regions need from this column on, and not before.
     O(parts of gradients).
     """
-    elsewhere: list[Elsewhere] = []
+    filling = _Filling(costs, place, add)
     # (node, home): of what is added at the node for its home, the first that hands it on
     sender_of: dict[tuple[int, int], int] = {}
     for gradient in costs.gradients:
         if place[gradient.target] < place[gradient.source]:
-            (_come if relayed else _wait)(gradient, costs, place, add, elsewhere)
+            if relayed:
+                filling.wait_at_home(gradient)
+            else:
+                filling.wait(gradient)
             sum_at = gradient.target, gradient.home
             sender = int(place[gradient.sender])
             sender_of[sum_at] = min(sender, sender_of.get(sum_at, sender))
@@ -77,8 +80,78 @@ def waiting_gradients(
         sender = len(costs.nodes) if relayed else sender_of.get((sum_.node, sum_.home), node)
         for first, last, nbytes in _beside_sum(sum_, costs, place, held_from):
             add(first, last, node, node + 1, nbytes)
-            _change(elsewhere, max(first, home + 1), last, node, node + 1, sender, -nbytes)
-    return elsewhere
+            filling.change(max(first, home + 1), last, node, node + 1, sender, -nbytes)
+    return filling.elsewhere
+
+
+class _Filling:
+    """What waits in stages that have all senders goes into a table; what changes without, in a list."""
+
+    def __init__(self, costs: CostTable, place: NDArray[np.int64], add: Add) -> None:
+        self._costs = costs
+        self._place = place
+        self._add = add
+        self.elsewhere: list[Elsewhere] = []
+
+    def change(
+        self, first: int, last: int, begin: int, until: int, sender: int, nbytes: float
+    ) -> None:
+        """Note what is more in these stages where they have not the sender; see `Elsewhere`."""
+        if nbytes and first <= last and begin < until:
+            self.elsewhere.append(
+                Elsewhere(
+                    first=first, last=last, begin=begin, until=until, sender=sender, nbytes=nbytes
+                )
+            )
+
+    def wait(self, gradient: PendingGradient) -> None:
+        """It waits where it is needed, or where it was made: the table of this module."""
+        source, sender = int(self._place[gradient.source]), int(self._place[gradient.sender])
+        target, home = int(self._place[gradient.target]), int(self._place[gradient.home])
+        whole, needed = gradient.nbytes, gradient.nbytes - gradient.surplus
+
+        # The stage has the target.
+        self._add(0, target, target + 1, source, whole)
+        self.change(0, target, target + 1, source, sender, -whole)
+        if home == target:
+            self.change(0, home, target, target + 1, sender, -gradient.surplus)
+        else:  # what came in at the target comes at home instead, beside the sum of the readers here
+            self.change(0, home, target, target + 1, sender, -whole)
+            cost = self._costs.nodes[gradient.home]
+            room = cost.backward_transient - cost.backward_incoming
+            self.change(0, home, home, home + 1, sender, max(0, needed - room))
+
+        if gradient.of_weight:
+            return  # where the target is not, it is one of the stage's own parameters' gradients
+
+        # It has the sender, and others have the target: a copy, made while the whole is still there.
+        def hand_over(to: int, nbytes: float) -> None:
+            until = sender + (gradient.surplus > 0)
+            self._add(to + 1, sender, 0, until, nbytes)
+            self.change(to + 1, sender, 0, until, sender, -nbytes)
+
+        hand_over(target, needed)
+        last = sender  # the last in the stage that needs a part of it
+        for to, nbytes in sorted(
+            ((int(self._place[t]), b) for t, b in gradient.earlier), reverse=True
+        ):
+            self.change(0, to, to, to + 1, sender, nbytes)  # without the sender, a copy comes
+            if not gradient.surplus:
+                continue  # and where the sender is, all that waits is one tensor
+            hand_over(to, nbytes)
+            self._add(to + 1, last, last, source, whole)
+            self.change(to + 1, last, last, source, sender, -whole)
+            last = to
+        if gradient.surplus:
+            self._add(target + 1, last, last, source, whole)
+            self.change(target + 1, last, last, source, sender, -whole)
+
+    def wait_at_home(self, gradient: PendingGradient) -> None:
+        """It waits in the stage of its home, wherever it was made: values are relayed."""
+        home, target = int(self._place[gradient.home]), int(self._place[gradient.target])
+        source, sender = int(self._place[gradient.source]), int(self._place[gradient.sender])
+        self._add(0, home, target + 1, source, gradient.nbytes)
+        self.change(0, home, target, len(self._costs.nodes), sender, -gradient.surplus)
 
 
 def _beside_sum(
@@ -113,83 +186,6 @@ def _beside_sum(
     for first, following in pairwise([*starts, node + 1]):
         released += steps.get(first, 0.0)
         yield first, following - 1, max(added.waiting, nbytes - released)
-
-
-def _wait(
-    gradient: PendingGradient,
-    costs: CostTable,
-    place: NDArray[np.int64],
-    add: Add,
-    elsewhere: list[Elsewhere],
-) -> None:
-    source, sender = int(place[gradient.source]), int(place[gradient.sender])
-    target, home = int(place[gradient.target]), int(place[gradient.home])
-    whole, needed = gradient.nbytes, gradient.nbytes - gradient.surplus
-
-    # The stage has the target.
-    add(0, target, target + 1, source, whole)
-    _change(elsewhere, 0, target, target + 1, source, sender, -whole)
-    if home == target:
-        _change(elsewhere, 0, home, target, target + 1, sender, -gradient.surplus)
-    else:  # what came in at the target comes at home instead, beside the sum of the readers here
-        _change(elsewhere, 0, home, target, target + 1, sender, -whole)
-        cost = costs.nodes[gradient.home]
-        room = cost.backward_transient - cost.backward_incoming
-        _change(elsewhere, 0, home, home, home + 1, sender, max(0, needed - room))
-
-    if gradient.of_weight:
-        return  # where the target is not, it is one of the stage's own parameters' gradients
-
-    # It has the sender, and others have the target: a copy, made while the whole is still there.
-    def hand_over(to: int, nbytes: float) -> None:
-        until = sender + (gradient.surplus > 0)
-        add(to + 1, sender, 0, until, nbytes)
-        _change(elsewhere, to + 1, sender, 0, until, sender, -nbytes)
-
-    hand_over(target, needed)
-    last = sender  # the last in the stage that needs a part of it
-    for to, nbytes in sorted(((int(place[t]), b) for t, b in gradient.earlier), reverse=True):
-        _change(elsewhere, 0, to, to, to + 1, sender, nbytes)  # without the sender, a copy comes
-        if not gradient.surplus:
-            continue  # and where the sender is, all that waits is one tensor
-        hand_over(to, nbytes)
-        add(to + 1, last, last, source, whole)
-        _change(elsewhere, to + 1, last, last, source, sender, -whole)
-        last = to
-    if gradient.surplus:
-        add(target + 1, last, last, source, whole)
-        _change(elsewhere, target + 1, last, last, source, sender, -whole)
-
-
-def _come(
-    gradient: PendingGradient,
-    costs: CostTable,
-    place: NDArray[np.int64],
-    add: Add,
-    elsewhere: list[Elsewhere],
-) -> None:
-    """It waits in the stage of its home, wherever it was made."""
-    home, target = int(place[gradient.home]), int(place[gradient.target])
-    source, sender = int(place[gradient.source]), int(place[gradient.sender])
-    add(0, home, target + 1, source, gradient.nbytes)
-    _change(elsewhere, 0, home, target, len(costs.nodes), sender, -gradient.surplus)
-
-
-def _change(
-    elsewhere: list[Elsewhere],
-    first: int,
-    last: int,
-    begin: int,
-    until: int,
-    sender: int,
-    nbytes: float,
-) -> None:
-    if nbytes and first <= last and begin < until:
-        elsewhere.append(
-            Elsewhere(
-                first=first, last=last, begin=begin, until=until, sender=sender, nbytes=nbytes
-            )
-        )
 
 
 def largest_up_to(

@@ -10,19 +10,13 @@ from typing import Any
 import models
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from checkpoint_cases import IDS, make_optimizer, train
+from torch import nn
+from torch.optim import SGD, Adam, Optimizer
 
 import placer
 from placer.runtime.checkpoint import checkpoint
 from placer.runtime.checkpoint import folder as folders
-
-IDS = torch.randint(0, 17, (8, 6), generator=torch.Generator().manual_seed(0))
-
-
-def _loss(output: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 def _place(stages: int, replicas: int = 1, microbatches: int = 2) -> placer.PlacedModule:
@@ -35,27 +29,6 @@ def _place(stages: int, replicas: int = 1, microbatches: int = 2) -> placer.Plac
     return placer.compile(models.TiedTransformer(depth=1).double(), spec, (IDS,))
 
 
-def _adam(module: nn.Module) -> Optimizer:
-    """Two groups with options of their own."""
-    norms = [p for n, p in module.named_parameters() if "norm" in n]
-    others = [p for n, p in module.named_parameters() if "norm" not in n]
-    return AdamW([{"params": norms, "weight_decay": 0.0, "lr": 3e-3}, {"params": others}], lr=1e-2)
-
-
-def _train(module: nn.Module, optimizer: Optimizer, steps: int) -> list[float]:
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        if isinstance(module, placer.PlacedModule):
-            loss = module.step(IDS, target=IDS, loss_fn=_loss)
-        else:
-            loss = _loss(module(IDS), IDS)
-            loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
 def _same_state(one: nn.Module, other: nn.Module) -> None:
     expected = other.state_dict()
     assert one.state_dict().keys() == expected.keys()
@@ -63,34 +36,36 @@ def _same_state(one: nn.Module, other: nn.Module) -> None:
         assert torch.equal(tensor, expected[name]), name
 
 
-@pytest.mark.parametrize("make", [_adam, lambda m: SGD(m.parameters(), lr=0.1, momentum=0.9)])
+@pytest.mark.parametrize(
+    "make", [make_optimizer, lambda m: SGD(m.parameters(), lr=0.1, momentum=0.9)]
+)
 def test_resume_is_bit_identical(tmp_path: Path, make: Callable[[nn.Module], Optimizer]) -> None:
     """Dropout is on, so the generators must go on too; replicas read the loaded weights."""
     placed = _place(2, replicas=2)
     optimizer = make(placed)
-    _train(placed, optimizer, 2)
+    train(placed, optimizer, 2)
     placer.save(placed, optimizer, tmp_path / "last", extra={"step": 2})
-    expected = _train(placed, optimizer, 3)
+    expected = train(placed, optimizer, 3)
 
     again = _place(3, replicas=2)
-    _train(again, optimizer := make(again), 1)  # what was there before is replaced
+    train(again, optimizer := make(again), 1)  # what was there before is replaced
     assert placer.load(again, optimizer, tmp_path / "last") == {"step": 2}
-    assert _train(again, optimizer, 3) == expected
+    assert train(again, optimizer, 3) == expected
     _same_state(again, placed)
 
 
 def test_placed_to_plain_and_back(tmp_path: Path) -> None:
     placed = _place(3, replicas=2).eval()  # no dropout: the micro-batches then change nothing
-    optimizer = _adam(placed)
-    _train(placed, optimizer, 2)
+    optimizer = make_optimizer(placed)
+    train(placed, optimizer, 2)
     placer.save(placed, optimizer, tmp_path / "placed")
     plain = models.TiedTransformer(depth=1).double().eval()
-    plain_optimizer = _adam(plain)
+    plain_optimizer = make_optimizer(plain)
     placer.load(plain, plain_optimizer, tmp_path / "placed")
     _same_state(plain, placed)
     assert plain.out.weight is plain.tokens.weight
     torch.testing.assert_close(
-        _train(plain, plain_optimizer, 2), _train(placed, optimizer, 2), rtol=1e-10, atol=0
+        train(plain, plain_optimizer, 2), train(placed, optimizer, 2), rtol=1e-10, atol=0
     )
     assert plain_optimizer.param_groups[0]["weight_decay"] == 0.0
 

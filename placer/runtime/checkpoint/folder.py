@@ -19,10 +19,12 @@ from placer.errors import PlacerError, nearest
 
 
 def saving_folder(path: Path) -> Path:
+    """Where the next checkpoint of ``path`` is written."""
     return path.parent / f".{path.name}.saving"
 
 
 def previous_folder(path: Path) -> Path:
+    """Where the last checkpoint of ``path`` is while the next takes its place."""
     return path.parent / f".{path.name}.previous"
 
 
