@@ -70,7 +70,8 @@ class PassedOn:
         found = np.zeros(len(self._made), dtype=bool)
         found[result[(at >= begin) & (at < (np.inf if end is None else end))]] = True
         made = [(self._made >= a) & (self._made < b) for a, b in homes]
-        return found & np.logical_or.reduce(made, initial=False)
+        found &= np.logical_or.reduce(made, initial=False)
+        return found
 
     def _storages(self, results: Flags) -> Flags:
         found = np.zeros(len(self._nbytes), dtype=bool)
