@@ -19,7 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 
@@ -42,7 +43,28 @@ def clone_shallow(
 
 def storage_key(tensor: Tensor) -> int:
     """One number per storage: what tensors that are views of one another share. Checked with 2.15."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
     return int(tensor.untyped_storage()._cdata)
+
+
+def compile_graph(graph: fx.Graph) -> tuple[Callable[..., Any], str]:
+    """The function ``forward(self, …)`` of ``graph``, and its source.
+
+    An ``fx.GraphModule`` would make it too, and be in the way of layers named as its own properties
+    are (``code``, ``graph``). Checked with torch 2.11 and 2.15.
+    """
+    made = graph.python_code(root_module="self")
+    return fx.graph_module._forward_from_src(made.src, made.globals), made.src
+
+
+def is_transformed() -> bool:
+    """Does a ``torch.func`` transform (grad, vmap, jvp) run, or forward-mode AD?
+
+    There an ``autograd.Function`` needs rules that torch's own operations have. Checked with 2.15.
+    """
+    level: int = torch.autograd.forward_ad._current_level
+    return level >= 0 or bool(torch._C._are_functorch_transforms_active())
 
 
 def next_sequence_number() -> int:
@@ -180,6 +202,21 @@ def saved_tensor_hooks() -> object:
 def without_modes() -> AbstractContextManager[object]:
     """Outside of every dispatch mode that is active (a ledger, fake tensors). Checked with 2.15."""
     return _disable_current_modes()
+
+
+@contextmanager
+def without_transforms() -> Iterator[None]:
+    """Outside of every ``torch.func`` transform that is active. Checked with 2.15."""
+    autograd = torch._C._autograd
+    refusal = autograd._saved_tensors_hooks_get_disabled_error_message()
+    with temporarily_clear_interpreter_stack():
+        if refusal is not None:
+            autograd._saved_tensors_hooks_enable()
+        try:
+            yield
+        finally:
+            if refusal is not None:
+                autograd._saved_tensors_hooks_disable(refusal)
 
 
 def without_torch_function() -> AbstractContextManager[object]:

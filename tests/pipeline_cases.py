@@ -109,6 +109,41 @@ class LooksAtValues(nn.Module):
         return x * [0.5][int(x.isnan().any().item())]
 
 
+class Adjustable(nn.Module):
+    """What it computes depends on plain attributes, a tensor that is no buffer among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.alpha = 0.0
+        self.config = {"relu": False}
+        self.shift = torch.ones(4, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x) + self.shift
+        if self.config["relu"]:
+            hidden = hidden.relu()
+        return self.last(hidden) * self.alpha + x
+
+
+def step_after_attributes_were_set() -> None:
+    """Each step, and an evaluation, goes by what the attributes are then."""
+    torch.manual_seed(0)
+    plain = Adjustable().double()
+    x = torch.randn(6, 4, dtype=torch.float64)
+    layers = {"first": "cpu:0", "last": "cpu:1"}
+    placed = placer.compile(copy.deepcopy(plain), make_spec(2, 1, 2, layers=layers), x)
+    for alpha, relu in ((0.0, False), (2.0, False), (2.0, True)):
+        for module in (plain, placed):
+            module.alpha, module.config["relu"] = alpha, relu  # type: ignore[assignment]
+            module.shift.mul_(2.0)  # type: ignore[operator]
+            module.train().zero_grad()
+        loss = placed.step(x, loss_fn=mean_square)
+        assert_close(loss, reference_step(plain, (x,), {}, 1, 2), f"loss, {alpha}, {relu}")
+        compare_state(placed, plain, f"{alpha}, {relu}")
+        assert_close(placed.eval()(x), plain.eval()(x), f"output, {alpha}, {relu}")
+
+
 class Selects(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x[x > 0].view(-1, 1)

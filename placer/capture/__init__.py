@@ -9,6 +9,7 @@ whole, leaves          what becomes a single node, and a model of which nothing 
 fake, packed           stand-ins without data; `constants`: those whose values may be looked at
 alias                  which nodes share memory, write to state or draw random numbers
 call, result           arguments to a flat list of tensors and back; `state`: names of the weights
+settings               plain attributes that the forward read, under which the graph is right
 targets                what a graph calls where there is no function for it
 fingerprint, validity  is it the same graph; does it serve other sizes and modes too
 restore, copying,      the model is left as it was; failures say module, reason and line
@@ -27,8 +28,15 @@ from placer.capture.call import (
     unflatten_output,
 )
 from placer.capture.capture import capture_model
+from placer.capture.copying import copy_module, tensors_of
 from placer.capture.fake import FakeWorld
 from placer.capture.leaves import hooks_set_aside, is_kept_whole, is_torch_leaf
+from placer.capture.settings import (
+    Setting,
+    changed_setting,
+    copy_settings,
+    settings_restored,
+)
 from placer.capture.state import first_names, named_state
 from placer.capture.types import (
     TENSOR,
@@ -39,6 +47,7 @@ from placer.capture.types import (
     training_flags,
 )
 from placer.capture.validity import (
+    SameProgram,
     captured_key,
     condition_key,
     find_difference,
@@ -51,13 +60,18 @@ __all__ = [
     "Capture",
     "Conditions",
     "FakeWorld",
+    "SameProgram",
+    "Setting",
     "WholeModule",
     "bind_arguments",
     "call_difference",
     "call_tensors",
     "capture_model",
     "captured_key",
+    "changed_setting",
     "condition_key",
+    "copy_module",
+    "copy_settings",
     "find_difference",
     "first_names",
     "flatten_call",
@@ -67,6 +81,8 @@ __all__ = [
     "named_state",
     "rebuild_arguments",
     "rebuild_call",
+    "settings_restored",
+    "tensors_of",
     "training_flags",
     "unflatten_output",
 ]

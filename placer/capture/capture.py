@@ -227,6 +227,7 @@ def _assemble(
             guess=session.guess,
             program=tuple(spell_graph(graph)),
             locations=tuple(recording.location_of.get(node.name, "") for node in graph.nodes),
+            settings=recording.settings,
         ),
         training=model.training,
         fixed_batch=session.fixed_batch,

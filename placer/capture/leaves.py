@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 from torch import nn
@@ -32,6 +32,11 @@ def is_torch_leaf(module: nn.Module) -> bool:
     return type(module).__module__.startswith(("torch.nn", "torch.ao.nn")) and not isinstance(
         module, _CONTAINERS
     )
+
+
+def is_in(paths: Collection[str], path: str) -> bool:
+    """Is the module at ``path`` one of those at ``paths``, or inside one?"""
+    return any(path == p or path.startswith(p + ".") for p in paths)
 
 
 def is_kept_whole(module: nn.Module) -> bool:

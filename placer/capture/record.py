@@ -18,9 +18,11 @@ from placer.capture.call import BoundCall
 from placer.capture.failure import TraceFailure, describe, leads_to, locate
 from placer.capture.fake import FakeWorld, on_fakes
 from placer.capture.fingerprint import spell_graph
+from placer.capture.leaves import is_in
 from placer.capture.recorder import Recorder
 from placer.capture.restore import Snapshot
 from placer.capture.result import ResultFormat
+from placer.capture.settings import Setting
 from placer.capture.writer import CPU
 
 
@@ -34,6 +36,7 @@ class Recording:
     constants: dict[str, Tensor]
     result: ResultFormat
     side_effects: tuple[tuple[str, str], ...]  # (module path, attribute) that forward changes
+    settings: tuple[Setting, ...]  # the plain attributes that it read
     checkpointed: dict[str, str]  # modules under activation checkpointing -> the line that says so
 
 
@@ -78,6 +81,7 @@ def record_model(
         constants={k: v for k, v in writer.constants.items() if k in names},
         result=recorder.result,
         side_effects=tuple(effects),
+        settings=recorder.settings(),
         checkpointed=recorder.checkpointed,
     )
 
@@ -114,7 +118,7 @@ def _replace_buffers(
     """
     others = []
     for path, attribute in changes:
-        if any(path == w or path.startswith(w + ".") for w in recorder.kept):
+        if is_in(recorder.kept, path):
             continue
         before = model.get_submodule(path)._buffers.get(attribute)
         now = twin.get_submodule(path)._buffers.get(attribute)

@@ -39,8 +39,9 @@ from placer.capture.failure import (
     locate_caller,
 )
 from placer.capture.fake import FakeWorld, GuessData
-from placer.capture.leaves import is_torch_leaf
+from placer.capture.leaves import is_in, is_torch_leaf
 from placer.capture.result import ResultFormat, flatten_result
+from placer.capture.settings import Setting, read_settings, watch_attributes
 from placer.capture.sizes import SizeFloat, SizeInt, plain
 from placer.capture.targets import (
     ApplyFunction,
@@ -86,6 +87,7 @@ class Recorder(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.guess = guess
+        self.model = model
         self.twin = twin
         self.whole = whole
         self.writer = GraphWriter(world, twin)
@@ -101,6 +103,7 @@ class Recorder(TorchFunctionMode):
         self.reentrant = False  # inside a reentrant checkpoint
         self.checkpointed: dict[str, str] = {}
         self.looked_at: dict[fx.Node, tuple[str, str]] = {}  # constants, and where
+        self.attributes: set[tuple[str, str]] = set()  # plain ones that were read, by module path
         self.paths = {id(module): path for path, module in twin.named_modules()}
         self.twins = dict(zip(map(id, model.modules()), twin.modules(), strict=True))
         self.owned = {id(module): _state(module) for module in twin.modules()}
@@ -112,8 +115,23 @@ class Recorder(TorchFunctionMode):
         """Modules, custom autograd functions and torch functions report here, in this thread."""
         self.modes = Modes.current()
         self.saved_hooks = saved_tensor_hooks()
-        with watch_calls(self), self:
+        looked_into = {
+            path: module
+            for path, module in self.twin.named_modules()
+            if not is_torch_leaf(module) and not is_in(self.whole, path)
+        }
+        with watch_calls(self), watch_attributes(looked_into, self.read_attribute), self:
             yield
+
+    def read_attribute(self, path: str, name: str) -> None:
+        """Code of the module at ``path`` looks at an attribute; what runs as a whole does so again."""
+        if not self.paused:
+            self.attributes.add((path, name))
+
+    def settings(self) -> tuple[Setting, ...]:
+        """The attributes of the model that were read."""
+        looked_at = {str(constant.target) for constant in self.looked_at}
+        return read_settings(self.model, self.attributes, looked_at)
 
     def run(self, bound: BoundCall, inputs: Sequence[Tensor]) -> list[Any]:
         """The result leaves of one run, as arguments of the graph's output."""

@@ -12,6 +12,7 @@ from torch import fx, nn
 from torch.utils._pytree import TreeSpec
 
 from placer.capture.result import ResultFormat
+from placer.capture.settings import Setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +55,7 @@ class Conditions:
     guess: int  # of the values of tensors that those look at, for runs on fake tensors
     program: tuple[str, ...]  # the graph spelled, a line per node
     locations: tuple[str, ...]  # "file.py:123" or "" of each of these lines
+    settings: tuple[Setting, ...]  # the plain attributes that the program's Python code read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

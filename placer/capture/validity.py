@@ -14,6 +14,7 @@ from placer.capture.failure import ForwardFailure, TraceFailure
 from placer.capture.fake import FakeWorld
 from placer.capture.fingerprint import spell_graph
 from placer.capture.record import record_model
+from placer.capture.settings import Setting
 from placer.capture.types import CallFormat, Conditions
 
 
@@ -23,6 +24,13 @@ class Difference:
 
     location: str  # "file.py:123", "" if unknown
     operation: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SameProgram:
+    """It does not; ``settings`` are the plain attributes that this time were read."""
+
+    settings: tuple[Setting, ...]
 
 
 def condition_key(
@@ -53,10 +61,10 @@ def find_difference(
     conditions: Conditions,
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
-) -> Difference | None:
+) -> Difference | SameProgram:
     """Record ``model`` called with these arguments, on fake tensors, and compare the programs.
 
-    None when it is the captured program. One recording (a forward on fake tensors); nothing is
+    One recording (a forward on fake tensors); nothing is
     allocated. Raises ``CaptureError`` when the model itself fails.
     """
     bound = bind_call(model, args, kwargs)
@@ -84,4 +92,4 @@ def find_difference(
             return Difference(location=location, operation=nodes[index].name)
     if len(program) != len(conditions.program):
         return Difference(location="", operation=nodes[-1].name)
-    return None
+    return SameProgram(settings=recording.settings)

@@ -18,6 +18,7 @@ from placer.capture.fake import FakeWorld, GuessData
 from placer.capture.record import Recording, ambient
 from placer.capture.restore import Snapshot
 from placer.capture.result import flatten_result
+from placer.capture.settings import read_settings, watch_attributes
 from placer.capture.state import named_state
 from placer.capture.targets import WholeRoot
 from placer.capture.writer import GraphWriter
@@ -38,8 +39,13 @@ def record_whole(
     """
     snapshot = Snapshot(twin)
     guesses = GuessData(guess)
+    attributes: set[tuple[str, str]] = set()
+
+    def read(path: str, name: str) -> None:
+        attributes.add((path, name))
+
     try:
-        with ambient(world), guesses:
+        with ambient(world), guesses, watch_attributes(dict(twin.named_modules()), read):
             args, kwargs = rebuild_call(bound, inputs)
             leaves, result = flatten_result(twin.forward(*args, **kwargs), lambda _: False)
     except Exception as error:
@@ -69,6 +75,7 @@ def record_whole(
         constants={},
         result=result,
         side_effects=(),
+        settings=read_settings(model, attributes),
         checkpointed={},
     )
 

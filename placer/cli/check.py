@@ -11,7 +11,7 @@ import typer
 
 from placer.cli.options import AsJson, SubjectOptions
 from placer.cli.output import people, print_json
-from placer.errors import PlacerError, SpecError, nearest
+from placer.errors import CaptureError, PlacerError, SpecError, nearest
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -139,10 +139,8 @@ def _check_model(
     }
     try:
         result |= _measured(capture, leaves, sizes, whole, optimizer=optimizer, training=training)
-    except PlacerError:
-        raise
-    except Exception as error:  # what stays whole may need the values of tensors, say
-        notes.append(f"memory cannot be estimated: {type(error).__name__}: {error}")
+    except CaptureError as error:  # what stays whole may need the values of tensors, say
+        notes.append(f"memory cannot be estimated: {error.where} {error.problem}")
     print_limits(console, result)
     if as_json:
         print_json(result)

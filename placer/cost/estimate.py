@@ -8,10 +8,12 @@ from functools import partial
 from torch import Tensor, nn
 
 from placer.capture import Capture, FakeWorld, first_names, named_state
+from placer.capture.call import describe_shapes
 from placer.cost.gradients import backward_needs, pending_gradients
-from placer.cost.record import Recording, record_run
+from placer.cost.record import NodeFailed, Recording, record_run
 from placer.cost.storages import RecordedStorage
 from placer.cost.types import CostTable, NodeCost, StoredValue
+from placer.errors import CaptureError
 from placer.precision import precision_context
 
 
@@ -30,7 +32,8 @@ def estimate_costs(
     included. Nothing is allocated: the run is on fake CPU tensors, with the kernels of the device
     type ``kernels`` ("cpu" or "cuda", or per node which). With ``training`` the backward is run as
     well, from a stand-in loss (`placer.cost.record.stand_in_loss`). With ``offloads`` there is one
-    more forward run, for what nodes need whose savings go to the host at once.
+    more forward run, for what nodes need whose savings go to the host at once. Raises
+    ``CaptureError`` when the model does not run on such a micro-batch.
     """
     world = FakeWorld()
     model = world.module(capture.model)
@@ -51,11 +54,25 @@ def estimate_costs(
             visible=capture.call.result.visible,
         )
 
-    with world.running(capture.conditions.guess):
-        recording = run(offloads=False)
-        sent = run(offloads=True) if offloads and training else recording
+    try:
+        with world.running(capture.conditions.guess):
+            recording = run(offloads=False)
+            sent = run(offloads=True) if offloads and training else recording
+    except NodeFailed as failure:
+        raise _does_not_run(capture, failure, inputs) from failure.__cause__
     sending = [tally.forward_transient for tally in sent.tallies]
     return _table(capture, inputs, recording, sending, training=training)
+
+
+def _does_not_run(capture: Capture, failure: NodeFailed, inputs: Sequence[Tensor]) -> CaptureError:
+    error = failure.__cause__
+    text = str(error).strip().split("\n")[0]
+    return CaptureError(
+        capture.layer_of[failure.node] or "the model",
+        f"does not run on a micro-batch of {describe_shapes(inputs)}: "
+        f"{type(error).__name__}: {text}",
+        "if that is too few rows, give a larger batch, fewer micro-batches or fewer replicas",
+    )
 
 
 def _kernels_of(capture: Capture, kernels: str | Mapping[str, str]) -> list[str]:

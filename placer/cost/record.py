@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from placer.cost.kernels import device_kernels
 from placer.cost.owners import BackwardOwners
 from placer.cost.storages import OUTSIDE, NodeTally, RecordedStorage, StorageRecorder
-from placer.errors import CaptureError
+from placer.errors import CaptureError, PlacerError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +34,14 @@ class Recording:
     tallies: tuple[NodeTally, ...]
     output_nbytes: tuple[int, ...]
     output_storages: tuple[tuple[RecordedStorage, ...], ...]  # what a node's result is held in
+
+
+class NodeFailed(Exception):
+    """The node of that name raised what this was raised from."""
+
+    def __init__(self, node: str) -> None:
+        super().__init__(node)
+        self.node = node
 
 
 def stand_in_loss(leaves: Sequence[Any]) -> Tensor:
@@ -69,7 +77,8 @@ def record_run(
     Call it under the fake mode that the tensors belong to. ``run_context`` makes the context that
     each node runs in (autocast, with ``half``); ``kernels`` are the device types, per node and of
     the loss, whose kernels run. With ``offloads`` nothing is kept for backward, as when all of it
-    goes to the host at once, and no backward is run.
+    goes to the host at once, and no backward is run. Raises ``NodeFailed``, and ``CaptureError``
+    when the backward fails.
     """
     recorder = StorageRecorder(len(order) + 1)
     for tensor in (*model.parameters(), *model.buffers(), *constants.values()):
@@ -161,7 +170,12 @@ class _Run:
         position = self._position[node.name]
         self._recorder.start_node(position)
         with self._run_context():
-            result = _run_node(node, self._model, values, self._constants)
+            try:
+                result = _run_node(node, self._model, values, self._constants)
+            except PlacerError:
+                raise
+            except Exception as error:
+                raise NodeFailed(node.name) from error
         values[node.name] = result
         self.output_nbytes[position] = _nbytes(result)
         found = [self._recorder.storage(x) for x in tree_leaves(result) if isinstance(x, Tensor)]

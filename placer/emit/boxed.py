@@ -11,13 +11,16 @@ from torch.fx.graph import CodeGen
 
 
 class BoxedCodeGen(CodeGen):
-    """``def forward(self, device, boxed_inputs_)``: the first placeholder is an argument of its own."""
+    """``def forward(self, device, boxed_inputs)``: the first placeholder is an argument of its own."""
 
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
         names = [variable.split(":")[0].split("=")[0].strip() for variable in free_vars]
         first, *boxed = names[1:] if names and names[0] == "self" else names
-        lines = [f"def {self._func_name}(self, {first}, boxed_inputs_){maybe_return_annotation}:"]
+        box = "boxed_inputs"
+        while box in names:
+            box += "_"
+        lines = [f"def {self._func_name}(self, {first}, {box}){maybe_return_annotation}:"]
         if boxed:
-            lines.append(f"    {', '.join(boxed)}, = boxed_inputs_")
-            lines.append("    boxed_inputs_.clear()")
+            lines.append(f"    {', '.join(boxed)}, = {box}")
+            lines.append(f"    {box}.clear()")
         return "\n".join(lines)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from placer._torch import compile_graph
 from placer.capture import Capture, first_names
 from placer.emit.boxed import BoxedCodeGen
 from placer.emit.types import PieceCode, StageCode, StagedModel
@@ -74,6 +75,7 @@ def emit_stages(
         last_use=last_use,
         state_stage=_owners(capture, stage_of),
         constants=dict(capture.constants),
+        constant_paths=_constant_paths(capture),
         call=capture.call,
         conditions=capture.conditions,
     )
@@ -96,6 +98,17 @@ def _result(graph: fx.Graph) -> tuple[tuple[str, Any], ...]:
     (leaves,) = graph.output_node().args
     assert isinstance(leaves, list | tuple)
     return tuple(("value", x.name) if isinstance(x, fx.Node) else ("constant", x) for x in leaves)
+
+
+def _constant_paths(capture: Capture) -> dict[str, str]:
+    paths = {n.name: str(n.target) for n in capture.graph.nodes if n.name in capture.constants}
+    held = {
+        f"{path}.{name}".lstrip(".")
+        for path, module in capture.model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Tensor)
+    }
+    return {name: path for name, path in paths.items() if path in held}
 
 
 def _owners(capture: Capture, stage_of: Mapping[str, int]) -> dict[str, int]:
@@ -123,14 +136,13 @@ def _emit_stage(
     parts = list(_parts(own, regions))
     needed = set(outputs)  # by what comes after the part
     pieces: list[PieceCode] = []
-    for number, (part, region) in reversed(list(enumerate(parts))):
+    for part, region in reversed(parts):
         inside = {node.name for node in part}
         reads = dict.fromkeys(s.name for n in part for s in n.all_input_nodes)
         taken = tuple(name for name in reads if name not in inside)
         given = tuple(node.name for node in part if node.name in needed)
-        name = f"Stage{index}" + (f"Part{number}" if len(parts) > 1 else "")
         released = frozenset(taken) - needed
-        pieces.append(_emit_piece(capture, name, part, taken, given, released, region))
+        pieces.append(_emit_piece(capture, part, taken, given, released, region))
         needed |= set(taken)
     modules = dict.fromkeys(name for piece in reversed(pieces) for name in piece.modules)
     attributes = dict.fromkeys(name for piece in reversed(pieces) for name in piece.attributes)
@@ -167,7 +179,6 @@ def _parts(
 
 def _emit_piece(
     capture: Capture,
-    name: str,
     own: list[fx.Node],
     inputs: tuple[str, ...],
     outputs: tuple[str, ...],
@@ -189,7 +200,7 @@ def _emit_piece(
             is_module = isinstance(_attribute(capture.model, str(node.target)), nn.Module)
             (modules if is_module else attributes)[str(node.target)] = None
     graph.output(tuple(values[name] for name in outputs))
-    code = _compile(graph, capture.model, name)
+    forward, source = compile_graph(graph)
     written = (n for node in own for n in capture.mutated_state_of.get(node.name, ()))
     return PieceCode(
         inputs=inputs,
@@ -200,19 +211,9 @@ def _emit_piece(
         written=tuple(dict.fromkeys(written)),
         recompute=region is not None and region.recompute,
         offload=region is not None and region.offload,
-        forward=type(code).forward,
-        source=code.code,
+        forward=forward,
+        source=source,
     )
-
-
-def _compile(graph: fx.Graph, model: nn.Module, name: str) -> fx.GraphModule:
-    """The graph as code; of the GraphModule only the class's ``forward`` is used, not its weights."""
-    shell = {
-        node.target: _attribute(model, node.target)
-        for node in graph.nodes
-        if node.op in ("call_module", "get_attr")
-    }
-    return fx.GraphModule(shell, graph, class_name=name)
 
 
 def _attribute(model: nn.Module, path: str) -> Any:

@@ -63,5 +63,6 @@ class StagedModel:
     last_use: Mapping[str, int]  # value -> the last stage that reads it
     state_stage: Mapping[str, int]
     constants: Mapping[str, torch.Tensor]
+    constant_paths: Mapping[str, str]  # of those that are attributes of a module, by dotted name
     call: CallFormat
     conditions: Conditions  # under which these stages are the model's program

@@ -14,7 +14,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
+import numpy as np
+
 from placer.cost import CostTable, DeviceKind
+from placer.partition.waiting import waiting_gradients
+from placer.regions import RegionBorders
 
 _MOST_ATOMS = 36
 
@@ -35,13 +39,16 @@ class StageLimits:
     """Bytes that one stage may use: ``static`` are there anyhow, ``budget`` is the limit with them.
 
     ``held`` micro-batches are in flight at the peak; ``grown``: all gradients of the parameters are
-    there then.
+    there then. ``others`` are what the device's other stages hold while this one runs, ``later`` the
+    most that they hold while one of them runs and what this one keeps waits.
     """
 
     static: float
     budget: float
     held: float
     grown: bool
+    others: float = 0.0
+    later: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +69,9 @@ def first_label() -> Label:
 
 
 def peak_of(label: Label, limits: StageLimits) -> float:
-    return limits.static + (limits.held - 1) * label.kept + label.worst
+    running = limits.others + (limits.held - 1) * label.kept + label.worst
+    waiting = limits.later + limits.held * label.kept if limits.later else 0.0
+    return limits.static + max(running, waiting)
 
 
 @dataclass(slots=True)
@@ -79,13 +88,15 @@ class _Run:
 class LabelledStage:
     """The stage's nodes by local index, the loss after the last if it is here; makes its labels.
 
-    ``nodes`` are in program order. What to do with those in ``settled`` is settled; a region may
-    begin or end before those in ``cuttable``. ``grown`` is that of the `StageLimits` it is held to.
+    ``nodes`` are in program order, ``before`` those of the stages before it. What to do with those
+    in ``settled`` is settled; ``borders`` says where regions may begin and end. ``grown`` is that of
+    the `StageLimits` it is held to.
     """
 
     costs: CostTable
     nodes: Sequence[int]
-    cuttable: Collection[int]
+    before: Collection[int]
+    borders: RegionBorders
     settled: Mapping[int, Treatment]
     kind: DeviceKind
     half: bool = field(kw_only=True)
@@ -113,7 +124,7 @@ class LabelledStage:
                     self.last_use[index] = max(self.last_use[index], local[node])
         self.fixed = [
             costs.nodes[node].backward_transient + other
-            for node, other in zip(self.nodes, self._waiting(local), strict=True)
+            for node, other in zip(self.nodes, self._waiting(), strict=True)
         ]
         self.forward_seconds = self._forward_seconds()
         self._runs: dict[tuple[int, int], _Run] = {}
@@ -127,23 +138,26 @@ class LabelledStage:
             for c in costs
         ]
 
-    def _waiting(self, local: dict[int, int]) -> list[float]:
+    def _waiting(self) -> list[float]:
         """Per node the gradients that wait in its backward, of activations and of parameters."""
         costs, nodes = self.costs, self.nodes
-        first, last = nodes[0], nodes[-1]
         steps = [0.0] * (len(nodes) + 1)
-        for gradient in costs.gradients:
-            if not (gradient.target < gradient.source and gradient.home >= first):
-                continue
-            nbytes = gradient.nbytes - (gradient.surplus if gradient.sender > last else 0)
-            inside = [t for t, node in enumerate(nodes) if gradient.target < node < gradient.source]
-            if inside:
-                steps[inside[0]] += nbytes
-                steps[inside[-1] + 1] -= nbytes
-        for added in costs.added:
-            if added.node in local and first <= added.home < added.node:
-                steps[local[added.node]] += added.nbytes
-                steps[local[added.node] + 1] -= added.nbytes
+        place = np.full(len(costs.nodes), -1)
+        place[list(self.before)] = range(len(self.before))
+        start = len(self.before)
+        place[nodes] = range(start, start + len(nodes))
+        end = start + len(nodes)
+        rest = np.flatnonzero(place < 0)
+        place[rest] = range(end, end + len(rest))
+
+        def add(first: int, last: int, column: int, until: int, nbytes: float) -> None:
+            if first <= start <= last and column < end and until > start and column < until:
+                steps[max(column, start) - start] += nbytes
+                steps[min(until, end) - start] -= nbytes
+
+        for change in waiting_gradients(costs, place, add):
+            if end <= change.sender:
+                add(change.first, change.last, change.begin, change.until, change.nbytes)
         uses: dict[str, int] = {}
         for t, node in enumerate(nodes):
             for name in costs.parameters_of[node] if node < len(costs.names) else ():
@@ -163,11 +177,15 @@ class LabelledStage:
     def atoms(self) -> list[list[int]]:
         """Runs of local indices; their borders are the cheapest, in bytes that enter, of each window."""
         settled = [self.settled.get(node) for node in self.nodes]
+        ending = self.borders.ending
         starts = [
             t
             for t, node in enumerate(self.nodes)
             if t
-            and (settled[t] != settled[t - 1] or (settled[t] is None and node in self.cuttable))
+            and (
+                settled[t] != settled[t - 1]
+                or (settled[t] is None and (node in self.borders.free or node in ending))
+            )
         ]
         if self.nodes[-1] == len(self.costs.names) and len(self.nodes) > 1:
             starts = [*(t for t in starts if t < len(self.nodes) - 1), len(self.nodes) - 1]
@@ -198,6 +216,20 @@ class LabelledStage:
         count, total = len(self.nodes), sums[-1] or 1.0
         return [0.5 * t / count + 0.5 * sums[t] / total for t in starts]
 
+    def needed_from(self, border: int) -> int:
+        """A bit for each value that a node after ``border`` uses."""
+        start = self.atoms[border][0] if border < len(self.atoms) else len(self.nodes)
+        return sum(1 << value for value, last in enumerate(self.last_use) if last >= start)
+
+    def bytes_of(self, values: int) -> float:
+        """The sum over a set of values, which has a bit for each."""
+        total = 0.0
+        while values:
+            value = values.bit_length() - 1
+            total += self.nbytes[value]
+            values ^= 1 << value
+        return total
+
     def extend(
         self, label: Label, border: int, choices: Collection[Treatment]
     ) -> Iterator[tuple[int, Label]]:
@@ -205,13 +237,19 @@ class LabelledStage:
         settled = self._settled(border)
         if settled in (None, KEEP):
             yield border + 1, self._keep(label, border)
+        first = self.nodes[self.atoms[border][0]]
         for choice in choices if settled is None else {settled} - {KEEP}:
             if not choice.recompute:
                 yield border + 1, self._offload(label, border, choice)
                 continue
+            if settled is None and first in self.borders.ending:
+                continue
             for end in range(border + 1, len(self.atoms) + 1):
                 if end > border + 1 and (settled or self._settled(end - 1)) is not None:
                     break
+                after = self.nodes[self.atoms[end][0]] if end < len(self.atoms) else first
+                if first > self.borders.ending.get(after, first):
+                    continue
                 run = self._run(border, end)
                 if run.saving:
                     yield end, self._recompute(label, border, end, run, choice)

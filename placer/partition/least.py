@@ -53,9 +53,7 @@ def _relaxed(
     count = len(stage.atoms)
     at: list[list[Label]] = [[first_label()], *([] for _ in range(count))]
     for border in range(count):
-        start = stage.atoms[border][0]
-        later = sum(1 << value for value, last in enumerate(stage.last_use) if last >= start)
-        at[border] = _merged(at[border], later)
+        at[border] = _merged(at[border], stage.needed_from(border))
         for label in at[border]:
             for end, made in stage.extend(label, border, choices):
                 if made.seconds < answer and peak_of(made, limits) <= limits.budget:
@@ -112,7 +110,7 @@ def _union(a: Label, b: Label) -> Label:
 def _knapsack(stage: LabelledStage, choices: Collection[Treatment], limits: StageLimits) -> float:
     recompute = any(choice.recompute for choice in choices)
     offload = any(choice.offload for choice in choices)
-    room = limits.budget - limits.static
+    room = limits.budget - limits.static - limits.others
     least = 0.0
     held = 0.0
     live: dict[int, float] = {}

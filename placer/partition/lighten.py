@@ -1,19 +1,22 @@
 """Which nodes of one stage to recompute or to offload, so that it fits at the least extra time.
 
 Atoms (`placer.partition.labels`) are added one by one (kept, or offloaded) or in runs (recomputed
-together), and a label is dropped when another at the same border is as good in all three respects.
+together). A first search finds the least peak: it drops a label when another at the same border leads
+to no higher peak whatever follows. Where that is within the limits, a second one finds less time: it
+drops a label when another is as good by its sums.
 
 O(atoms^2 x labels) extensions, at most `_MOST_LABELS` labels per border. It is a heuristic by that
-limit, by the choice of atoms, and because labels of unlike pasts are compared by their sums alone;
-`placer.partition.least` bounds from below what any treatment can cost. (Dynamic programs for chains:
-Griewank and Walther, "Revolve", ACM TOMS 2000; Beaumont et al., "Efficient Combination of
-Rematerialization and Offloading for Training DNNs", NeurIPS 2021.)
+limit, by the choice of atoms, and because the second search compares labels of unlike pasts by their
+sums alone; `placer.partition.least` bounds from below what any treatment can cost. (Dynamic programs
+for chains: Griewank and Walther, "Revolve", ACM TOMS 2000; Beaumont et al., "Efficient Combination
+of Rematerialization and Offloading for Training DNNs", NeurIPS 2021.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from placer.partition.labels import (
     KEEP,
@@ -45,19 +48,11 @@ def lighten_stage(
 
     ``choices`` besides keeping. Where nothing fits, the answer is that with the least peak.
     """
-    count = len(stage.atoms)
-    at: list[list[Label]] = [[first_label()], *([] for _ in range(count))]
-    for border in range(count):
-        at[border] = _best(at[border], limits)
-        for label in at[border]:
-            for end, made in stage.extend(label, border, choices):
-                at[end].append(made)
-    final = _best(at[count], limits)
-    fitting = [label for label in final if peak_of(label, limits) <= limits.budget]
-    if fitting:
-        chosen = min(fitting, key=lambda label: (label.seconds, peak_of(label, limits)))
-    else:
-        chosen = min(final, key=lambda label: (peak_of(label, limits), label.seconds))
+    lightest = _search(stage, choices, partial(_least_peak, stage=stage, limits=limits))
+    chosen = min(lightest, key=lambda label: (peak_of(label, limits), label.seconds))
+    if peak_of(chosen, limits) <= limits.budget:
+        cheapest = _search(stage, choices, partial(_within_budget, limits=limits))
+        chosen = min([chosen, *cheapest], key=lambda x: (x.seconds, peak_of(x, limits)))
     runs = []
     step: Label | None = chosen
     while step is not None:
@@ -71,18 +66,57 @@ def lighten_stage(
     )
 
 
-def _best(labels: list[Label], limits: StageLimits) -> list[Label]:
-    """Labels that no other is as good as in every respect; of too many, an even choice by seconds."""
+def _search(
+    stage: LabelledStage,
+    choices: Collection[Treatment],
+    select: Callable[[list[Label], int], list[Label]],
+) -> list[Label]:
+    """Labels of the whole stage, going on at every border from those that ``select`` picks."""
+    at: list[list[Label]] = [[first_label()], *([] for _ in stage.atoms)]
+    for border in range(len(stage.atoms)):
+        for label in select(at[border], border):
+            for end, made in stage.extend(label, border, choices):
+                at[end].append(made)
+        at[border] = []
+    return select(at[-1], len(stage.atoms))
+
+
+def _least_peak(
+    labels: list[Label], border: int, *, stage: LabelledStage, limits: StageLimits
+) -> list[Label]:
+    """Labels from which no other leads to a lower peak, whatever follows.
+
+    What follows costs a label the more, the less of what is needed later it has counted.
+    """
+    later = stage.needed_from(border)
+    kept: list[Label] = []
+    for label in sorted(labels, key=lambda x: (x.kept, x.worst, x.seconds)):
+        if not any(
+            other.worst <= label.worst
+            and other.kept + stage.bytes_of(label.counted & ~other.counted & later) <= label.kept
+            for other in kept
+        ):
+            kept.append(label)
+    return _some(kept)
+
+
+def _within_budget(labels: list[Label], border: int, *, limits: StageLimits) -> list[Label]:
+    """Those within the budget that no other is as good as by its sums."""
     kept: list[Label] = []
     for label in sorted(labels, key=lambda x: (x.seconds, x.kept, x.worst)):
+        if peak_of(label, limits) > limits.budget:
+            continue
         if not any(o.kept <= label.kept and o.worst <= label.worst for o in kept):
             kept.append(label)
-    fitting = [label for label in kept if peak_of(label, limits) <= limits.budget]
-    kept = fitting or sorted(kept, key=lambda x: peak_of(x, limits))[:_MOST_LABELS]
-    if len(kept) <= _MOST_LABELS:
-        return kept
-    step = (len(kept) - 1) / (_MOST_LABELS - 1)
-    return [kept[round(i * step)] for i in range(_MOST_LABELS)]
+    return _some(kept)
+
+
+def _some(labels: list[Label]) -> list[Label]:
+    """At most `_MOST_LABELS`, an even choice."""
+    if len(labels) <= _MOST_LABELS:
+        return labels
+    step = (len(labels) - 1) / (_MOST_LABELS - 1)
+    return [labels[round(i * step)] for i in range(_MOST_LABELS)]
 
 
 def keys_of(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from placer.capture import Capture
 from placer.cost import CostTable, device_type, estimate_costs
+from placer.errors import CaptureError
 from placer.partition import Demands, DeviceSlot, Partition, choose_partition
 from placer.plan.assemble import assemble_plan
 from placer.plan.devices import device_slot, likely_kernels, memory_uses, with_known_memory
@@ -52,20 +53,25 @@ def build_plan(
     replicas = count_replicas(spec)
     pins = {**wanted_devices(capture, spec), **(pins or {})}
     keys = wanted_regions(capture, spec)
-    plans = [
-        _plan_for(
-            capture,
-            spec,
-            inputs,
-            replicas=replicas,
-            microbatches=microbatches,
-            pins=pins,
-            keys=keys,
-            costs=costs,
-            processes=processes,
-        )
-        for microbatches in microbatch_choices(spec, capture, replicas)
-    ]
+    plans: list[Plan] = []
+    for microbatches in microbatch_choices(spec, capture, replicas):
+        try:
+            plan = _plan_for(
+                capture,
+                spec,
+                inputs,
+                replicas=replicas,
+                microbatches=microbatches,
+                pins=pins,
+                keys=keys,
+                costs=costs,
+                processes=processes,
+            )
+        except CaptureError:
+            if not plans:
+                raise
+            break  # of "auto": too few rows for the model, such as a single one for BatchNorm
+        plans.append(plan)
     return min(plans, key=lambda plan: (not plan.fits, plan.overflow_bytes, plan.step_seconds))
 
 

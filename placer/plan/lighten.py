@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from placer.capture import Capture
 from placer.cost import CostTable, with_regions
@@ -12,10 +13,14 @@ from placer.partition.candidate import waiting_at
 from placer.partition.labels import KEEP, LabelledStage, StageLimits, Treatment
 from placer.partition.least import least_extra_seconds
 from placer.partition.lighten import Lightened, keys_of, lighten_stage
-from placer.regions import RegionKey, cuttable_nodes, whole_groups
+from placer.plan.types import StageMemory
+from placer.regions import RegionKey, region_borders, whole_groups
 
-_MOVES = 2  # how often the borders are moved to where they are best for stages as light as can be
+_MOVES = 4  # how often the borders are moved to where they are best for stages as light as can be
 _ROUNDS = 4  # how often a stage's limit is corrected by what the formula says of its answer
+
+
+Choose = Callable[[CostTable, Mapping[str, str]], Partition]  # costs, pins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,15 +35,19 @@ class LightPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """A partition with its regions, and per stage its labels, its limits and its extra time."""
+    """A partition with its regions, and the treatments that they come from.
+
+    ``own``: they are those of the partition's own stages, one each.
+    """
 
     costs: CostTable
     partition: Partition
-    treated: tuple[tuple[LabelledStage, StageLimits, float], ...]
+    stages: tuple[Lightened, ...]
+    own: bool = False
 
     @property
     def extra_seconds(self) -> float:
-        return sum(seconds for *_, seconds in self.treated)
+        return sum(stage.seconds for stage in self.stages)
 
 
 def lighten(
@@ -48,16 +57,16 @@ def lighten(
     choices: Collection[Treatment],
     slots: Sequence[DeviceSlot],
     demands: Demands,
-    choose: Callable[[CostTable, Mapping[str, str]], Partition],
+    choose: Choose,
 ) -> LightPlan:
     """A placement that fits the budgets at little extra time, or else with the least overflow.
 
     ``costs`` are without regions; ``keys`` are those that the spec settles. ``choose(costs, pins)``
-    partitions. Two partitions are tried: that of the plain costs, and that of the costs with every
-    node treated; in each the stages are lightened one by one (`placer.partition.lighten`). Without
-    any budget and with the objective "memory", every stage gets its least peak. Where there is no
-    budget, or that does not fit, the borders are moved to where they are best for stages as light as
-    can be, as long as that is better.
+    partitions. Two partitions are tried: that of the plain costs, and that of the costs with the
+    model treated as one stage; in each the stages are lightened one by one
+    (`placer.partition.lighten`). Without any budget and with the objective "memory", every stage
+    gets its least peak. Where there is no budget, or that does not fit, the borders of the best are
+    moved to where they are best for stages as light as can be, and so on: a local search.
     """
     plain = with_regions(costs, keys)
     first = choose(plain, {})
@@ -67,25 +76,33 @@ def lighten(
     search = _Search(capture, costs, keys, choices, demands, limited=limited)
     everything = list(range(len(costs.names)))
     unlimited = StageLimits(static=0.0, budget=0.0, held=1, grown=False)
-    stage = search.labelled(everything, first.stages[0].device, unlimited)
-    whole = lighten_stage(stage, choices, unlimited)
-    treated = choose(search.costs_of([whole]), {})
-    untreated = _Found(costs=plain, partition=first, treated=())
-    found = [search.improve(partition, choose) for partition in (first, treated)]
-    best = min([untreated, *found], key=_rank)
+    stage = search.labelled(everything, (), first.stages[0].device, unlimited)
+    untreated = _Found(costs=plain, partition=first, stages=())
+    start = search.found([lighten_stage(stage, choices, unlimited)], {}, choose)
+    found = [search.improve(first, choose), start, search.improve(start.partition, choose)]
+    moved: set[object] = set()
     for _ in range(_MOVES):
-        if len(best.partition.stages) == 1 or (limited and best.partition.fits):
+        if limited and any(plan.partition.fits for plan in found):
             break
-        moved = search.improve(choose(search.lightest(best.partition), {}), choose)
-        if _rank(moved) >= _rank(best):
+        apart = [plan for plan in found if len(plan.partition.stages) > 1]
+        ahead = [plan for plan in apart if _borders(plan.partition) not in moved]
+        if not ahead:
             break
-        best = moved
+        now = min(ahead, key=_rank).partition
+        moved.add(_borders(now))
+        found.append(search.found(search.lightest(now), {}, choose))
+        found.append(search.improve(found[-1].partition, choose))
+    best = min([untreated, *found], key=_rank)
     return LightPlan(
         costs=best.costs,
         partition=best.partition,
         extra_seconds=best.extra_seconds,
         least_seconds=search.least(best) if limited and best.partition.fits else 0.0,
     )
+
+
+def _borders(partition: Partition) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    return tuple((stage.device.name, stage.nodes) for stage in partition.stages)
 
 
 def _rank(plan: _Found) -> tuple[bool, float, float]:
@@ -127,17 +144,17 @@ class _Search:
         self._choices = choices
         self._demands = demands
         self._limited = limited
-        self._cuttable, unsafe = cuttable_nodes(capture)
-        self._settled = dict.fromkeys(unsafe, KEEP)
+        self._borders = region_borders(capture)
+        self._settled = dict.fromkeys(self._borders.unsafe, KEEP)
         for node, key in enumerate(self._keys):
             if key is not None:
                 self._settled[node] = Treatment(recompute=key.recompute, offload=key.offload)
 
     def labelled(
-        self, nodes: Sequence[int], slot: DeviceSlot, limits: StageLimits
+        self, nodes: Sequence[int], before: Collection[int], slot: DeviceSlot, limits: StageLimits
     ) -> LabelledStage:
         return LabelledStage(
-            self._costs, nodes, self._cuttable, self._settled, slot.kind,
+            self._costs, nodes, before, self._borders, self._settled, slot.kind,
             half=self._demands.half, grown=limits.grown,
         )  # fmt: skip
 
@@ -156,23 +173,24 @@ class _Search:
         nodes = [sorted(position[name] for name in stage.nodes) for stage in stages]
         limits = [self._limits(partition, index) for index in range(len(stages))]
         labelled = [
-            self.labelled(inside, stage.device, limit)
-            for inside, stage, limit in zip(nodes, stages, limits, strict=True)
+            self.labelled(inside, list(chain(*nodes[:index])), stage.device, limit)
+            for index, (inside, stage, limit) in enumerate(zip(nodes, stages, limits, strict=True))
         ]
         return labelled, limits
 
-    def lightest(self, partition: Partition) -> CostTable:
-        """The costs with the regions that give every stage of ``partition`` its least peak."""
-        return self.costs_of(
-            [
-                lighten_stage(stage, self._choices, replace(limit, budget=0.0))
-                for stage, limit in zip(*self._stages(partition), strict=True)
-            ]
-        )
+    def found(self, stages: Sequence[Lightened], pins: Mapping[str, str], choose: Choose) -> _Found:
+        """The partition that is chosen when ``stages`` are treated so."""
+        costs = self.costs_of(stages)
+        return _Found(costs=costs, partition=choose(costs, pins), stages=tuple(stages))
 
-    def improve(
-        self, partition: Partition, choose: Callable[[CostTable, Mapping[str, str]], Partition]
-    ) -> _Found:
+    def lightest(self, partition: Partition) -> list[Lightened]:
+        """What gives every stage of ``partition`` its least peak."""
+        return [
+            lighten_stage(stage, self._choices, replace(limit, budget=0.0))
+            for stage, limit in zip(*self._stages(partition), strict=True)
+        ]
+
+    def improve(self, partition: Partition, choose: Choose) -> _Found:
         """``partition`` with the regions that its stages need."""
         stages = partition.stages
         pins = {name: stage.device.name for stage in stages for name in stage.nodes}
@@ -184,27 +202,17 @@ class _Search:
                 lighten_stage(stage, self._choices, replace(limit, budget=target))
                 for stage, limit, target in zip(labelled, limits, targets, strict=True)
             ]
-            costs = self.costs_of(treated)
-            again = choose(costs, pins)
-            # The labels' sums are a little off: correct each limit by what the formula says.
+            found = self.found(treated, pins, choose)
+            again = found.partition
+            # The labels' sums may be a little off: correct each limit by what the formula says.
             same = len(again.stages) == len(stages)
             errors = [0.0] * len(stages)
             if same:
-                pairs = zip(again.stages, treated, strict=True)
-                errors = [stage.memory.peak - label.peak for stage, label in pairs]
+                rows = zip(again.stages, treated, limits, strict=True)
+                errors = [_peak(stage.memory, limit) - label.peak for stage, label, limit in rows]
             corrected = [limit.budget - error for limit, error in zip(limits, errors, strict=True)]
-            loosest = [
-                replace(limit, budget=max(limit.budget, target, other))
-                for limit, target, other in zip(limits, targets, corrected, strict=True)
-            ]
-            seconds = [label.seconds for label in treated]
-            found = _Found(
-                costs=costs,
-                partition=again,
-                treated=tuple(zip(labelled, loosest, seconds, strict=True)),
-            )
             if best is None or _rank(found) < _rank(best):
-                best = found
+                best = replace(found, own=same)
             if not same or not self._limited or corrected == targets:
                 break
             targets = corrected
@@ -212,27 +220,63 @@ class _Search:
         return best
 
     def least(self, found: _Found) -> float:
-        """What the stages of ``found`` cost at the least, however they are treated."""
-        if len(found.partition.stages) != len(found.treated):
+        """What the stages of ``found`` cost at the least, however they are treated.
+
+        Where the formula says less than the labels' sums, the limit is as much wider.
+        """
+        if not found.own:
             return 0.0
-        return sum(
-            least_extra_seconds(stage, self._choices, limits, answer=seconds)
-            for stage, limits, seconds in found.treated
-            if seconds
+        least = 0.0
+        rows = zip(
+            found.partition.stages, found.stages, *self._stages(found.partition), strict=True
         )
+        for stage, treated, labelled, limits in rows:
+            if not treated.seconds:
+                continue
+            off = max(0.0, treated.peak - _peak(stage.memory, limits))
+            wider = replace(limits, budget=limits.budget + off)
+            least += least_extra_seconds(
+                labelled, self._choices, wider, answer=treated.seconds
+            )  # fmt: skip
+        return least
 
     def _limits(self, partition: Partition, index: int) -> StageLimits:
         stage = partition.stages[index]
         count = waiting_at(self._demands, len(partition.stages), index)
-        memory = stage.memory
         slot = stage.device
         budget = float("inf") if self._limited else 0.0
         if slot.budget is not None:
-            others = partition.peaks[slot.name] - memory.peak  # of its other stages, as they are
-            budget = slot.budget - slot.reserve - others
+            budget = slot.budget - slot.reserve
+        shared = [i for i, other in enumerate(partition.stages) if other.device == slot]
+        running = [
+            partition.stages[i].memory.peak + _beside(partition, {*shared} - {i, index}, i)
+            for i in shared
+            if i > index
+        ]
         return StageLimits(
-            static=memory.parameters + memory.buffers + memory.optimizer,
+            static=_static(stage.memory),
             budget=budget,
             held=count.most,
             grown=count.microbatches > 1,
+            others=_beside(partition, {*shared} - {index}, index),
+            later=max(running, default=0),
         )
+
+
+def _peak(memory: StageMemory, limits: StageLimits) -> float:
+    """By the formula, what `placer.partition.labels.peak_of` says by labels."""
+    waiting = limits.static + limits.later + limits.held * memory.saved
+    return max(memory.peak + limits.others, waiting if limits.later else 0.0)
+
+
+def _static(memory: StageMemory) -> int:
+    return memory.parameters + memory.buffers + memory.optimizer
+
+
+def _beside(partition: Partition, others: Collection[int], running: int) -> int:
+    """What the stages ``others`` hold, before and after the one that is ``running``."""
+    memories = {i: partition.stages[i].memory for i in others}
+    return sum(
+        _static(memory) + (memory.saved if i < running else memory.gradients)
+        for i, memory in memories.items()
+    )

@@ -1,13 +1,14 @@
 """Regions: which nodes of a stage are recomputed in backward, or wait in host memory."""
 
-from placer.regions.keys import cuttable_nodes, find_regions, region_keys, whole_groups
-from placer.regions.types import Region, RegionKey
+from placer.regions.keys import find_regions, region_borders, region_keys, whole_groups
+from placer.regions.types import Region, RegionBorders, RegionKey
 
 __all__ = [
     "Region",
+    "RegionBorders",
     "RegionKey",
-    "cuttable_nodes",
     "find_regions",
+    "region_borders",
     "region_keys",
     "whole_groups",
 ]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING
 
-from placer.regions.types import Region, RegionKey
+from placer.regions.types import Region, RegionBorders, RegionKey
 
 if TYPE_CHECKING:
     from placer.capture import Capture
@@ -32,14 +32,37 @@ def region_keys(capture: Capture, recomputed: Collection[str], offloaded: Collec
     return whole_groups(capture, keys)
 
 
-def cuttable_nodes(capture: Capture) -> tuple[frozenset[int], frozenset[int]]:
-    """Positions before which a region may begin or end, and those of nodes that no region may have.
-
-    See `whole_groups`.
-    """
+def region_borders(capture: Capture) -> RegionBorders:
+    """Where regions of ``capture`` may begin and end; see `whole_groups`."""
     groups, unsafe = _groups(capture)
-    torn = {i for group in groups for i in range(min(group) + 1, max(group) + 1)}
-    return frozenset(range(len(capture.order))) - torn, frozenset(unsafe)
+    torn: dict[int, list[list[int]]] = {}
+    for group in groups:
+        for i in range(min(group) + 1, max(group) + 1):
+            torn.setdefault(i, []).append(group)
+    cannot_end = _no_region_ends(capture)
+    return RegionBorders(
+        free=frozenset(range(len(capture.order))) - torn.keys(),
+        ending={
+            i: min(min(group) for group in tearing)
+            for i, tearing in torn.items()
+            if not any(cannot_end(group, i) for group in tearing)
+        },
+        unsafe=frozenset(unsafe),
+    )
+
+
+def _no_region_ends(capture: Capture) -> Callable[[Sequence[int], int], bool]:
+    """Must a group not be torn before a position? What was there before the forward is written after.
+
+    Run again, the first nodes of the group would read what was written to the state or a constant.
+    """
+    writers = {i for i, name in enumerate(capture.order) if name in capture.mutated_state_of}
+    constants = {i for i, name in enumerate(capture.order) if name in capture.constants}
+
+    def cannot_end(group: Sequence[int], position: int) -> bool:
+        return any(i in constants or (i >= position and i in writers) for i in group)
+
+    return cannot_end
 
 
 def _groups(capture: Capture) -> tuple[list[list[int]], set[int]]:
@@ -59,14 +82,23 @@ def whole_groups(capture: Capture, keys: Sequence[RegionKey | None]) -> Keys:
 
     A group shares memory that one of its nodes writes to. Run again, a region that holds a part of
     it would read what was written since; regions that it links are joined where they are treated
-    alike. A group that reads the model's inputs is in none: it may be they that are written to.
+    alike. A recomputed region may hold the first nodes of a group if the others are not recomputed:
+    it makes the memory itself, and anew when it runs again (``BatchNorm`` in it, the ``ReLU`` in
+    place after it). A group that reads the model's inputs is in none: it may be they that are
+    written to.
     """
     groups, unsafe = _groups(capture)
+    cannot_end = _no_region_ends(capture)
     found = [None if i in unsafe else key for i, key in enumerate(keys)]
     while True:
         runs = list(accumulate(i == 0 or key != found[i - 1] for i, key in enumerate(found)))
         torn = next(
-            (g for g in groups if _is_torn([found[i] for i in g], [runs[i] for i in g])), None
+            (
+                g
+                for g in groups
+                if _is_torn(g, found, runs) and not _ends_in(g, found, runs, cannot_end)
+            ),
+            None,
         )
         if torn is None:
             return tuple(found)
@@ -80,9 +112,25 @@ def whole_groups(capture: Capture, keys: Sequence[RegionKey | None]) -> Keys:
             found[i] = joined
 
 
-def _is_torn(keys: Sequence[RegionKey | None], runs: Sequence[int]) -> bool:
-    """Are the nodes of a group with these keys, in these runs of equal keys, apart?"""
-    return any(key is not None for key in keys) and (None in keys or len(set(runs)) > 1)
+def _is_torn(group: Sequence[int], keys: Sequence[RegionKey | None], runs: Sequence[int]) -> bool:
+    """Are the nodes of the group apart, in a region or not?"""
+    inside = [keys[i] is not None for i in group]
+    return any(inside) and (not all(inside) or len({runs[i] for i in group}) > 1)
+
+
+def _ends_in(
+    group: Sequence[int],
+    keys: Sequence[RegionKey | None],
+    runs: Sequence[int],
+    cannot_end: Callable[[Sequence[int], int], bool],
+) -> bool:
+    """Does a recomputed region end in the group, with none after it, where one may?"""
+    members = sorted(group)
+    first = keys[members[0]]
+    after = [i for i in members if runs[i] != runs[members[0]]]
+    if first is None or not first.recompute or cannot_end(group, after[0]):
+        return False
+    return not any(key is not None and key.recompute for key in (keys[i] for i in after))
 
 
 def find_regions(

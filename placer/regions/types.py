@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -27,3 +28,17 @@ class Region:
     last: str
     recompute: bool
     offload: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionBorders:
+    """Positions of nodes, in the capture's order, before which regions may begin or end.
+
+    At those in ``free`` they may do both; at those in ``ending`` a recomputed region may end that
+    begins no later than the position given, where what follows is not recomputed up to the next
+    free one. The nodes in ``unsafe`` are in no region.
+    """
+
+    free: frozenset[int]
+    ending: Mapping[int, int]
+    unsafe: frozenset[int]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from placer._torch import is_transformed
 from placer.runtime.place import Place
 from placer.runtime.transfer import attach, copy_to
 
@@ -39,6 +40,8 @@ class Mirrors:
         """``primary`` as ``place`` sees it: itself at home, else its copy, tied to it by autograd."""
         if place == home:
             return primary
+        if is_transformed():  # it may be a wrapper that the transform made for this call
+            return copy_to(place, primary)
         self._watch(primary)
         key = (id(primary), place)
         grads = self._grads.get(id(primary), 0)
@@ -51,11 +54,13 @@ class Mirrors:
         ):
             self._copies.pop(key, None)
             del kept
-            fresh = copy_to(place, primary.detach())
+            # A copy outlives the call: one made under inference_mode could not be trained later.
+            with torch.inference_mode(False):
+                fresh = copy_to(place, primary.detach())
             kept = _Copy(fresh, primary._version, fresh._version, grads)
             self._copies[key] = kept
         if primary.requires_grad and torch.is_grad_enabled():
-            return attach(primary, kept.tensor, home)
+            return attach(primary, kept.tensor, home, place)
         return kept.tensor
 
     def _watch(self, primary: torch.Tensor) -> None:

@@ -54,9 +54,14 @@ class PlacedModule(nn.Module):
     What depends on the whole batch (BatchNorm statistics in train mode) sees one cut at a time.
     Hooks fire on the module itself (the original's own came along) and on all modules in it. A call
     unlike the captured one (an optional argument, a cache) is captured when it first comes, and put
-    on the same stages. Pickled (``torch.save`` of the module) it is the model and the plan, from
-    which loading captures and emits anew.
+    on the same stages. Plain attributes are those of ``model``, to be read and to be set: a call
+    after that computes what the model would. Pickled (``torch.save`` of the module) it is the model
+    and the plan, from which loading captures and emits anew.
     """
+
+    _FIELDS = frozenset(
+        {"plan", "training", "_tree", "_staged", "_replicas", "_programs", "_calls"}
+    )  # its own, whatever the model's layers are called
 
     def __init__(
         self,
@@ -70,8 +75,7 @@ class PlacedModule(nn.Module):
         # The tables are shared, not copied: what is loaded, moved or swapped here is what runs.
         for table in _TABLES:
             self.__dict__[table] = model.__dict__[table]
-        self._tree: nn.Module
-        self.__dict__["_tree"] = model  # not a submodule: its tables are this module's own
+        self._tree = model  # not a submodule: its tables are this module's own
         self.training = model.training
         self.plan = plan
         self._staged = staged
@@ -80,7 +84,7 @@ class PlacedModule(nn.Module):
         self._calls = Calls(self._programs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        made = (*_TABLES, "_tree", "plan", "_staged", "_replicas", "_programs", "_calls")
+        made = {*_TABLES, *self._FIELDS} - {"training"}
         others = {name: value for name, value in self.__dict__.items() if name not in made}
         places = [replica.places for replica in self._replicas]
         saved = self._tree, self.plan, example_call(self._staged), places
@@ -107,10 +111,31 @@ class PlacedModule(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError as error:
-            if not hasattr(self.__dict__.get("_tree"), name):
+            tree = self.__dict__.get("_tree")
+            if not hasattr(tree, name):
                 raise
-            hint = "the original model has one, which was not placed: use it there"
+            value = getattr(tree, name)
+            if getattr(value, "__self__", None) is not tree:
+                return value
+            hint = "it is a method of the original model, which was not placed: call it there"
             raise AttributeError(f"{error}; {hint}", name=name, obj=self) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._FIELDS:
+            self.__dict__[name] = value
+        elif name in self.__dict__ or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._tree, name, value)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        return self._tree.get_submodule(target) if target else self
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        return self._tree.get_parameter(target)
+
+    def get_buffer(self, target: str) -> torch.Tensor:
+        return self._tree.get_buffer(target)
 
     def train(self, mode: bool = True) -> PlacedModule:
         super().train(mode)

@@ -11,10 +11,12 @@ import torch
 from torch import nn
 
 from placer.capture import (
+    Setting,
     capture_model,
     hooks_set_aside,
     is_torch_leaf,
     rebuild_call,
+    settings_restored,
     training_flags,
 )
 from placer.emit import StagedModel, emit_stages
@@ -30,6 +32,7 @@ class ExampleCall:
     kwargs: Mapping[str, Any]
     modes: tuple[bool, ...]  # the training flag of every module, in the order of ``modules()``
     whole: frozenset[str]  # modules that stayed whole
+    settings: tuple[Setting, ...]  # plain attributes that its program read
 
 
 def example_call(staged: StagedModel) -> ExampleCall:
@@ -40,12 +43,18 @@ def example_call(staged: StagedModel) -> ExampleCall:
         for shape, dtype in zip(conditions.shapes, conditions.dtypes, strict=True)
     ]
     args, kwargs = rebuild_call(staged.call, leaves)
-    return ExampleCall(args=args, kwargs=kwargs, modes=conditions.modes, whole=conditions.whole)
+    return ExampleCall(
+        args=args,
+        kwargs=kwargs,
+        modes=conditions.modes,
+        whole=conditions.whole,
+        settings=tuple(s for s in conditions.settings if s.is_plain),
+    )
 
 
 @contextmanager
 def as_captured(model: nn.Module, call: ExampleCall) -> Iterator[None]:
-    """Have ``model`` the modes of ``call`` in this block, and no hooks on what was looked into."""
+    """Have ``model`` the modes and settings of ``call`` here, and no hooks on what was looked into."""
     present = training_flags(model)
     looked_into = [
         module
@@ -54,7 +63,8 @@ def as_captured(model: nn.Module, call: ExampleCall) -> Iterator[None]:
     ]
     _set_modes(model, call.modes)
     try:
-        with hooks_set_aside(looked_into):
+        settings = settings_restored(dict(model.named_modules()), call.settings)
+        with hooks_set_aside(looked_into), settings:
             yield
     finally:
         _set_modes(model, present)

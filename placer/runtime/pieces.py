@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from placer._torch import is_transformed
 from placer.emit import PieceCode, StageCode
 from placer.runtime.offload import offload_saved
 from placer.runtime.place import Place, on
@@ -19,7 +20,7 @@ def run_pieces(stage: StageCode, tree: Any, place: Place, inputs: list[Any]) -> 
     """The outputs of ``stage`` for ``inputs``, which are on ``place`` already; the list is emptied.
 
     A value is dropped after its last reader. Where no gradients are recorded every piece is run as
-    it is.
+    it is, and so it is under ``torch.func``, which allows no saved-tensor hooks.
     """
     if len(stage.pieces) == 1 and stage.pieces[0].inputs == stage.inputs:
         (piece,) = stage.pieces
@@ -36,7 +37,7 @@ def run_pieces(stage: StageCode, tree: Any, place: Place, inputs: list[Any]) -> 
 
 
 def _run(piece: PieceCode, tree: Any, place: Place, inputs: list[Any]) -> tuple[Any, ...]:
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or is_transformed():
         return piece.forward(tree, place.device, inputs)
     waiting = nullcontext() if not piece.offload else offload_saved(_state(piece, tree), place)
     with waiting:

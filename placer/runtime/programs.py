@@ -5,20 +5,23 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from placer._torch import without_modes
+from placer._torch import without_modes, without_transforms
 from placer.capture import (
     BoundCall,
     CallFormat,
+    SameProgram,
+    Setting,
     bind_arguments,
     call_difference,
     call_tensors,
     capture_model,
     captured_key,
+    changed_setting,
     condition_key,
     find_difference,
     is_kept_whole,
@@ -32,56 +35,89 @@ from placer.plan.follow import follow_plan
 from placer.plan.types import Plan
 from placer.regions import find_regions, region_keys
 
+_MOST_SETTINGS = 16  # values of attributes per mode and size for which the program is kept
 _MOST_CALLS = 16  # ways to call a model; more of them are a number that changes with every call
 _PLAIN = (Tensor, bool, int, float, str, torch.dtype, torch.device, type(None))
+
+
+class _Known(NamedTuple):
+    """Stages, and the values of attributes for which they are the model's program."""
+
+    settings: tuple[Setting, ...]
+    staged: StagedModel
 
 
 class Programs:
     """Finds the stages that compute what ``model`` computes in its present mode for given inputs.
 
     A captured graph is the program of one call format, of one mode and of the sizes that it leaves
-    open. For another mode, dtype or size the model is recorded once more on fake tensors: where the
-    program is the same, the captured stages serve; where not, or where hooks or parametrizations
-    were put on a module that was looked into, it is captured anew and put on the same stages. Every
-    answer is kept. Weights stay where the plan has them.
+    open. For another mode, dtype or size, other values of the plain attributes that it reads, or
+    where modules were replaced, the model is recorded once more on fake tensors: where the program
+    is the same, the captured stages serve; where not, or where hooks or parametrizations were put on
+    a module that was looked into, it is captured anew and put on the same stages. Answers are kept,
+    for the values of attributes that came last. Weights stay where the plan has them.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, staged: StagedModel) -> None:
         self._model = model
-        self._modules = list(model.modules())
-        self._containers = [m for m in self._modules[1:] if not is_torch_leaf(m)]
+        self._structure = 0  # how often modules were replaced
+        self._note_modules()
         self._plan = plan
         self._captured = staged
         self._whole = self._kept_whole()
-        key = captured_key(staged.conditions, staged.call)
-        self._known: dict[Hashable, StagedModel] = {(key, self._whole): staged}
+        settings = staged.conditions.settings
+        key = captured_key(staged.conditions, staged.call), self._whole, self._structure
+        self._known: dict[Hashable, list[_Known]] = {key: [_Known(settings, staged)]}
 
     @property
     def call(self) -> CallFormat:
         """How the model is called in these programs, and what it returns."""
         return self._captured.call
 
+    @property
+    def settings(self) -> list[Setting]:
+        """The plain attributes that any of these programs read."""
+        return [setting for known in self._known.values() for one in known for setting in one[0]]
+
     def find(self, inputs: Sequence[Tensor]) -> StagedModel:
         """The stages for one micro-batch of inputs. Raises ``CaptureError``."""
         captured = self._captured
+        if any(tuple(m._modules.values()) != children for m, children in self._parents):
+            self._structure += 1
+            self._note_modules()
         modes = tuple(module.training for module in self._modules)
         whole = self._kept_whole()
-        key = condition_key(captured.conditions, captured.call, modes, inputs), whole
-        if key not in self._known:
-            with _as_in_compile():
-                args, kwargs = rebuild_call(captured.call, _without_data(inputs))
-                same = (
-                    whole == self._whole
-                    and find_difference(self._model, captured.conditions, args, kwargs) is None
-                )
-                self._known[key] = captured if same else self._capture(args, kwargs)
-        return self._known[key]
+        key = condition_key(captured.conditions, captured.call, modes, inputs)
+        known = self._known.setdefault((key, whole, self._structure), [])
+        for settings, staged in reversed(known):
+            if changed_setting(settings, self._module_at) is None:
+                return staged
+        with _as_in_compile():
+            args, kwargs = rebuild_call(captured.call, _without_data(inputs))
+            found = None
+            if whole == self._whole:
+                found = find_difference(self._model, captured.conditions, args, kwargs)
+            if isinstance(found, SameProgram):
+                known.append(_Known(found.settings, captured))
+            else:
+                staged = self._capture(args, kwargs)
+                known.append(_Known(staged.conditions.settings, staged))
+        del known[:-_MOST_SETTINGS]
+        return known[-1].staged
 
     def for_call(self, bound: BoundCall) -> Programs:
         """The programs of another call: other arguments given, other constants among them."""
         with _as_in_compile():
             args, kwargs = rebuild_arguments(bound, _without_data(bound.leaves))
             return Programs(self._model, self._plan, self._capture(args, kwargs))
+
+    def _note_modules(self) -> None:
+        self._module_at = dict(self._model.named_modules())
+        self._modules = list(self._module_at.values())
+        self._containers = [m for m in self._modules[1:] if not is_torch_leaf(m)]
+        lists = nn.ModuleList, nn.ModuleDict
+        parents = [m for m in self._modules if isinstance(m, lists) or not is_torch_leaf(m)]
+        self._parents = [(module, tuple(module._modules.values())) for module in parents]
 
     def _kept_whole(self) -> tuple[int, ...]:
         """Of the modules that a capture may look into, those that it may not now, by their places."""
@@ -138,7 +174,8 @@ def _as_in_compile() -> Iterator[None]:
     """A capture in the midst of the caller's code: as if nothing were going on there."""
     # The caller's saved-tensor hooks (`torch.utils.checkpoint` counts) are to hear nothing of it.
     own_saving = torch.autograd.graph.saved_tensors_hooks(_same, _same)
-    with without_modes(), own_saving, torch.inference_mode(False), torch.enable_grad():
+    anew = torch.inference_mode(False), torch.enable_grad()
+    with without_modes(), without_transforms(), own_saving, anew[0], anew[1]:
         yield
 
 

@@ -47,6 +47,7 @@ class Replica:
         self.mirrors = Mirrors()
         self.precision = precision
         self._constants: dict[tuple[str, Place], torch.Tensor] = {}
+        self._attributes: dict[str, tuple[torch.Tensor, int]] = {}  # constants that may change
         self._at_home = tuple(  # stages that find all their weights where they run
             all(self.homes[staged.state_stage[name]] == place for name in stage.state)
             for stage, place in zip(staged.stages, self.places, strict=True)
@@ -66,6 +67,7 @@ class Replica:
 
     def trees(self, model: nn.Module) -> list[Any]:
         """Per stage, an object that has the stage's modules and tensors on the stage's place."""
+        self.follow_attributes(model)
         return [self._tree(model, stage) for stage in self.staged.stages]
 
     def _tree(self, model: nn.Module, stage: StageCode) -> Any:
@@ -85,10 +87,28 @@ class Replica:
         with on(place), precision_context(self.precision, place.device.type):
             return run_pieces(stage, tree, place, inputs)
 
+    def follow_attributes(self, model: nn.Module) -> None:
+        """Have constants that are attributes of ``model`` the values that these have now."""
+        for name, path in self.staged.constant_paths.items():
+            owner, _, leaf = path.rpartition(".")
+            value = getattr(model.get_submodule(owner), leaf, None)
+            if not isinstance(value, torch.Tensor) or value.is_meta:
+                continue
+            version = 0 if value.is_inference() else value._version
+            known = self._attributes.get(name)
+            if known is None or known[0] is not value or known[1] != version:
+                self._attributes[name] = value, version
+                for key in [key for key in self._constants if key[0] == name]:
+                    del self._constants[key]
+
     def constant(self, name: str, place: Place) -> torch.Tensor:
+        """A tensor that is part of the program, on ``place``."""
         key = (name, place)
         if key not in self._constants:
-            self._constants[key] = copy_to(place, self.staged.constants[name])
+            found = self._attributes.get(name)
+            tensor = self.staged.constants[name] if found is None else found[0]
+            with torch.inference_mode(False):
+                self._constants[key] = copy_to(place, tensor.detach())
         return self._constants[key]
 
     def forward(self, trees: Sequence[Any], leaves: Sequence[torch.Tensor]) -> list[Any]:

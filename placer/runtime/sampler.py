@@ -35,8 +35,8 @@ class ReplicaSampler(Sampler[list[int]]):
             raise PlacerError(
                 "sampler",
                 f"{type(dataset).__name__} has no length, so its rows cannot be dealt out",
-                "have the data set itself yield this replica's rows (placed.replica_index of "
-                "placed.num_replicas)",
+                "have the data set itself yield this process's rows, of index, shares = "
+                "placed.own_share",
             )
         last = len(dataset) % batch_size if batch_size > 0 else 0
         smallest = last if last and not drop_last else batch_size

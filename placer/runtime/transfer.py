@@ -9,7 +9,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map
 
-from placer._torch import run_at_once
+from placer._torch import is_transformed, run_at_once
 from placer.runtime.place import Place, on
 
 
@@ -110,7 +110,7 @@ def transfer(value: Any, source: Place, target: Place, *, gradients_wait: bool =
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
-            if not (leaf.requires_grad and torch.is_grad_enabled()):
+            if not (leaf.requires_grad and torch.is_grad_enabled()) or is_transformed():
                 return copy_to(target, leaf)
             waiting = None
             if gradients_wait and has_backward(leaf):
@@ -207,18 +207,22 @@ class _Mirror(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, primary: torch.Tensor, mirrored: torch.Tensor, home: Place
+        ctx: Any, primary: torch.Tensor, mirrored: torch.Tensor, home: Place, place: Place
     ) -> torch.Tensor:
         ctx.home = home
+        ctx.place = place
         ctx.set_materialize_grads(False)
         return mirrored.detach()
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
-        return None if grads[0] is None else copy_to(ctx.home, grads[0]), None, None
+    def backward(
+        ctx: Any, *grads: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, None, None, None]:
+        return transfer(grads[0], ctx.place, ctx.home), None, None, None
 
 
-def attach(primary: torch.Tensor, mirrored: torch.Tensor, home: Place) -> torch.Tensor:
-    """``mirrored``, as a differentiable function of ``primary``, which lives at ``home``."""
-    return _Mirror.apply(primary, mirrored, home)  # type: ignore[no-any-return]
+def attach(
+    primary: torch.Tensor, mirrored: torch.Tensor, home: Place, place: Place
+) -> torch.Tensor:
+    """``mirrored`` at ``place``, as a differentiable function of ``primary`` at ``home``."""
+    return _Mirror.apply(primary, mirrored, home, place)  # type: ignore[no-any-return]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from placer._torch import fake_process_group, releasing_fakes
@@ -18,7 +18,7 @@ from placer.emit import StagedModel, emit_stages
 from placer.errors import PlacerError
 from placer.plan.types import Plan
 from placer.runtime.attribution import Attribution
-from placer.runtime.distributed.boundary import BoundaryFinder
+from placer.runtime.distributed.boundary import BoundaryFinder, Crossings
 from placer.runtime.distributed.engine import Engine
 from placer.runtime.distributed.gradients import GradientReducer, find_shared
 from placer.runtime.distributed.job import Job, Seat, take_seat
@@ -105,29 +105,19 @@ def _simulate_rank(
     loss_fn: Callable[[Any], Tensor] | None,
     name: str,
 ) -> RankLedger:
+    """Two training steps of the rank that has ``seat``, with the kernels of the device ``name``."""
     world = FakeWorld()
     fake_model = world.module(capture.model)
     leaves = [world.tensor(tensor) for tensor in inputs]
     holdings = find_holdings(fake_model, staged, seat.num_devices)
     finder = BoundaryFinder(capture.model, plan, staged, _CPU)
-    places = [Place(_RANK, _CPU)] * len(plan.stages)
-    loss_of = loss_fn or (lambda output: stand_in_loss(tree_leaves(output)))
     ledger = RankLedger(Attribution(staged.stages, capture.layer_of).where)
     with world.running(capture.conditions.guess):
         part = build_part(fake_model, staged, holdings, seat.device_index, _CPU)
-        finder.follow_modes(part)
+        finder.follow(part)
         pieces = _cut(staged, plan, leaves)
         crossings = [finder.find(piece, grad=True) for piece in pieces]
-        engine = Engine(
-            Replica(staged, places, places, plan.precision),
-            part,
-            schedule=plan.schedule,
-            microbatches=plan.microbatches,
-            stage_indices=seat.stage_indices,
-            group=_make_group(1, seat, tuple(range(seat.num_devices))),
-            device=_CPU,
-            stage_class=releasing_fakes(SplitStage),
-        )
+        engine = _engine(plan, staged, part, seat)
         trained = [p for p in part.parameters() if p.requires_grad]
         optimizer = make_optimizer(plan.optimizer, trained, foreach=updates_together([name]))
         group_of = cache(partial(_make_group, plan.replicas, seat))
@@ -135,17 +125,8 @@ def _simulate_rank(
         ledger.add_state((*part.parameters(), *part.buffers()))
         for leaf in (*leaves, *(tensor for piece in pieces for tensor in piece)):
             ledger.add(leaf, CALLER, kind="input")
-        microbatches = [
-            Microbatch(
-                inputs=dict(zip(staged.graph_inputs, piece, strict=True)),
-                crossings=crossing,
-                inputs_here=torch.device(name).type == "cpu",
-                weight=1 / len(pieces),
-            )
-            for piece, crossing in zip(pieces, crossings, strict=True)
-        ]
-        empty = Microbatch(inputs={}, crossings=None)
-        microbatches += [empty] * (plan.microbatches - len(pieces))
+        microbatches = _microbatches(plan, staged, pieces, crossings, name)
+        loss_of = loss_fn or (lambda output: stand_in_loss(tree_leaves(output)))
         with ledger, running_kernels(plan, name):
             for _ in range(2):
                 run = Run(microbatches=microbatches, loss_of=lambda _, output: loss_of(output))
@@ -157,6 +138,42 @@ def _simulate_rank(
                 optimizer.zero_grad(set_to_none=True)
     engine.close()
     return ledger
+
+
+def _engine(plan: Plan, staged: StagedModel, part: nn.Module, seat: Seat) -> Engine:
+    """Torch's engine for the rank's stages, among ranks of which none is there."""
+    places = [Place(_RANK, _CPU)] * len(plan.stages)
+    return Engine(
+        Replica(staged, places, places, plan.precision),
+        part,
+        schedule=plan.schedule,
+        microbatches=plan.microbatches,
+        stage_indices=seat.stage_indices,
+        group=_make_group(1, seat, tuple(range(seat.num_devices))),
+        device=_CPU,
+        stage_class=releasing_fakes(SplitStage),
+    )
+
+
+def _microbatches(
+    plan: Plan,
+    staged: StagedModel,
+    pieces: Sequence[Sequence[Tensor]],
+    crossings: Sequence[Crossings],
+    name: str,
+) -> list[Microbatch]:
+    """The first replica's micro-batches on the device ``name``, those without rows last."""
+    found = [
+        Microbatch(
+            inputs=dict(zip(staged.graph_inputs, piece, strict=True)),
+            crossings=crossing,
+            inputs_here=torch.device(name).type == "cpu",
+            weight=1 / len(pieces),
+        )
+        for piece, crossing in zip(pieces, crossings, strict=True)
+    ]
+    empty = Microbatch(inputs={}, crossings=None)
+    return found + [empty] * (plan.microbatches - len(pieces))
 
 
 def _make_group(replicas: int, seat: Seat, devices: tuple[int, ...]) -> dist.ProcessGroup:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from placer.errors import nearest
@@ -83,7 +83,7 @@ def _rows(data: Mapping[str, Any], names: list[str | None]) -> list[Problem]:
     if rows:
         wrong = _wrong_count(len(rows), replicas) if counted and replicas > 0 else []
         return wrong + _wrong_rows([_names(row) for row in rows], first)
-    return _clashes(first, replicas) if counted else []
+    return shift_clashes(first, replicas) if counted else []
 
 
 def _wrong_count(rows: int, replicas: int) -> list[Problem]:
@@ -118,7 +118,7 @@ def _wrong_rows(rows: list[list[str | None]], first: list[str]) -> list[Problem]
     return problems
 
 
-def _clashes(first: list[str], replicas: int) -> list[Problem]:
+def shift_clashes(first: Sequence[str], replicas: int) -> list[Problem]:
     """The first device that two replicas would share if ``first`` were shifted for each of them."""
     if replicas > MOST or len(set(first)) < len(first):
         return []  # said elsewhere
@@ -126,7 +126,7 @@ def _clashes(first: list[str], replicas: int) -> list[Problem]:
     clash = min((name for name, count in owners.items() if count > 1), default=None)
     if clash is None:
         return []
-    problem = f"{clash!r} would serve two replicas when {first} is shifted"
+    problem = f"{clash!r} would serve two replicas when {list(first)} is shifted"
     remedy = "give /replica_devices: one row of devices for each further replica"
     return [("/replicas", problem, remedy)]
 

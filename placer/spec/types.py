@@ -24,7 +24,7 @@ from pydantic.functional_validators import ModelWrapValidatorHandler
 from pydantic_core import CoreSchema
 
 from placer.errors import SpecError, nearest
-from placer.spec.check import cross_problems
+from placer.spec.check import cross_problems, shift_clashes
 from placer.spec.explain import explain_errors
 from placer.spec.fields import (
     OPTIMIZERS,
@@ -223,6 +223,8 @@ class PlacementSpec(BaseModel):
         names = [device.name for device in self.devices]
         if self.replica_devices and len(self.replica_devices) == replicas - 1:
             return [names, *(list(row) for row in self.replica_devices)]
+        if problems := shift_clashes(names, replicas):
+            raise SpecError(SpecError.UNNAMED, problems)
         return shifted_rows(names, replicas)
 
     def with_devices(self, devices: Sequence[DeviceSpec]) -> PlacementSpec:

@@ -1,4 +1,4 @@
-"""Models that look at the values of tensors, with one process per device."""
+"""Models that look at values of tensors and attributes, with one process per device."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ import placer
 
 def test_a_branch_by_values_is_taken_as_in_the_plain_model(job_of: Callable[[int], Job]) -> None:
     job_of(2).run(cases.step_by_values)
+
+
+def test_attributes_that_are_set_between_steps(job_of: Callable[[int], Job]) -> None:
+    job_of(2).run(cases.step_after_attributes_were_set)
 
 
 def test_shapes_that_depend_on_the_data_are_said_and_not_sent(job_of: Callable[[int], Job]) -> None:

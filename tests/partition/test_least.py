@@ -16,7 +16,9 @@ from placer.partition.labels import (
     first_label,
     peak_of,
 )
+from placer.regions import RegionBorders
 
+EVERYWHERE = RegionBorders(free=frozenset(range(6)), ending={}, unsafe=frozenset())
 KIND = device_kind("cuda:0", "a100")
 CHOICES = (
     (Treatment(recompute=True),),
@@ -86,7 +88,7 @@ def test_bound_optimum_and_answer(most: int, monkeypatch: pytest.MonkeyPatch) ->
         costs = _costs(draw, 6)
         choices, held = CHOICES[seed % 3], draw.choice([1, 3])
         nodes = range(6)
-        stage = LabelledStage(costs, nodes, nodes, {}, KIND, half=False, grown=False)
+        stage = LabelledStage(costs, nodes, (), EVERYWHERE, {}, KIND, half=False, grown=False)
         ways = _all(stage, choices)
         free = StageLimits(static=0, budget=float("inf"), held=held, grown=False)
         plain = max(peak_of(way, free) for way in ways if not way.seconds)

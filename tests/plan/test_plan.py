@@ -12,7 +12,7 @@ import torchvision
 from torch import nn
 
 import placer
-from placer import BudgetError, DeviceError, PlacementSpec, PlanError, SpecError
+from placer import BudgetError, CaptureError, DeviceError, PlacementSpec, PlanError, SpecError
 from placer.units import parse_bytes
 
 GIB = 2**30
@@ -54,6 +54,20 @@ def test_planning_allocates_no_tensor_of_the_model() -> None:
     plan = placer.make_plan(model, {"devices": ["cpu"], "optimizer": "sgd"}, args)
     assert plan.stages[0].memory.peak == pytest.approx(16.98 * GIB, rel=0.002)
     assert all(p.is_meta and p.grad is None for p in model.parameters())
+
+
+def test_micro_batches_that_the_model_cannot_run_on() -> None:
+    """BatchNorm wants more than one value per channel."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), torch.randn(4, 4)
+    spec = {"devices": ["cpu:0"], "microbatches": 4}
+    with pytest.raises(CaptureError, match="1: does not run on a micro-batch of 1x4: ValueError"):
+        placer.make_plan(model, spec, x)
+    device = {"name": "cpu:0", "memory": "1MiB"}
+    auto = {"devices": [device], "reserve": 0, "microbatches": "auto"}
+    assert placer.make_plan(model, auto, x).microbatches <= 2
+    with pytest.raises(BudgetError) as caught:  # four micro-batches were no remedy
+        placer.compile(model, {"devices": [{**device, "memory": 600}], "reserve": 0}, x)
+    assert caught.value.tried
 
 
 def test_pinned_layers_are_where_the_spec_says() -> None:

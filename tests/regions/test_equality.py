@@ -47,6 +47,16 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], list[str]]
         lambda: torch.randn(8, 2, 5, 5, dtype=D),
         ["first", "bn", "relu", "shared"],
     ),
+    "up to a write in place": (
+        models.InPlace,
+        lambda: torch.randn(8, 2, 5, 5, dtype=D),
+        ["first", "bn", "last"],
+    ),
+    "up to each write in place": (
+        lambda: unet3d(width=2, depth=3, norm="batch"),
+        lambda: torch.randn(5, 1, 8, 8, 8, dtype=D),
+        ["**.0", "**.1", "**.3", "**.4"],
+    ),
     "recurrent": (models.Recurrent, lambda: torch.randn(7, 4, 3, dtype=D), ["rnn", "out"]),
     "batch norm": (
         lambda: unet3d(width=2, depth=3, norm="batch"),

@@ -14,12 +14,12 @@ CASES: dict[str, tuple[nn.Module, tuple[torch.Tensor, ...], list[list[str]]]] = 
     "unet": (
         unet3d(width=8, depth=3),
         (torch.randn(4, 1, 32, 32, 32),),
-        [["encoder.*"], ["decoder"]],
+        [["encoder.*"], ["decoder"], ["*coder.*.0", "*coder.*.1", "*coder.*.3", "*coder.*.4"]],
     ),
     "in place": (
         models.InPlace(),
         (torch.randn(12, 2, 32, 32),),
-        [["bn", "relu", "shared"]],
+        [["bn", "relu", "shared"], ["first", "bn", "last"]],
     ),
     "transformer": (
         models.TiedTransformer(width=32),

@@ -137,6 +137,14 @@ def test_one_wrong_thing(data: Any, where: str, said: str) -> None:
     assert said in problem[1] + problem[2]
 
 
+def test_devices_that_cannot_be_shifted_for_as_many_replicas_as_the_machine_has() -> None:
+    """With "auto" how many there are is known when it is planned."""
+    spec = PlacementSpec(devices=["cuda:0", "cuda:2"], replicas="auto")
+    assert spec.device_rows(1) == [["cuda:0", "cuda:2"]]
+    with pytest.raises(SpecError, match=r"'cuda:2' would serve two replicas"):
+        spec.device_rows(2)
+
+
 def test_a_file_is_named_in_its_errors(tmp_path: Path) -> None:
     path = tmp_path / "unet.json"
     path.write_text('{"devices": []}')

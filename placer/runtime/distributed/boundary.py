@@ -6,10 +6,10 @@ same answer by running the stages on fake tensors, so no metadata is exchanged.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from placer.capture import FakeWorld
+from placer.capture import FakeWorld, copy_module, copy_settings, tensors_of
 from placer.emit import StagedModel
 from placer.errors import PlacerError
 from placer.plan.types import Plan
@@ -94,17 +94,26 @@ class BoundaryFinder:
         self._world = FakeWorld()
         self.device = device
         self._place = Place(str(device), device)
-        self._shadow = _copy_with(model, lambda t: _empty_like(t, torch.device("meta")))
+        meta = torch.device("meta")
+        # What is no parameter or buffer is a part of the program, which may look at its values.
+        self._shadow = _copy_with(model, lambda t: _empty_like(t, meta), plain=lambda t: t)
         with self._world.mode, torch.no_grad():
-            self._fake = _copy_with(self._shadow, lambda t: _empty_like(t, device))
+            empty = partial(_empty_like, device=device)
+            self._fake = _copy_with(self._shadow, empty, plain=empty)
         self._programs = Programs(self._shadow, plan, staged)
         places = [self._place] * len(staged.stages)
         self._replica = Replica(staged, places, places, plan.precision)
         self._modes: tuple[bool, ...] = ()  # of the part that was followed last
         self._found: dict[Any, Crossings] = {}
 
-    def follow_modes(self, part: nn.Module) -> None:
-        """Take over the training flags of ``part``; those of modules that it lacks follow its own."""
+    def follow(self, part: nn.Module) -> None:
+        """Take over the training flags of ``part``, and the plain attributes that programs read.
+
+        Flags of modules that it lacks follow its own; their attributes stay.
+        """
+        for copied in (self._shadow, self._fake):
+            if copy_settings(self._programs.settings, part, copied):
+                self._found.clear()
         modes = tuple(module.training for module in part.modules())
         if modes == self._modes:
             return
@@ -193,16 +202,20 @@ def rebuild(value: CrossingValue, tensors: Sequence[Tensor]) -> Any:
     return tree_unflatten(leaves, value.spec)
 
 
-def _copy_with(model: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
-    """A deep copy whose parameters and buffers are what ``make`` makes of them."""
-    memo: dict[int, Any] = {}
+def _copy_with(
+    model: nn.Module, make: Callable[[Tensor], Tensor], *, plain: Callable[[Tensor], Tensor]
+) -> nn.Module:
+    """A deep copy whose parameters and buffers are what ``make`` makes of them, and ``plain`` of others."""
+    memo: dict[int, Any] = {id(tensor): plain(tensor) for tensor in tensors_of(model)}
     for tensor in [*model.parameters(), *model.buffers()]:
         twin = make(tensor)
         if isinstance(tensor, nn.Parameter):
             twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
         memo[id(tensor)] = twin
-    return copy.deepcopy(model, memo)
+    return copy_module(model, memo)
 
 
 def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
+    if tensor.layout != torch.strided:
+        return torch.empty(tensor.size(), dtype=tensor.dtype, device=device)
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)

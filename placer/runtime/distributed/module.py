@@ -52,6 +52,11 @@ class DistributedModule(PlacedModule):
     """
 
     _placeholder: nn.Parameter
+    _FIELDS = PlacedModule._FIELDS | {
+        *("seat", "device", "mesh", "_holdings", "_dp_group", "_pp_group", "_world_group"),
+        *("_tied_groups", "_finder", "_alarm", "_layer_of", "_written", "_engine"),
+        *("_reducer", "_reduced", "_frozen"),
+    }
 
     def __init__(
         self,
@@ -306,7 +311,7 @@ class DistributedModule(PlacedModule):
         start = sum(len(row) for row in cuts[:mine])
         count = len(cuts[mine]) if mine < len(cuts) else 0
         grad = training is not None
-        self._finder.follow_modes(self)
+        self._finder.follow(self._tree)
         own = range(start, start + count)
         largest = max(range(len(sizes)), key=lambda position: sizes[position])
         some = {sizes[position]: pieces[position] for position in (*own, largest)}

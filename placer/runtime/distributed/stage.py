@@ -102,6 +102,7 @@ class StageModule(nn.Module):
         staged, index = crossings.staged, self._index
         replica, code = self._replica.with_program(staged), staged.stages[index]
         place = replica.places[index]
+        replica.follow_attributes(self.part)
         values: dict[str, Any] = {}
         remaining = iter(wires)
         for value in crossings.boundaries[index - 1] if index else ():

@@ -1,0 +1,214 @@
+"""Plain attributes of modules that a forward reads: numbers, flags, lists, the fields of a config.
+
+A program recorded under some of their values is the model's program only while they are the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+_OWN = frozenset(nn.Module().__dict__)  # tables, hooks and the mode: what torch itself looks at
+_TABLES = ("_parameters", "_buffers", "_modules")
+_PLAIN = (
+    *(bool, int, float, complex, str, bytes, type(None), enum.Enum),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+_DEPTH = 6  # of objects and containers in one another; what lies deeper counts by identity
+
+
+class _Absent(enum.Enum):
+    ABSENT = enum.auto()  # stays itself when it is copied or pickled
+
+
+_ABSENT = _Absent.ABSENT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """An attribute of the module at ``path``, what it was, and that in a form to compare.
+
+    ``looked_at``: a tensor whose values the Python code looked at. Of others only shape and dtype
+    matter to the program.
+    """
+
+    path: str
+    name: str
+    value: Any
+    frozen: Any
+    looked_at: bool
+
+    @property
+    def is_plain(self) -> bool:
+        """Is it a number, a text or the like, or missing: something that cannot change by itself?"""
+        return isinstance(self.value, _PLAIN)
+
+    def holds(self, modules: Mapping[str, nn.Module], known: dict[int, Any]) -> bool:
+        """Is the attribute still what it was? ``known`` has what was frozen before, by id."""
+        now = _attribute(modules.get(self.path), self.name)
+        if now is self.value and self.is_plain:
+            return True
+        if id(now) not in known:
+            known[id(now)] = _freeze(now, looked_at=self.looked_at)
+        return bool(known[id(now)] == self.frozen)
+
+
+def changed_setting(
+    settings: Collection[Setting], modules: Mapping[str, nn.Module]
+) -> Setting | None:
+    """The first of ``settings`` that an attribute of ``modules`` (by path) differs from."""
+    known: dict[int, Any] = {}
+    return next((s for s in settings if not s.holds(modules, known)), None)
+
+
+def read_settings(
+    model: nn.Module, names: Collection[tuple[str, str]], looked_at: Collection[str] = ()
+) -> tuple[Setting, ...]:
+    """What the attributes (path, name) of ``model`` are; ``looked_at`` has dotted names of tensors."""
+    modules = dict(model.named_modules())
+    settings = []
+    for path, name in sorted(names):
+        value = _attribute(modules.get(path), name)
+        looked = f"{path}.{name}".lstrip(".") in looked_at
+        frozen = _freeze(value, looked_at=looked)
+        settings.append(Setting(path=path, name=name, value=value, frozen=frozen, looked_at=looked))
+    return tuple(settings)
+
+
+def copy_settings(settings: Collection[Setting], source: nn.Module, target: nn.Module) -> bool:
+    """Give ``target``, a copy of ``source``, the attributes that this has now; were any others?
+
+    Tensors stay as they are, and so do modules that ``source`` lacks.
+    """
+    sources, targets = dict(source.named_modules()), dict(target.named_modules())
+    changed = False
+    for path, name in {(s.path, s.name): None for s in settings}:
+        if path not in sources or path not in targets:
+            continue
+        now = _attribute(sources[path], name)
+        if isinstance(now, Tensor) or _freeze(now) == _freeze(_attribute(targets[path], name)):
+            continue
+        _put(targets[path].__dict__, name, copy.deepcopy(now))
+        changed = True
+    return changed
+
+
+@contextmanager
+def settings_restored(
+    modules: Mapping[str, nn.Module], settings: Collection[Setting]
+) -> Iterator[None]:
+    """Have ``modules`` these settings in this block: those that are plain values or missing."""
+    tables = [(vars(modules[s.path]), s) for s in settings if s.path in modules and s.is_plain]
+    before = [table.get(setting.name, _ABSENT) for table, setting in tables]
+    for table, setting in tables:
+        if _attribute(modules[setting.path], setting.name) is not setting.value:
+            _put(table, setting.name, setting.value)
+    try:
+        yield
+    finally:
+        for (table, setting), value in zip(tables, before, strict=True):
+            _put(table, setting.name, value)
+
+
+def _put(table: dict[str, Any], name: str, value: Any) -> None:
+    if value is _ABSENT:
+        table.pop(name, None)
+    else:
+        table[name] = value
+
+
+@contextmanager
+def watch_attributes(
+    modules: Mapping[str, nn.Module], read: Callable[[str, str], None]
+) -> Iterator[None]:
+    """Tell ``read`` the path and the name of each attribute of ``modules`` that code looks at.
+
+    One that is missing counts, for it may be there later, and so does a plain one of the class, which
+    an instance may get its own of. Parameters, buffers, submodules and methods do not. What code
+    finds by ``vars(module)`` is not seen.
+    """
+    paths = {id(module): path for path, module in modules.items()}
+    classes = dict.fromkeys(type(module) for module in modules.values())
+    originals = {cls: cls.__getattribute__ for cls in classes}
+    own = {cls: vars(cls).get("__getattribute__") for cls in classes}
+
+    def watching(cls: type[nn.Module]) -> Callable[[nn.Module, str], Any]:
+        original = originals[cls]
+
+        def getattribute(module: nn.Module, name: str) -> Any:
+            if name in _OWN or name.startswith("__") or id(module) not in paths:
+                return original(module, name)
+            try:
+                value = original(module, name)
+            except AttributeError:
+                if not any(name in original(module, table) for table in _TABLES):
+                    read(paths[id(module)], name)
+                raise
+            if name in original(module, "__dict__") or isinstance(getattr(cls, name, cls), _PLAIN):
+                read(paths[id(module)], name)
+            return value
+
+        return getattribute
+
+    try:
+        for cls in classes:
+            cls.__getattribute__ = watching(cls)  # type: ignore[method-assign, assignment]
+        yield
+    finally:
+        for cls, before in own.items():
+            if before is None:
+                del cls.__getattribute__
+            else:
+                cls.__getattribute__ = before  # type: ignore[method-assign]
+
+
+class _Same:
+    """An object that is equal to itself only."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value  # also keeps its id from being given away
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _attribute(module: nn.Module | None, name: str) -> Any:
+    try:
+        return getattr(module, name, _ABSENT)
+    except Exception:  # a property that fails now
+        return _ABSENT
+
+
+def _freeze(value: Any, depth: int = _DEPTH, *, looked_at: bool = False) -> Any:
+    """``value`` as it is now, in a form that is equal to that of equal values."""
+    kind = type(value)
+    if isinstance(value, _PLAIN):
+        return kind, value
+    if isinstance(value, Tensor):
+        values = value.tolist() if looked_at and not value.is_meta else None
+        return kind, value.shape, value.dtype, values
+    if isinstance(value, np.ndarray):
+        return kind, value.shape, value.dtype, value.tobytes()
+    if depth == 0 or isinstance(value, nn.Module | type) or callable(value):
+        return _Same(value)
+    if isinstance(value, dict):
+        return kind, [(key, _freeze(item, depth - 1)) for key, item in value.items()]
+    if isinstance(value, list | tuple):
+        return kind, [_freeze(item, depth - 1) for item in value]
+    if isinstance(value, set | frozenset):
+        return kind, set(value)
+    if hasattr(value, "__dict__"):
+        return kind, _freeze(vars(value), depth - 1)
+    return _Same(value)
