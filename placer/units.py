@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from placer.errors import nearest
@@ -45,17 +46,22 @@ def _bounded(nbytes: float, text: str | int) -> int:
     return int(nbytes)
 
 
-def format_bytes(nbytes: int | float) -> str:
+def format_bytes(nbytes: int | float, *, enough: bool = False) -> str:
     """``nbytes`` in the binary unit that leaves one to three digits before the point.
+
+    Rounded to the nearest, or where it says what is ``enough``, up.
 
     >>> format_bytes(17179869184), format_bytes(1536), format_bytes(12), format_bytes(-2**20)
     ('16.00 GiB', '1.50 KiB', '12 B', '-1.00 MiB')
+    >>> format_bytes(2**30 + 1), format_bytes(2**30 + 1, enough=True)
+    ('1.00 GiB', '1.01 GiB')
     """
     size = abs(nbytes)
     sign = "-" if nbytes < 0 else ""
     for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size >= factor:
-            return f"{sign}{size / factor:.2f} {unit}"
+            parts = math.ceil(size * 100 / factor) if enough else size * 100 / factor
+            return f"{sign}{parts / 100:.2f} {unit}"
     return f"{sign}{size:.0f} B"
 
 

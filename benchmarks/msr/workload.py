@@ -31,8 +31,11 @@ class WorkloadError(PlacerError):
     """A file is not a placement workload, or has no placement."""
 
 
-_NODE = {"id": int, "fpgaLatency": float, "size": float, "isBackwardNode": int}
+_NODE = {"id": int, "fpgaLatency": float, "size": float, "isBackwardNode": bool}
 _EDGE = {"sourceId": int, "destId": int, "cost": float}
+_COLOUR = (int, str, type(None))
+_ROUNDING = 1e-12  # of sums of sizes; the limit of the solver, too
+_LARGEST = 1e300  # of a sum, so that no sum of these is infinite
 _FILE = {"nodes": list, "edges": list, "maxFPGAs": int, "maxSizePerFPGA": float}
 
 
@@ -41,7 +44,7 @@ def read_workload(path: str | Path) -> Workload:
     path = Path(path)
     try:
         data = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise WorkloadError(str(path), f"cannot be read as JSON: {error}") from error
     problem = _first_problem(data)
     if problem is not None:
@@ -62,6 +65,8 @@ def _first_problem(data: Any) -> str | None:
             return problem
         if node["id"] in known:
             return f"nodes[{i}] has the id {node['id']} of an earlier node"
+        if not isinstance(node.get("colorClass"), _COLOUR):
+            return f"nodes[{i}] has 'colorClass': {node['colorClass']!r}; it must be of type int"
         if not node.get("supportedOnFpga", True):
             return f"nodes[{i}] does not run on an accelerator, and only these are placed"
         known.add(node["id"])
@@ -72,6 +77,10 @@ def _first_problem(data: Any) -> str | None:
         unknown = {edge["sourceId"], edge["destId"]} - known
         if unknown:
             return f"edges[{i}] has an end that is no node: {min(unknown)}"
+    total = sum(float(node["fpgaLatency"]) for node in data["nodes"])
+    total += 2 * sum(float(edge["cost"]) for edge in data["edges"])  # out of a device, and in
+    if max(total, sum(float(node["size"]) for node in data["nodes"])) > _LARGEST:
+        return f"its latencies and costs, or its sizes, add up to more than {_LARGEST:g}"
     return None
 
 
@@ -83,17 +92,23 @@ def _wrong_fields(where: str, found: Any, fields: Mapping[str, type]) -> str | N
         if field not in found:
             return f"{where} has no {field!r}"
         value = found[field]
+        number = isinstance(value, int | float) and not isinstance(value, bool)
         if kind is float:
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not 0 <= value < float("inf"):
-                return f"{where} has {field!r}: {value!r}; it must be a finite number, 0 or more"
-        elif not isinstance(value, kind):
+            if not number or not 0 <= value <= _LARGEST:
+                return f"{where} has {field!r}: {value!r:.40}; it must be a number from 0 to {_LARGEST:g}"
+        elif kind is bool:  # the files have both true and 1
+            if value not in (0, 1):
+                return f"{where} has {field!r}: {value!r}; it must be true or false"
+        elif not isinstance(value, kind) or (kind is int and not number):
             return f"{where} has {field!r}: {value!r}; it must be of type {kind.__name__}"
     return None
 
 
 def partition_problem(workload: Workload) -> PartitionProblem:
-    """Units are the file's nodes, in its order; only forward edges order the stages."""
+    """Units are the file's nodes, in its order; only forward edges order the stages.
+
+    Accelerators only: what a file says of CPUs (``maxCPUs``, ``cpuLatency``) is not read.
+    """
     nodes, edges = workload.data["nodes"], workload.data["edges"]
     index = {node["id"]: i for i, node in enumerate(nodes)}
     backward = [bool(node["isBackwardNode"]) for node in nodes]
@@ -157,7 +172,7 @@ def check_placement(workload: Workload, devices: Sequence[Sequence[int]]) -> flo
     for colour, found in colours.items():
         if len(found) > 1:
             raise ValueError(f"colour class {colour} is on devices {sorted(found)}")
-    if max(sizes) > workload.data["maxSizePerFPGA"]:
+    if max(sizes) > workload.data["maxSizePerFPGA"] * (1 + _ROUNDING):
         raise ValueError(f"a device holds {max(sizes)} bytes")
     backward = {node["id"] for node in nodes if node["isBackwardNode"]}
     chain: nx.DiGraph = nx.DiGraph()

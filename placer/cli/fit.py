@@ -13,7 +13,7 @@ from placer.capture import Capture
 from placer.cli.main import EXIT_NO_FIT
 from placer.cli.output import print_json
 from placer.errors import BudgetError
-from placer.plan.remedies import memory_needed, misfit_error
+from placer.plan.remedies import lacks_room, memory_needed, misfit_error
 from placer.plan.types import Plan
 from placer.spec import PlacementSpec
 from placer.units import format_bytes
@@ -40,6 +40,8 @@ def report_misfit(
     console.print("what would make it fit:")
     for change in [*(t.change for t in error.tried if t.fits), needed]:
         console.print(f"  - {change}", markup=False)
+    if reason := lacks_room(spec):
+        console.print(f"no change of the placement was tried: {reason}", markup=False)
     short = [t for t in error.tried if not t.fits]
     if short:
         console.print("tried, and not enough:")

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.partition.lattice import (
+    BitSums,
     Flags,
     Lattice,
-    WeightLookup,
     Words,
     bit_row,
     num_words,
@@ -19,7 +19,8 @@ from placer.partition.lattice import (
 )
 from placer.partition.problem import Vector
 
-_STEP, _UNDECIDED = 1e5, 400.0  # nanoseconds for deciding a unit, and for each downset then
+# Nanoseconds for deciding a unit, for each downset then, and for each unit and value.
+_STEP, _UNDECIDED, _PER_BIT = 1e5, 250.0, 0.5
 _BEAM_SEED = 20_260_101  # of the random numbers that name sets of units
 
 
@@ -218,70 +219,138 @@ def surviving_rows(
     weights = np.array(window.columns).reshape(
         len(window.columns), n
     )  # columns x units; none for one stage
-    sums = [WeightLookup(w) for w in weights]
-    cut_of = WeightLookup(window.cut_nbytes)
+    sums_of, cut_of = BitSums(weights.T), BitSums(window.cut_nbytes[:, None])
     after = _descendants(lattice)
+    after_sums = sums_of(after)
     touched_by = np.array([bit_row(v, m) for v in lattice.values_of])
     touched_after = touched_by.copy()
     for u in reversed(range(n)):
         for s in lattice.succs[u]:
             touched_after[u] |= touched_after[s]
-    inside = np.zeros((1, num_words(n)), dtype=np.uint64)
-    outside = inside.copy()
-    touched_in = np.zeros((1, num_words(m)), dtype=np.uint64)
-    touched_out = touched_in.copy()
-    sum_in, sum_out = np.zeros((1, len(weights))), np.zeros((1, len(weights)))
+    rows = _Undecided(num_words(n), num_words(m), len(weights))
     done = [bit_row((), n)[None], bit_row(range(n), n)[None]]
     rest = bit_row(range(n), n)
     for u in range(n):
         word, bit = u // 64, np.uint64(1 << (u % 64))
         rest = rest & ~bit_row([u], n)
-        free = np.flatnonzero((outside[:, word] & bit) == 0)
-        work.take(_STEP + (_UNDECIDED + n + m) * len(free))
-        out_rows = outside[free] | after[u]
-        fresh = after[u] & ~outside[free]
-        out_sums = sum_out[free]
-        for column, lookup in enumerate(sums):
-            out_sums[:, column] += lookup(fresh)
-        out_touched = touched_out[free] | touched_after[u]
-        out_alive = window.some(sum_in[free], out_sums, cut_of(touched_in[free] & out_touched))
-        # In place: the undecided rows take the unit in; then those that leave it out are added.
-        taken = free[out_alive]
-        added = (
-            inside[taken],
-            out_rows[out_alive],
-            touched_in[taken],
-            out_touched[out_alive],
-            sum_in[taken],
-            out_sums[out_alive],
+        free = np.flatnonzero((rows.outside[:, word] & bit) == 0)
+        work.take(_STEP + (_UNDECIDED + _PER_BIT * (n + m)) * len(free))
+        outside, sum_in, sum_out = rows.outside[free], rows.sum_in[free], rows.sum_out[free]
+        touched_in, touched_out = rows.touched_in[free], rows.touched_out[free]
+        cut = rows.cut[free]
+        # Left out, with all that follows.
+        fresh = after[u] & ~outside
+        out_sums = sum_out + after_sums[u]  # right where none of these was left out before
+        some = np.flatnonzero((fresh != after[u]).any(axis=1))
+        out_sums[some] = sum_out[some] + sums_of(fresh[some])
+        out_cut = cut + cut_of(touched_in & ~touched_out & touched_after[u])[:, 0]
+        taken = np.flatnonzero(window.some(sum_in, out_sums, out_cut))
+        complete = ((outside[taken, word:] | after[u, word:]) & rest[word:] == rest[word:]).all(
+            axis=1
         )
-        inside[free, word] |= bit
-        touched_in[free] |= touched_by[u]
-        sum_in[free] += weights[:, u]
-        in_alive = window.some(
-            sum_in[free], sum_out[free], cut_of(touched_in[free] & touched_out[free])
-        )
-        complete = ((added[1] & rest) == rest).all(axis=1)
         if complete.any():
-            done.append(added[0][complete])
-        ended = free[in_alive][((outside[free[in_alive]] & rest) == rest).all(axis=1)]
-        if len(ended):
-            done.append(inside[ended])
-        keep = np.ones(len(inside), dtype=bool)
-        keep[free[~in_alive]] = False
-        keep[ended] = False
-        parts = (inside, outside, touched_in, touched_out, sum_in, sum_out)
-        if keep.all() and not len(taken):
-            continue
-        inside, outside, touched_in, touched_out, sum_in, sum_out = (
-            np.concatenate([part[keep], extra[~complete]])
-            for part, extra in zip(parts, added, strict=True)
-        )
-        if len(inside) > most or sum(map(len, done)) > most or work.is_spent():
+            done.append(rows.inside[free[taken[complete]]])
+        taken = taken[~complete]
+        added = rows.copy(free[taken])
+        added.outside[:] |= after[u]
+        added.touched_out[:] |= touched_after[u]
+        added.sum_out[:], added.cut[:] = out_sums[taken], out_cut[taken]
+        # Taken in.
+        cut += cut_of(touched_out & ~touched_in & touched_by[u])[:, 0]
+        sum_in += weights[:, u]
+        rows.inside[free, word] |= bit
+        rows.touched_in[free] = touched_in | touched_by[u]
+        rows.sum_in[free], rows.cut[free] = sum_in, cut
+        kept = window.some(sum_in, sum_out, cut)
+        ended = kept & (outside[:, word:] & rest[word:] == rest[word:]).all(axis=1)
+        if ended.any():
+            done.append(rows.inside[free[ended]])
+        rows.replace(free[~kept | ended], added)
+        if len(rows) > most or sum(map(len, done)) > most or work.is_spent():
             return None
-        if not len(inside):
+        if not len(rows):
             break
     return distinct(np.concatenate(done))
+
+
+class _Undecided:
+    """Partly decided downsets: units in and out, the values that these touch, and their sums."""
+
+    def __init__(
+        self,
+        unit_words: int,
+        value_words: int,
+        columns: int,
+        words: Words | None = None,
+        sums: Vector | None = None,
+    ) -> None:
+        self._shape = unit_words, value_words, columns
+        self._words = (
+            np.zeros((1, 2 * (unit_words + value_words)), np.uint64) if words is None else words
+        )
+        self._sums = np.zeros((1, 2 * columns + 1)) if sums is None else sums
+        self._count = len(self._words)
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def inside(self) -> Words:
+        return self._words[: self._count, : self._shape[0]]
+
+    @property
+    def outside(self) -> Words:
+        return self._words[: self._count, self._shape[0] : 2 * self._shape[0]]
+
+    @property
+    def touched_in(self) -> Words:
+        first = 2 * self._shape[0]
+        return self._words[: self._count, first : first + self._shape[1]]
+
+    @property
+    def touched_out(self) -> Words:
+        return self._words[: self._count, -self._shape[1] :]
+
+    @property
+    def sum_in(self) -> Vector:
+        return self._sums[: self._count, : self._shape[2]]
+
+    @property
+    def sum_out(self) -> Vector:
+        return self._sums[: self._count, self._shape[2] : -1]
+
+    @property
+    def cut(self) -> Vector:
+        return self._sums[: self._count, -1]
+
+    def copy(self, which: NDArray[np.int64]) -> _Undecided:
+        return _Undecided(*self._shape, self._words[which], self._sums[which])
+
+    def replace(self, removed: NDArray[np.int64], added: _Undecided) -> None:
+        """Take rows out and others in; nothing else moves but what fills the holes."""
+        common = min(len(removed), len(added))
+        self._put(removed[:common], added, slice(common))
+        if common < len(added):
+            count = self._count + len(added) - common
+            if count > len(self._words):
+                room = ((0, max(count, 2 * self._count) - self._count), (0, 0))
+                self._words = np.pad(self._words[: self._count], room)
+                self._sums = np.pad(self._sums[: self._count], room)
+            self._put(slice(self._count, count), added, slice(common, None))
+            self._count = count
+        elif common < len(removed):
+            holes = removed[common:]
+            count = self._count - len(holes)
+            last = np.ones(self._count - count, dtype=bool)
+            last[holes[holes >= count] - count] = False
+            filling = np.flatnonzero(last) + count
+            self._words[holes[holes < count]] = self._words[filling]
+            self._sums[holes[holes < count]] = self._sums[filling]
+            self._count = count
+
+    def _put(self, at: NDArray[np.int64] | slice, added: _Undecided, which: slice) -> None:
+        self._words[at] = added._words[which]
+        self._sums[at] = added._sums[which]
 
 
 def _descendants(lattice: Lattice) -> Words:

@@ -47,6 +47,25 @@ class _Run:
     first_saver: Columns
 
 
+@dataclass(slots=True, kw_only=True)
+class _Held:
+    """A value that regions need, positions of nodes, and what is noted of when it is held.
+
+    Per start of a stage: its bytes, and from which column on it is held (``always``), besides those
+    columns where it is while a region's own backward runs (``passing``: a table, since, until).
+    """
+
+    producer: int
+    users: list[int]
+    savers: list[int]
+    parts: dict[int, int]  # of a saver of a part only, its bytes
+    nbytes: Table
+    always: Columns
+    passing: list[tuple[str, Columns, int]]
+    stays: bool  # does it stay from when it is made on, for backward
+    last_use: int  # in forward, up to this column
+
+
 class HeldInRegions:
     """Fills tables of bytes, rows the ``starts`` of stages, columns the ``width`` positions of nodes.
 
@@ -107,10 +126,9 @@ class HeldInRegions:
     def take(self, index: int) -> bool:
         """Count the value of this number if a region needs it; False: no region does."""
         value = self._costs.values[index]
-        place, starts, none = self._place, self._starts, self._width
+        place, starts = self._place, self._starts
         users = sorted({int(place[i]) for i in (*value.users, *value.savers)})
         savers = sorted({int(place[i]) for i in value.savers})
-        producer = int(place[value.producer]) if value.producer >= 0 else -1
         needed = {int(self._run_of[p]) for p in users} - {-1}
         if not needed:
             return False
@@ -118,59 +136,83 @@ class HeldInRegions:
         for row, of_parts in self._parts.get(index, ()):
             nbytes[row] = of_parts
         outside = [s for s in savers if self._run_of[s] < 0]
-        always = np.full(len(starts), none)  # from which column on it is held
+        always = np.full(len(starts), self._width)
         for s in reversed(outside):
             always[starts <= s] = s
-        passing: list[tuple[str, Columns, int]] = []  # while a region's own backward runs
-        stays = bool(outside)
-        last_use = users[-1] + 1
+        held = _Held(
+            producer=int(place[value.producer]) if value.producer >= 0 else -1,
+            users=users,
+            savers=savers,
+            parts={int(place[node]): part for node, part in value.parts},
+            nbytes=nbytes,
+            always=always,
+            passing=[],
+            stays=bool(outside),
+            last_use=users[-1] + 1,
+        )
         for number in sorted(needed):
-            run = self._runs[number]
-            inside = [p for p in users if self._run_of[p] == number]
-            saving = [s for s in savers if self._run_of[s] == number]
-            if run.key.recompute:
-                enters = (producer < np.maximum(starts, run.first)) & (starts <= inside[-1])
-                since = np.where(enters, run.first_saver, none)
-                if run.key.offload:
-                    passing.append(("fetched", since, max(run.savers, default=-1) + 1))
-                else:
-                    always = np.minimum(always, since)
-                    stays |= producer < run.first
-                if producer < run.first:
-                    last_use = max(last_use, run.last + 1)
-                elif saving or inside[-1] > producer:
-                    made = ~enters & (starts <= producer)
-                    if saving:
-                        since = np.where(made, saving[0], none)
-                        passing.append(("inside", since, run.savers[-1] + 1))
-                    until = run.last + 1 if saving else inside[-1] + 1
-                    begin = np.where(made, producer + 1, none)
-                    _fill(self._again, begin, np.full(len(starts), until), nbytes)
-                continue
-            parts = {int(place[node]): part for node, part in value.parts}
-            if len(savers) > 1:  # each part comes for itself
-                for s in [s for s in saving if s in parts]:
-                    since = np.where(starts <= s, s, none)
-                    until = np.minimum(s + 1, always)
-                    _fill(self._steps["kept"], since, until, np.full(len(starts), float(parts[s])))
-                saving = [s for s in saving if s not in parts]
-            if saving:
-                since = np.append(saving, none)[np.searchsorted(saving, starts)]
-                passing.append(("kept", since, saving[-1] + 1))
-                if len(saving) > 1:
-                    until = np.minimum(saving[-1] + 1, always)
-                    self._offloaded.append((saving, since, until, nbytes))
-        self._since[index] = [always, *(since for _, since, _ in passing)]
-        end = np.full(len(starts), none)
-        _fill(self._steps["saved"], always, end, nbytes)
-        self._wait("kept", always, end, nbytes, savers)
-        for name, since, last in passing:
-            self._wait(name, since, np.minimum(last, always), nbytes, savers)
-        if producer >= 0:
-            begin = np.where(starts <= producer, producer + 1, none)
-            until = none if stays else min(last_use, none)
-            _fill(self._steps["forward"], begin, np.full(len(starts), until), nbytes)
+            if self._runs[number].key.recompute:
+                self._recompute(held, number)
+            else:
+                self._offload(held, number)
+        self._since[index] = [held.always, *(since for _, since, _ in held.passing)]
+        self._count(held)
         return True
+
+    def _recompute(self, held: _Held, number: int) -> None:
+        """Note when the value is held for the region of this number, which is recomputed."""
+        run, starts, none = self._runs[number], self._starts, self._width
+        inside = [p for p in held.users if self._run_of[p] == number]
+        saving = [s for s in held.savers if self._run_of[s] == number]
+        enters = (held.producer < np.maximum(starts, run.first)) & (starts <= inside[-1])
+        since = np.where(enters, run.first_saver, none)
+        if run.key.offload:
+            held.passing.append(("fetched", since, max(run.savers, default=-1) + 1))
+        else:
+            held.always = np.minimum(held.always, since)
+            held.stays |= held.producer < run.first
+        if held.producer < run.first:
+            held.last_use = max(held.last_use, run.last + 1)
+        elif saving or inside[-1] > held.producer:
+            made = ~enters & (starts <= held.producer)
+            if saving:
+                since = np.where(made, saving[0], none)
+                held.passing.append(("inside", since, run.savers[-1] + 1))
+            until = run.last + 1 if saving else inside[-1] + 1
+            begin = np.where(made, held.producer + 1, none)
+            _fill(self._again, begin, np.full(len(starts), until), held.nbytes)
+
+    def _offload(self, held: _Held, number: int) -> None:
+        """Note when the value is back for the region of this number, whose savings wait on the host."""
+        starts, none = self._starts, self._width
+        saving = [s for s in held.savers if self._run_of[s] == number]
+        if len(held.savers) > 1:  # each part comes for itself
+            for s in [s for s in saving if s in held.parts]:
+                since = np.where(starts <= s, s, none)
+                until = np.minimum(s + 1, held.always)
+                part = np.full(len(starts), float(held.parts[s]))
+                _fill(self._steps["kept"], since, until, part)
+            saving = [s for s in saving if s not in held.parts]
+        if saving:
+            since = np.append(saving, none)[np.searchsorted(saving, starts)]
+            held.passing.append(("kept", since, saving[-1] + 1))
+            if len(saving) > 1:
+                until = np.minimum(saving[-1] + 1, held.always)
+                self._offloaded.append((saving, since, until, held.nbytes))
+
+    def _count(self, held: _Held) -> None:
+        """Put into the tables what is noted of the value."""
+        starts, none = self._starts, self._width
+        end = np.full(len(starts), none)
+        _fill(self._steps["saved"], held.always, end, held.nbytes)
+        self._wait("kept", held.always, end, held.nbytes, held.savers)
+        for name, since, last in held.passing:
+            until = np.minimum(last, held.always)
+            self._wait(name, since, until, held.nbytes, held.savers)
+        if held.producer >= 0:
+            begin = np.where(starts <= held.producer, held.producer + 1, none)
+            last_use = none if held.stays else min(held.last_use, none)
+            _fill(self._steps["forward"], begin, np.full(len(starts), last_use), held.nbytes)
 
     def table(self, name: str) -> Table:
         """``saved``, ``waiting`` or ``forward``."""

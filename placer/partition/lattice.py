@@ -18,6 +18,7 @@ from placer.partition.problem import PartitionProblem, Vector
 Words = NDArray[np.uint64]
 Flags = NDArray[np.bool_]
 _ONE = np.uint64(1)
+_FEW_ROWS = 100  # are multiplied, which takes less than a look at each byte
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -174,6 +175,31 @@ class WeightLookup:
         total = np.zeros(len(rows))
         for column in self._used:
             total += self._table[column][packed[:, column]]
+        return total
+
+
+class BitSums:
+    """Sums of several weights of each bit over bitsets, of bytes that some of the rows have."""
+
+    def __init__(self, weights: Vector) -> None:
+        """``weights[b, c]``: weight c of bit b."""
+        bits, columns = weights.shape
+        self._weights = weights
+        padded = np.zeros((num_words(bits) * 8, 8, columns))
+        padded.reshape(-1, columns)[:bits] = weights
+        patterns = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+        self._table = np.einsum("pb,wbc->wpc", patterns.astype(np.float64), padded)
+
+    def __call__(self, rows: Words) -> Vector:
+        """``[i, c]``: the sum of weight c over row i."""
+        if len(rows) < _FEW_ROWS:
+            found: Vector = unpack(rows, len(self._weights)).astype(np.float64) @ self._weights
+            return found
+        total = np.zeros((len(rows), self._table.shape[2]))
+        packed = np.ascontiguousarray(rows).astype("<u8", copy=False).view(np.uint8)
+        for column in np.flatnonzero(np.bitwise_or.reduce(packed, axis=0)):
+            some = np.flatnonzero(packed[:, column])
+            total[some] += self._table[column][packed[some, column]]
         return total
 
 

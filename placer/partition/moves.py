@@ -57,6 +57,8 @@ class _Moves:
         self._unit = np.array([u for v in self._values for u in v.units], dtype=np.int64)
         sizes = [len(v.units) for v in self._values]
         self._value = np.repeat(np.arange(len(self._values)), sizes)
+        by_unit = np.argsort(self._unit, kind="stable")
+        self._unit, self._value = self._unit[by_unit], self._value[by_unit]
         self._counts = np.zeros((len(self._values), k), dtype=np.int64)
         np.add.at(self._counts, (self._value, self.stage_of[self._unit]), 1)
         self._edges = np.array(problem.edges, dtype=np.int64).reshape(-1, 2)
@@ -154,16 +156,14 @@ class _Moves:
         there = counts > 0
         after = stages[:, None] + ~there - alone[:, None]
         pays = external[:, None] | (after > 1)
-        at_home = nbytes[:, None] * (
-            (pays & ~alone[:, None]).astype(np.float64) - paid[:, None].astype(np.float64)
-        )
-        at_stage = nbytes[:, None] * (
-            pays.astype(np.float64) - (paid[:, None] & there).astype(np.float64)
-        )
+        at_home = nbytes[:, None] * np.subtract(pays & ~alone[:, None], paid[:, None], dtype=float)
+        at_stage = nbytes[:, None] * np.subtract(pays, paid[:, None] & there, dtype=float)
         count, k = len(units), len(self._loads)
         leaving, arriving = np.zeros((count, k)), np.zeros((count, k))
-        np.add.at(leaving, who, at_home * self._rate[home])
-        np.add.at(arriving, who, at_stage * self._rate)
+        if len(who):
+            starts = np.flatnonzero(np.diff(who, prepend=-1))  # uses are sorted by unit
+            leaving[who[starts]] = np.add.reduceat(at_home, starts) * self._rate[home]
+            arriving[who[starts]] = np.add.reduceat(at_stage, starts) * self._rate
         leaving -= self._seconds[home][units][:, None]
         arriving += self._seconds[:, units].T
         return leaving, arriving

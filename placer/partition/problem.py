@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,17 +93,29 @@ class Solution:
 
 
 def stage_loads(problem: PartitionProblem, stage_of: NDArray[np.int64]) -> Vector:
-    """The load of every stage, recomputed from the definition (no tables), O(units + uses)."""
-    loads = np.zeros(len(problem.slots))
+    """The load of every stage, recomputed from the definition; O(uses * log(uses))."""
+    k = len(problem.slots)
+    loads = np.zeros(k)
     for q, slot in enumerate(problem.slots):
         loads[q] = slot.seconds[stage_of == q].sum()
-    for value in problem.values:
-        held = sorted({int(stage_of[u]) for u in value.units})
-        if problem.relayed and not value.external:
-            for q in range(held[0], held[-1] + 1):
-                borders = (q > held[0]) + (q < held[-1])
-                loads[q] += borders * value.nbytes * problem.slots[q].seconds_per_byte
-        elif value.external or len(held) > 1:
-            for q in held:
-                loads[q] += value.nbytes * problem.slots[q].seconds_per_byte
-    return loads
+    values = problem.values
+    nbytes = np.array([value.nbytes for value in values])
+    external = np.array([value.external for value in values], dtype=bool)
+    sizes = [len(value.units) for value in values]
+    units = np.fromiter(chain.from_iterable(v.units for v in values), np.int64, sum(sizes))
+    held = np.unique(np.repeat(np.arange(len(values)), sizes) * k + stage_of[units])
+    value, stage = np.divmod(held, k)  # each value on each stage that holds some of its units
+    first = np.searchsorted(value, np.arange(len(values)))
+    number = np.bincount(value, minlength=len(values))
+    paid = external | (number > 1)
+    crossing = np.zeros(k)
+    if problem.relayed:
+        for v in np.flatnonzero(paid & ~external):
+            lowest, highest = stage[first[v]], stage[first[v] + number[v] - 1]
+            crossing[lowest : highest + 1] += 2 * nbytes[v]  # out of one stage, into the next
+            crossing[[lowest, highest]] -= nbytes[v]
+        paid &= external
+    pays = paid[value]
+    crossing += np.bincount(stage[pays], weights=nbytes[value[pays]], minlength=k)
+    found: Vector = loads + crossing * [slot.seconds_per_byte for slot in problem.slots]
+    return found

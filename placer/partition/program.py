@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.partition.families import Window, Work
+from placer.partition.float_costs import FloatCosts
 from placer.partition.lattice import Flags, Lattice, WeightLookup, Words, unpack
 from placer.partition.problem import StageSlot, Vector
 
@@ -19,7 +20,7 @@ Indices = NDArray[np.int64]
 
 _BLOCK = 64  # rows whose stages are looked at together
 _FIRST = 4  # a quarter of the work for a program over all rows, before they are narrowed
-_FLOATS = 8  # whose least costs take as long as a load
+_FLOAT = 3.0  # nanoseconds for what a group of floats costs a stage
 _PAIR, _LOAD, _STAGE = 4.0, 30.0, 30.0  # nanoseconds for two rows, a load, a stage in the program
 
 
@@ -54,10 +55,7 @@ class _Family:
         self.paid = lattice.value_nbytes[: lattice.num_paid]
         self.cut_paid = ((self.counts > 0) & (self.counts < self.sizes)) @ self.paid
         self.outer = _counts(flags, lattice.external)
-        shared = [units for f in lattice.floats for units in f.values]
-        self.floating = _counts(flags, shared)
-        self._float_sizes = np.array([len(units) for units in shared], dtype=np.int16)
-        self._starts = np.cumsum([0, *(len(f.values) for f in lattice.floats)])[:-1]
+        self.floats = FloatCosts(lattice, flags)
         self._sums: dict[bytes, Vector] = {}
 
     def sums(self, weights: Vector) -> Vector:
@@ -71,8 +69,7 @@ class _Family:
 
         A value is paid if it crosses one border or the other, less where it crosses both and the
         stage has none of its units, which is so where both have as many of them: all sums of
-        products, over the values that cross in ``after`` only. With floats it is a lower bound:
-        each is taken to be where that is cheapest for the stage.
+        products, over the values that cross in ``after`` only. Without floats.
         """
         lattice = self.lattice
         seconds = self.sums(slot.seconds[lattice.order])
@@ -83,8 +80,6 @@ class _Family:
         for e, nbytes in enumerate(lattice.external_nbytes):
             crossing += nbytes * (self.outer[after, None, e] != self.outer[None, before, e])
         load += slot.seconds_per_byte * crossing
-        if lattice.floats:
-            load += self._floats(before, after, slot)
         return load
 
     def _both(self, before: Indices, after: Indices) -> Vector:
@@ -104,25 +99,19 @@ class _Family:
                 found += (equal[:, some] * nbytes[some]) @ same
         return found
 
-    def _floats(self, before: Indices, after: Indices, slot: StageSlot) -> Vector:
-        total = np.zeros((len(after), len(before)))
-        last, first = self.floating[after], self.floating[before]
-        for f, start in zip(self.lattice.floats, self._starts, strict=True):
-            columns = slice(start, start + len(f.values))
-            sizes = self._float_sizes[columns]
-            rows = np.flatnonzero((last[:, columns] > 0).any(axis=1))
-            others = np.flatnonzero((first[:, columns] < sizes).any(axis=1))
-            if not len(rows) or not len(others):
-                continue  # the stage has none of the units that it shares values with
-            without = np.zeros((len(rows), len(others)))
-            within = without.copy()
-            for e in range(len(f.values)):
-                held = last[rows, None, start + e] - first[None, others, start + e]
-                without += f.nbytes[e] * (held > 0)
-                within += f.nbytes[e] * (held < sizes[e])
-            own = slot.seconds[f.unit] + slot.seconds_per_byte * within
-            total[np.ix_(rows, others)] += np.minimum(slot.seconds_per_byte * without, own)
-        return total
+
+def _open_rows(lattice: Lattice, rows: Words, bound: float) -> tuple[_Family, list[Flags]]:
+    """The rows that may end each stage."""
+    slots = lattice.problem.slots
+    window = Window(lattice, bound)
+    family = _Family(lattice, rows, window.cut_nbytes)
+    inside = np.empty((len(rows), len(window.columns)))  # no columns where there is one stage
+    for c, weights in enumerate(window.columns):
+        inside[:, c] = family.sums(weights)
+    outside = np.array([w.sum() for w in window.columns]) - inside
+    opens = [window.open(q, inside, outside, family.cut) for q in range(1, len(slots))]
+    opens.append(np.arange(len(rows)) == len(rows) - 1)
+    return family, opens
 
 
 def best_borders(
@@ -134,17 +123,8 @@ def best_borders(
     earlier row. O(pairs of nested rows whose difference is within the bound * values). None, too,
     where that is more than what is left of ``work`` (then it is spent).
     """
-    slots = lattice.problem.slots
     work = Work() if work is None else work
-    window = Window(lattice, bound)
-    family = _Family(lattice, rows, window.cut_nbytes)
-    inside = np.empty((len(rows), len(window.columns)))  # no columns where there is one stage
-    for c, weights in enumerate(window.columns):
-        inside[:, c] = family.sums(weights)
-    outside = np.array([w.sum() for w in window.columns]) - inside
-    last = len(rows) - 1
-    opens = [window.open(q, inside, outside, family.cut) for q in range(1, len(slots))]
-    opens.append(np.arange(len(rows)) == last)
+    family, opens = _open_rows(lattice, rows, bound)
     if not np.isfinite(work.left):
         return _program(family, opens, bound, work)
     first = Work(work.left / _FIRST)
@@ -154,6 +134,53 @@ def best_borders(
         return found
     narrowed = _narrow(family, opens, bound, work)
     return None if narrowed is None else _program(family, narrowed, bound, work)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StagePairs:
+    """What a stage may be: it begins after row ``before[i]``, ends with ``after[i]``, has ``load[i]``.
+
+    The load is without floats, or with what these cost at least.
+    """
+
+    before: NDArray[np.int32]
+    after: NDArray[np.int32]
+    load: Vector
+
+
+def stage_pairs(
+    lattice: Lattice, rows: Words, bound: float, work: Work
+) -> tuple[FloatCosts, list[StagePairs]] | None:
+    """For each stage the pairs of ``rows`` that it may lie between, its load below ``bound``.
+
+    Empty stages too, where these may be. Loads are with what floats cost at least. None where
+    ``work`` did not suffice.
+    """
+    family, opens = _open_rows(lattice, rows, bound)
+    ends = [np.arange(len(rows)) == 0, *opens]
+    alive = np.flatnonzero(np.any(ends, axis=0))
+    known: dict[tuple[object, ...], StagePairs] = {}
+    found = []
+    for q, slot in enumerate(lattice.problem.slots):
+        limits = _limits(family, slot)
+        key = slot.seconds.tobytes(), slot.seconds_per_byte, *((id(s), most) for s, most in limits)
+        if key not in known:
+            nested = _Stages(family, alive, None, q, bound, work).from_rows(alive)
+            if work.is_spent():
+                return None
+            parts = [(p.before, p.after, p.load) for p in nested]
+            if lattice.problem.may_be_empty:
+                parts.append((alive, alive, np.zeros(len(alive))))
+            before, after, load = (np.concatenate(column) for column in zip(*parts, strict=True))
+            known[key] = StagePairs(
+                before=before.astype(np.int32), after=after.astype(np.int32), load=load
+            )
+        pairs = known[key]
+        may = ends[q][pairs.before] & ends[q + 1][pairs.after]
+        found.append(
+            StagePairs(before=pairs.before[may], after=pairs.after[may], load=pairs.load[may])
+        )
+    return family.floats, found
 
 
 def _program(family: _Family, opens: list[Flags], bound: float, work: Work) -> Borders | None:
@@ -168,11 +195,11 @@ def _program(family: _Family, opens: list[Flags], bound: float, work: Work) -> B
     value[0] = 0.0
     choices: list[Indices] = []
     stages: dict[tuple[object, ...], _Stages] = {}
-    for slot, may_end in zip(slots, opens, strict=True):
+    for q, (slot, may_end) in enumerate(zip(slots, opens, strict=True)):
         limits = _limits(family, slot)
         key = slot.seconds.tobytes(), slot.seconds_per_byte, *((id(s), most) for s, most in limits)
         if key not in stages:
-            stages[key] = _Stages(family, alive, (first, final), slot, bound, work)
+            stages[key] = _Stages(family, alive, (first, final), q, bound, work)
         following = np.full(len(rows), np.inf)
         choice = np.full(len(rows), len(rows), dtype=np.int64)
         if lattice.problem.may_be_empty:
@@ -223,8 +250,7 @@ def _narrow(family: _Family, opens: list[Flags], bound: float, work: Work) -> li
         if spare < 0:
             break
         todo.remove(q)
-        slot = slots[q]
-        stages = _Stages(family, rows[q + 1], None, slot, bound, work)
+        stages = _Stages(family, rows[q + 1], None, q, bound, work)
         kept = np.zeros((2, len(family.rows)), dtype=bool)
         if empty:
             kept[:, np.intersect1d(rows[q], rows[q + 1])] = True
@@ -271,12 +297,13 @@ class _Stages:
         family: _Family,
         alive: Indices,
         positions: tuple[Indices, Indices] | None,
-        slot: StageSlot,
+        stage: int,
         bound: float,
         work: Work,
     ) -> None:
         """Stages end at ``alive`` rows; ``positions`` are the first and the last that rows may end."""
-        self._family, self._slot, self._bound = family, slot, bound
+        slot = family.lattice.problem.slots[stage]
+        self._family, self._stage, self._slot, self._bound = family, stage, slot, bound
         self._limits, self._work = _limits(family, slot), work
         self._alive, self._positions = alive, positions
         self._known = np.zeros(len(family.rows), dtype=bool)
@@ -318,7 +345,7 @@ class _Stages:
             if not chosen.any():
                 continue
             loads = family.loads(near[chosen], block, self._slot)
-            self._work.take(_LOAD * loads.size * (1 + len(family.lattice.floats) / _FLOATS))
+            self._work.take(_LOAD * loads.size)
             second, earlier = np.nonzero(may[:, chosen] & (loads < self._bound))
             before, after = near[chosen][earlier], block[second]
             load = loads[second, earlier]
@@ -326,6 +353,11 @@ class _Stages:
                 column = family.rows[:, word]
                 nested = (column[before] & ~column[after]) == 0
                 before, after, load = before[nested], after[nested], load[nested]
+            if len(before) and family.floats.groups:
+                self._work.take(_FLOAT * len(family.floats.groups) * len(before))
+                load = load + family.floats.least(before, after, self._stage)
+                near_enough = load < self._bound
+                before, after, load = before[near_enough], after[near_enough], load[near_enough]
             if len(before):
                 parts.append((before, after, load))
         if not parts:

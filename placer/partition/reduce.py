@@ -135,11 +135,17 @@ def _foldable(problem: PartitionProblem, *, weightless: bool) -> tuple[list[int]
     for a, b in problem.edges:
         preds[b].add(a)
         succs[a].add(b)
-    values_of: list[list[CrossingValue]] = [[] for _ in range(n)]
+    values_of: list[list[tuple[frozenset[int], float]]] = [[] for _ in range(n)]
+    between: dict[tuple[int, ...], float] = {}  # bytes that two units share with nobody
     for value in problem.values:
+        units = frozenset(value.units)
         for u in value.units:
-            values_of[u].append(value)
-    costs = {(s.seconds.tobytes(), s.seconds_per_byte): s for s in problem.slots}
+            values_of[u].append((units, value.nbytes))
+        if len(units) == 2 and not value.external:
+            pair = tuple(sorted(units))
+            between[pair] = between.get(pair, 0.0) + value.nbytes
+    slots = {(s.seconds.tobytes(), s.seconds_per_byte): s for s in problem.slots}
+    costs = [(s.seconds.tolist(), s.seconds_per_byte) for s in slots.values()]
     fixed = np.zeros(n, dtype=bool)
     if weightless:
         fixed = (
@@ -156,13 +162,16 @@ def _foldable(problem: PartitionProblem, *, weightless: bool) -> tuple[list[int]
         if len(preds[u]) == 1:
             options |= preds[u]
         if not succs[u] and not preds[u]:
-            options |= {w for value in values_of[u] for w in value.units} - {u}
+            options |= {w for units, _ in values_of[u] for w in units} - {u}
         for v in sorted(options):
             if taken[v] or problem.pins.get(u) != problem.pins.get(v):
                 continue
-            alone = sum(x.nbytes for x in values_of[u] if set(x.units) == {u, v} and not x.external)
-            new = sum(x.nbytes for x in values_of[u] if v not in x.units)
-            if all(s.seconds[u] + s.seconds_per_byte * (new - alone) <= 0 for s in costs.values()):
+            alone = between.get((min(u, v), max(u, v)), 0.0)
+            if any(seconds[u] > rate * alone for seconds, rate in costs):
+                continue
+            moved = any(rate for _, rate in costs)
+            new = sum(b for units, b in values_of[u] if v not in units) if moved else 0.0
+            if all(seconds[u] + rate * (new - alone) <= 0 for seconds, rate in costs):
                 leaders[u] = leaders[v] = min(u, v)
                 taken[u] = taken[v] = True
                 folded[u] = v

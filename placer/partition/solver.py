@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from placer.partition.branch import branch_floats
 from placer.partition.families import Work, beam_rows, chain_rows, distinct, surviving_rows
 from placer.partition.floats import assign_floats
 from placer.partition.interval import best_intervals
@@ -27,7 +28,7 @@ from placer.partition.problem import (
     stage_loads,
 )
 from placer.partition.program import Borders, best_borders
-from placer.partition.reduce import Reduction, fold_dominated, join_together
+from placer.partition.reduce import Reduction, contract, fold_dominated, join_together
 from placer.partition.windows import refine_borders
 from placer.plan.types import Optimality
 
@@ -66,24 +67,29 @@ def _solve(problem: PartitionProblem, most_alive: int, work: Work) -> Solution |
     small = joined.problem
     itself = np.arange(small.num_units)
     best, bound = _Best(small), _trivial_bound(small)
-    folded = fold_dominated(small)
+    relaxed = fold_dominated(small, relaxed=True)
+    folded = contract(small, relaxed.unit_of.tolist())  # the same units, which hold their bytes
     best.offer(_heuristic(folded.problem), folded.unit_of)
-    for rung, (reduction, floats) in enumerate(_ladder(small)):
-        if rung and best.is_tight:
+    moved = False  # the best one, over worse placements, without finding a better one
+    for rung, (reduction, branched) in enumerate(_ladder(small, relaxed)):
+        if rung and best.is_tight and not branched:
             best.offer(_heuristic(reduction.problem), reduction.unit_of)
         if best.stage_of is None and _is_limited(small):
             best.offer(_smallest(small, most_alive, Work(work.left / 2)), itself)
         if best.stage_of is not None and best.is_tight and not _reached(best.value, bound):
             best.offer(move_units(small, best.stage_of, bound), itself)
-        lattice = _lattice(reduction.problem, floats=floats)
-        bound, found = _prove(lattice, best.value, most_alive, work, bound=bound)
+        lattice = _lattice(reduction.problem)
+        bound, found = _prove(lattice, best.value, most_alive, work, bound=bound, branched=branched)
         best.offer(found, reduction.unit_of)
+        moved = False
         if found is not None and not _reached(best.value, bound):
-            best.offer(move_units(small, found[reduction.unit_of], bound), itself)
+            moved = best.offer(move_units(small, found[reduction.unit_of], bound), itself)
         if _reached(best.value, bound):
             break
     if best.stage_of is None:
         return None
+    if best.is_tight and not moved and not _reached(best.value, bound):
+        best.offer(move_units(small, best.stage_of, bound), itself)
     stage_of = best.stage_of[joined.unit_of]
     value = _largest(problem, stage_of)
     return Solution(
@@ -94,18 +100,18 @@ def _solve(problem: PartitionProblem, most_alive: int, work: Work) -> Solution |
     )
 
 
-def _ladder(problem: PartitionProblem) -> Iterator[tuple[Reduction, bool]]:
-    """Reductions to prove on, each with whether its floats are left out; from the loosest to exact.
+def _ladder(problem: PartitionProblem, relaxed: Reduction) -> Iterator[tuple[Reduction, bool]]:
+    """Reductions to prove on, each with whether its floats are branched on; from the loosest to exact.
 
-    Folds are exact but for budgets, floats but for budgets and for what they cost among themselves.
+    Folds are exact but for budgets, floats that are left out but for budgets and for what they cost
+    among themselves.
     """
-    relaxed = fold_dominated(problem, relaxed=True)
-    yield relaxed, True
+    yield relaxed, False
     exact = fold_dominated(problem, weightless=True)
     if exact.problem.num_units > relaxed.problem.num_units:
-        yield exact, True
-    if floating_units(exact.problem):
         yield exact, False
+    if floating_units(exact.problem):
+        yield exact, True
 
 
 def _solve_large(problem: PartitionProblem, joined: Reduction) -> Solution | None:
@@ -156,14 +162,16 @@ class _Best:
         """Whether budgets may have shaped the answer, or prevented one."""
         return self.stage_of is None or _is_tight(self._problem, self.stage_of)
 
-    def offer(self, stage_of: StageOf | None, unit_of: StageOf) -> None:
-        """Take ``stage_of`` (of the units that ``unit_of`` maps to) if it is better."""
+    def offer(self, stage_of: StageOf | None, unit_of: StageOf) -> bool:
+        """Take ``stage_of`` (of the units that ``unit_of`` maps to) if it is better; whether it is."""
         if stage_of is None:
-            return
+            return False
         stage_of = stage_of[unit_of]
         value = _largest(self._problem, stage_of)
-        if value < self.value and _is_feasible(self._problem, stage_of):
+        better = value < self.value and _is_feasible(self._problem, stage_of)
+        if better:
             self.stage_of, self.value = stage_of, value
+        return better
 
 
 def _reached(value: float, bound: float) -> bool:
@@ -209,7 +217,13 @@ def _try(
 
 
 def _prove(
-    lattice: Lattice, value: float, most_alive: int, work: Work, *, bound: float = 0.0
+    lattice: Lattice,
+    value: float,
+    most_alive: int,
+    work: Work,
+    *,
+    bound: float = 0.0,
+    branched: bool = False,
 ) -> tuple[float, StageOf | None]:
     """A lower bound on all placements, and the best placement if one below ``value`` was found.
 
@@ -235,6 +249,15 @@ def _prove(
             failed += 1
             full = share if failed > 1 else np.inf
             most = left if failed == 1 else most // 2
+        elif branched:
+            answer = branch_floats(lattice, rows, limit, work)
+            if answer.stage_of is not None or not answer.finished:
+                known = max(least, answer.bound, least + empty * (value - least))
+                return known * (1 if answer.finished else 1 - _TOLERANCE), answer.stage_of
+            if share == 1.0:
+                return value, None
+            empty, left = share, left - len(rows)
+            most = min(most, left)
         else:
             borders = best_borders(lattice, rows, limit, work)
             if borders is None and work.is_spent():
@@ -265,8 +288,8 @@ def _above_all(problem: PartitionProblem) -> float:
     return 1.0 + max(float(s.seconds.sum() + s.seconds_per_byte * crossing) for s in problem.slots)
 
 
-def _lattice(problem: PartitionProblem, *, floats: bool = True) -> Lattice:
-    loose = set(floating_units(problem)) if floats else set()
+def _lattice(problem: PartitionProblem) -> Lattice:
+    loose = set(floating_units(problem))
     preds, succs = _adjacency(problem)
     order = topological_order(preds, succs, range(problem.num_units))
     return build_lattice(problem, [u for u in order if u not in loose])

@@ -13,7 +13,7 @@ from placer.cost import estimate_costs
 from placer.errors import BudgetError, PlacerError, Tried
 from placer.plan.build import build_plan
 from placer.plan.check import describe_overflow
-from placer.plan.devices import likely_kernels
+from placer.plan.devices import device_slot, likely_kernels
 from placer.plan.types import Plan
 from placer.spec import DeviceSpec, PlacementSpec
 from placer.units import format_bytes
@@ -60,7 +60,9 @@ def misfit_error(
         f"the placement needs {describe_overflow(plan.tightest)}; "
         f"the largest single node, {largest.node} "
         f"({largest.layer or 'the model'}), needs {format_bytes(largest.nbytes)} by itself",
-        "tried, and it would fit: " + "; or ".join(fitting) if fitting else describe_tries(tried),
+        "tried, and it would fit: " + "; or ".join(fitting)
+        if fitting
+        else lacks_room(spec) or describe_tries(tried),
         device=plan.tightest.device,
         missing_bytes=plan.overflow_bytes,
         largest_node=largest.node,
@@ -106,11 +108,29 @@ def find_largest_node(
 def try_remedies(
     capture: Capture, spec: PlacementSpec, inputs: Sequence[Tensor], *, processes: bool = False
 ) -> tuple[Tried, ...]:
-    """Changes of ``spec``, each planned: the smallest first."""
+    """Changes of ``spec``, each planned: the smallest first; none where the reserve leaves no room."""
+    if lacks_room(spec):
+        return ()
     case = _Case(capture=capture, inputs=inputs, processes=processes)
     found = [*_own_placement(case, spec), *_microbatches(case, spec)]
     found += [*_lighter(case, spec), *_devices(case, spec)]
     return tuple(found)
+
+
+def lacks_room(spec: PlacementSpec) -> str:
+    """That no device has more than its reserve, in a sentence; "" where one has.
+
+    Then no placement fits, and no change of it helps.
+    """
+    slots = [device_slot(device, spec) for device in spec.devices]
+    if any(slot.budget is None or slot.budget > slot.reserve for slot in slots):
+        return ""
+    most = max(slots, key=lambda slot: slot.budget or 0)
+    return (
+        f"the reserve of {format_bytes(most.reserve)} alone takes up {most.name}, which has "
+        f"{format_bytes(most.budget or 0)}, and no device has more: give more memory, or write a "
+        'smaller "reserve" into the spec'
+    )
 
 
 def _own_placement(case: _Case, spec: PlacementSpec) -> Iterator[Tried]:
@@ -192,7 +212,7 @@ def memory_needed(
     if not needs:
         return "use a smaller input"
     helps = spec.layers and needs[-1] < 0.95 * needs[0]
-    least = format_bytes(needs[-1] if helps else needs[0])
+    least = format_bytes(needs[-1] if helps else needs[0], enough=True)
     without = " and leave out 'layers'" if helps else ""
     return f"devices of {least} (reserve included) each{without}, or a smaller input"
 

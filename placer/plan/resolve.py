@@ -34,7 +34,11 @@ def check_supported(spec: PlacementSpec) -> None:
 
 
 def wanted_devices(capture: Capture, spec: PlacementSpec) -> dict[str, str]:
-    """Node -> device for every node whose layer the spec places. Raises ``SpecError``."""
+    """Node -> device for every node whose layer the spec places. Raises ``SpecError``.
+
+    What the model itself computes between its layers goes with them where all of them are on one
+    device; else that is the compiler's to place.
+    """
     placed, problems = resolve_layers(spec.layers, layer_paths(capture))
     if problems:
         raise SpecError(SpecError.UNNAMED, problems)
@@ -42,7 +46,13 @@ def wanted_devices(capture: Capture, spec: PlacementSpec) -> dict[str, str]:
         asked = [placed[name] for name in names if name in placed]
         if asked:
             placed.setdefault(names[0], asked[0])
-    return {node: placed[layer] for node, layer in capture.layer_of.items() if layer in placed}
+    wanted = {node: placed[layer] for node, layer in capture.layer_of.items() if layer in placed}
+    devices = set(wanted.values())
+    if len(devices) == 1 and all(
+        node in wanted for node, layer in capture.layer_of.items() if layer
+    ):
+        return dict.fromkeys(capture.layer_of, *devices)
+    return wanted
 
 
 def wanted_regions(capture: Capture, spec: PlacementSpec) -> tuple[RegionKey | None, ...]:

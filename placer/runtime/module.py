@@ -176,12 +176,13 @@ class PlacedModule(nn.Module):
 
         All replicas read the weights before any runs: the first one's forward may write buffers.
         """
+        programs_of = iter(programs.find_all([inputs for row in scattered for inputs in row]))
         runs: list[list[Run]] = []
         for replica, microbatches in zip(self._replicas, scattered, strict=False):
             runs.append([])
             trees: dict[int, tuple[Replica, list[Any]]] = {}
             for inputs in microbatches:
-                staged = programs.find(inputs)
+                staged = next(programs_of)
                 if id(staged) not in trees:
                     variant = replica.with_program(staged)
                     trees[id(staged)] = variant, variant.trees(self._tree)

@@ -81,14 +81,32 @@ class Programs:
 
     def find(self, inputs: Sequence[Tensor]) -> StagedModel:
         """The stages for one micro-batch of inputs. Raises ``CaptureError``."""
-        captured = self._captured
+        return self.find_all([inputs])[0]
+
+    def find_all(self, microbatches: Sequence[Sequence[Tensor]]) -> list[StagedModel]:
+        """The stages for every micro-batch of a call, between which nothing is done to the model.
+
+        What the model is like is looked up once, and micro-batches of one size get one answer.
+        """
         if any(tuple(m._modules.values()) != children for m, children in self._parents):
             self._structure += 1
             self._note_modules()
         modes = tuple(module.training for module in self._modules)
         whole = self._kept_whole()
-        key = condition_key(captured.conditions, captured.call, modes, inputs)
-        known = self._known.setdefault((key, whole, self._structure), [])
+        answers: dict[Hashable, StagedModel] = {}
+        found = []
+        for inputs in microbatches:
+            condition = condition_key(self._captured.conditions, self.call, modes, inputs)
+            if condition not in answers:
+                answers[condition] = self._find(condition, whole, inputs)
+            found.append(answers[condition])
+        return found
+
+    def _find(
+        self, condition: Hashable, whole: tuple[int, ...], inputs: Sequence[Tensor]
+    ) -> StagedModel:
+        captured = self._captured
+        known = self._known.setdefault((condition, whole, self._structure), [])
         for settings, staged in reversed(known):
             if changed_setting(settings, self._module_at) is None:
                 return staged

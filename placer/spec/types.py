@@ -143,7 +143,8 @@ class PlacementSpec(BaseModel):
         default={},
         description="Pattern -> device. A pattern is a module path and covers its whole subtree; "
         "'*' matches within one part of the path, '**' across parts. Later entries win. Layers "
-        "that none matches are placed by the compiler; {} is fully automatic.",
+        "that none matches are placed by the compiler, and so is what the model computes between "
+        "its layers, unless all of them are on one device; {} is fully automatic.",
     )
     replicas: Count = Field(
         default=1, description="How many copies of the chain of stages share the batch, or 'auto'."

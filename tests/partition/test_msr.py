@@ -43,6 +43,11 @@ def test_the_command_prints_one_json_object(capsys: Any, monkeypatch: pytest.Mon
     assert len(found["devices"]) == 6
 
 
+def _node(number: int, **fields: object) -> dict[str, object]:
+    node = {"id": number, "fpgaLatency": 1, "size": 1, "isBackwardNode": False}
+    return {**node, **fields}
+
+
 def _workload() -> Workload:
     """a -> b -> c forward, and the backward of a; moving an output takes 1."""
     nodes = [
@@ -85,7 +90,15 @@ def test_the_checker_refuses_what_breaks_a_rule(devices: list[list[int]], proble
     [
         ({"nodes": None}, "'nodes': None; it must be of type list"),
         ({"maxFPGAs": 0}, "at least 1 device"),
-        ({"maxSizePerFPGA": float("nan")}, "finite number"),
+        ({"maxFPGAs": True}, "it must be of type int"),
+        ({"maxSizePerFPGA": float("nan")}, "it must be a number from 0 to 1e[+]300"),
+        ({"maxSizePerFPGA": 10**400}, "it must be a number from 0 to 1e[+]300"),
+        ({"nodes": [_node(1, colorClass=[7])], "edges": []}, "'colorClass': .7.; it must be of"),
+        ({"nodes": [_node(1, isBackwardNode=None)], "edges": []}, "must be true or false"),
+        ({"nodes": [_node(True)], "edges": []}, "'id': True; it must be of type int"),
+        ({"nodes": [_node(1), _node(1)], "edges": []}, "the id 1 of an earlier node"),
+        ({"nodes": [_node(1, supportedOnFpga=0)], "edges": []}, "not run on an accelerator"),
+        ({"nodes": [_node(i, fpgaLatency=9e299) for i in (1, 2)], "edges": []}, "add up to more"),
         ({"edges": [{"sourceId": 1, "destId": 9, "cost": 1}]}, "no node: 9"),
         ({"edges": [{"sourceId": 1, "cost": 1}]}, "has no 'destId'"),
     ],
@@ -97,9 +110,10 @@ def test_a_file_that_is_no_workload_is_told_so(
     path.write_text(json.dumps(_workload().data | change))
     with pytest.raises(WorkloadError, match=problem):
         read_workload(path)
-    path.write_text("{")
-    with pytest.raises(WorkloadError, match="JSON"):
-        read_workload(path)
+    for text in ("{", "[" * 100_000):
+        path.write_text(text)
+        with pytest.raises(WorkloadError, match="JSON"):
+            read_workload(path)
 
 
 def _placed(data: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -121,6 +135,12 @@ def test_few_nodes_many_devices_and_cycles(tmp_path: Path) -> None:
     back = {"sourceId": 3, "destId": 2, "cost": 1}  # 2 and 3 share a device then
     cycle = _placed({**data, "edges": [*data["edges"], back]}, path)
     assert cycle["max_load"] == 8 and cycle["proven"]
+
+
+def test_a_device_may_be_full_but_for_rounding(tmp_path: Path) -> None:
+    nodes = [_node(i, size=0.1) for i in range(6)]  # three of them: 0.30000000000000004
+    data = {"nodes": nodes, "edges": [], "maxFPGAs": 2, "maxSizePerFPGA": 0.3}
+    assert _placed(data, tmp_path / "full.json")["max_load"] == 3
 
 
 def test_a_limit_that_nothing_keeps(tmp_path: Path) -> None:

@@ -77,6 +77,29 @@ def test_pinned_layers_are_where_the_spec_says() -> None:
     assert device_of["fc1"] == device_of["fc2"] == "cpu:1"
 
 
+class AroundLayers(nn.Module):
+    """It scales, adds and takes a softmax in its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x * self.scale)
+        return torch.log_softmax(self.last(y) + y, -1)
+
+
+@pytest.mark.parametrize("layers", [{"**": "cuda:0"}, {"first": "cuda:0", "last": "cuda:0"}])
+def test_all_layers_on_one_device_leave_nothing_for_another(layers: dict[str, str]) -> None:
+    x = torch.randn(4, 8)
+    spec = {"devices": ["cuda:0", "cuda:1"], "layers": layers}
+    (stage,) = placer.make_plan(AroundLayers(), spec, x).stages
+    assert stage.devices == ("cuda:0",)
+    both = placer.make_plan(AroundLayers(), {**spec, "layers": {**layers, "last": "cuda:1"}}, x)
+    assert [stage.devices for stage in both.stages] == [("cuda:0",), ("cuda:1",)]
+
+
 def test_a_device_may_hold_two_stages_that_are_not_neighbours() -> None:
     layers = {"conv1": "cpu:0", "conv2": "cpu:1", "fc1": "cpu:0", "fc2": "cpu:0"}
     plan = _small(layers=layers)

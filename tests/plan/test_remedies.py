@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import pickle
+import re
 from typing import Any
 
 import pytest
 import torch
+from models import ConvNet
 from unet3d import unet3d
 
 import placer
+from placer.capture import capture_model
+from placer.plan.remedies import memory_needed
 
 MODEL = unet3d(width=4, depth=3)
 X = torch.randn(4, 1, 16, 16, 16)
@@ -54,3 +58,29 @@ def test_where_nothing_helps_the_nearest_is_named() -> None:
         placer.auto_spec(MODEL, X, devices=_spec(20_000)["devices"], reserve=0, optimizer="sgd")
     assert caught.value.tried and not any(tried.fits for tried in caught.value.tried)
     assert "nearest is to" in str(caught.value)
+
+
+def _two_gpus(memory: str, **fields: object) -> dict[str, object]:
+    devices = [{"name": f"cuda:{i}", "memory": memory} for i in range(2)]
+    return {"devices": devices, **fields}
+
+
+def test_no_change_is_tried_where_the_reserve_leaves_no_room() -> None:
+    x = torch.randn(4, 1, 8, 8)
+    said = "the reserve of 1.00 GiB alone takes up cuda:0, which has 60.00 KiB"
+    with pytest.raises(placer.BudgetError, match=said) as refused:
+        placer.compile(ConvNet(), _two_gpus("60KiB"), x, run_on="cpu")
+    assert refused.value.tried == ()
+    with pytest.raises(placer.BudgetError) as refused:
+        placer.compile(ConvNet(), _two_gpus("60KiB", reserve="58KiB"), x, run_on="cpu")
+    assert refused.value.tried
+
+
+@pytest.mark.parametrize("reserve", ["1GiB", "0", "3KiB"])
+def test_the_memory_that_is_said_to_be_needed_suffices(reserve: str) -> None:
+    x = torch.randn(4, 1, 8, 8)
+    spec = placer.load_spec(_two_gpus("2KiB", reserve=reserve))
+    needed = memory_needed(capture_model(ConvNet(), (x,)), spec, [x])
+    match = re.match(r"devices of (\S+ \S+) ", needed)
+    assert match
+    assert placer.make_plan(ConvNet(), _two_gpus(match[1], reserve=reserve), x).fits

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torchvision
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from unet3d import UNet3D, unet3d
 
 import placer
@@ -25,27 +26,32 @@ class HandSplitUNet(nn.Module):
     """`UNet3D.forward` with ``.to`` in two places, as the simulator knows it.
 
     Encoder and bottleneck on the first device, the rest on the second; a skip goes when needed.
+    With ``recompute``, every double convolution goes through ``torch.utils.checkpoint``.
     """
 
-    def __init__(self, model: UNet3D) -> None:
+    def __init__(self, model: UNet3D, *, recompute: bool = False) -> None:
         super().__init__()
         self.model = model
+        self.recompute = recompute
 
     def forward(self, x: Tensor) -> Tensor:
         model = self.model
         x = transfer(x, CALLER, FIRST)
         skips = []
         for encode in model.encoder:
-            x = encode(x)
+            x = self.block(encode, x)
             skips.append(x)
             x = model.pool(x)
-        x = transfer(model.bottleneck(x), FIRST, SECOND)
+        x = transfer(self.block(model.bottleneck, x), FIRST, SECOND)
         for level in reversed(range(len(skips))):
             skip = transfer(skips.pop(), FIRST, SECOND)
             x = torch.cat([skip, model.upsample[level](x)], dim=1)
             del skip
-            x = model.decoder[level](x)
+            x = self.block(model.decoder[level], x)
         return model.head(x)  # type: ignore[no-any-return]
+
+    def block(self, layers: nn.Module, x: Tensor) -> Any:
+        return checkpoint(layers, x, use_reentrant=False) if self.recompute else layers(x)
 
 
 class HandSplitResNet(nn.Module):
@@ -134,3 +140,18 @@ def test_no_byte_more_than_by_hand(name: str, microbatches: int) -> None:
     placed.eval(), hand.eval()
     with torch.no_grad():
         check(lambda: placed(x), lambda: torch.cat([hand(c) for c in x.chunk(microbatches)]))
+
+
+def test_no_byte_more_than_with_checkpoint_by_hand() -> None:
+    build, _, layers, shape = CASES["unet"]
+    torch.manual_seed(0)
+    model, x = build(), torch.randn(shape)
+    spec = {"devices": ["cpu:0", "cpu:1"], "layers": layers}
+    recomputed = {"checkpoint": ["encoder.*", "bottleneck", "decoder.*"]}
+    placed = placer.compile(copy.deepcopy(model), spec | recomputed, (x,), run_on="cpu")
+    hand = HandSplitUNet(model, recompute=True)
+    kept = _peaks(model, layers, x, lambda: _loss(HandSplitUNet(model)(x)).backward())
+    expected = _peaks(model, layers, x, lambda: _loss(hand(x)).backward())
+    found = _peaks(placed, layers, x, lambda: placed.step(x, loss_fn=_loss))
+    assert all(found[place] <= expected[place] for place in expected), (found, expected)
+    assert sum(expected.values()) < sum(kept.values())

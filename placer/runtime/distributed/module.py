@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from placer.capture import Capture, rebuild_call, unflatten_output
+from placer.capture import CallFormat, Capture, rebuild_call
 from placer.emit import StagedModel
 from placer.errors import PeerError, PlacerError
 from placer.plan.types import Plan
-from placer.runtime.distributed.boundary import BoundaryFinder, Crossings, Wire
+from placer.runtime.distributed.batch import CutBatch, cut_batch, gather_result
+from placer.runtime.distributed.boundary import BoundaryFinder, Crossings
 from placer.runtime.distributed.engine import Engine
 from placer.runtime.distributed.faults import Alarm, close_groups
 from placer.runtime.distributed.gradients import GradientReducer, find_shared
@@ -34,14 +35,8 @@ from placer.runtime.module import PlacedModule
 from placer.runtime.place import CALLER, Place, is_on
 from placer.runtime.programs import Calls, Programs
 from placer.runtime.scaling import scale_of
-from placer.runtime.scatter import (
-    batch_size,
-    join_rows,
-    split_rows,
-    split_target,
-)
+from placer.runtime.scatter import batch_size, split_target
 from placer.runtime.transfer import transfer
-from placer.schedule import batch_cuts
 
 
 class DistributedModule(PlacedModule):
@@ -173,16 +168,20 @@ class DistributedModule(PlacedModule):
             )
         self._check_alive()
         self._check_inputs(leaves)
-        total = batch_size(programs.call, leaves)
-        cuts = self._cuts(total, self.num_replicas)
         with torch.no_grad(), self._own_random_state():
+            batch = self._cut(programs.call, leaves, self.num_replicas)
             inputs = self._input_gradients([leaf.detach() for leaf in leaves])
-            run, largest = self._scatter_own(
-                leaves, cuts, self.replica_index, inputs, None, None, 1.0
-            )
+            run, largest = self._scatter_own(batch, self.replica_index, inputs, None, None, 1.0)
             try:
                 self._engine.execute(run, largest)
-                return self._gather(run, leaves, cuts)
+                return gather_result(
+                    batch,
+                    run,
+                    self._finder,
+                    seat=self.seat,
+                    num_stages=len(self._staged.stages),
+                    world=self.world_group,
+                )
             except PlacerError:
                 raise  # the same on every rank
             except Exception as error:
@@ -204,11 +203,13 @@ class DistributedModule(PlacedModule):
         total = batch_size(programs.call, leaves)
         try:
             if own_rows:
-                cuts, mine = self._cuts(total, 1), 0
+                batch, mine = self._cut(programs.call, leaves, 1), 0
                 total = None if total is None else self._sum_over_replicas(total)
             else:
-                cuts, mine = self._cuts(total, self.num_replicas), self.replica_index
-            if self.plan.batch_norm == "sync" and len(cuts) < self.num_replicas and not own_rows:
+                batch = self._cut(programs.call, leaves, self.num_replicas)
+                mine = self.replica_index
+            too_few = len(batch.rows) < self.num_replicas and not own_rows
+            if self.plan.batch_norm == "sync" and too_few:
                 raise PlacerError(
                     "batch",
                     f"{total} rows leave a replica without any, and synchronised BatchNorm waits "
@@ -220,7 +221,7 @@ class DistributedModule(PlacedModule):
             inputs = self._input_gradients(leaves)
             with self._own_random_state():
                 run, largest = self._scatter_own(
-                    leaves, cuts, mine, inputs, (target, loss_fn), weigh, scale
+                    batch, mine, inputs, (target, loss_fn), weigh, scale
                 )
                 reducer = self._current_reducer()
                 count = sum(m.crossings is not None for m in run.microbatches)
@@ -284,36 +285,29 @@ class DistributedModule(PlacedModule):
 
         return ShardedGradScaler(self.device.type, **options)
 
-    def _cuts(self, total: int | None, replicas: int) -> tuple[tuple[int, ...], ...]:
-        """Rows per replica and micro-batch; a call without a batch is one cut of the first replica."""
-        if total is None:
-            return ((1,),)
-        return batch_cuts(total, replicas, self.plan.microbatches)
+    def _cut(self, call: CallFormat, leaves: Sequence[Tensor], replicas: int) -> CutBatch:
+        return cut_batch(call, leaves, replicas=replicas, microbatches=self.plan.microbatches)
 
     def _scatter_own(
         self,
-        leaves: list[Tensor],
-        cuts: Sequence[tuple[int, ...]],
+        batch: CutBatch,
         mine: int,
         inputs: InputGradients,
         training: tuple[Any, Callable[..., Tensor]] | None,
         total: int | None,
         scale: float,
     ) -> tuple[Run, Crossings]:
-        """This replica's micro-batches, those without rows last, and what crosses for the largest."""
-        call = self._staged.call
-        sizes = [size for row in cuts for size in row]
-        batched = any(call.batched)
-        pieces = split_rows(call, leaves, sizes) if batched else [leaves]
-        rows = sum(cuts[0]) if len(cuts) == 1 else sum(sizes)
-        target = training[0] if training else None
-        targets = split_target(target, rows if batched else None, sizes)
-        start = sum(len(row) for row in cuts[:mine])
-        count = len(cuts[mine]) if mine < len(cuts) else 0
+        """The micro-batches of replica ``mine``, those without rows last; what crosses for the largest.
+
+        ``training`` is the target and the loss function, ``total`` the rows over which losses are
+        means.
+        """
+        sizes, pieces = batch.sizes, batch.pieces
+        own, largest = batch.of_replica(mine), batch.largest
+        rows = sum(sizes) if any(self._staged.call.batched) else None
+        targets = split_target(training[0] if training else None, rows, sizes)
         grad = training is not None
         self._finder.follow(self._tree)
-        own = range(start, start + count)
-        largest = max(range(len(sizes)), key=lambda position: sizes[position])
         some = {sizes[position]: pieces[position] for position in (*own, largest)}
         crossings = {size: self._finder.find(piece, grad=grad) for size, piece in some.items()}
         if grad:
@@ -339,7 +333,7 @@ class DistributedModule(PlacedModule):
 
         microbatches = [microbatch(position) for position in own]
         empty = Microbatch(inputs={}, crossings=None)
-        microbatches += [empty] * (self.plan.microbatches - count)
+        microbatches += [empty] * (self.plan.microbatches - len(own))
         run = Run(
             microbatches=microbatches,
             loss_of=None if training is None else self._loss_of(training[1]),
@@ -371,38 +365,6 @@ class DistributedModule(PlacedModule):
             return call_loss(loss_fn, output, target)
 
         return loss_of
-
-    def _gather(self, run: Run, leaves: list[Tensor], cuts: Sequence[tuple[int, ...]]) -> Any:
-        """The whole result on every rank, sent out by the last stage of each replica."""
-        call = self._staged.call
-        sizes = [size for row in cuts for size in row]
-        pieces = split_rows(call, leaves, sizes) if any(call.batched) else [leaves]
-        last = (len(self._staged.stages) - 1) % self.seat.num_devices
-        gathered, position = [], 0
-        for replica, row in enumerate(cuts):
-            source = replica * self.seat.num_devices + last
-            for index in range(len(row)):
-                crossings = self._finder.find(pieces[position], grad=False)
-                given = run.results.get(index) if source == dist.get_rank() else None
-                gathered.append(self._broadcast(crossings.result, given, source))
-                position += 1
-        return unflatten_output(crossings.staged.call, join_rows(gathered))
-
-    def _broadcast(
-        self, expected: tuple[Any, ...], given: list[Any] | None, source: int
-    ) -> list[Any]:
-        received = []
-        for position, leaf in enumerate(expected):
-            if isinstance(leaf, Wire):
-                if given is not None:
-                    leaf = given[position].detach().contiguous()
-                else:
-                    leaf = torch.empty(leaf.shape, dtype=leaf.dtype, device=self.device)
-                dist.broadcast(leaf, source, group=self._world_group)
-            elif given is not None:
-                leaf = given[position]
-            received.append(leaf)
-        return received
 
     def _sum_over_replicas(self, count: int) -> int:
         total = torch.tensor([count], device=self.device)

@@ -1,0 +1,99 @@
+"""A batch over the ranks of a job: how it is cut, and its results brought together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from placer.capture import CallFormat, unflatten_output
+from placer.runtime.distributed.boundary import BoundaryFinder, Wire
+from placer.runtime.distributed.job import Seat
+from placer.runtime.distributed.stage import Run
+from placer.runtime.scatter import batch_size, join_rows, split_rows
+from placer.schedule import batch_cuts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutBatch:
+    """The micro-batches of a batch: rows per replica and micro-batch, and the inputs of each in order."""
+
+    rows: tuple[tuple[int, ...], ...]
+    pieces: Sequence[list[Tensor]]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Rows of every micro-batch, in the order of ``pieces``."""
+        return [size for row in self.rows for size in row]
+
+    @property
+    def largest(self) -> int:
+        """The micro-batch with the most rows, the first of them."""
+        return self.sizes.index(max(self.sizes))
+
+    def of_replica(self, index: int) -> range:
+        """The micro-batches of a replica; none where there are no rows for it."""
+        start = sum(len(row) for row in self.rows[:index])
+        return range(start, start + (len(self.rows[index]) if index < len(self.rows) else 0))
+
+
+def cut_batch(
+    call: CallFormat, leaves: Sequence[Tensor], *, replicas: int, microbatches: int
+) -> CutBatch:
+    """The batch of these inputs, cut; a call without a batch is one cut, of the first replica."""
+    total = batch_size(call, leaves)
+    if total is None:
+        return CutBatch(rows=((1,),), pieces=[list(leaves)])
+    rows = batch_cuts(total, replicas, microbatches)
+    pieces = split_rows(call, leaves, [size for row in rows for size in row])
+    return CutBatch(rows=rows, pieces=pieces)
+
+
+def gather_result(
+    batch: CutBatch,
+    run: Run,
+    finder: BoundaryFinder,
+    *,
+    seat: Seat,
+    num_stages: int,
+    world: dist.ProcessGroup,
+) -> Any:
+    """The whole result on every rank, sent out by the last stage of each replica; a collective call.
+
+    ``run`` has the results of the micro-batches whose last stage is on this rank.
+    """
+    last = (num_stages - 1) % seat.num_devices
+    gathered = []
+    for replica in range(len(batch.rows)):
+        source = replica * seat.num_devices + last
+        for index, position in enumerate(batch.of_replica(replica)):
+            crossings = finder.find(batch.pieces[position], grad=False)
+            given = run.results.get(index) if source == dist.get_rank() else None
+            gathered.append(_broadcast(crossings.result, given, source, finder.device, world))
+    return unflatten_output(crossings.staged.call, join_rows(gathered))
+
+
+def _broadcast(
+    expected: Sequence[Any],
+    given: Sequence[Any] | None,
+    source: int,
+    device: torch.device,
+    world: dist.ProcessGroup,
+) -> list[Any]:
+    """The leaves of a result from rank ``source``, which alone has them ``given``."""
+    received = []
+    for position, leaf in enumerate(expected):
+        if isinstance(leaf, Wire):
+            if given is not None:
+                leaf = given[position].detach().contiguous()
+            else:
+                leaf = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
+            dist.broadcast(leaf, source, group=world)
+        elif given is not None:
+            leaf = given[position]
+        received.append(leaf)
+    return received
