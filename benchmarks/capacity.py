@@ -19,6 +19,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 import torch
@@ -324,6 +325,8 @@ def run(names: list[str], memories: Sequence[int]) -> dict[str, list[dict[str, A
                     edge = rows[-1]["edge"]
                     line = f"{name}, {memory} GiB x {devices}, {label}: {edge} ({took:.0f} s)"
                     print(line, flush=True)
+            today = datetime.now(UTC).date().isoformat()
+            rows = [{**row, "date": today} for row in rows]
             kept = [row for row in found.get(name, []) if row["memory_gib"] != memory]
             found[name] = sorted([*kept, *rows], key=lambda row: row["memory_gib"])
             found = {known: found[known] for known in SUBJECTS if known in found}
@@ -338,6 +341,17 @@ _NOTE = (
     "measured. The hand split is for two devices. Sharding divides parameters, gradients and Adam's "
     "states; the parameters gathered for the running layer are left out, in its favour."
 )
+
+
+def _dates(results: Mapping[str, list[dict[str, Any]]]) -> list[str]:
+    """When the models were measured, if not all on one day."""
+    days: dict[str, dict[str, None]] = {}
+    for name, rows in results.items():
+        for row in rows:
+            days.setdefault(row["date"], {})[name] = None
+    if len(days) == 1:
+        return []
+    return [f"Measured {day}: {', '.join(names)}." for day, names in sorted(days.items())] + [""]
 
 
 def _compared(results: Mapping[str, list[dict[str, Any]]]) -> list[str]:
@@ -386,7 +400,7 @@ def write(results: Mapping[str, list[dict[str, Any]]]) -> None:
                 cells.append(", ".join("-" if e is None else str(e) for e in edges) * known)
             blocks.append(f"| {label} | {' | '.join(cells)} |")
         blocks.append("")
-    blocks += [_NOTE, "", *_compared(results)]
+    blocks += [_NOTE, "", *_dates(results), *_compared(results)]
     blocks += ["", "![edges on 16 GiB devices](capacity.png)", ""]
     write_page(
         "capacity", "The largest volume that trains", "python -m benchmarks.capacity", blocks

@@ -44,6 +44,12 @@ class ForwardFailure(Exception):
         """The error for the user: "forward fails ``situation``", with the line of their own code."""
         where = f" ({self.location})" if self.location else ""
         text = str(self.__cause__).strip().split("\n")[0]
+        if isinstance(self.__cause__, Untraceable):
+            return CaptureError(
+                self.layer or "the model",
+                f"{text}{where}",
+                "do it outside of forward, or return it in another form",
+            )
         return CaptureError(
             self.layer or "the model",
             f"forward fails {situation}: {type(self.__cause__).__name__}: {text}{where}",

@@ -35,10 +35,12 @@ class PackedObject:
     """An object that pytree does not look into, such as a cache of keys and values.
 
     It is kept as pickle keeps it, without its tensors and sizes: these are leaves of their own.
+    ``classes`` are those that pickle would not find by their names, made inside of functions.
     """
 
     data: bytes
     leaves: int
+    classes: tuple[type, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +90,8 @@ def flatten_result(result: Any, is_leaf: Callable[[Any], bool]) -> tuple[list[An
                 f"it returns an object of type {type(leaf).__qualname__} that cannot be pickled "
                 f"({error})"
             ) from error
-        objects.append(PackedObject(data=pickler.file.getvalue(), leaves=len(pickler.leaves)))
+        data, classes = pickler.file.getvalue(), tuple(pickler.classes)
+        objects.append(PackedObject(data=data, leaves=len(pickler.leaves), classes=classes))
         leaves += pickler.leaves
     return leaves, ResultFormat(spec=spec, objects=tuple(objects))
 
@@ -99,9 +102,14 @@ class _Pickler(pickle.Pickler):
         super().__init__(self.file)
         self.is_leaf = is_leaf
         self.leaves: list[Any] = []
+        self.classes: list[type] = []
         self._number: dict[int, int] = {}
 
-    def persistent_id(self, value: Any) -> int | str | None:
+    def persistent_id(self, value: Any) -> int | str | tuple[str, int] | None:
+        if isinstance(value, type) and "<locals>" in value.__qualname__:
+            if value not in self.classes:
+                self.classes.append(value)
+            return "class", self.classes.index(value)
         if isinstance(value, Tensor) or self.is_leaf(value):
             if id(value) not in self._number:
                 self._number[id(value)] = len(self.leaves)
@@ -114,8 +122,11 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, packed: PackedObject, leaves: Sequence[Any]) -> None:
         super().__init__(io.BytesIO(packed.data))
         self.leaves = leaves
+        self.classes = packed.classes
 
     def persistent_load(self, number: Any) -> Any:
+        if isinstance(number, tuple):
+            return self.classes[number[1]]
         if number == "device":  # the object's tensors are all where the results are
             tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
             return tensors[0].device if tensors else torch.device("cpu")

@@ -9,8 +9,9 @@ score                  the one formula for what a stage costs; its parts are in 
 candidate, chain       the best stages along one order
 problem, model         the question without an order, and a model's own
 solver                 its answer and a lower bound: the dynamic `program` over `families` of
-                       downsets (`lattice`); `reduce` and `floats` make problems smaller, `interval`
-                       and `windows` are for large graphs, `moves` for tight budgets
+                       downsets (`lattice`); `reduce` makes problems smaller, `interval` and
+                       `windows` are for large graphs, `moves` for tight budgets
+floats, float_costs    units without edges, which the solver places last; `branch` proves where
 bound                  what the largest peak of no placement is below
 returning, fold        devices that get several stages which are not neighbours, and what these
 and shared             hold together

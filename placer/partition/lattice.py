@@ -185,10 +185,11 @@ class BitSums:
         """``weights[b, c]``: weight c of bit b."""
         bits, columns = weights.shape
         self._weights = weights
-        padded = np.zeros((num_words(bits) * 8, 8, columns))
-        padded.reshape(-1, columns)[:bits] = weights
+        padded = np.zeros((num_words(bits) * 64, columns))  # no columns for a single stage
+        padded[:bits] = weights
+        by_byte = padded.reshape(num_words(bits) * 8, 8, columns)
         patterns = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-        self._table = np.einsum("pb,wbc->wpc", patterns.astype(np.float64), padded)
+        self._table = np.einsum("pb,wbc->wpc", patterns.astype(np.float64), by_byte)
 
     def __call__(self, rows: Words) -> Vector:
         """``[i, c]``: the sum of weight c over row i."""

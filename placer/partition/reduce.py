@@ -156,6 +156,9 @@ def _foldable(problem: PartitionProblem, *, weightless: bool) -> tuple[list[int]
     for u in range(n):
         if taken[u] or fixed[u]:
             continue
+        total = sum(nbytes for _, nbytes in values_of[u])
+        if any(seconds[u] > rate * total for seconds, rate in costs):
+            continue  # it costs more than any value that it could save
         options = set()
         if len(succs[u]) == 1:
             options |= succs[u]

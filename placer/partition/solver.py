@@ -53,10 +53,13 @@ def solve(problem: PartitionProblem, *, most_alive: int = _MOST_ALIVE) -> Soluti
 
     Chains of a few topological orders and a narrow beam give an answer; if at most
     ``most_alive`` partly decided downsets could be better at a time, and the work that goes with
-    these suffices, all of them are tried and the answer is optimal (`Optimality.proven`), floats
-    and tight budgets apart, where the bound is that of a relaxation. Deterministic. None when no
-    placement was found that meets the budgets.
+    these suffices, all of them are tried, with units without edges on all stages, and the answer is
+    optimal (`Optimality.proven`). Deterministic. None when no placement was found that meets the
+    budgets.
     """
+    slots = problem.slots
+    if problem.may_be_empty and all(slot is slots[0] for slot in slots):
+        problem = replace(problem, slots=slots[: max(1, problem.num_units)])  # more stay empty
     return _solve(problem, most_alive, Work(max(_LEAST_WORK, _WORK * most_alive)))
 
 

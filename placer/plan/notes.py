@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from placer.capture import Capture
+from placer.capture import Capture, placeholder_names
 from placer.partition import Demands
 from placer.plan.devices import device_slot
 from placer.schedule import batch_cuts
@@ -24,6 +24,14 @@ def placement_notes(
     has_batch_norm = any(
         isinstance(m, nn.modules.batchnorm._BatchNorm) for m in capture.model.modules()
     )
+    if cut and capture.call.batch_size is not None:
+        tensors = placeholder_names(capture.call)
+        batched = [n for n, b in zip(tensors, capture.call.batched, strict=True) if b]
+        notes.append(
+            f"The batch is cut along dim 0 of {', '.join(batched)}. What the model or the loss "
+            "computes over several rows (a mean over the batch, similarities of its rows, layers "
+            "that take the sequence first) sees one cut at a time, as with nn.DataParallel."
+        )
     if cut and has_batch_norm and spec.training and spec.batch_norm == "per_microbatch":
         notes.append(
             "BatchNorm in train mode takes its statistics per micro-batch and replica, as with "

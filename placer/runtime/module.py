@@ -128,6 +128,12 @@ class PlacedModule(nn.Module):
         else:
             setattr(self._tree, name, value)
 
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__ or not hasattr(self._tree, name):
+            super().__delattr__(name)
+        else:
+            delattr(self._tree, name)
+
     def get_submodule(self, target: str) -> nn.Module:
         return self._tree.get_submodule(target) if target else self
 
@@ -210,7 +216,9 @@ class PlacedModule(nn.Module):
 
         ``loss_fn(output, target)``, or ``loss_fn(output)`` without a target, gives a scalar for one
         micro-batch; ``reduction`` says whether it is a mean or a sum over its rows, so that the
-        gradient is that of the loss over the whole batch, also when the cuts are uneven. Tensors of
+        gradient is that of the loss over the whole batch, also when the cuts are uneven. A mean over
+        something else (``ignore_index``, class weights) is none over rows: give the sum, divided by
+        the count of the whole batch, and ``reduction="sum"``. Tensors of
         ``target`` are cut along dim 0 like the inputs. ``own_rows`` says that inputs and target are
         this process's rows only, where there are several (`placer.runtime.distributed`); ``scaler``
         scales the gradients, as for fp16. Returns the loss of the whole batch, unscaled: a detached

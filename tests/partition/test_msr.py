@@ -131,7 +131,7 @@ def test_few_nodes_many_devices_and_cycles(tmp_path: Path) -> None:
     single = _placed({**data, "maxFPGAs": 1, "maxSizePerFPGA": 4}, path)
     assert single["max_load"] == 10 and single["proven"]
     many = _placed({**data, "maxFPGAs": 9}, path)
-    assert many["max_load"] == 7 and many["proven"]
+    assert many["max_load"] == 7 and many["proven"] and len(many["devices"]) == 9
     back = {"sourceId": 3, "destId": 2, "cost": 1}  # 2 and 3 share a device then
     cycle = _placed({**data, "edges": [*data["edges"], back]}, path)
     assert cycle["max_load"] == 8 and cycle["proven"]
@@ -146,3 +146,5 @@ def test_a_device_may_be_full_but_for_rounding(tmp_path: Path) -> None:
 def test_a_limit_that_nothing_keeps(tmp_path: Path) -> None:
     with pytest.raises(WorkloadError, match="one device holds 2 or more"):
         _placed({**_workload().data, "maxSizePerFPGA": 1.5}, tmp_path / "small.json")
+    with pytest.raises(WorkloadError, match="one device holds 4 or more"):
+        _placed({**_workload().data, "maxFPGAs": 1}, tmp_path / "one.json")

@@ -272,6 +272,13 @@ def test_a_module_of_two_names(layers: dict[str, str], device: str, note: str | 
     assert [n for n in plan.notes if "one module" in n] == ([note] if note else [])
 
 
+@pytest.mark.parametrize(("fields", "told"), [({}, False), ({"replicas": 2}, True)])
+def test_what_a_cut_of_the_batch_means_is_noted(fields: dict[str, Any], told: bool) -> None:
+    spec = {"devices": ["cpu:0"], "replica_devices": [], **fields}
+    notes = placer.make_plan(nn.GRU(4, 4), spec, torch.ones(6, 2, 4)).notes
+    assert any("cut along dim 0 of input." in note for note in notes) is told
+
+
 def test_a_batch_of_fewer_rows_than_cuts_is_noted() -> None:
     spec = {"devices": ["cpu:0"], "replicas": 3, "microbatches": 2}
     notes = placer.make_plan(nn.Linear(4, 4), spec, torch.ones(2, 4)).notes

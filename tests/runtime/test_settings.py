@@ -227,6 +227,15 @@ def test_what_forward_does_not_read_costs_no_capture(monkeypatch: pytest.MonkeyP
     assert len(captured) == 2
 
 
+def test_an_attribute_is_deleted_where_it_is() -> None:
+    model = Net().double()
+    model.bonus = 2.0  # type: ignore[assignment]
+    placed, x = _place(model, {})
+    for module in (model, placed):
+        del module.bonus
+    _same(placed, model, x)
+
+
 def test_plain_attributes_are_read_through_and_methods_are_not() -> None:
     placed, _ = _place(Net().double(), {})
     assert placed.config == Config() and placed.weight == 2.0
