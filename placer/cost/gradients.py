@@ -47,8 +47,7 @@ def backward_needs(recording: Recording) -> BackwardNeeds:
     for stored in _gradients(recording):
         if stored.freed_by is not None and stored.made_by != stored.freed_by:
             incoming[stored.freed_by].append(stored)
-        node, home = _adding(stored)
-        if node is not None:
+        for node, home in _adding(stored):
             sums[node].append(stored)
             home_of[node] = max(home, home_of.get(node, 0))
     alone, came, fetched, added = [], [], [], []
@@ -128,7 +127,8 @@ def _pending(stored: RecordedStorage, target: int) -> PendingGradient:
 
 def _waiting(stored: RecordedStorage, target: int) -> list[tuple[int, int, int]]:
     """The parts (from, to, bytes) of a gradient that ``target`` or a node before it waits for."""
-    return [part for part in stored.sent if part[1] <= target]
+    sums = [] if stored.sum_for is None else [(stored.made_by, stored.sum_for, stored.nbytes)]
+    return [part for part in (*stored.sent, *sums) if part[1] <= target]
 
 
 def _home(stored: RecordedStorage, target: int) -> int:
@@ -136,12 +136,15 @@ def _home(stored: RecordedStorage, target: int) -> int:
     return max((to for _, to, _ in _waiting(stored, target)), default=target)
 
 
-def _adding(stored: RecordedStorage) -> tuple[int | None, int]:
-    """The node in whose backward the gradient is part of a sum for another node, and that node."""
+def _adding(stored: RecordedStorage) -> list[tuple[int, int]]:
+    """The nodes in whose backward the gradient is part of a sum for another node, and that node."""
     target = stored.freed_by
     if target is None or target < 0:
-        return None, 0
-    if stored.made_by > target and not stored.sent:
-        return stored.made_by, target  # the sum itself: no node's backward handed it on
+        return []
     home = _home(stored, target)
-    return (target, home) if home < target < stored.made_by else (None, 0)
+    found = []
+    if stored.made_by > target and not stored.sent:
+        found.append((stored.made_by, home))  # the sum itself: no node's backward handed it on
+    if home < target < stored.made_by:
+        found.append((target, home))
+    return found

@@ -36,6 +36,7 @@ class RecordedStorage:
     fixed: bool = False  # made of weights alone
     live: bool = True
     sent: list[tuple[int, int, int]] = field(default_factory=list)  # parts: (from, to node, bytes)
+    sum_for: int | None = None  # a sum of such parts: the node that they were sent to
 
 
 @dataclass(slots=True)
@@ -93,8 +94,21 @@ class StorageRecorder(TorchDispatchMode):
         of_weights = bool(inputs) and all(self._is_fixed(tensor) for tensor in inputs)
         for tensor in outputs:
             if id(_key(tensor)) not in self._known:
-                self.add(tensor).fixed = of_weights
+                made = self.add(tensor)
+                made.fixed = of_weights
+                if self.backward and func is torch.ops.aten.add.Tensor:
+                    made.sum_for = self._common_home(inputs)
         return result
+
+    def _common_home(self, gradients: list[Tensor]) -> int | None:
+        """Where all of ``gradients`` were sent, unless to the running node, which then adds by itself."""
+        homes = []
+        for tensor in gradients:
+            stored = self.storage(tensor)
+            sent = () if stored is None else (to for _, to, _ in stored.sent)
+            homes.append({*sent, *(() if stored is None else (stored.sum_for,))} - {None})
+        common = set.intersection(*homes) - {self.position}
+        return max(common, default=None)
 
     def _is_fixed(self, tensor: Tensor) -> bool:
         _, record = self._known.get(id(_key(tensor)), (None, None))

@@ -26,7 +26,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from placer.partition.shared import SharedPeaks, Span, Table
+from placer.partition.passed_on import Span
+from placer.partition.shared import SharedPeaks, Table
 
 MOST_CUTS = 44  # the time of the nested program goes with the fourth power
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,10 +17,14 @@ from placer.partition.waiting import Elsewhere
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """Positions, in order: of the nodes that keep a result for backward, and of all that use it."""
+    """Positions, in order: of the nodes that keep a result for backward, and of all that use it.
+
+    ``lent``: of results that lie in the same storage, and of their last readers.
+    """
 
     kept: tuple[int, ...]
     used: tuple[int, ...]
+    lent: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +37,13 @@ class Needs:
 
 def find_needs(costs: CostTable, place: NDArray[np.int64]) -> Needs:
     """From ``costs``, with ``place`` the position of every node; by storage, so that views count."""
-    needs = [_need(costs, value, place) for value in costs.values]
+    lent: list[list[tuple[int, int]]] = [[] for _ in costs.values]
+    for node, held in enumerate(costs.results):
+        if costs.readers[node]:
+            last = max(int(place[reader]) for reader in costs.readers[node])
+            for value in set(held):
+                lent[value].append((int(place[node]), last))
+    needs = [_need(costs, v, place, results) for v, results in zip(costs.values, lent, strict=True)]
     inputs = [need for value, need in zip(costs.values, needs, strict=True) if value.producer < 0]
     if len(inputs) != len(costs.input_readers):  # some share a storage
         inputs = [_joined(inputs)] * len(costs.input_readers)
@@ -65,15 +76,26 @@ def copied_parts(
         if len(held) == 1 and costs.readers[node]:
             last = max(int(place[reader]) for reader in costs.readers[node])
             views[held[0]].append((int(place[node]), last, costs.nodes[node].output_nbytes))
+    whole_until = _whole_until(costs, place)
     for index, parts in views.items():
         value = costs.values[index]
-        if value.producer < 0 or min(nbytes for *_, nbytes in parts) >= value.nbytes:
+        if min(nbytes for *_, nbytes in parts) >= value.nbytes:
             continue
         for start in starts:
-            if start > int(place[value.producer]):
+            if start > whole_until[index]:
                 crossing = sum(nbytes for node, last, nbytes in parts if node < start <= last)
                 if 0 < crossing < value.nbytes:
                     yield index, start, crossing
+
+
+def _whole_until(costs: CostTable, place: NDArray[np.int64]) -> list[float]:
+    """Per storage the last node that reads all of it, or makes it: stages up to there have it whole."""
+    found = [float(place[v.producer]) if v.producer >= 0 else math.inf for v in costs.values]
+    inputs = [index for index, value in enumerate(costs.values) if value.producer < 0]
+    if len(inputs) == len(costs.input_readers):  # else some share a storage
+        for index, readers in zip(inputs, costs.input_readers, strict=True):
+            found[index] = float(max((place[node] for node in readers), default=-1))
+    return found
 
 
 def releases(
@@ -81,13 +103,17 @@ def releases(
 ) -> Iterator[Elsewhere]:
     """Where a stage has dropped its copy of a result, by its last use in the stage.
 
-    A copy that no backward of the stage needs goes after its last reader there; each of the answers
-    holds for the stages that end before the next use.
+    A copy that no backward of the stage needs, and no later stage a view of, goes after its last use
+    there, by a reader or by what has a reader's view of it; each of the answers holds for the stages
+    that end before the next use.
     """
     uses = sorted({*readers, *(use for use in need.used if use > producer)})
+    last = -1  # the reader that the use is by, or whose view
     for use, following in pairwise([*uses, _NEVER]):
+        last = use if use in readers else last
         kept = max((k for k in need.kept if k <= use), default=-1)
-        first, last = max(producer, kept) + 1, min(use, readers[-1])
+        lent = max((made for made, end in need.lent if made <= use < end), default=-1)
+        first = max(producer, kept, lent) + 1
         if first <= last:
             yield Elsewhere(
                 first=first,
@@ -106,10 +132,16 @@ def _joined(needs: Sequence[Need]) -> Need:
     return Need(
         kept=tuple(sorted({node for need in needs for node in need.kept})),
         used=tuple(sorted({node for need in needs for node in need.used})),
+        lent=tuple(sorted({result for need in needs for result in need.lent})),
     )
 
 
-def _need(costs: CostTable, value: StoredValue, place: NDArray[np.int64]) -> Need:
+def _need(
+    costs: CostTable,
+    value: StoredValue,
+    place: NDArray[np.int64],
+    lent: Sequence[tuple[int, int]],
+) -> Need:
     def keeps(node: int) -> bool:
         key = costs.keys[node] if node < len(costs.keys) else None
         if key is None:
@@ -120,4 +152,5 @@ def _need(costs: CostTable, value: StoredValue, place: NDArray[np.int64]) -> Nee
     return Need(
         kept=tuple(sorted(int(place[node]) for node in users if keeps(node))),
         used=tuple(sorted(int(place[node]) for node in users)),
+        lent=tuple(sorted(lent)),
     )

@@ -42,7 +42,7 @@ from placer.schedule import Counts, InFlight
 
 Table = NDArray[np.float64]
 
-_LOSS_NBYTES = 4
+LOSS_NBYTES = 4  # a number of float32; the caller has it while backward runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +182,9 @@ def build_tables(
     forwards, backwards = zip(*(node_transients(costs, i) for i in range(n + 1)), strict=True)
     forward_transient = _by_position(place, forwards)
     backward_transient = _by_position(place, backwards)
+    # The loss stays in all of its stage's backward: added below where stages end with it, here off
+    # where it is counted already.
+    waiting.add(0, n, n, -LOSS_NBYTES)
     held, saved_table, forward_table = waiting.table(), saved.table(), forward.table()
     live = held + backward_transient
     if regions is not None:
@@ -200,6 +203,8 @@ def build_tables(
     owned_table = build.at_ends(owned.table())
     mirrored_so_far = used_so_far - owned.table()
     grown = build.running_max(live - mirrored_so_far, elsewhere=elsewhere) + trained_table
+    for backward in (growing, grown):
+        backward[:, -1] += LOSS_NBYTES
     along = lambda field: _by_position(place, [getattr(c, field) for c in costs.nodes])  # noqa: E731
     return IntervalTables(
         cuts=tuple(cuts),
@@ -381,7 +386,7 @@ def peak_bytes(
 
         def waiting(others: float, share: float) -> Table:
             saved = saved_bytes(tables, others)
-            saved[:, -1] += _LOSS_NBYTES * (begun - max(1, int(others + share)))
+            saved[:, -1] += LOSS_NBYTES * (begun - max(1, int(others + share)))
             return saved
 
         for others, share in in_flight.later_backwards:

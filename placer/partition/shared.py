@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.cost import CostTable
-from placer.partition.score import IntervalTables, OptimizerBytes
+from placer.partition.passed_on import PassedOn, Span
+from placer.partition.score import LOSS_NBYTES, IntervalTables, OptimizerBytes
 
 Table = NDArray[np.float64]
-Span = tuple[int, int]  # a stage, from one cut (index) up to another
 
 
 class SharedPeaks:
@@ -44,9 +44,11 @@ class SharedPeaks:
         self._forward = static + tables.forward_live
         self._optimizer = optimizer
         self._owned, self._updating = tables.owned, tables.updating
-        self.running = static + np.maximum(tables.forward_live, tables.backward_live_growing)
+        self._backward = static + tables.backward_live_growing
+        self.running = np.maximum(self._forward, self._backward)
         self.held = static + tables.saved
         self.left = static + kept
+        self.left[:, -1] += LOSS_NBYTES
         cell_of = _cells(tables.cuts, nodes)
         count = len(tables.cuts)
         self.needed = np.zeros((count, count))
@@ -61,41 +63,28 @@ class SharedPeaks:
                     self.needed[at] += nbytes
         np.cumsum(self.needed, axis=0, out=self.needed)
         np.cumsum(self.needed, axis=1, out=self.needed)
-        # Of values that a stage may make and neither save nor read last: where they are made, saved
-        # first and read last, and their bytes.
-        passing = []
-        for value in costs.values:
-            if value.producer >= 0 and value.users:
-                made, last = int(cell_of[value.producer]), int(cell_of[list(value.users)].max())
-                saved = int(cell_of[list(value.savers)].min()) if value.savers else count
-                if made < min(saved, last):
-                    passing.append((made, saved, last, value.nbytes))
-        self._passing = np.array(passing).reshape(-1, 4).T
+        self._passed_on = PassedOn(costs, cell_of)
 
     def peak(self, spans: Sequence[Span]) -> float:
         """The peak of the device that holds the stages ``spans``, in their order. O(stages ** 3)."""
-        most = 0.0
+        most, held = 0.0, 0.0
         for i, (x, y) in enumerate(spans):
             before, after = spans[:i], spans[i + 1 :]
-            held = sum(float(self.held[a, b - 1]) for a, b in before)
             left = sum(float(self.left[a, b - 1]) for a, b in after)
             left += sum(_between(self.needed, (0, y), later) for later in after)
-            passing = sum(self._passed_on(span, y) for span in before)
+            passing = sum(self._passed_on.unsaved(span, y) for span in before)
+            whole, kept_whole = self._passed_on.beside_parts(before, (x, y))
             static = sum(float(self._static[a, b - 1]) for a, b in after)
-            forward = float(self._forward[x, y - 1]) + held + static + passing
-            most = max(most, forward, float(self.running[x, y - 1]) + held + left)
+            forward = float(self._forward[x, y - 1]) + held + static + passing + whole
+            backward = float(self._backward[x, y - 1]) + held + left + kept_whole
+            most = max(most, forward, backward)
+            held += float(self.held[x, y - 1]) + kept_whole
         if self._optimizer is None:
             return most
         state = sum(float(self.left[a, b - 1]) for a, b in spans)
         owned = sum(float(self._owned[a, b - 1]) for a, b in spans)
         updating = max(float(self._updating[a, b - 1]) for a, b in spans)
         return max(most, state + self._optimizer.together * owned + self._optimizer.each * updating)
-
-    def _passed_on(self, home: Span, later: int) -> float:
-        """Made in the stage ``home``, not saved there, and read by stages from cut ``later`` on."""
-        made, saved, last, nbytes = self._passing
-        here = (made >= home[0]) & (made < home[1]) & (saved >= home[1]) & (last >= later)
-        return float(nbytes[here].sum())
 
 
 def _between(table: Table, home: Span, sender: Span) -> float:

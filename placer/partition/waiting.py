@@ -92,6 +92,10 @@ class _Filling:
         self._place = place
         self._add = add
         self.elsewhere: list[Elsewhere] = []
+        self._saved_alone: dict[int, int] = defaultdict(int)  # node -> bytes that no other saves
+        for value in costs.values:
+            if len(value.savers) == 1:
+                self._saved_alone[value.savers[0]] += value.nbytes
 
     def change(
         self, first: int, last: int, begin: int, until: int, sender: int, nbytes: float
@@ -118,7 +122,8 @@ class _Filling:
         else:  # what came in at the target comes at home instead, beside the sum of the readers here
             self.change(0, home, target, target + 1, sender, -whole)
             cost = self._costs.nodes[gradient.home]
-            room = cost.backward_transient - cost.backward_incoming
+            saved = self._saved_alone[gradient.home]
+            room = cost.backward_transient - cost.backward_incoming - saved
             self.change(0, home, home, home + 1, sender, max(0, needed - room))
 
         if gradient.of_weight:

@@ -143,6 +143,60 @@ def test_what_later_stages_on_other_devices_read_is_counted(nbytes: int) -> None
         assert device.peak <= 1.01 * device.predicted, device.device
 
 
+class Halves(nn.Module):
+    """Halves of the input, and of what the first layer makes of it, that are read late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(32, 32)
+        self.third = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        early, late = x.chunk(2, 1)
+        y = self.first(x)
+        left, right = y.chunk(2, 1)
+        z = self.third(self.second(early.sin() + left))
+        return z * late + z * right
+
+
+@pytest.mark.parametrize("views", [("chunk", "getitem"), ("chunk_1", "getitem_2")])
+def test_views_of_what_a_stage_received_hold_it_whole(views: tuple[str, ...]) -> None:
+    model, x = Halves().double(), torch.randn(512, 64, dtype=torch.float64)
+    spec = placer.PlacementSpec.model_validate({"devices": DEVICES[:2], "objective": "memory"})
+    capture = capture_model(model, (x,))
+    there = {*views, "getitem_1", "getitem_3", "third"}  # between them what the other device does
+    pins = {node: "cpu:1" if node in there else "cpu:0" for node in capture.order}
+    plan = build_plan(capture, spec, [x], pins=pins)
+    for device in placer.simulate(model, plan, (x,)).devices:
+        most = 1.2 if device.device == "cpu:0" else 1.001  # two of its stages save halves of one
+        assert 0.999 * device.peak <= device.predicted <= most * device.peak, device.device
+
+
+class Half(nn.Module):
+    """Half of the input, which an early layer and a late one read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 4), nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        half = x.chunk(2, 1)[0]
+        y = self.first(half).sum()
+        return self.second(half) * y
+
+
+def test_a_view_of_what_an_earlier_stage_received_is_the_whole_of_it() -> None:
+    """The late layer reads it and saves it, and so the other half is there in its backward, too."""
+    model, x = Half().double(), torch.randn(512, 64, dtype=torch.float64)
+    spec = placer.PlacementSpec.model_validate({"devices": DEVICES[:2], "objective": "memory"})
+    capture = capture_model(model, (x,))
+    pins = {node: "cpu:0" if node in ("first", "sum_1") else "cpu:1" for node in capture.order}
+    plan = build_plan(capture, spec, [x], pins=pins)
+    assert [stage.devices[0] for stage in plan.stages] == ["cpu:1", "cpu:0", "cpu:1"]
+    for device in placer.simulate(model, plan, (x,)).devices:
+        assert 0.999 * device.peak <= device.predicted <= 1.001 * device.peak, device.device
+
+
 class Inception(nn.Module):
     """Blocks of four branches that read one value and are put together again."""
 

@@ -101,6 +101,7 @@ class GradientReducer:
 
     def __init__(self, shared: Iterable[Shared]) -> None:
         self._buckets = _fill_buckets([s for s in shared if dist.get_world_size(s.group) > 1])
+        self._groups = list(dict.fromkeys(bucket.group for bucket in self._buckets))
         self._home = {s.parameter: bucket for bucket in self._buckets for s in bucket.members}
         self._left: dict[nn.Parameter, int] = {}
         self._next = 0
@@ -163,7 +164,11 @@ class GradientReducer:
         self._left = {}
         while self._next < len(self._buckets):
             self._send()
-        exists = self._exist_anywhere()
+        existing = [self._ask_existing(group) for group in self._groups]
+        exists: dict[nn.Parameter, bool] = {}
+        for parameters, counts, work in existing:
+            work.wait()
+            exists.update(zip(parameters, self._positive(counts), strict=True))
         for bucket in self._buckets:
             assert bucket.flat is not None
             assert bucket.work is not None
@@ -175,19 +180,17 @@ class GradientReducer:
                     member.parameter.grad = piece.view_as(member.parameter)
             bucket.flat = bucket.work = None
 
-    def _exist_anywhere(self) -> dict[nn.Parameter, bool]:
-        """Which gradients some rank of their group has: one small message per group."""
-        found: dict[nn.Parameter, bool] = {}
-        for group in dict.fromkeys(bucket.group for bucket in self._buckets):
-            buckets = [bucket for bucket in self._buckets if bucket.group is group]
-            parameters = [m.parameter for bucket in buckets for m in bucket.members]
-            counts = torch.tensor(
-                [float(there) for bucket in buckets for there in bucket.exists],
-                device=parameters[0].device,
-            )
-            dist.all_reduce(counts, group=group)
-            found.update(zip(parameters, self._positive(counts), strict=True))
-        return found
+    def _ask_existing(
+        self, group: dist.ProcessGroup
+    ) -> tuple[list[nn.Parameter], Tensor, dist.Work]:
+        """Which of the group's gradients some rank has, in one small message that is on its way."""
+        buckets = [bucket for bucket in self._buckets if bucket.group is group]
+        parameters = [m.parameter for bucket in buckets for m in bucket.members]
+        counts = torch.tensor(
+            [float(there) for bucket in buckets for there in bucket.exists],
+            device=parameters[0].device,
+        )
+        return parameters, counts, dist.all_reduce(counts, group=group, async_op=True)
 
     def _positive(self, counts: Tensor) -> list[bool]:
         return [count > 0 for count in counts.tolist()]

@@ -23,7 +23,7 @@ from placer.runtime.distributed.faults import Alarm, close_groups
 from placer.runtime.distributed.gradients import GradientReducer, find_shared
 from placer.runtime.distributed.inputs import InputGradients
 from placer.runtime.distributed.job import Seat, make_group, make_tied_groups
-from placer.runtime.distributed.outcome import share, sum_losses
+from placer.runtime.distributed.outcome import LossSum, SharedBuffers
 from placer.runtime.distributed.part import Holdings
 from placer.runtime.distributed.randomness import own_random_state
 from placer.runtime.distributed.rehearse import find_culprit
@@ -227,6 +227,14 @@ class DistributedModule(PlacedModule):
                 count = sum(m.crossings is not None for m in run.microbatches)
                 reducer.prepare(count, overlap=not self._engine.splits_backward)
                 self._engine.execute(run, largest)
+                losses = LossSum(
+                    run.losses,
+                    inputs,
+                    replica_index=self.replica_index,
+                    world=self.world_group,
+                    device=self.device,
+                )
+                buffers = SharedBuffers(self._shared_buffers(), self._dp_group)
                 reducer.finish()
         except PlacerError as error:
             if own_rows:  # other replicas may have found nothing wrong with theirs
@@ -235,20 +243,14 @@ class DistributedModule(PlacedModule):
         except Exception as error:
             self._fail(error)
         with self.watch():
-            loss = sum_losses(
-                run.losses,
-                inputs,
-                replica_index=self.replica_index,
-                world=self.world_group,
-                device=self.device,
-            )
+            loss = losses.wait()
             inputs.deliver(
                 row=self._pp_group,
                 world=self._world_group,
                 own_rows=own_rows,
                 device=self.device,
             )
-            self._share_buffers()
+            buffers.wait()
             return loss
 
     def _require_graph(self, loss_fn: WatchedLoss) -> None:
@@ -371,10 +373,11 @@ class DistributedModule(PlacedModule):
         dist.all_reduce(total, group=self._dp_group)
         return int(total.item())
 
-    def _share_buffers(self) -> None:
-        """Give every replica the buffers that the first wrote, as ``nn.DataParallel`` keeps them."""
-        if self.num_replicas > 1 and self.training:
-            share([self.get_buffer(name) for name in self._written], self._dp_group)
+    def _shared_buffers(self) -> list[Tensor]:
+        """The buffers that forward writes: all replicas have the first one's, as in ``nn.DataParallel``."""
+        if self.num_replicas == 1 or not self.training:
+            return []
+        return [self.get_buffer(name) for name in self._written]
 
     def _own_random_state(self) -> Any:
         return own_random_state(self.device, self.replica_index, self.seat.device_index)

@@ -1,4 +1,4 @@
-"""What the ranks tell each other at the end of a step."""
+"""What the ranks tell each other at the end of a step, while the last gradients are on their way."""
 
 from __future__ import annotations
 
@@ -13,38 +13,58 @@ from placer.runtime.distributed.inputs import InputGradients
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
-def sum_losses(
-    losses: Sequence[Tensor],
-    inputs: InputGradients,
-    *,
-    replica_index: int,
-    world: dist.ProcessGroup,
-    device: torch.device,
-) -> Tensor:
-    """The loss of the whole batch, on every rank; it is computed where the last stages are.
+class LossSum:
+    """The loss of the whole batch on its way to every rank; it is computed where the last stages are."""
 
-    Raises ``PlacerError`` on every rank when not all want the gradients of the same inputs.
-    """
-    message = torch.tensor([0.0, 0.0, *inputs.wanted], dtype=torch.float64, device=device)
-    if losses:
-        loss = torch.stack(list(losses)).sum()
-        message[0] = loss
-        if replica_index == 0:
-            message[1] = _DTYPES.index(loss.dtype)
-    dist.all_reduce(message, group=world)
-    kind, *counts = message[1:].tolist()
-    inputs.check(counts, dist.get_world_size(world))
-    return message[0].to(_DTYPES[int(kind)])
+    def __init__(
+        self,
+        losses: Sequence[Tensor],
+        inputs: InputGradients,
+        *,
+        replica_index: int,
+        world: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self._inputs = inputs
+        self._world = world
+        self._message = torch.tensor([0.0, 0.0, *inputs.wanted], dtype=torch.float64, device=device)
+        if losses:
+            loss = torch.stack(list(losses)).sum()
+            self._message[0] = loss
+            if replica_index == 0:
+                self._message[1] = _DTYPES.index(loss.dtype)
+        self._work = dist.all_reduce(self._message, group=world, async_op=True)
+
+    def wait(self) -> Tensor:
+        """The sum. Raises ``PlacerError`` on every rank when not all want the same inputs' gradients."""
+        self._work.wait()
+        kind, *counts = self._message[1:].tolist()
+        self._inputs.check(counts, dist.get_world_size(self._world))
+        return self._message[0].to(_DTYPES[int(kind)])
 
 
-def share(buffers: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Give all ranks of ``group`` the values that its first rank has, in a message per data type."""
-    by_kind: dict[torch.dtype, list[Tensor]] = {}
-    for buffer in buffers:
-        by_kind.setdefault(buffer.dtype, []).append(buffer)
-    for alike in by_kind.values():
-        flat = torch.cat([b.reshape(-1) for b in alike])
-        dist.broadcast(flat, dist.get_global_rank(group, 0), group=group)
-        if dist.get_rank(group):
-            for buffer, piece in zip(alike, flat.split([b.numel() for b in alike]), strict=True):
-                buffer.copy_(piece.view_as(buffer))
+class SharedBuffers:
+    """Values that the first rank of ``group`` gives to all of it, in a message per data type."""
+
+    def __init__(self, buffers: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+        self._receives = dist.get_rank(group) > 0
+        by_kind: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in buffers:
+            by_kind.setdefault(buffer.dtype, []).append(buffer)
+        source = dist.get_global_rank(group, 0)
+        self._messages = []
+        for alike in by_kind.values():
+            flat = torch.cat([b.reshape(-1) for b in alike])
+            work = dist.broadcast(flat, source, group=group, async_op=True)
+            assert work is not None  # this rank is in the group
+            self._messages.append((alike, flat, work))
+
+    def wait(self) -> None:
+        """Put the values into the buffers."""
+        for alike, flat, work in self._messages:
+            work.wait()
+            if self._receives:
+                for buffer, piece in zip(
+                    alike, flat.split([b.numel() for b in alike]), strict=True
+                ):
+                    buffer.copy_(piece.view_as(buffer))

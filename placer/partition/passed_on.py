@@ -1,0 +1,85 @@
+"""What a stage holds for later ones: the whole storages of results that they read, be they views of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placer.cost import CostTable
+
+Span = tuple[int, int]  # a stage, from one cut (index) up to another
+Flags = NDArray[np.bool_]
+
+
+class PassedOn:
+    """The results that cross a cut, and the storages that they lie in, made there or received.
+
+    ``cell_of`` gives for every node between which cuts it is.
+    """
+
+    def __init__(self, costs: CostTable, cell_of: NDArray[np.int64]) -> None:
+        made: list[int] = []
+        reads: list[tuple[int, int]] = []  # result, where it is read
+        lies: list[tuple[int, int, float]] = []  # result, storage, the bytes of it that are copied
+        numbers: dict[int, int] = {}
+        for node, held in enumerate(costs.results):
+            cells = {int(cell) for cell in cell_of[list(costs.readers[node])]}
+            later = [(len(made), cell) for cell in cells if cell > cell_of[node]]
+            if not later:
+                continue
+            reads += later
+            for value in set(held):
+                nbytes = costs.nodes[node].output_nbytes if len(set(held)) == 1 else 0
+                lies.append((len(made), numbers.setdefault(value, len(numbers)), nbytes))
+            made.append(int(cell_of[node]))
+        savers = [(i, int(cell_of[s])) for v, i in numbers.items() for s in costs.values[v].savers]
+        self._made = np.array(made, dtype=np.int64)
+        self._reads = np.array(reads, dtype=np.int64).reshape(-1, 2).T
+        columns = np.array(lies, dtype=float).reshape(-1, 3).T
+        self._result, self._storage = columns[:2].astype(np.int64)
+        self._copied = columns[2]
+        self._savers = np.array(savers, dtype=np.int64).reshape(-1, 2).T
+        self._nbytes = np.array([costs.values[value].nbytes for value in numbers], dtype=float)
+
+    def unsaved(self, home: Span, later: int) -> float:
+        """Bytes that the stage ``home`` does not save, and holds for readers from cut ``later`` on."""
+        held = self._storages(self._read([home], later, None)) & ~self._saved(home)
+        return float(self._nbytes[held].sum())
+
+    def beside_parts(self, before: Sequence[Span], stage: Span) -> tuple[float, float]:
+        """Bytes by which ``stage`` has more of the stages ``before`` on its device than copies.
+
+        It counts as received what it reads; where that is a part of a storage, the rest is there as
+        well. The first answer is for its forward, the second for what it saves until its backward.
+        """
+        read = self._read(before, *stage)
+        parts = np.zeros(len(self._nbytes))
+        at = read[self._result]
+        np.add.at(parts, self._storage[at], self._copied[at])
+        whole = self._storages(read)
+        for home in before:
+            whole &= ~self._saved(home)
+        rest = np.where(whole, np.maximum(self._nbytes - parts, 0.0), 0.0)
+        return float(rest.sum()), float(rest[self._saved(stage)].sum())
+
+    def _read(self, homes: Sequence[Span], begin: int, end: int | None) -> Flags:
+        """Which results of ``homes`` are read from cut ``begin`` up to ``end``."""
+        result, at = self._reads
+        found = np.zeros(len(self._made), dtype=bool)
+        found[result[(at >= begin) & (at < (np.inf if end is None else end))]] = True
+        made = [(self._made >= a) & (self._made < b) for a, b in homes]
+        found &= np.logical_or.reduce(made, initial=False)
+        return found
+
+    def _storages(self, results: Flags) -> Flags:
+        found = np.zeros(len(self._nbytes), dtype=bool)
+        found[self._storage[results[self._result]]] = True
+        return found
+
+    def _saved(self, stage: Span) -> Flags:
+        storage, at = self._savers
+        found = np.zeros(len(self._nbytes), dtype=bool)
+        found[storage[(at >= stage[0]) & (at < stage[1])]] = True
+        return found
