@@ -393,15 +393,25 @@ def try_what_needs_one_process(spec: placer.PlacementSpec) -> list[str]:
     placed = placer.compile(model.double(), spec, x)
     given = x.clone().requires_grad_()
     first = next(placed.parameters())
+    first_name = next(name for name, _ in placed.named_parameters()).rpartition(".")[0]
 
     def freeze() -> None:
         first.requires_grad_(False)
         placed.step(x, loss_fn=mean_square)
 
+    def extend() -> None:
+        holder = placed.get_submodule(first_name)
+        holder.register_parameter("made_later", nn.Parameter(torch.ones(1)))
+        try:
+            placed.step(x, loss_fn=mean_square)
+        finally:
+            del holder.made_later
+
     tries: list[Callable[[], Any]] = [
         lambda: placed(x),
         lambda: placed.eval()(given),
         freeze,
+        extend,
         lambda: (
             placed.register_full_backward_hook(_explode) and placed.step(x, loss_fn=mean_square)
         ),

@@ -78,6 +78,7 @@ def test_what_needs_one_process_is_said(job_of: Callable[[int], Job]) -> None:
                 "gives results without gradients",
                 "none come out of placed(x)",
                 "requires_grad was changed after placer.compile",
+                "made_later: was made after placer.compile",
                 "the model itself has full backward hooks",
             ),
             strict=True,

@@ -415,6 +415,13 @@ class DistributedModule(PlacedModule):
             )
 
     def _check_frozen(self) -> None:
+        new = [n for n, _ in self.named_parameters() if n not in self._holdings.first_name]
+        if new:
+            raise PlacerError(
+                new[0],
+                "was made after placer.compile, and the other ranks cannot know",
+                "prune, parametrize or extend the model before placer.compile",
+            )
         frozen = {n for n, p in self.named_parameters() if not p.requires_grad}
         if frozen != self._frozen:
             changed = sorted(frozen ^ self._frozen)[0]
