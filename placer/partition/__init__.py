@@ -4,8 +4,9 @@ Begin with `choose`: it tries orders of the model's units and keeps the best sta
 
 =====================  ===========================================================================
 units, arrange         the graph of units; where stages may end, and which device comes when
-score                  the one formula for what a stage costs; its parts are in `waiting` (gradients
-                       of skips), `received` (copies of values) and `held` (regions)
+score                  the one formula for what a stage costs; `tables` have its terms for all
+                       stages of an order, by `waiting` (gradients of skips), `received` (copies of
+                       values) and `held` (regions)
 candidate, chain       the best stages along one order
 problem, model         the question without an order, and a model's own
 solver                 its answer and a lower bound: the dynamic `program` over `families` of

@@ -42,7 +42,8 @@ from numpy.typing import NDArray
 from placer.cost import CostTable
 from placer.partition.candidate import optimizer_on, reference_bytes, waiting_at
 from placer.partition.model import ModelUnits
-from placer.partition.score import node_transients, optimizer_bytes
+from placer.partition.score import optimizer_bytes
+from placer.partition.tables import node_transients
 from placer.partition.types import Demands, DeviceSlot
 
 _MOST_UNITS = 2_000  # of a graph whose groups of units are looked at: all pairs are compared

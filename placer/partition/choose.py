@@ -31,8 +31,8 @@ from placer.partition.returning import (
     find_returning,
     is_better,
 )
-from placer.partition.score import IntervalTables, build_tables
 from placer.partition.solver import lower_bound, solve
+from placer.partition.tables import IntervalTables, build_tables
 from placer.partition.types import Demands, DeviceSlot, Partition
 from placer.partition.units import grouped_order, program_order, sampled_orders, unit_graph
 

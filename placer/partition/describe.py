@@ -20,7 +20,6 @@ from placer.partition.candidate import (
 )
 from placer.partition.returning import ReturningChains, can_return, device_peaks
 from placer.partition.score import (
-    IntervalTables,
     OptimizerBytes,
     peak_bytes,
     replica_peak_bytes,
@@ -28,6 +27,7 @@ from placer.partition.score import (
     stage_seconds,
     transfer_seconds,
 )
+from placer.partition.tables import IntervalTables
 from placer.partition.types import Demands, DeviceSlot, Partition, PartitionStage
 from placer.plan.types import Boundary, Optimality, StageMemory
 from placer.schedule import InFlight

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from placer.cost import CostTable
 from placer.partition.passed_on import PassedOn, Span
-from placer.partition.score import LOSS_NBYTES, IntervalTables, OptimizerBytes
+from placer.partition.score import OptimizerBytes
+from placer.partition.tables import LOSS_NBYTES, IntervalTables
 
 Table = NDArray[np.float64]
 

@@ -19,7 +19,8 @@ from placer.cost import device_kind, estimate_costs, with_regions
 from placer.partition.labels import LabelledStage, StageLimits, Treatment
 from placer.partition.least import least_extra_seconds
 from placer.partition.lighten import keys_of, lighten_stage
-from placer.partition.score import build_tables, optimizer_bytes, peak_bytes
+from placer.partition.score import optimizer_bytes, peak_bytes
+from placer.partition.tables import build_tables
 from placer.plan import lighten
 from placer.regions import RegionBorders
 from placer.schedule import InFlight

@@ -1,0 +1,371 @@
+"""The bytes of all stages that cuts of one order allow, at once, for `placer.partition.score`.
+
+Every table is built from rectangles: "some user of v lies in [a, i]" holds exactly for a in
+(previous user, user] and i >= user, so one two-dimensional prefix sum gives it for all intervals.
+Building takes O(C * n + users) time and memory for C cuts and n nodes; each query is O(1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placer.cost import CostTable
+from placer.partition.held import HeldInRegions
+from placer.partition.received import find_needs, releases, smaller_copies
+from placer.partition.waiting import Elsewhere, largest_up_to, waiting_gradients
+
+Table = NDArray[np.float64]
+
+LOSS_NBYTES = 4  # a number of float32; the caller has it while backward runs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IntervalTables:
+    """All intervals of one order at once; ``[x, y]`` is the stage from cut x up to cut y, in bytes."""
+
+    cuts: tuple[int, ...]  # positions where a stage may begin or end; first 0, last n
+    parameters: Table
+    buffers: Table
+    trained: Table  # parameters with a gradient here
+    owned: Table  # of those, the ones whose gradient and optimizer state stay here
+    saved: Table
+    saved_fixed: Table  # of that, what does not depend on the rows of a micro-batch
+    received: Table  # values that come from other stages (or the caller)
+    computed: Table  # of those, what other stages computed
+    sent: Table
+    forward_live: Table
+    backward_live_growing: Table  # with gradients, in the first backward
+    backward_live_grown: Table  # the same in a later one
+    updating: Table  # what Adam's loop over the parameters makes
+    flops: tuple[Table, Table]  # forward, backward; of every node along the order, the loss last
+    traffic: tuple[Table, Table]
+    hosted: Table  # bytes that wait on the host, of every node along the order
+    results: Table  # what the stage gives to the caller
+
+
+def build_tables(
+    costs: CostTable, order: Sequence[int], cuts: Sequence[int], *, relayed: bool = False
+) -> IntervalTables:
+    """The tables for the stages that ``cuts`` of ``order`` (positions of nodes) allow.
+
+    The loss is computed with the last node of the order. ``relayed``: values pass through every
+    stage between their producer and their last reader; else they go there directly.
+    """
+    n = len(order)
+    place = np.empty(n + 1, dtype=np.int64)  # node -> position; the loss stays last
+    place[np.asarray(order, dtype=np.int64)] = np.arange(n)
+    place[n] = n
+    build = _Builder(n + 1, cuts)
+    regions = None
+    if costs.keys:
+        regions = HeldInRegions(costs, place, build.starts, build.ends, n + 1)
+    held = _held_values(costs, place, build, regions)
+    elsewhere = waiting_gradients(
+        costs,
+        place,
+        lambda x, y, i, j, nbytes: held.waiting.add(x, y, i, nbytes, until=j),
+        relayed=relayed,
+        held_from=None if regions is None else regions.held_from,
+    )
+    crossing = _crossing_values(costs, place, build, relayed=relayed)
+    state = _state(costs, place, build)
+    # The loss stays in all of its stage's backward: added below where stages end with it, here off
+    # where it is counted already.
+    held.waiting.add(0, n, n, -LOSS_NBYTES)
+    forwards, backwards = zip(*(node_transients(costs, i) for i in range(n + 1)), strict=True)
+    forward_transient = _by_position(place, forwards)
+    waiting, saved, forward = held.waiting.table(), held.saved.table(), held.forward.table()
+    live = waiting + _by_position(place, backwards)
+    if regions is not None:
+        live += regions.table("waiting")
+        incoming = _by_position(place, [c.backward_incoming for c in costs.nodes])
+        live = np.maximum(live, regions.recomputing(waiting, incoming, forward_transient))
+        elsewhere += regions.not_yet()
+        saved = saved + regions.table("saved")
+        forward = forward + regions.table("forward")
+    growing, grown = _backward_live(build, live, elsewhere, state)
+    for backward in (growing, grown):
+        backward[:, -1] += LOSS_NBYTES
+    received = build.at_ends(crossing.received.table())
+    along = lambda field: _by_position(place, [getattr(c, field) for c in costs.nodes])  # noqa: E731
+    return IntervalTables(
+        cuts=tuple(cuts),
+        parameters=build.at_ends(state.parameters.table()),
+        buffers=build.at_ends(state.buffers.table()),
+        trained=build.at_ends(state.trained.table()),
+        owned=build.at_ends(state.owned.table()),
+        saved=build.at_ends(saved),
+        saved_fixed=build.at_ends(held.saved_fixed.table()),
+        received=received,
+        computed=build.at_ends(crossing.computed.table()),
+        sent=build.at_ends(crossing.sent.table()),
+        forward_live=build.running_max(forward + forward_transient, elsewhere=crossing.released)
+        + received,
+        backward_live_growing=growing,
+        backward_live_grown=grown,
+        updating=build.running_max(_updating(costs, state.uses_of, build)),
+        flops=(along("forward_flops"), along("backward_flops")),
+        traffic=(along("forward_traffic"), along("backward_traffic")),
+        hosted=along("host_nbytes"),
+        results=build.at_ends(crossing.results.table()),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _HeldValues:
+    """What values hold that no region needs: from forward to backward, in backward, in forward."""
+
+    saved: _Rectangles
+    saved_fixed: _Rectangles
+    waiting: _Rectangles
+    forward: _Rectangles
+
+
+def _held_values(
+    costs: CostTable,
+    place: NDArray[np.int64],
+    build: _Builder,
+    regions: HeldInRegions | None,
+) -> _HeldValues:
+    saved, saved_fixed, waiting = build.rectangles(), build.rectangles(), build.rectangles()
+    forward = build.rectangles()
+    for number, v in enumerate(costs.values):
+        if regions is not None and regions.take(number):
+            continue
+        savers, users = _at(place, v.savers), _at(place, v.users)
+        producer = int(place[v.producer]) if v.producer >= 0 else -1
+        saved.some(savers, v.nbytes)
+        if v.fixed:
+            saved_fixed.some(savers, v.nbytes)
+        if len(savers) == 1:
+            waiting.add(0, savers[0], savers[0] + 1, v.nbytes)
+        else:
+            waiting.some(savers, v.nbytes)
+        if producer >= 0:
+            last = build.width if savers else max(users, default=producer) + 1
+            forward.add(0, producer, producer + 1, v.nbytes, until=last)
+    for start, first_saver, nbytes in smaller_copies(costs, place, build.starts):
+        saved.add(start, start, first_saver, -nbytes)
+        waiting.add(start, start, first_saver, -nbytes)
+    return _HeldValues(saved=saved, saved_fixed=saved_fixed, waiting=waiting, forward=forward)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CrossingValues:
+    """What crosses the borders of stages; ``released``: received copies that go before the end."""
+
+    received: _Rectangles
+    computed: _Rectangles
+    sent: _Rectangles
+    results: _Rectangles
+    released: list[Elsewhere]
+
+
+def _crossing_values(
+    costs: CostTable, place: NDArray[np.int64], build: _Builder, *, relayed: bool
+) -> _CrossingValues:
+    received, computed, sent = build.rectangles(), build.rectangles(), build.rectangles()
+    released: list[Elsewhere] = []
+    loss = build.width - 1
+    needs = find_needs(costs, place)
+    crossing = [
+        *(
+            (int(place[i]), _at(place, r), costs.nodes[i].output_nbytes, needs.nodes[i])
+            for i, r in enumerate(costs.readers)
+        ),
+        *(
+            (-1, _at(place, r), b, need)
+            for r, b, need in zip(
+                costs.input_readers, costs.input_nbytes, needs.inputs, strict=True
+            )
+        ),
+    ]
+    for producer, readers, nbytes, need in crossing:
+        if relayed and producer >= 0 and readers and readers[-1] > producer:
+            received.add(producer + 1, readers[-1], 0, nbytes)
+            sent.add(0, readers[-1], producer, nbytes, until=readers[-1])
+            continue
+        received.some(readers, nbytes, after=producer)
+        if readers:
+            released += releases(producer, readers, need, nbytes)
+        if producer >= 0:
+            computed.some(readers, nbytes, after=producer)
+        if producer >= 0 and readers and readers[-1] > producer:
+            sent.add(0, producer, producer, nbytes, until=readers[-1])
+
+    returned = sum(b for _, readers, b, _ in crossing if readers and readers[-1] == loss)
+    results = build.rectangles()
+    results.add(0, loss, loss, returned)
+    return _CrossingValues(
+        received=received, computed=computed, sent=sent, results=results, released=released
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _State:
+    """Parameters and buffers; ``sent_home``: gradients of later stages' copies that came already."""
+
+    parameters: _Rectangles
+    buffers: _Rectangles
+    trained: _Rectangles
+    owned: _Rectangles
+    sent_home: _Rectangles
+    uses_of: Mapping[str, Sequence[int]]  # parameter -> positions of the nodes that read it
+
+
+def _state(costs: CostTable, place: NDArray[np.int64], build: _Builder) -> _State:
+    parameters, buffers = build.rectangles(), build.rectangles()
+    trained, owned, sent_home = build.rectangles(), build.rectangles(), build.rectangles()
+    uses_of = _uses(costs, costs.parameters_of, place)
+    for name, uses in uses_of.items():
+        nbytes = costs.state_nbytes[name]
+        parameters.some(uses, nbytes)
+        if name in costs.trained:
+            trained.some(uses, nbytes)
+            owned.add(0, uses[0], uses[0], nbytes)
+            # A later stage's copy sends its gradient home before this stage's backward.
+            sent_home.add(0, uses[0], uses[0], nbytes, until=uses[-1])
+    for name, uses in _uses(costs, costs.buffers_of, place).items():
+        buffers.some(uses, costs.state_nbytes[name])
+    used = {costs.alias_of[x] for group in (*costs.parameters_of, *costs.buffers_of) for x in group}
+    for name, nbytes in costs.state_nbytes.items():
+        if name not in used:  # nobody reads it: it lives with the first stage
+            (buffers if name not in costs.trained else parameters).add(0, 0, 0, nbytes)
+    return _State(
+        parameters=parameters,
+        buffers=buffers,
+        trained=trained,
+        owned=owned,
+        sent_home=sent_home,
+        uses_of=uses_of,
+    )
+
+
+def _backward_live(
+    build: _Builder, live: Table, elsewhere: Sequence[Elsewhere], state: _State
+) -> tuple[Table, Table]:
+    """The most that is live in the first backward, with its gradients, and in a later one."""
+    # Gradients of (i, b): of what the stage trains, all that is not used in [a, i] as well.
+    used_so_far = state.trained.table()
+    trained = build.at_ends(used_so_far)
+    growing = build.running_max(live - used_so_far, elsewhere=elsewhere) + trained
+    growing = growing + build.at_ends(state.sent_home.table())
+    # Gradients that stay are all there in a later backward; a mirror's went home and grow anew.
+    mirrored_so_far = used_so_far - state.owned.table()
+    grown = build.running_max(live - mirrored_so_far, elsewhere=elsewhere) + trained
+    return growing, grown
+
+
+def _at(place: NDArray[np.int64], nodes: Iterable[int]) -> list[int]:
+    """The positions of ``nodes``, each once, in order."""
+    return sorted({int(place[i]) for i in nodes})
+
+
+def _uses(
+    costs: CostTable, names_of: Iterable[tuple[str, ...]], place: NDArray[np.int64]
+) -> dict[str, list[int]]:
+    uses: dict[str, set[int]] = {}
+    for node, names in enumerate(names_of):
+        for name in names:
+            uses.setdefault(costs.alias_of[name], set()).add(int(place[node]))
+    return {name: sorted(positions) for name, positions in uses.items()}
+
+
+def _updating(costs: CostTable, uses_of: Mapping[str, Sequence[int]], build: _Builder) -> Table:
+    """Per start and position what Adam's loop makes for a parameter that is first used there.
+
+    A square root and a quotient; the quotient of the parameter before it goes when they are made.
+    """
+    table = np.zeros((len(build.starts), build.width))
+    before: tuple[int, int] | None = None  # its position and bytes
+    for name, nbytes in costs.state_nbytes.items():
+        if name not in costs.trained or name not in uses_of:
+            continue
+        at = uses_of[name][0]
+        found = [(at, at, 2 * nbytes)]
+        if before is not None:
+            found.append((min(at, before[0]), max(at, before[0]), 2 * nbytes + before[1]))
+        for last_start, column, most in found:
+            rows = table[: np.searchsorted(build.starts, last_start, side="right"), column]
+            np.maximum(rows, most, out=rows)
+        before = at, nbytes
+    return table
+
+
+def node_transients(costs: CostTable, node: int) -> tuple[int, int]:
+    """What the node needs on top while its forward runs, and its backward."""
+    key = costs.keys[node] if node < len(costs.keys) else None
+    cost = costs.nodes[node]
+    if key is not None and key.offload and not key.recompute:
+        return cost.forward_sending, cost.backward_fetching
+    return cost.forward_transient, cost.backward_transient
+
+
+def _by_position(place: NDArray[np.int64], values: Sequence[float]) -> Table:
+    table = np.zeros(len(values))
+    table[place] = values
+    return table
+
+
+class _Builder:
+    """Tables whose rows are the starts of stages and whose columns are positions of nodes."""
+
+    def __init__(self, width: int, cuts: Sequence[int]) -> None:
+        self.width = width
+        self.starts = list(cuts[:-1])
+        self.ends = [*cuts[1:-1], width]  # the last stage computes the loss too
+        self.row_of = np.searchsorted(np.asarray(self.starts), np.arange(width), side="right")
+
+    def rectangles(self) -> _Rectangles:
+        return _Rectangles(self)
+
+    def at_ends(self, table: Table) -> Table:
+        """``[start, column]`` -> ``[start, cut where the stage ends]``; 0 where end <= start."""
+        picked = table[:, np.asarray(self.ends) - 1]
+        return np.where(self._valid(), picked, 0.0)
+
+    def running_max(self, table: Table, *, elsewhere: Sequence[Elsewhere] = ()) -> Table:
+        """The largest value of columns start … end - 1, per start and end."""
+        return np.where(self._valid(), largest_up_to(table, self.starts, self.ends, elsewhere), 0.0)
+
+    def _valid(self) -> NDArray[np.bool_]:
+        return np.asarray(self.ends)[None, :] > np.asarray(self.starts)[:, None]
+
+
+class _Rectangles:
+    """A sum of constants over rectangles (starts x columns), as a difference array."""
+
+    def __init__(self, builder: _Builder) -> None:
+        self._builder = builder
+        self._steps = np.zeros((len(builder.starts) + 1, builder.width + 1))
+
+    def add(
+        self, first: int, last: int, column: int, value: float, *, until: int | None = None
+    ) -> None:
+        """Add ``value`` for stages that start at positions first … last, in columns column … until - 1."""
+        row_of, width = self._builder.row_of, self._builder.width
+        top = int(row_of[first - 1]) if first > 0 else 0
+        bottom = int(row_of[last]) if last >= 0 else 0
+        until = width if until is None else min(until, width)
+        if top >= bottom or column >= until:
+            return
+        self._steps[top, column] += value
+        self._steps[bottom, column] -= value
+        self._steps[top, until] -= value
+        self._steps[bottom, until] += value
+
+    def some(self, positions: Sequence[int], value: float, *, after: int = -1) -> None:
+        """Add ``value`` where some of ``positions`` lies in [start, column] and ``after`` before start."""
+        previous = after
+        for position in positions:
+            if position > previous:
+                self.add(previous + 1, position, position, value)
+                previous = position
+
+    def table(self) -> Table:
+        sums = np.cumsum(np.cumsum(self._steps, axis=0), axis=1)
+        return sums[:-1, :-1]
