@@ -15,7 +15,7 @@ solver                 its answer and a lower bound: the dynamic `program` over 
 floats, float_costs    units without edges, which the solver places last; `branch` proves where
 bound                  what the largest peak of no placement is below
 returning, fold        devices that get several stages which are not neighbours, and what these
-and shared             hold together
+shared, passed_on      hold together, and for each other
 labels, lighten        what to recompute and to offload in one stage; `least`: what any choice costs
 describe, types        the answer, and why each boundary is where it is
 =====================  ===========================================================================
