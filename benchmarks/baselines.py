@@ -26,8 +26,8 @@ from placer.partition import Demands, DeviceSlot
 from placer.partition.arrange import candidate_cuts
 from placer.partition.candidate import solve_order
 from placer.partition.chain import best_cuts
-from placer.partition.score import optimizer_bytes, peak_bytes
-from placer.partition.tables import build_tables
+from placer.partition.stage_cost.score import optimizer_bytes, peak_bytes
+from placer.partition.stage_cost.tables import build_tables
 from placer.partition.units import sampled_orders, unit_graph
 from placer.plan.build import build_plan
 from placer.plan.types import Plan

@@ -21,9 +21,9 @@ import numpy as np
 
 from benchmarks.capacity import GIB, SUBJECTS, Case, Search
 from benchmarks.record import write_result
-from placer.partition.score import optimizer_bytes, peak_bytes
-from placer.partition.shared import SharedPeaks
-from placer.partition.tables import build_tables
+from placer.partition.stage_cost.score import optimizer_bytes, peak_bytes
+from placer.partition.stage_cost.shared import SharedPeaks
+from placer.partition.stage_cost.tables import build_tables
 from placer.partition.units import program_order, unit_graph
 from placer.plan.build import build_plan
 from placer.schedule import InFlight

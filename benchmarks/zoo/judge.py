@@ -33,8 +33,8 @@ from benchmarks.zoo.subject import Call, Subject, Verdict, convert, to_meta, wit
 from placer.capture import Capture, capture_model
 from placer.cost import device_kind, estimate_costs
 from placer.errors import PlacerError
-from placer.partition.score import stage_seconds
-from placer.partition.tables import build_tables
+from placer.partition.stage_cost.score import stage_seconds
+from placer.partition.stage_cost.tables import build_tables
 from placer.partition.units import program_order, unit_graph
 
 LARGEST_SHARE = 0.60

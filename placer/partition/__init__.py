@@ -4,32 +4,26 @@ Begin with `choose`: it tries orders of the model's units and keeps the best sta
 
 =====================  ===========================================================================
 units, arrange         the graph of units; where stages may end, and which device comes when
-score                  the one formula for what a stage costs; `tables` have its terms for all
-                       stages of an order, by `waiting` (gradients of skips), `received` (copies of
-                       values) and `held` (regions)
 candidate, chain       the best stages along one order
-problem, model         the question without an order, and a model's own
-solver                 its answer and a lower bound: the dynamic `program` over `families` of
-                       downsets (`lattice`); `reduce` makes problems smaller, `interval` and
-                       `windows` are for large graphs, `moves` for tight budgets
-floats, float_costs    units without edges, which the solver places last; `branch` proves where
+returning, fold        devices that get several stages which are not neighbours
 bound                  what the largest peak of no placement is below
-returning, fold        devices that get several stages which are not neighbours, and what these
-shared, passed_on      hold together, and for each other
-labels, lighten        what to recompute and to offload in one stage; `least`: what any choice costs
+model                  a captured model as a problem of `solver`
 describe, types        the answer, and why each boundary is where it is
+`stage_cost`           what a stage costs: bytes, seconds
+`solver`               partition problems without an order, and a lower bound
+`treatments`           what to recompute and to offload in one stage
 =====================  ===========================================================================
 """
 
 from placer.partition.choose import choose_partition
-from placer.partition.problem import (
+from placer.partition.solver.problem import (
     CrossingValue,
     PartitionProblem,
     Solution,
     StageSlot,
     stage_loads,
 )
-from placer.partition.solver import solve
+from placer.partition.solver.solve import solve
 from placer.partition.types import Demands, DeviceSlot, Partition, PartitionStage
 from placer.plan.types import Optimality
 

@@ -9,7 +9,7 @@ import networkx as nx
 import numpy as np
 
 from placer.cost import CostTable
-from placer.partition.problem import Vector
+from placer.partition.solver.problem import Vector
 from placer.partition.types import DeviceSlot
 
 _MOST_CUTS = 400  # more candidate borders than this are thinned to the cheapest ones

@@ -1,7 +1,7 @@
 """No placement has a lower largest peak: bounds from what a unit, and a group of units, must hold.
 
 A device that runs a set D of units, in one stage or in several, holds at the moment when the
-backward of a node i of D runs, with the bytes of `placer.partition.score`,
+backward of a node i of D runs, with the bytes of `placer.partition.stage_cost.score`,
 
     static(D)                        parameters, buffers, optimizer state: always
   + saved(j), j in D before i        their forward has ended, and their backward has not begun
@@ -42,8 +42,8 @@ from numpy.typing import NDArray
 from placer.cost import CostTable
 from placer.partition.candidate import optimizer_on, reference_bytes, waiting_at
 from placer.partition.model import ModelUnits
-from placer.partition.score import optimizer_bytes
-from placer.partition.tables import node_transients
+from placer.partition.stage_cost.score import optimizer_bytes
+from placer.partition.stage_cost.tables import node_transients
 from placer.partition.types import Demands, DeviceSlot
 
 _MOST_UNITS = 2_000  # of a graph whose groups of units are looked at: all pairs are compared

@@ -11,14 +11,14 @@ import numpy as np
 
 from placer.cost import updates_together
 from placer.partition.chain import Mask, Table, best_cuts, border_costs
-from placer.partition.score import (
+from placer.partition.stage_cost.score import (
     OptimizerBytes,
     optimizer_bytes,
     peak_bytes,
     stage_seconds,
     transfer_seconds,
 )
-from placer.partition.tables import IntervalTables
+from placer.partition.stage_cost.tables import IntervalTables
 from placer.partition.types import Demands, DeviceSlot
 from placer.schedule import InFlight, in_flight, make_schedule
 

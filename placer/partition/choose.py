@@ -24,15 +24,15 @@ from placer.partition.model import (
     relaxed_chain,
     seconds_problem,
 )
-from placer.partition.problem import Solution
 from placer.partition.returning import (
     GAIN,
     ReturningChains,
     find_returning,
     is_better,
 )
-from placer.partition.solver import lower_bound, solve
-from placer.partition.tables import IntervalTables, build_tables
+from placer.partition.solver.problem import Solution
+from placer.partition.solver.solve import lower_bound, solve
+from placer.partition.stage_cost.tables import IntervalTables, build_tables
 from placer.partition.types import Demands, DeviceSlot, Partition
 from placer.partition.units import grouped_order, program_order, sampled_orders, unit_graph
 

@@ -19,7 +19,7 @@ from placer.partition.candidate import (
     waiting_at,
 )
 from placer.partition.returning import ReturningChains, can_return, device_peaks
-from placer.partition.score import (
+from placer.partition.stage_cost.score import (
     OptimizerBytes,
     peak_bytes,
     replica_peak_bytes,
@@ -27,7 +27,7 @@ from placer.partition.score import (
     stage_seconds,
     transfer_seconds,
 )
-from placer.partition.tables import IntervalTables
+from placer.partition.stage_cost.tables import IntervalTables
 from placer.partition.types import Demands, DeviceSlot, Partition, PartitionStage
 from placer.plan.types import Boundary, Optimality, StageMemory
 from placer.schedule import InFlight

@@ -26,8 +26,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from placer.partition.passed_on import Span
-from placer.partition.shared import SharedPeaks, Table
+from placer.partition.stage_cost.passed_on import Span
+from placer.partition.stage_cost.shared import SharedPeaks, Table
 
 MOST_CUTS = 44  # the time of the nested program goes with the fourth power
 

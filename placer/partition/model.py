@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from placer.cost import CostTable
 from placer.partition.candidate import reference_bytes, waiting_at
-from placer.partition.problem import CrossingValue, PartitionProblem, StageSlot, Vector
-from placer.partition.score import optimizer_bytes, unit_seconds
+from placer.partition.solver.problem import CrossingValue, PartitionProblem, StageSlot, Vector
+from placer.partition.stage_cost.score import optimizer_bytes, unit_seconds
 from placer.partition.types import Demands, DeviceSlot
 
 

@@ -11,10 +11,10 @@ import numpy as np
 from placer.cost import CostTable
 from placer.partition.candidate import Candidate, StageCosts, optimizer_on, reference_bytes
 from placer.partition.fold import MOST_CUTS, improved_devices, nested_devices
-from placer.partition.passed_on import Span
-from placer.partition.score import OptimizerBytes
-from placer.partition.shared import SharedPeaks
-from placer.partition.tables import IntervalTables
+from placer.partition.stage_cost.passed_on import Span
+from placer.partition.stage_cost.score import OptimizerBytes
+from placer.partition.stage_cost.shared import SharedPeaks
+from placer.partition.stage_cost.tables import IntervalTables
 from placer.partition.types import Demands, DeviceSlot
 
 GAIN = 0.01  # share by which a chain with more stages than devices must be better

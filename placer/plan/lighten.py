@@ -10,9 +10,9 @@ from placer.capture import Capture
 from placer.cost import CostTable, with_regions
 from placer.partition import Demands, DeviceSlot, Partition
 from placer.partition.candidate import waiting_at
-from placer.partition.labels import KEEP, LabelledStage, StageLimits, Treatment
-from placer.partition.least import least_extra_seconds
-from placer.partition.lighten import Lightened, keys_of, lighten_stage
+from placer.partition.treatments.labels import KEEP, LabelledStage, StageLimits, Treatment
+from placer.partition.treatments.least import least_extra_seconds
+from placer.partition.treatments.lighten import Lightened, keys_of, lighten_stage
 from placer.plan.types import StageMemory
 from placer.regions import RegionKey, region_borders, whole_groups
 
@@ -64,7 +64,7 @@ def lighten(
     ``costs`` are without regions; ``keys`` are those that the spec settles. ``choose(costs, pins)``
     partitions. Two partitions are tried: that of the plain costs, and that of the costs with the
     model treated as one stage; in each the stages are lightened one by one
-    (`placer.partition.lighten`). Without any budget and with the objective "memory", every stage
+    (`placer.partition.treatments.lighten`). Without any budget and with the objective "memory", every stage
     gets its least peak. Where there is no budget, or that does not fit, the borders of the best are
     moved to where they are best for stages as light as can be, and so on: a local search.
     """
@@ -264,7 +264,7 @@ class _Search:
 
 
 def _peak(memory: StageMemory, limits: StageLimits) -> float:
-    """By the formula, what `placer.partition.labels.peak_of` says by labels."""
+    """By the formula, what `placer.partition.treatments.labels.peak_of` says by labels."""
     waiting = limits.static + limits.later + limits.held * memory.saved
     return max(memory.peak + limits.others, waiting if limits.later else 0.0)
 

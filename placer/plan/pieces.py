@@ -14,8 +14,8 @@ from placer.capture import Capture
 from placer.cost import CostTable, device_kind, estimate_costs
 from placer.partition import Demands, choose_partition
 from placer.partition.model import least_bytes, model_units
-from placer.partition.score import optimizer_bytes, peak_bytes, unit_seconds
-from placer.partition.tables import build_tables
+from placer.partition.stage_cost.score import optimizer_bytes, peak_bytes, unit_seconds
+from placer.partition.stage_cost.tables import build_tables
 from placer.partition.units import program_order, unit_graph
 from placer.plan.devices import device_slot
 from placer.schedule import InFlight

@@ -10,7 +10,7 @@ from torch import Tensor
 from placer.capture import Capture
 from placer.errors import PlacerError, SpecError
 from placer.partition import Demands
-from placer.partition.labels import Treatment
+from placer.partition.treatments.labels import Treatment
 from placer.plan.notes import layer_paths, shared_modules
 from placer.regions import RegionKey, region_keys
 from placer.schedule import batch_cuts

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from placer.partition import CrossingValue, PartitionProblem, StageSlot, solve, stage_loads
-from placer.partition.branch import branch_floats
-from placer.partition.families import Work, surviving_rows
-from placer.partition.lattice import build_lattice, floating_units
+from placer.partition.solver.branch import branch_floats
+from placer.partition.solver.families import Work, surviving_rows
+from placer.partition.solver.lattice import build_lattice, floating_units
 
 
 def problem_with_floats(seed: int) -> PartitionProblem:

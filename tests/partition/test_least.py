@@ -7,8 +7,8 @@ import random
 import pytest
 
 from placer.cost import CostTable, NodeCost, StoredValue, device_kind
-from placer.partition import least, lighten
-from placer.partition.labels import (
+from placer.partition.treatments import least, lighten
+from placer.partition.treatments.labels import (
     Label,
     LabelledStage,
     StageLimits,

@@ -16,7 +16,7 @@ import placer
 from placer.capture import capture_model
 from placer.partition import choose
 from placer.partition.fold import nested_devices, spans_of
-from placer.partition.shared import SharedPeaks
+from placer.partition.stage_cost.shared import SharedPeaks
 from placer.plan.build import build_plan
 
 DEVICES = ["cpu:0", "cpu:1", "cpu:2"]

@@ -5,7 +5,7 @@ node whose backward is running, and the order of backward the reverse of the ord
 live bytes of one micro-batch are
 
     saved(a, i)      storages that the backward of some node in [a, i] still needs
-  + waiting(a, i)    gradients that were made here and wait (`placer.partition.waiting`)
+  + waiting(a, i)    gradients that were made here and wait (`placer.partition.stage_cost.waiting`)
   + transient(i)     what only the backward of i needs, and makes
   + gradients(i, b)  of the parameters whose backward has ended
 
@@ -19,7 +19,7 @@ one counts as its share of rows),
              (c'- 1) * saved(a, b) + forward(a, b) + gradients,    under 1F1B
              gradients + the optimizer's own transient (`OptimizerBytes`) )
 
-The tables that this is looked up in are made by `placer.partition.tables`: a query is O(1).
+The tables that this is looked up in are made by `placer.partition.stage_cost.tables`: a query is O(1).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from functools import partial
 import numpy as np
 
 from placer.cost import CostTable, DeviceKind
-from placer.partition.tables import LOSS_NBYTES, IntervalTables, Table
+from placer.partition.stage_cost.tables import LOSS_NBYTES, IntervalTables, Table
 from placer.schedule import Counts, InFlight
 
 

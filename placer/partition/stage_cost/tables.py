@@ -1,4 +1,4 @@
-"""The bytes of all stages that cuts of one order allow, at once, for `placer.partition.score`.
+"""The bytes of all stages that cuts of one order allow, at once, for `placer.partition.stage_cost.score`.
 
 Every table is built from rectangles: "some user of v lies in [a, i]" holds exactly for a in
 (previous user, user] and i >= user, so one two-dimensional prefix sum gives it for all intervals.
@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.cost import CostTable
-from placer.partition.held import HeldInRegions
-from placer.partition.received import find_needs, releases, smaller_copies
-from placer.partition.waiting import Elsewhere, largest_up_to, waiting_gradients
+from placer.partition.stage_cost.held import HeldInRegions
+from placer.partition.stage_cost.received import find_needs, releases, smaller_copies
+from placer.partition.stage_cost.waiting import Elsewhere, largest_up_to, waiting_gradients
 
 Table = NDArray[np.float64]
 

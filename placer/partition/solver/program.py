@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from placer.partition.families import Window, Work
-from placer.partition.float_costs import FloatCosts
-from placer.partition.lattice import Flags, Lattice, WeightLookup, Words, unpack
-from placer.partition.problem import StageSlot, Vector
+from placer.partition.solver.families import Window, Work
+from placer.partition.solver.float_costs import FloatCosts
+from placer.partition.solver.lattice import Flags, Lattice, WeightLookup, Words, unpack
+from placer.partition.solver.problem import StageSlot, Vector
 
 Indices = NDArray[np.int64]
 

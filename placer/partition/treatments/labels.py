@@ -3,8 +3,8 @@
 The stage's nodes are cut into atoms. A label at the border after an atom says, of one way to treat
 all atoms before it: the extra seconds, the bytes that stay on the device from forward to backward,
 and the largest sum of bytes at any moment of their backward. With the whole history in the label,
-the bytes are those of `placer.partition.score`. All three only grow from border to border, the more
-so the less is counted already: the searches over labels rest on that.
+the bytes are those of `placer.partition.stage_cost.score`. All three only grow from border to border,
+the more so the less is counted already: the searches over labels rest on that.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from itertools import pairwise
 import numpy as np
 
 from placer.cost import CostTable, DeviceKind
-from placer.partition.waiting import waiting_gradients
+from placer.partition.stage_cost.waiting import waiting_gradients
 from placer.regions import RegionBorders
 
 _MOST_ATOMS = 36

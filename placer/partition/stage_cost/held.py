@@ -28,8 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.cost import CostTable
-from placer.partition.received import copied_parts
-from placer.partition.waiting import Elsewhere
+from placer.partition.stage_cost.received import copied_parts
+from placer.partition.stage_cost.waiting import Elsewhere
 from placer.regions import RegionKey
 
 Table = NDArray[np.float64]

@@ -2,7 +2,7 @@
 
 Two bounds, of which the larger counts:
 
-`_relaxed` is the search of `placer.partition.lighten` with labels merged instead of dropped. A
+`_relaxed` is the search of `placer.partition.treatments.lighten` with labels merged instead of dropped. A
 merged label has the least seconds and bytes of its parts, and counts what any of them counts, so
 that what follows it costs no more than what follows any of them. Labels that cost more than the
 answer in hand are left out. Where none had to be merged, the bound is the optimum. It holds for
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from placer.partition.labels import (
+from placer.partition.treatments.labels import (
     Label,
     LabelledStage,
     StageLimits,
@@ -40,7 +40,7 @@ def least_extra_seconds(
 ) -> float:
     """Seconds that every treatment of ``stage`` within ``limits`` costs at the least.
 
-    As `placer.partition.lighten.lighten_stage`; ``answer`` are those of a treatment that is known,
+    As `placer.partition.treatments.lighten.lighten_stage`; ``answer`` are those of a treatment that is known,
     and the most that comes back. O(atoms^2 x labels) time.
     """
     least = min(answer, _knapsack(stage, choices, limits))

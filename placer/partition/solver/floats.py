@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from placer.partition.problem import CrossingValue, PartitionProblem, Vector, stage_loads
+from placer.partition.solver.problem import CrossingValue, PartitionProblem, Vector, stage_loads
 
 _MOST_ROUNDS = 10
 

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.cost import CostTable
-from placer.partition.passed_on import PassedOn, Span
-from placer.partition.score import OptimizerBytes
-from placer.partition.tables import LOSS_NBYTES, IntervalTables
+from placer.partition.stage_cost.passed_on import PassedOn, Span
+from placer.partition.stage_cost.score import OptimizerBytes
+from placer.partition.stage_cost.tables import LOSS_NBYTES, IntervalTables
 
 Table = NDArray[np.float64]
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from placer.partition.branch import branch_floats
-from placer.partition.families import Work, beam_rows, chain_rows, distinct, surviving_rows
-from placer.partition.floats import assign_floats
-from placer.partition.interval import best_intervals
-from placer.partition.lattice import (
+from placer.partition.solver.branch import branch_floats
+from placer.partition.solver.families import Work, beam_rows, chain_rows, distinct, surviving_rows
+from placer.partition.solver.floats import assign_floats
+from placer.partition.solver.interval import best_intervals
+from placer.partition.solver.lattice import (
     Lattice,
     Words,
     build_lattice,
@@ -20,16 +20,16 @@ from placer.partition.lattice import (
     topological_order,
     unpack,
 )
-from placer.partition.moves import move_units
-from placer.partition.problem import (
+from placer.partition.solver.moves import move_units
+from placer.partition.solver.problem import (
     CrossingValue,
     PartitionProblem,
     Solution,
     stage_loads,
 )
-from placer.partition.program import Borders, best_borders
-from placer.partition.reduce import Reduction, contract, fold_dominated, join_together
-from placer.partition.windows import refine_borders
+from placer.partition.solver.program import Borders, best_borders
+from placer.partition.solver.reduce import Reduction, contract, fold_dominated, join_together
+from placer.partition.solver.windows import refine_borders
 from placer.plan.types import Optimality
 
 StageOf = NDArray[np.int64]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from placer.partition.problem import (
+from placer.partition.solver.problem import (
     CrossingValue,
     PartitionProblem,
     StageSlot,

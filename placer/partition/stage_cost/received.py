@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.cost import CostTable, StoredValue
-from placer.partition.waiting import Elsewhere
+from placer.partition.stage_cost.waiting import Elsewhere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

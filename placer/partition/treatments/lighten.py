@@ -1,14 +1,14 @@
 """Which nodes of one stage to recompute or to offload, so that it fits at the least extra time.
 
-Atoms (`placer.partition.labels`) are added one by one (kept, or offloaded) or in runs (recomputed
+Atoms (`placer.partition.treatments.labels`) are added one by one (kept, or offloaded) or in runs (recomputed
 together). A first search finds the least peak: it drops a label when another at the same border leads
 to no higher peak whatever follows. Where that is within the limits, a second one finds less time: it
 drops a label when another is as good by its sums.
 
 O(atoms^2 x labels) extensions, at most `_MOST_LABELS` labels per border. It is a heuristic by that
 limit, by the choice of atoms, and because the second search compares labels of unlike pasts by their
-sums alone; `placer.partition.least` bounds from below what any treatment can cost. (Dynamic programs
-for chains: Griewank and Walther, "Revolve", ACM TOMS 2000; Beaumont et al., "Efficient Combination
+sums alone; `placer.partition.treatments.least` bounds from below what any treatment can cost. (Dynamic
+programs for chains: Griewank and Walther, "Revolve", ACM TOMS 2000; Beaumont et al., "Efficient Combination
 of Rematerialization and Offloading for Training DNNs", NeurIPS 2021.)
 """
 
@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from placer.partition.labels import (
+from placer.partition.treatments.labels import (
     KEEP,
     Label,
     LabelledStage,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from placer.partition.problem import PartitionProblem, Vector
+from placer.partition.solver.problem import PartitionProblem, Vector
 
 Indices = NDArray[np.int64]
 

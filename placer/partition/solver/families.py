@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from placer.partition.lattice import (
+from placer.partition.solver.lattice import (
     BitSums,
     Flags,
     Lattice,
@@ -17,7 +17,7 @@ from placer.partition.lattice import (
     num_words,
     pack,
 )
-from placer.partition.problem import Vector
+from placer.partition.solver.problem import Vector
 
 # Nanoseconds for deciding a unit, for each downset then, and for each unit and value.
 _STEP, _UNDECIDED, _PER_BIT = 1e5, 250.0, 0.5

@@ -9,8 +9,8 @@ import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from placer.partition.lattice import Lattice
-from placer.partition.problem import Vector
+from placer.partition.solver.lattice import Lattice
+from placer.partition.solver.problem import Vector
 
 Indices = NDArray[np.int64]
 Rows = NDArray[np.int64] | NDArray[np.int32]
