@@ -232,11 +232,24 @@ def _assemble(
         training=model.training,
         fixed_batch=session.fixed_batch,
         location_of=recording.location_of,
-        notes=tuple(
-            f"forward of {path or 'the model'} sets self.{attribute}; the placed model does not"
-            for path, attribute in recording.side_effects
-        ),
+        notes=_side_effect_notes(recording),
     )
+
+
+def _side_effect_notes(recording: Recording) -> tuple[str, ...]:
+    """That the program leaves out what forward sets on modules, by attribute."""
+    setters: dict[str, list[str]] = {}
+    for path, attribute in recording.side_effects:
+        setters.setdefault(attribute, []).append(path or "the model")
+    read = {setting.name for setting in recording.settings}
+    notes = []
+    for attribute, paths in setters.items():
+        others = f" and of {len(paths) - 1} more" if len(paths) > 1 else ""
+        stays = ": every call computes what the first would" if attribute in read else ""
+        notes.append(
+            f"forward of {paths[0]}{others} sets self.{attribute}; the placed model does not{stays}"
+        )
+    return tuple(notes)
 
 
 def _state_of(

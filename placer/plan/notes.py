@@ -52,7 +52,7 @@ def placement_notes(
         f"{whole.layer or 'the model'} stays whole on one device: {whole.reason}"
         for whole in capture.whole_modules
     ]
-    return tuple(notes)
+    return (*notes, *capture.notes)
 
 
 def _cut_notes(capture: Capture, replicas: int, microbatches: int) -> list[str]:

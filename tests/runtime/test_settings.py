@@ -241,3 +241,25 @@ def test_plain_attributes_are_read_through_and_methods_are_not() -> None:
     assert placed.config == Config() and placed.weight == 2.0
     with pytest.raises(AttributeError, match=r"'wieght'$"):
         _ = placed.wieght
+
+
+class Counting(nn.Module):
+    """Its third call is another program, by a number that the calls before have changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(4, 4), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.layer(x) * (10 if self.calls > 2 else 1)
+
+
+def test_a_number_that_forward_changes_is_told_of_where_plans_are_read() -> None:
+    """A graph cannot express it; `placer check` and the plan say what is left out."""
+    model = nn.Sequential(Counting(), Counting())
+    plan = placer.make_plan(model, {"devices": ["cpu:0", "cpu:1"]}, torch.randn(2, 4))
+    said = (
+        "forward of 0 and of 1 more sets self.calls; the placed model does not: every call computes"
+    )
+    assert any(note.startswith(said) for note in plan.notes), plan.notes
