@@ -47,6 +47,11 @@ def candidate_cuts(
     return [0, *borders, ends[-1] if ends else 0]  # a model may have no operations
 
 
+def is_thinned(order: Sequence[int]) -> bool:
+    """Are only some of the borders of ``order`` among its candidates?"""
+    return len(order) - 1 > _MOST_CUTS
+
+
 def _crossing_bytes(units: nx.DiGraph, order: Sequence[int], costs: CostTable) -> Vector:
     """Per position of a node the bytes that cross a border before it, forward."""
     place = {n: i for i, n in enumerate(n for u in order for n in units.nodes[u]["nodes"])}

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from placer.capture import Capture
 from placer.cost import CostTable
-from placer.partition.arrange import candidate_cuts, device_chains, unit_pins
+from placer.partition.arrange import candidate_cuts, device_chains, is_thinned, unit_pins
 from placer.partition.bound import least_peak
 from placer.partition.candidate import SLACK, Candidate, rate_stages, reference_bytes, solve_order
 from placer.partition.describe import describe_partition
@@ -39,6 +39,8 @@ from placer.partition.units import grouped_order, program_order, sampled_orders,
 _MOST_ALIVE = 5_000  # of partly decided downsets in a proof: planning stays within a second or so
 _SAMPLES = 4  # orders that are drawn where memory decides: a stage's peak depends on its order
 _SAMPLED_UNITS, _MOST_SAMPLED = 2_000, 5_000  # in all of them; a graph of more has none
+# Units before and after a border where all are tried, in orders of so many that borders are thinned:
+_NEARBY, _MOST_NEAR = 12, 200  # for each of them, and in all
 _MOST_RESTATED = 3  # times that an order's stages are put into program order and looked for again
 _NEAR = 0.8  # share of a budget from which on memory decides where cuts are
 
@@ -101,6 +103,7 @@ class _Search:
         self._tried: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
         self.best: Candidate | None = None
         self.first: Candidate | None = None  # along program order
+        self.coarse: Candidate | None = None  # the best with thinned borders
 
     def pinned_nodes(self, candidate: Candidate) -> list[str | None]:
         """The pin of every node of the candidate, in its order."""
@@ -138,9 +141,40 @@ class _Search:
             restated, kept = self._in_program_order(order, found)
             if restated == list(order):
                 self._offer(found)
+                if is_thinned(order) and len(order) <= _MOST_SAMPLED:
+                    if self.coarse is None or found.rank < self.coarse.rank:
+                        self.coarse = found
+                    self._add_near(order, found)
                 break
             order = restated
         return found
+
+    def _add_near(self, order: Sequence[int], found: Candidate) -> None:
+        """Try all borders near those of ``found``, which is of a thinned choice along ``order``."""
+        for _ in range(_MOST_RESTATED):
+            _, counts = self._in_program_order(order, found)
+            far = max(1, min(_NEARBY, _MOST_NEAR // len(counts)))
+            near = {count + d for count in counts for d in range(-far, far + 1)}
+            nodes, pinned = self._nodes(order)
+            nearer = self._solve(self._tables(order, nodes, near), nodes, pinned)
+            if nearer is None:
+                return
+            restated, counts = self._in_program_order(order, nearer)
+            if restated == list(order):
+                self._offer(nearer)
+                return
+            order = restated
+            nodes, pinned = self._nodes(order)
+            tables = self._tables(order, nodes, counts)
+            same = [tables.cuts.index(border) for border in self._borders(order, counts)]
+            found = rate_stages(tables, nodes, nearer.slots, same, pinned, self._demands)
+            self._offer(found)
+
+    def _tables(
+        self, order: Sequence[int], nodes: Sequence[int], kept: Collection[int]
+    ) -> IntervalTables:
+        cuts = candidate_cuts(self._units, order, self._costs, self._pin_of, kept)
+        return build_tables(self._costs, nodes, cuts, relayed=self._demands.processes)
 
     def _solve(
         self, tables: IntervalTables, nodes: Sequence[int], pinned: Sequence[str | None]
@@ -244,8 +278,8 @@ class _Search:
         ):
             return
         # Along program order, whose stages run as they were recorded, and along the best one.
-        starts = [best] if self.first is None or self.first is best else [best, self.first]
-        for start in starts:
+        starts = {id(c): c for c in (best, self.first, self.coarse) if c is not None}
+        for start in starts.values():
             found = self._returning(start)
             if found is not None and is_better(found, best):
                 self._offer(found)
