@@ -131,8 +131,7 @@ class _Search:
             nodes, pinned = self._nodes(order)
             tables = build_tables(self._costs, nodes, cuts, relayed=self._demands.processes)
             if found is not None:  # the very stages that the order was made of
-                borders = self._borders(order, kept)
-                same = [cuts.index(border) for border in borders]
+                same = self._indices(tables, order, kept)
                 slots, demands = found.slots, self._demands
                 self._offer(rate_stages(tables, nodes, slots, same, pinned, demands))
             found = self._solve(tables, nodes, pinned)
@@ -166,7 +165,7 @@ class _Search:
             order = restated
             nodes, pinned = self._nodes(order)
             tables = self._tables(order, nodes, counts)
-            same = [tables.cuts.index(border) for border in self._borders(order, counts)]
+            same = self._indices(tables, order, counts)
             found = rate_stages(tables, nodes, nearer.slots, same, pinned, self._demands)
             self._offer(found)
 
@@ -202,6 +201,12 @@ class _Search:
         sizes = (len(self._units.nodes[unit]["nodes"]) for unit in order)
         ends = list(itertools.accumulate(sizes, initial=0))
         return [ends[count] for count in counts]
+
+    def _indices(
+        self, tables: IntervalTables, order: Sequence[int], counts: Collection[int]
+    ) -> list[int]:
+        """Which cuts of ``tables`` are after so many units of ``order``."""
+        return [tables.cuts.index(border) for border in self._borders(order, counts)]
 
     def _in_program_order(
         self, order: Sequence[int], found: Candidate
@@ -294,9 +299,8 @@ class _Search:
         nodes, pinned = self._nodes(order)
         if nodes == list(found.nodes):
             return found
-        cuts = candidate_cuts(self._units, order, self._costs, self._pin_of, counts)
-        tables = build_tables(self._costs, nodes, cuts)
-        same = [cuts.index(border) for border in self._borders(order, counts)]
+        tables = self._tables(order, nodes, counts)
+        same = self._indices(tables, order, counts)
         stated = replace(start, tables=tables, nodes=tuple(nodes))
         chains = ReturningChains(stated, self._costs, pinned, self._demands)
         return chains.candidate(found.slots, same)

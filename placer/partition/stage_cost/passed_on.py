@@ -30,8 +30,8 @@ class PassedOn:
             if not later:
                 continue
             reads += later
-            for value in set(held):
-                nbytes = costs.nodes[node].output_nbytes if len(set(held)) == 1 else 0
+            for value in held:
+                nbytes = costs.nodes[node].output_nbytes if len(held) == 1 else 0
                 lies.append((len(made), numbers.setdefault(value, len(numbers)), nbytes))
             made.append(int(cell_of[node]))
         savers = [(i, int(cell_of[s])) for v, i in numbers.items() for s in costs.values[v].savers]

@@ -41,7 +41,7 @@ def find_needs(costs: CostTable, place: NDArray[np.int64]) -> Needs:
     for node, held in enumerate(costs.results):
         if costs.readers[node]:
             last = max(int(place[reader]) for reader in costs.readers[node])
-            for value in set(held):
+            for value in held:
                 lent[value].append((int(place[node]), last))
     needs = [_need(costs, v, place, results) for v, results in zip(costs.values, lent, strict=True)]
     inputs = [need for value, need in zip(costs.values, needs, strict=True) if value.producer < 0]
