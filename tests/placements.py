@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 import placer
 from placer.capture import capture_model
+from placer.plan.build import build_plan
 from placer.spec import PlacementSpec, resolve_layers
+
+
+def pinned_plan(
+    model: nn.Module, x: Tensor, devices: Sequence[str], device_of: Callable[[int, str], str]
+) -> placer.Plan:
+    """The plan whose nodes are where ``device_of`` says by position and name; least memory is asked for."""
+    spec = PlacementSpec.model_validate({"devices": devices, "objective": "memory"})
+    capture = capture_model(model, (x,))
+    pins = {node: device_of(i, node) for i, node in enumerate(capture.order)}
+    return build_plan(capture, spec, [x], pins=pins)
 
 
 def assert_valid_plan(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
+from placements import pinned_plan
 from torch import nn
 
 import placer
-from placer.capture import capture_model
-from placer.plan.build import build_plan
 
 _SCALARS = 64  # bytes: numbers that autograd makes on the way
 
@@ -15,12 +14,9 @@ _SCALARS = 64  # bytes: numbers that autograd makes on the way
 def assert_predicted(model: nn.Module, device_of: dict[str, int]) -> None:
     """With its nodes on these devices, every device peaks at what the plan says."""
     x = torch.randn(512, 64, dtype=torch.float64)
-    capture = capture_model(model.double(), (x,))
-    assert set(device_of) == set(capture.order)
     devices = [f"cpu:{i}" for i in range(1 + max(device_of.values()))]
-    spec = placer.PlacementSpec.model_validate({"devices": devices, "objective": "memory"})
-    pins = {node: devices[device] for node, device in device_of.items()}
-    plan = build_plan(capture, spec, [x], pins=pins)
+    plan = pinned_plan(model.double(), x, devices, lambda _, node: devices[device_of[node]])
+    assert set(device_of) == set(plan.node_layers)
     for device in placer.simulate(model, plan, (x,)).devices:
         assert device.peak <= device.predicted + _SCALARS, device
         assert device.predicted <= 1.34 * device.peak, device  # where two copies could be one

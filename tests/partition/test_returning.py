@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from oracle import assert_same
-from placements import assert_valid_plan
+from placements import assert_valid_plan, pinned_plan
 from torch import nn
 from unet3d import unet3d
 
@@ -17,7 +17,6 @@ from placer.capture import capture_model
 from placer.partition import choose
 from placer.partition.fold import nested_devices, spans_of
 from placer.partition.stage_cost.shared import SharedPeaks
-from placer.plan.build import build_plan
 
 DEVICES = ["cpu:0", "cpu:1", "cpu:2"]
 
@@ -162,11 +161,8 @@ class Halves(nn.Module):
 @pytest.mark.parametrize("views", [("chunk", "getitem"), ("chunk_1", "getitem_2")])
 def test_views_of_what_a_stage_received_hold_it_whole(views: tuple[str, ...]) -> None:
     model, x = Halves().double(), torch.randn(512, 64, dtype=torch.float64)
-    spec = placer.PlacementSpec.model_validate({"devices": DEVICES[:2], "objective": "memory"})
-    capture = capture_model(model, (x,))
     there = {*views, "getitem_1", "getitem_3", "third"}  # between them what the other device does
-    pins = {node: "cpu:1" if node in there else "cpu:0" for node in capture.order}
-    plan = build_plan(capture, spec, [x], pins=pins)
+    plan = pinned_plan(model, x, DEVICES[:2], lambda _, node: DEVICES[node in there])
     for device in placer.simulate(model, plan, (x,)).devices:
         most = 1.2 if device.device == "cpu:0" else 1.001  # two of its stages save halves of one
         assert 0.999 * device.peak <= device.predicted <= most * device.peak, device.device
@@ -188,10 +184,8 @@ class Half(nn.Module):
 def test_a_view_of_what_an_earlier_stage_received_is_the_whole_of_it() -> None:
     """The late layer reads it and saves it, and so the other half is there in its backward, too."""
     model, x = Half().double(), torch.randn(512, 64, dtype=torch.float64)
-    spec = placer.PlacementSpec.model_validate({"devices": DEVICES[:2], "objective": "memory"})
-    capture = capture_model(model, (x,))
-    pins = {node: "cpu:0" if node in ("first", "sum_1") else "cpu:1" for node in capture.order}
-    plan = build_plan(capture, spec, [x], pins=pins)
+    between = ("first", "sum_1")
+    plan = pinned_plan(model, x, DEVICES[:2], lambda _, node: DEVICES[node not in between])
     assert [stage.devices[0] for stage in plan.stages] == ["cpu:1", "cpu:0", "cpu:1"]
     for device in placer.simulate(model, plan, (x,)).devices:
         assert 0.999 * device.peak <= device.predicted <= 1.001 * device.peak, device.device
@@ -229,12 +223,9 @@ def test_every_part_of_a_concatenations_gradient_waits() -> None:
     """Also those that other stages of the device itself, or those between, will take."""
     with torch.device("meta"):
         model, x = Inception(2), torch.empty(4, 8, 16, 16)
-    spec = placer.PlacementSpec.model_validate({"devices": DEVICES, "objective": "memory"})
-    capture = capture_model(model, (x,))
     runs = {"cpu:1": [*range(15), 19, 20, 21], "cpu:2": [15, 16, 17, 18, 29]}
     device_of = {i: device for device, nodes in runs.items() for i in nodes}
-    pins = {node: device_of.get(i, "cpu:0") for i, node in enumerate(capture.order)}
-    plan = build_plan(capture, spec, [x], pins=pins)
+    plan = pinned_plan(model, x, DEVICES, lambda i, _: device_of.get(i, "cpu:0"))
     for device in placer.simulate(model, plan, (x,)).devices:
         assert device.peak <= 1.001 * device.predicted, device.device
 
