@@ -74,10 +74,11 @@ def train(module: nn.Module, backward: Callable[[], Any]) -> Step:
 def replica_cases() -> dict[str, tuple[nn.Module, Tensor, Tensor]]:
     torch.manual_seed(0)
     cases: dict[str, tuple[nn.Module, Tensor, Tensor]] = {}
-    for rows in (32, 128):  # 43 MiB of gradients against little, and against more computation
-        cases[f"ResNet-18, {rows} x 3 x 64 x 64"] = (
+    # 43 MiB of gradients against more and more computation; the last is ImageNet's size
+    for rows, edge in ((32, 64), (128, 64), (32, 224)):
+        cases[f"ResNet-18, {rows} x 3 x {edge} x {edge}"] = (
             torchvision.models.resnet18(num_classes=10),
-            torch.randn(rows, 3, 64, 64),
+            torch.randn(rows, 3, edge, edge),
             torch.randint(0, 10, (rows,)),
         )
     cases["3D U-Net (width 8, depth 3), 8 x 1 x 32 x 32 x 32"] = (
@@ -434,7 +435,7 @@ def plot(stages: Mapping[str, Mapping[str, list[float]]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", nargs="?", choices=("speed", "memory"), default="speed")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
