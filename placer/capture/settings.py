@@ -31,6 +31,10 @@ class _Absent(enum.Enum):
 
 _ABSENT = _Absent.ABSENT
 
+# What attributes are now, by id and `Setting.looked_at`: the value, which keeps its id from being
+# given to another one, and its frozen form.
+_Known = dict[tuple[int, bool], tuple[Any, Any]]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
@@ -51,21 +55,22 @@ class Setting:
         """Is it a number, a text or the like, or missing: something that cannot change by itself?"""
         return isinstance(self.value, _PLAIN)
 
-    def holds(self, modules: Mapping[str, nn.Module], known: dict[int, Any]) -> bool:
-        """Is the attribute still what it was? ``known`` has what was frozen before, by id."""
+    def holds(self, modules: Mapping[str, nn.Module], known: _Known) -> bool:
+        """Is the attribute still what it was? ``known`` has what was frozen before."""
         now = _attribute(modules.get(self.path), self.name)
         if now is self.value and self.is_plain:
             return True
-        if id(now) not in known:
-            known[id(now)] = _freeze(now, looked_at=self.looked_at)
-        return bool(known[id(now)] == self.frozen)
+        key = id(now), self.looked_at
+        if key not in known:
+            known[key] = now, _freeze(now, looked_at=self.looked_at)
+        return bool(known[key][1] == self.frozen)
 
 
 def changed_setting(
     settings: Collection[Setting], modules: Mapping[str, nn.Module]
 ) -> Setting | None:
     """The first of ``settings`` that an attribute of ``modules`` (by path) differs from."""
-    known: dict[int, Any] = {}
+    known: _Known = {}
     return next((s for s in settings if not s.holds(modules, known)), None)
 
 

@@ -205,18 +205,40 @@ def test_a_pickled_module_keeps_what_was_set() -> None:
     _same(loaded, model, x)
 
 
-def test_what_forward_does_not_read_costs_no_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Net().double()
-    placed, x = _place(model, {})
-    captured: list[int] = []
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one each time that a placed model's program is looked for again."""
+    found: list[int] = []
     find = programs.find_difference
 
     def count(*args: Any, **kwargs: Any) -> Any:
-        captured.append(1)
+        found.append(1)
         return find(*args, **kwargs)
 
-    placed(x)
     monkeypatch.setattr(programs, "find_difference", count)
+    return found
+
+
+def test_a_tensor_of_two_names_of_which_one_is_looked_at_costs_no_capture(
+    captured: list[int],
+) -> None:
+    class TwoNames(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.same = self.choice
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.same[1]  # and super() looks at self.choice
+
+    placed, x = _place(TwoNames().double(), {})
+    for _ in range(2):
+        placed(x)
+    assert not captured
+
+
+def test_what_forward_does_not_read_costs_no_capture(captured: list[int]) -> None:
+    placed, x = _place(Net().double(), {})
+    placed(x)
     for epoch in range(3):
         placed.epoch = epoch
         placed(x)
