@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.record import RESULTS, write_result
-from placer.partition import CrossingValue, PartitionProblem, StageSlot, solve
+from placer.partition import PartitionProblem, SharedValue, StageSlot, solve
 
 SIZES, STAGES = (100, 1_000, 10_000, 50_000), (2, 16, 64, 256)
 CASES = [
@@ -61,7 +61,7 @@ def layered_problem(num_units: int, num_stages: int, seed: int = 0) -> Partition
         num_units=num_units,
         edges=tuple(edges),
         values=tuple(
-            CrossingValue(nbytes=float(nbytes[u]), units=(u, *readers[u])) for u in sorted(readers)
+            SharedValue(nbytes=float(nbytes[u]), units=(u, *readers[u])) for u in sorted(readers)
         ),
         slots=(slot,) * num_stages,
     )

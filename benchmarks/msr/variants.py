@@ -17,7 +17,7 @@ import networkx as nx
 import numpy as np
 
 from benchmarks.msr.workload import Workload, partition_problem
-from placer.partition import CrossingValue, PartitionProblem, solve
+from placer.partition import PartitionProblem, SharedValue, solve
 
 Data = dict[str, Any]
 Random = np.random.Generator
@@ -65,7 +65,7 @@ def size_problem(workload: Workload) -> PartitionProblem:
         replace(slot, seconds=slot.nbytes, seconds_per_byte=0.0, budget=None)
         for slot in problem.slots
     )
-    ties = tuple(CrossingValue(nbytes=v.nbytes, units=v.units) for v in problem.values)
+    ties = tuple(SharedValue(nbytes=v.nbytes, units=v.units) for v in problem.values)
     return replace(problem, slots=slots, values=ties)
 
 

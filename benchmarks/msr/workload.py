@@ -12,7 +12,7 @@ import networkx as nx
 import numpy as np
 
 from placer.errors import PlacerError
-from placer.partition import CrossingValue, PartitionProblem, StageSlot
+from placer.partition import PartitionProblem, SharedValue, StageSlot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +136,7 @@ def partition_problem(workload: Workload) -> PartitionProblem:
         num_units=len(nodes),
         edges=tuple(sorted(forward)),
         values=tuple(
-            CrossingValue(nbytes=cost[i], units=(i, *sorted(consumers[i] - {i})))
+            SharedValue(nbytes=cost[i], units=(i, *sorted(consumers[i] - {i})))
             for i in sorted(consumers)
         ),
         slots=(slot,) * workload.num_devices,

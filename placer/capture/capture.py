@@ -14,7 +14,7 @@ from placer.capture.failure import ForwardFailure, TraceFailure, describe, locat
 from placer.capture.fake import FakeWorld
 from placer.capture.fingerprint import fingerprint_graph, spell_graph
 from placer.capture.leaves import find_whole_modules, is_torch_leaf
-from placer.capture.record import Recording, record_model
+from placer.capture.record import RecordedProgram, record_model
 from placer.capture.state import named_state
 from placer.capture.types import Capture, Conditions, WholeModule, training_flags
 from placer.capture.whole import record_whole
@@ -64,7 +64,7 @@ class _Session:
         self.guess = 1
         self.fixed_batch = ""
 
-    def record(self) -> Recording:
+    def record(self) -> RecordedProgram:
         """The finest recording there is, the same program for other batch sizes where possible."""
         while True:
             try:
@@ -75,7 +75,7 @@ class _Session:
             else:
                 return recording
 
-    def check(self, recording: Recording) -> Aliasing:
+    def check(self, recording: RecordedProgram) -> Aliasing:
         """Run the graph by itself, which also finds out which nodes share memory."""
         try:
             return analyze_aliasing(
@@ -94,7 +94,7 @@ class _Session:
                 "this is a defect of placer; please report it with the model",
             ) from error
 
-    def _run(self, inputs: Sequence[Tensor]) -> Recording:
+    def _run(self, inputs: Sequence[Tensor]) -> RecordedProgram:
         call = self.world, self.model, self.twin, self.bound, inputs
         try:
             if "" in self.whole:
@@ -124,7 +124,7 @@ class _Session:
             or locate_function(type(self.model.get_submodule(failure.layer)).forward),
         )
 
-    def _compare_batches(self, recording: Recording) -> None:
+    def _compare_batches(self, recording: RecordedProgram) -> None:
         """Record with twice the batch: the same graph, or the module that makes it differ is named."""
         doubled = self._doubled_inputs()
         self.fixed_batch = ""
@@ -190,7 +190,11 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _assemble(
-    model: nn.Module, recording: Recording, aliasing: Aliasing, bound: BoundCall, session: _Session
+    model: nn.Module,
+    recording: RecordedProgram,
+    aliasing: Aliasing,
+    bound: BoundCall,
+    session: _Session,
 ) -> Capture:
     graph = recording.graph
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
@@ -236,7 +240,7 @@ def _assemble(
     )
 
 
-def _side_effect_notes(recording: Recording) -> tuple[str, ...]:
+def _side_effect_notes(recording: RecordedProgram) -> tuple[str, ...]:
     """That the program leaves out what forward sets on modules, by attribute."""
     setters: dict[str, list[str]] = {}
     for path, attribute in recording.side_effects:

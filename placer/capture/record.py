@@ -27,7 +27,7 @@ from placer.capture.writer import CPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recording:
+class RecordedProgram:
     """What one run of a model on fake tensors did."""
 
     graph: fx.Graph
@@ -49,7 +49,7 @@ def record_model(
     whole: frozenset[str],
     *,
     guess: int = 1,
-) -> Recording:
+) -> RecordedProgram:
     """Run ``twin``, the fake copy of ``model``, on fake ``inputs`` and write down what it does.
 
     Modules whose paths are in ``whole`` become single nodes, and so do the layers of ``torch.nn``;
@@ -74,7 +74,7 @@ def record_model(
     writer = recorder.writer
     names = {node.name for node in graph.nodes}
     assert recorder.result is not None
-    return Recording(
+    return RecordedProgram(
         graph=graph,
         layer_of={k: v for k, v in writer.layer_of.items() if k in names},
         location_of={k: v for k, v in writer.location_of.items() if k in names},

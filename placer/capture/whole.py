@@ -15,7 +15,7 @@ from placer.capture.call import BoundCall, placeholder_names, rebuild_call
 from placer.capture.copying import copy_module
 from placer.capture.failure import ForwardFailure, locate
 from placer.capture.fake import FakeWorld, GuessData
-from placer.capture.record import Recording, ambient
+from placer.capture.record import RecordedProgram, ambient
 from placer.capture.restore import Snapshot
 from placer.capture.result import flatten_result
 from placer.capture.settings import read_settings, watch_attributes
@@ -32,7 +32,7 @@ def record_whole(
     inputs: Sequence[Tensor],
     *,
     guess: int,
-) -> Recording:
+) -> RecordedProgram:
     """The graph that calls all of ``model`` in one node, a function of its inputs and its state.
 
     Raises ``ForwardFailure`` when the model fails by itself.
@@ -68,7 +68,7 @@ def record_whole(
             for i, leaf in enumerate(leaves)
         ]
     )
-    return Recording(
+    return RecordedProgram(
         graph=graph,
         layer_of=dict.fromkeys(writer.layer_of, ""),
         location_of=dict.fromkeys(writer.location_of, ""),

@@ -17,8 +17,8 @@ describe, types        the answer, and why each boundary is where it is
 
 from placer.partition.choose import choose_partition
 from placer.partition.solver.problem import (
-    CrossingValue,
     PartitionProblem,
+    SharedValue,
     Solution,
     StageSlot,
     stage_loads,
@@ -28,13 +28,13 @@ from placer.partition.types import Demands, DeviceSlot, Partition, PartitionStag
 from placer.plan.types import Optimality
 
 __all__ = [
-    "CrossingValue",
     "Demands",
     "DeviceSlot",
     "Optimality",
     "Partition",
     "PartitionProblem",
     "PartitionStage",
+    "SharedValue",
     "Solution",
     "StageSlot",
     "choose_partition",

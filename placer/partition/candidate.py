@@ -12,7 +12,7 @@ import numpy as np
 from placer.cost import updates_together
 from placer.partition.chain import Mask, Table, best_cuts, border_costs
 from placer.partition.stage_cost.score import (
-    OptimizerBytes,
+    OptimizerMemory,
     optimizer_bytes,
     peak_bytes,
     stage_seconds,
@@ -50,10 +50,10 @@ def waiting_at(demands: Demands, num_stages: int, stage_index: int) -> InFlight:
     return in_flight(schedule, stage_index, last_share=demands.last_share)
 
 
-def optimizer_on(demands: Demands, devices: Iterable[str]) -> OptimizerBytes:
+def optimizer_on(demands: Demands, devices: Iterable[str]) -> OptimizerMemory:
     """What the optimizer needs where the parameters that it trains are on ``devices`` (names)."""
     if not demands.training:
-        return OptimizerBytes(state=0)
+        return OptimizerMemory(state=0)
     return optimizer_bytes(demands.optimizer, together=updates_together(devices))
 
 

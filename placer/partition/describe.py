@@ -20,7 +20,7 @@ from placer.partition.candidate import (
 )
 from placer.partition.returning import ReturningChains, can_return, device_peaks
 from placer.partition.stage_cost.score import (
-    OptimizerBytes,
+    OptimizerMemory,
     peak_bytes,
     replica_peak_bytes,
     saved_bytes,
@@ -127,7 +127,7 @@ def _memory(
     x: int,
     y: int,
     count: InFlight,
-    optimizer: OptimizerBytes,
+    optimizer: OptimizerMemory,
     peak: int,
     *,
     training: bool,

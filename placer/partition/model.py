@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from placer.cost import CostTable
 from placer.partition.candidate import reference_bytes, waiting_at
-from placer.partition.solver.problem import CrossingValue, PartitionProblem, StageSlot, Vector
+from placer.partition.solver.problem import PartitionProblem, SharedValue, StageSlot, Vector
 from placer.partition.stage_cost.score import optimizer_bytes, unit_seconds
 from placer.partition.types import Demands, DeviceSlot
 
@@ -26,7 +26,7 @@ class ModelUnits:
     order: tuple[int, ...]  # vertices of the unit graph
     unit_of: NDArray[np.int64]  # node (and the loss) -> index in order
     edges: tuple[tuple[int, int], ...]
-    values: tuple[CrossingValue, ...]
+    values: tuple[SharedValue, ...]
     pins: Mapping[int, str]
 
 
@@ -46,11 +46,11 @@ def model_units(
     for node, readers in enumerate(costs.readers):
         held = tuple(sorted({int(unit_of[i]) for i in (node, *readers)}))
         if len(held) > 1 and costs.nodes[node].output_nbytes:
-            values.append(CrossingValue(nbytes=costs.nodes[node].output_nbytes, units=held))
+            values.append(SharedValue(nbytes=costs.nodes[node].output_nbytes, units=held))
     for readers, nbytes in zip(costs.input_readers, costs.input_nbytes, strict=True):
         held = tuple(sorted({int(unit_of[i]) for i in readers}))
         if held and nbytes:
-            values.append(CrossingValue(nbytes=nbytes, units=held, external=True))
+            values.append(SharedValue(nbytes=nbytes, units=held, external=True))
     return ModelUnits(
         order=tuple(order),
         unit_of=unit_of,

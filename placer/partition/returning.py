@@ -12,7 +12,7 @@ from placer.cost import CostTable
 from placer.partition.candidate import Candidate, StageCosts, optimizer_on, reference_bytes
 from placer.partition.fold import MOST_CUTS, improved_devices, nested_devices
 from placer.partition.stage_cost.passed_on import Span
-from placer.partition.stage_cost.score import OptimizerBytes
+from placer.partition.stage_cost.score import OptimizerMemory
 from placer.partition.stage_cost.shared import SharedPeaks
 from placer.partition.stage_cost.tables import IntervalTables
 from placer.partition.types import Demands, DeviceSlot
@@ -31,7 +31,7 @@ def device_peaks(
     costs: CostTable,
     nodes: Sequence[int],
     spans: Mapping[str, Sequence[Span]],
-    optimizer: OptimizerBytes | None,
+    optimizer: OptimizerMemory | None,
 ) -> dict[str, int]:
     """Peak bytes per device with its stages (cut indices), for one micro-batch in training.
 

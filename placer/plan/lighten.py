@@ -10,9 +10,9 @@ from placer.capture import Capture
 from placer.cost import CostTable, with_regions
 from placer.partition import Demands, DeviceSlot, Partition
 from placer.partition.candidate import waiting_at
+from placer.partition.treatments.cheapest import Lightened, keys_of, lighten_stage
 from placer.partition.treatments.labels import KEEP, LabelledStage, StageLimits, Treatment
 from placer.partition.treatments.least import least_extra_seconds
-from placer.partition.treatments.lighten import Lightened, keys_of, lighten_stage
 from placer.plan.types import StageMemory
 from placer.regions import RegionKey, region_borders, whole_groups
 
@@ -64,7 +64,7 @@ def lighten(
     ``costs`` are without regions; ``keys`` are those that the spec settles. ``choose(costs, pins)``
     partitions. Two partitions are tried: that of the plain costs, and that of the costs with the
     model treated as one stage; in each the stages are lightened one by one
-    (`placer.partition.treatments.lighten`). Without any budget and with the objective "memory", every stage
+    (`placer.partition.treatments.cheapest`). Without any budget and with the objective "memory", every stage
     gets its least peak. Where there is no budget, or that does not fit, the borders of the best are
     moved to where they are best for stages as light as can be, and so on: a local search.
     """
@@ -107,9 +107,7 @@ def _borders(partition: Partition) -> tuple[tuple[str, tuple[str, ...]], ...]:
 
 def _rank(plan: _Found) -> tuple[bool, float, float]:
     partition = plan.partition
-    over = max(
-        (_excess(partition, stage.device) for stage in partition.stages), default=0.0
-    )  # fmt: skip
+    over = max((_excess(partition, stage.device) for stage in partition.stages), default=0.0)
     limited = any(stage.device.budget is not None for stage in partition.stages)
     worst = over if limited else max(partition.peaks.values())
     return (
@@ -154,9 +152,15 @@ class _Search:
         self, nodes: Sequence[int], before: Collection[int], slot: DeviceSlot, limits: StageLimits
     ) -> LabelledStage:
         return LabelledStage(
-            self._costs, nodes, before, self._borders, self._settled, slot.kind,
-            half=self._demands.half, grown=limits.grown,
-        )  # fmt: skip
+            self._costs,
+            nodes,
+            before,
+            self._borders,
+            self._settled,
+            slot.kind,
+            half=self._demands.half,
+            grown=limits.grown,
+        )
 
     def costs_of(self, stages: Sequence[Lightened]) -> CostTable:
         """The costs with the stages' regions, and those that are settled."""
@@ -235,9 +239,7 @@ class _Search:
                 continue
             off = max(0.0, treated.peak - _peak(stage.memory, limits))
             wider = replace(limits, budget=limits.budget + off)
-            least += least_extra_seconds(
-                labelled, self._choices, wider, answer=treated.seconds
-            )  # fmt: skip
+            least += least_extra_seconds(labelled, self._choices, wider, answer=treated.seconds)
         return least
 
     def _limits(self, partition: Partition, index: int) -> StageLimits:
@@ -264,7 +266,7 @@ class _Search:
 
 
 def _peak(memory: StageMemory, limits: StageLimits) -> float:
-    """By the formula, what `placer.partition.treatments.labels.peak_of` says by labels."""
+    """By the formula, what `StageLimits.peak` says by labels."""
     waiting = limits.static + limits.later + limits.held * memory.saved
     return max(memory.peak + limits.others, waiting if limits.later else 0.0)
 

@@ -18,7 +18,7 @@ from placer.runtime.loss import WatchedLoss, call_loss
 from placer.runtime.pickled import ExampleCall, as_captured, emit_again, example_call
 from placer.runtime.place import CALLER, Place
 from placer.runtime.programs import Calls, Programs
-from placer.runtime.replica import Replica, Run, run_schedule
+from placer.runtime.replica import PlacedMicrobatch, Replica, run_schedule
 from placer.runtime.sampler import ReplicaSampler
 from placer.runtime.scaling import scale_of
 from placer.runtime.scatter import batch_size, join_rows, split_rows, split_target
@@ -177,13 +177,13 @@ class PlacedModule(nn.Module):
 
     def _runs(
         self, programs: Programs, scattered: list[list[list[torch.Tensor]]]
-    ) -> list[list[Run]]:
+    ) -> list[list[PlacedMicrobatch]]:
         """Per replica, its micro-batches with the stages and weights that each needs.
 
         All replicas read the weights before any runs: the first one's forward may write buffers.
         """
         programs_of = iter(programs.find_all([inputs for row in scattered for inputs in row]))
-        runs: list[list[Run]] = []
+        runs: list[list[PlacedMicrobatch]] = []
         for replica, microbatches in zip(self._replicas, scattered, strict=False):
             runs.append([])
             trees: dict[int, tuple[Replica, list[Any]]] = {}
@@ -192,10 +192,10 @@ class PlacedModule(nn.Module):
                 if id(staged) not in trees:
                     variant = replica.with_program(staged)
                     trees[id(staged)] = variant, variant.trees(self._tree)
-                runs[-1].append(Run(*trees[id(staged)], inputs))
+                runs[-1].append(PlacedMicrobatch(*trees[id(staged)], inputs))
         return runs
 
-    def _write_back(self, runs: list[Run]) -> None:
+    def _write_back(self, runs: list[PlacedMicrobatch]) -> None:
         """Keep what the first replica's modules put into their buffers and attributes."""
         if runs[0].replica.mirrors is self._replicas[0].mirrors:
             for run in runs:
@@ -315,7 +315,7 @@ class PlacedModule(nn.Module):
 
     def _replica_step(
         self,
-        runs: list[Run],
+        runs: list[PlacedMicrobatch],
         targets: list[Any],
         loss_fn: Callable[..., torch.Tensor],
         total: int | None,

@@ -140,7 +140,7 @@ class Replica:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PlacedMicrobatch:
     """One micro-batch: the stages that serve it, their weights per stage, its inputs."""
 
     replica: Replica
@@ -149,7 +149,7 @@ class Run:
 
 
 def run_schedule(
-    runs: Sequence[Run],
+    runs: Sequence[PlacedMicrobatch],
     actions: Sequence[Action],
     loss_of: Callable[[int, list[Any]], torch.Tensor],
 ) -> list[torch.Tensor]:

@@ -8,7 +8,7 @@ import itertools
 import numpy as np
 import pytest
 
-from placer.partition import CrossingValue, PartitionProblem, StageSlot, solve, stage_loads
+from placer.partition import PartitionProblem, SharedValue, StageSlot, solve, stage_loads
 from placer.partition.solver.branch import branch_floats
 from placer.partition.solver.families import Work, surviving_rows
 from placer.partition.solver.lattice import build_lattice, floating_units
@@ -18,12 +18,12 @@ def problem_with_floats(seed: int) -> PartitionProblem:
     """Four units in a diamond or a chain, and three that share values with them and each other."""
     rng = np.random.default_rng(seed)
     edges = ((0, 1), (0, 2), (1, 3), (2, 3)) if seed % 2 else ((0, 1), (1, 2), (2, 3))
-    values = [CrossingValue(nbytes=float(rng.integers(1, 9)), units=edge) for edge in edges]
+    values = [SharedValue(nbytes=float(rng.integers(1, 9)), units=edge) for edge in edges]
     for f in (4, 5, 6):
         for _ in range(int(rng.integers(1, 4))):
             others = rng.choice([u for u in range(7) if u != f], size=rng.integers(1, 4))
             units = (f, *sorted(set(others.tolist())))
-            values.append(CrossingValue(nbytes=float(rng.integers(1, 9)), units=units))
+            values.append(SharedValue(nbytes=float(rng.integers(1, 9)), units=units))
     k = 2 + seed % 3 // 2
     seconds, nbytes = (rng.integers(0, 9, 7).astype(float) for _ in range(2))
     budget = float(nbytes.sum()) / k * rng.uniform(1.0, 1.6) if seed % 4 else None

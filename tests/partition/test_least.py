@@ -7,15 +7,8 @@ import random
 import pytest
 
 from placer.cost import CostTable, NodeCost, StoredValue, device_kind
-from placer.partition.treatments import least, lighten
-from placer.partition.treatments.labels import (
-    Label,
-    LabelledStage,
-    StageLimits,
-    Treatment,
-    first_label,
-    peak_of,
-)
+from placer.partition.treatments import cheapest, least
+from placer.partition.treatments.labels import LabelledStage, StageLimits, Treatment
 from placer.regions import RegionBorders
 
 EVERYWHERE = RegionBorders(free=frozenset(range(6)), ending={}, unsafe=frozenset())
@@ -70,15 +63,6 @@ def _costs(draw: random.Random, count: int) -> CostTable:
     )
 
 
-def _all(stage: LabelledStage, choices: tuple[Treatment, ...]) -> list[Label]:
-    at: list[list[Label]] = [[first_label()], *([] for _ in stage.atoms)]
-    for border in range(len(stage.atoms)):
-        for label in at[border]:
-            for end, made in stage.extend(label, border, choices):
-                at[end].append(made)
-    return at[-1]
-
-
 @pytest.mark.parametrize("most", [2, 5, 60])
 def test_bound_optimum_and_answer(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(least, "_MOST_LABELS", most)
@@ -89,14 +73,14 @@ def test_bound_optimum_and_answer(most: int, monkeypatch: pytest.MonkeyPatch) ->
         choices, held = CHOICES[seed % 3], draw.choice([1, 3])
         nodes = range(6)
         stage = LabelledStage(costs, nodes, (), EVERYWHERE, {}, KIND, half=False, grown=False)
-        ways = _all(stage, choices)
+        ways = stage.search(choices, lambda labels, _: labels)
         free = StageLimits(static=0, budget=float("inf"), held=held, grown=False)
-        plain = max(peak_of(way, free) for way in ways if not way.seconds)
+        plain = max(free.peak(way) for way in ways if not way.seconds)
         limits = StageLimits(
             static=0, budget=plain * draw.uniform(0.5, 0.95), held=held, grown=False
         )
-        fitting = [way.seconds for way in ways if peak_of(way, limits) <= limits.budget]
-        found = lighten.lighten_stage(stage, choices, limits)
+        fitting = [way.seconds for way in ways if limits.peak(way) <= limits.budget]
+        found = cheapest.lighten_stage(stage, choices, limits)
         if not fitting:
             assert found.peak > limits.budget
             continue

@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from benchmarks.scale import layered_problem
-from placer.partition import CrossingValue, PartitionProblem, StageSlot, solve, stage_loads
+from placer.partition import PartitionProblem, SharedValue, StageSlot, solve, stage_loads
 from placer.partition.solver.families import surviving_rows
 from placer.partition.solver.interval import best_intervals
 from placer.partition.solver.lattice import Lattice, build_lattice
@@ -26,17 +26,17 @@ def random_problem(seed: int) -> PartitionProblem:
         [(a, b) for a, b in itertools.combinations(range(n), 2) if rng.random() < 0.3]
     )
     values = [
-        CrossingValue(nbytes=float(rng.integers(1, 9)), units=(u, *sorted(graph.successors(u))))
+        SharedValue(nbytes=float(rng.integers(1, 9)), units=(u, *sorted(graph.successors(u))))
         for u in graph
         if graph.out_degree(u)
     ]
     tied = {u for edge in graph.edges for u in edge}
     for u in set(range(n)) - tied:  # gradients that are added up belong to no forward unit
         for other in rng.choice(sorted(tied), size=2, replace=False).tolist():
-            values.append(CrossingValue(nbytes=float(rng.integers(1, 9)), units=(other, u)))
+            values.append(SharedValue(nbytes=float(rng.integers(1, 9)), units=(other, u)))
     relayed = bool(rng.random() < 0.3)
     if rng.random() < 0.4:
-        values.append(CrossingValue(nbytes=2.0, units=(0, 3), external=True))
+        values.append(SharedValue(nbytes=2.0, units=(0, 3), external=True))
     seconds = rng.integers(0, 9, n).astype(float)
     nbytes = rng.integers(1, 9, n).astype(float)
     tight = rng.random() < 0.5
@@ -149,7 +149,7 @@ def test_memory_parts_what_is_joined_for_time() -> None:
     problem = PartitionProblem(
         num_units=5,
         edges=edges,
-        values=tuple(CrossingValue(nbytes=1.0, units=edge) for edge in edges),
+        values=tuple(SharedValue(nbytes=1.0, units=edge) for edge in edges),
         slots=(slot,) * 2,
         may_be_empty=True,
     )

@@ -18,9 +18,9 @@ from placer.capture import capture_model
 from placer.cost import device_kind, estimate_costs, with_regions
 from placer.partition.stage_cost.score import optimizer_bytes, peak_bytes
 from placer.partition.stage_cost.tables import build_tables
+from placer.partition.treatments.cheapest import keys_of, lighten_stage
 from placer.partition.treatments.labels import LabelledStage, StageLimits, Treatment
 from placer.partition.treatments.least import least_extra_seconds
-from placer.partition.treatments.lighten import keys_of, lighten_stage
 from placer.plan import lighten
 from placer.regions import RegionBorders
 from placer.schedule import InFlight

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from placer.partition.solver.problem import CrossingValue, PartitionProblem, Vector, stage_loads
+from placer.partition.solver.problem import PartitionProblem, SharedValue, Vector, stage_loads
 
 _MOST_ROUNDS = 10
 
@@ -19,7 +19,7 @@ def assign_floats(problem: PartitionProblem, stage_of: NDArray[np.int64]) -> NDA
     floats = np.flatnonzero(stage_of < 0)
     if not len(floats):
         return stage_of
-    values_of: dict[int, list[CrossingValue]] = {int(u): [] for u in floats}
+    values_of: dict[int, list[SharedValue]] = {int(u): [] for u in floats}
     for value in problem.values:
         for u in value.units:
             if u in values_of:
@@ -47,7 +47,7 @@ def assign_floats(problem: PartitionProblem, stage_of: NDArray[np.int64]) -> NDA
 
 def _move(
     problem: PartitionProblem,
-    values: list[CrossingValue],
+    values: list[SharedValue],
     unit: int,
     stage_of: NDArray[np.int64],
     loads: Vector,

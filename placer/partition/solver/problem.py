@@ -25,7 +25,7 @@ Vector = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CrossingValue:
+class SharedValue:
     """A value and the units that make and need it; a stage that holds only some of them pays.
 
     ``external``: the caller makes it, every stage that needs it receives it.
@@ -75,7 +75,7 @@ class PartitionProblem:
 
     num_units: int
     edges: tuple[tuple[int, int], ...]
-    values: tuple[CrossingValue, ...]
+    values: tuple[SharedValue, ...]
     slots: tuple[StageSlot, ...]
     pins: Mapping[int, str] = field(default_factory=dict)
     together: tuple[tuple[int, ...], ...] = ()

@@ -9,7 +9,7 @@ import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from placer.partition.solver.problem import CrossingValue, PartitionProblem, StageSlot, Vector
+from placer.partition.solver.problem import PartitionProblem, SharedValue, StageSlot, Vector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -48,7 +48,7 @@ def contract(problem: PartitionProblem, leaders: Sequence[int]) -> Reduction:
     for value in problem.values:
         units = tuple(sorted({int(unit_of[u]) for u in value.units}))
         if value.external or len(units) > 1:
-            values.append(CrossingValue(nbytes=value.nbytes, units=units, external=value.external))
+            values.append(SharedValue(nbytes=value.nbytes, units=units, external=value.external))
 
     def sums(weights: Vector) -> Vector:
         return np.bincount(unit_of, weights=weights, minlength=count).astype(np.float64)

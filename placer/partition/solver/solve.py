@@ -22,8 +22,8 @@ from placer.partition.solver.lattice import (
 )
 from placer.partition.solver.moves import move_units
 from placer.partition.solver.problem import (
-    CrossingValue,
     PartitionProblem,
+    SharedValue,
     Solution,
     stage_loads,
 )
@@ -339,7 +339,7 @@ def _smallest(problem: PartitionProblem, most_alive: int, work: Work) -> StageOf
         )
         for slot in problem.slots
     )
-    ties = tuple(CrossingValue(nbytes=v.nbytes, units=v.units) for v in problem.values)
+    ties = tuple(SharedValue(nbytes=v.nbytes, units=v.units) for v in problem.values)
     solution = _solve(replace(problem, slots=slots, values=ties), most_alive, work)
     return None if solution is None else np.array(solution.stage_of, dtype=np.int64)
 

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.partition.solver.problem import (
-    CrossingValue,
     PartitionProblem,
+    SharedValue,
     StageSlot,
     Vector,
     stage_loads,
@@ -128,7 +128,7 @@ def _window_problem(
     for v in sorted({v for u in number for v in near.values[u]}):
         value = problem.values[v]
         joined = tuple(sorted({part(u) for u in value.units}))
-        values.append(CrossingValue(nbytes=value.nbytes, units=joined, external=value.external))
+        values.append(SharedValue(nbytes=value.nbytes, units=joined, external=value.external))
     edges = {(_BEFORE, _LEFT), (_LEFT, _RIGHT), (_RIGHT, _AFTER)}
     for u, own in number.items():
         edges |= {(_LEFT, own), (own, _RIGHT)}  # on one of these two stages

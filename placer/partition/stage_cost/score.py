@@ -17,7 +17,7 @@ one counts as its share of rows),
              (c'- 1) * saved(a, b) + max_i live(i),    later ones: all gradients are there
              (c - 1) * saved(a, b) + forward(a, b),
              (c'- 1) * saved(a, b) + forward(a, b) + gradients,    under 1F1B
-             gradients + the optimizer's own transient (`OptimizerBytes`) )
+             gradients + the optimizer's own transient (`OptimizerMemory`) )
 
 The tables that this is looked up in are made by `placer.partition.stage_cost.tables`: a query is O(1).
 """
@@ -37,7 +37,7 @@ from placer.schedule import Counts, InFlight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerBytes:
+class OptimizerMemory:
     """Bytes per byte of parameter: ``state`` stays, the others are there while parameters change.
 
     ``each``: of `IntervalTables.updating`, where one parameter is updated after the other;
@@ -54,7 +54,7 @@ _STATE = {"sgd": 0, "sgd_momentum": 1, "adam": 2, "adamw": 2}  # as torch.optim 
 
 def optimizer_bytes(
     optimizer: str | Mapping[str, int], *, together: bool = False
-) -> OptimizerBytes:
+) -> OptimizerMemory:
     """What the optimizer that a spec names needs, per byte of (float32) parameter.
 
     ``together``: it updates all parameters of a device at once (``foreach``), as torch's optimizers
@@ -63,16 +63,16 @@ def optimizer_bytes(
     nothing either way. Of an optimizer that is given by its state nothing else is known.
     """
     if not isinstance(optimizer, str):
-        return OptimizerBytes(state=optimizer["bytes_per_parameter"] / 4)
+        return OptimizerMemory(state=optimizer["bytes_per_parameter"] / 4)
     if optimizer not in ("adam", "adamw"):
-        return OptimizerBytes(state=_STATE[optimizer])
-    return OptimizerBytes(state=_STATE[optimizer], each=1.0 - together, together=1.0 * together)
+        return OptimizerMemory(state=_STATE[optimizer])
+    return OptimizerMemory(state=_STATE[optimizer], each=1.0 - together, together=1.0 * together)
 
 
 def peak_bytes(
     tables: IntervalTables,
     in_flight: InFlight,
-    optimizer: OptimizerBytes,
+    optimizer: OptimizerMemory,
     *,
     training: bool,
     received_from: Sequence[float] | None = None,

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from placer.cost import CostTable
 from placer.partition.stage_cost.passed_on import PassedOn, Span
-from placer.partition.stage_cost.score import OptimizerBytes
+from placer.partition.stage_cost.score import OptimizerMemory
 from placer.partition.stage_cost.tables import LOSS_NBYTES, IntervalTables
 
 Table = NDArray[np.float64]
@@ -35,7 +35,7 @@ class SharedPeaks:
         tables: IntervalTables,
         costs: CostTable,
         nodes: Sequence[int],
-        optimizer: OptimizerBytes | None,
+        optimizer: OptimizerMemory | None,
     ) -> None:
         static = tables.parameters + tables.buffers
         kept = np.zeros_like(static)

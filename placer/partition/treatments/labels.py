@@ -9,7 +9,7 @@ the more so the less is counted already: the searches over labels rest on that.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -50,38 +50,40 @@ class StageLimits:
     others: float = 0.0
     later: float = 0.0
 
+    def peak(self, label: Label) -> float:
+        """Bytes of the device at its peak, when the stage's atoms are treated as ``label`` says."""
+        running = self.others + (self.held - 1) * label.kept + label.worst
+        waiting = self.later + self.held * label.kept if self.later else 0.0
+        return self.static + max(running, waiting)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Label:
-    seconds: float
-    kept: float
-    worst: float
+    """One way to treat the atoms before a border; bytes are those of one micro-batch."""
+
+    seconds: float  # more than without any treatment
+    kept: float  # bytes that stay on the device from forward to backward
+    worst: float  # the most bytes at any moment of the backward of these atoms
     counted: int  # bit per value: on the device, in kept
     hosted: int  # bit per value: on the host
-    treatment: Treatment
-    span: tuple[int, int]  # atoms
-    before: Label | None = None
+    treatment: Treatment  # of the atoms of ``span``, the last ones
+    span: tuple[int, int]
+    before: Label | None = None  # the label that this one goes on from
 
 
-def first_label() -> Label:
-    """That of no atoms."""
-    return Label(seconds=0.0, kept=0.0, worst=0.0, counted=0, hosted=0, treatment=KEEP, span=(0, 0))
+_NO_ATOMS = Label(
+    seconds=0.0, kept=0.0, worst=0.0, counted=0, hosted=0, treatment=KEEP, span=(0, 0)
+)
 
 
-def peak_of(label: Label, limits: StageLimits) -> float:
-    running = limits.others + (limits.held - 1) * label.kept + label.worst
-    waiting = limits.later + limits.held * label.kept if limits.later else 0.0
-    return limits.static + max(running, waiting)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Recomputed:
+    """What does not depend on the past of recomputing some atoms together."""
 
-
-@dataclass(slots=True)
-class _Run:
-    """What does not depend on the past of recomputing a run of atoms together."""
-
-    enters: list[int]
+    enters: tuple[int, ...]  # values that come from before them
     seconds: float
     worst: float  # bytes on top of what is kept and of what enters
-    saving: bool
+    saving: bool  # do they save anything: else there is nothing to run them again for
 
 
 @dataclass(eq=False)
@@ -127,7 +129,7 @@ class LabelledStage:
             for node, other in zip(self.nodes, self._waiting(), strict=True)
         ]
         self.forward_seconds = self._forward_seconds()
-        self._runs: dict[tuple[int, int], _Run] = {}
+        self._recomputed: dict[tuple[int, int], _Recomputed] = {}
 
     def _forward_seconds(self) -> list[float]:
         """Per node, the longer of computing and of reading and writing memory."""
@@ -230,6 +232,23 @@ class LabelledStage:
             values ^= 1 << value
         return total
 
+    def search(
+        self,
+        choices: Collection[Treatment],
+        select: Callable[[list[Label], int], list[Label]],
+    ) -> list[Label]:
+        """Labels of the whole stage, going on at every border from those that ``select`` picks.
+
+        ``select(labels, border)`` gets all that come to the border, the end of the stage included.
+        """
+        at: list[list[Label]] = [[_NO_ATOMS], *([] for _ in self.atoms)]
+        for border in range(len(self.atoms)):
+            for label in select(at[border], border):
+                for end, made in self.extend(label, border, choices):
+                    at[end].append(made)
+            at[border] = []
+        return select(at[-1], len(self.atoms))
+
     def extend(
         self, label: Label, border: int, choices: Collection[Treatment]
     ) -> Iterator[tuple[int, Label]]:
@@ -250,9 +269,9 @@ class LabelledStage:
                 after = self.nodes[self.atoms[end][0]] if end < len(self.atoms) else first
                 if first > self.borders.ending.get(after, first):
                     continue
-                run = self._run(border, end)
-                if run.saving:
-                    yield end, self._recompute(label, border, end, run, choice)
+                again = self._recompute_together(border, end)
+                if again.saving:
+                    yield end, self._recompute(label, border, end, again, choice)
 
     def _settled(self, atom: int) -> Treatment | None:
         node = self.nodes[self.atoms[atom][0]]
@@ -269,9 +288,15 @@ class LabelledStage:
                 own += self.nbytes[value] * self.single[value]
             worst = max(worst, kept - own + self.fixed[t])
         return Label(
-            seconds=label.seconds, kept=kept, worst=worst, counted=counted, hosted=0,
-            treatment=KEEP, span=(border, border + 1), before=label,
-        )  # fmt: skip
+            seconds=label.seconds,
+            kept=kept,
+            worst=worst,
+            counted=counted,
+            hosted=0,
+            treatment=KEEP,
+            span=(border, border + 1),
+            before=label,
+        )
 
     def _offload(self, label: Label, border: int, choice: Treatment) -> Label:
         atom = self.atoms[border]
@@ -288,17 +313,22 @@ class LabelledStage:
             back = sum(self.nbytes[value] for value in here)
             worst = max(worst, label.kept + back - own + self.fixed[t])
         return Label(
-            seconds=label.seconds + 2 * moved / self.kind.host_bandwidth, kept=label.kept,
-            worst=worst, counted=label.counted, hosted=hosted, treatment=choice,
-            span=(border, border + 1), before=label,
-        )  # fmt: skip
+            seconds=label.seconds + 2 * moved / self.kind.host_bandwidth,
+            kept=label.kept,
+            worst=worst,
+            counted=label.counted,
+            hosted=hosted,
+            treatment=choice,
+            span=(border, border + 1),
+            before=label,
+        )
 
     def _recompute(
-        self, label: Label, border: int, end: int, run: _Run, choice: Treatment
+        self, label: Label, border: int, end: int, again: _Recomputed, choice: Treatment
     ) -> Label:
-        fresh = [value for value in run.enters if not label.counted >> value & 1]
+        fresh = [value for value in again.enters if not label.counted >> value & 1]
         entering = sum(self.nbytes[value] for value in fresh)
-        seconds, kept, counted = label.seconds + run.seconds, label.kept, label.counted
+        seconds, kept, counted = label.seconds + again.seconds, label.kept, label.counted
         if choice.offload:
             seconds += 2 * entering / self.kind.host_bandwidth
         else:
@@ -306,45 +336,46 @@ class LabelledStage:
             for value in fresh:
                 counted |= 1 << value
         return Label(
-            seconds=seconds, kept=kept, worst=max(label.worst, label.kept + entering + run.worst),
-            counted=counted, hosted=0, treatment=choice, span=(border, end), before=label,
-        )  # fmt: skip
-
-    def _run(self, border: int, end: int) -> _Run:
-        """Recomputing atoms ``border`` … ``end - 1`` together."""
-        found = self._runs.get((border, end))
-        if found is not None:
-            return found
-        inside = range(self.atoms[border][0], self.atoms[end - 1][-1] + 1)
-        first = inside[0]
-        enters = dict.fromkeys(
-            v for t in inside for v in self.used_at[t] if self.producer[v] < first
+            seconds=seconds,
+            kept=kept,
+            worst=max(label.worst, label.kept + entering + again.worst),
+            counted=counted,
+            hosted=0,
+            treatment=choice,
+            span=(border, end),
+            before=label,
         )
-        held, worst, again, forward = 0.0, 0.0, 0.0, 0.0
+
+    def _recompute_together(self, border: int, end: int) -> _Recomputed:
+        """Recomputing atoms ``border`` … ``end - 1`` as one region."""
+        if (border, end) not in self._recomputed:
+            inside = range(self.atoms[border][0], self.atoms[end - 1][-1] + 1)
+            self._recomputed[border, end] = self._recompute_nodes(inside)
+        return self._recomputed[border, end]
+
+    def _recompute_nodes(self, inside: range) -> _Recomputed:
+        """Recomputing neighbouring nodes (local indices) as one region."""
+        first = inside[0]
+        enters = (v for t in inside for v in self.used_at[t] if self.producer[v] < first)
+        held, worst, forward = 0.0, 0.0, 0.0
         seen: set[int] = set()
-        saving = [t for t in inside if self.saved_at[t]]
         for t in inside:
-            cost = self.costs.nodes[self.nodes[t]]
-            own = 0.0
-            for value in self.saved_at[t]:
-                if self.producer[value] >= first:
-                    if value not in seen:
-                        seen.add(value)
-                        held += self.nbytes[value]
-                    own += self.nbytes[value] * self.single[value]
-                else:
-                    own += self.nbytes[value] * self.single[value]
+            made_here = {v for v in self.saved_at[t] if self.producer[v] >= first}
+            held += sum(self.nbytes[value] for value in made_here - seen)
+            seen |= made_here
+            own = sum(self.nbytes[value] for value in self.saved_at[t] if self.single[value])
             worst = max(worst, held - own + self.fixed[t])
-            forward = max(forward, held + cost.forward_transient)
+            forward = max(forward, held + self.costs.nodes[self.nodes[t]].forward_transient)
+        seconds = 0.0
+        saving = [t for t in inside if self.saved_at[t]]
         if saving:
             last = self.costs.nodes[self.nodes[saving[-1]]]
             waiting = self.fixed[saving[-1]] - last.backward_transient + last.backward_incoming
-            again = forward + waiting
-        made = _Run(
-            enters=list(enters),
-            seconds=sum(self.forward_seconds[t] for t in inside[: len(inside)] if saving and t <= saving[-1]),
-            worst=max(worst, again),
+            worst = max(worst, forward + waiting)
+            seconds = sum(self.forward_seconds[first : saving[-1] + 1])
+        return _Recomputed(
+            enters=tuple(dict.fromkeys(enters)),
+            seconds=seconds,
+            worst=worst,
             saving=bool(saving),
-        )  # fmt: skip
-        self._runs[border, end] = made
-        return made
+        )

@@ -2,8 +2,8 @@
 
 Two bounds, of which the larger counts:
 
-`_relaxed` is the search of `placer.partition.treatments.lighten` with labels merged instead of dropped. A
-merged label has the least seconds and bytes of its parts, and counts what any of them counts, so
+`_relaxed` is the search of `placer.partition.treatments.cheapest` with labels merged instead of
+dropped. A merged label has the least seconds and bytes of its parts, and counts what any of them counts, so
 that what follows it costs no more than what follows any of them. Labels that cost more than the
 answer in hand are left out. Where none had to be merged, the bound is the optimum. It holds for
 regions that begin and end at the borders of atoms.
@@ -23,8 +23,6 @@ from placer.partition.treatments.labels import (
     LabelledStage,
     StageLimits,
     Treatment,
-    first_label,
-    peak_of,
 )
 
 _MOST_LABELS = 400
@@ -40,8 +38,8 @@ def least_extra_seconds(
 ) -> float:
     """Seconds that every treatment of ``stage`` within ``limits`` costs at the least.
 
-    As `placer.partition.treatments.lighten.lighten_stage`; ``answer`` are those of a treatment that is known,
-    and the most that comes back. O(atoms^2 x labels) time.
+    As `placer.partition.treatments.cheapest.lighten_stage`; ``answer`` are those of a treatment that
+    is known, and the most that comes back. O(atoms^2 x labels) time.
     """
     least = min(answer, _knapsack(stage, choices, limits))
     return max(least, _relaxed(stage, choices, limits, answer))
@@ -50,16 +48,11 @@ def least_extra_seconds(
 def _relaxed(
     stage: LabelledStage, choices: Collection[Treatment], limits: StageLimits, answer: float
 ) -> float:
-    count = len(stage.atoms)
-    at: list[list[Label]] = [[first_label()], *([] for _ in range(count))]
-    for border in range(count):
-        at[border] = _merged(at[border], stage.needed_from(border))
-        for label in at[border]:
-            for end, made in stage.extend(label, border, choices):
-                if made.seconds < answer and peak_of(made, limits) <= limits.budget:
-                    at[end].append(made)
-        at[border] = []
-    return min((label.seconds for label in at[count]), default=answer)
+    def select(labels: list[Label], border: int) -> list[Label]:
+        useful = [x for x in labels if x.seconds < answer and limits.peak(x) <= limits.budget]
+        return _merged(useful, stage.needed_from(border))
+
+    return min((label.seconds for label in stage.search(choices, select)), default=answer)
 
 
 def _merged(labels: list[Label], later: int) -> list[Label]:

@@ -14,7 +14,7 @@ of Rematerialization and Offloading for Training DNNs", NeurIPS 2021.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,8 +24,6 @@ from placer.partition.treatments.labels import (
     LabelledStage,
     StageLimits,
     Treatment,
-    first_label,
-    peak_of,
 )
 from placer.regions import RegionKey
 
@@ -48,11 +46,11 @@ def lighten_stage(
 
     ``choices`` besides keeping. Where nothing fits, the answer is that with the least peak.
     """
-    lightest = _search(stage, choices, partial(_least_peak, stage=stage, limits=limits))
-    chosen = min(lightest, key=lambda label: (peak_of(label, limits), label.seconds))
-    if peak_of(chosen, limits) <= limits.budget:
-        cheapest = _search(stage, choices, partial(_within_budget, limits=limits))
-        chosen = min([chosen, *cheapest], key=lambda x: (x.seconds, peak_of(x, limits)))
+    lightest = stage.search(choices, partial(_least_peak, stage=stage, limits=limits))
+    chosen = min(lightest, key=lambda label: (limits.peak(label), label.seconds))
+    if limits.peak(chosen) <= limits.budget:
+        cheapest = stage.search(choices, partial(_within_budget, limits=limits))
+        chosen = min([chosen, *cheapest], key=lambda x: (x.seconds, limits.peak(x)))
     runs = []
     step: Label | None = chosen
     while step is not None:
@@ -61,24 +59,7 @@ def lighten_stage(
         if step.treatment != KEEP:
             runs.append((tuple(stage.nodes[t] for t in inside), step.treatment))
         step = step.before
-    return Lightened(
-        runs=tuple(reversed(runs)), seconds=chosen.seconds, peak=peak_of(chosen, limits)
-    )
-
-
-def _search(
-    stage: LabelledStage,
-    choices: Collection[Treatment],
-    select: Callable[[list[Label], int], list[Label]],
-) -> list[Label]:
-    """Labels of the whole stage, going on at every border from those that ``select`` picks."""
-    at: list[list[Label]] = [[first_label()], *([] for _ in stage.atoms)]
-    for border in range(len(stage.atoms)):
-        for label in select(at[border], border):
-            for end, made in stage.extend(label, border, choices):
-                at[end].append(made)
-        at[border] = []
-    return select(at[-1], len(stage.atoms))
+    return Lightened(runs=tuple(reversed(runs)), seconds=chosen.seconds, peak=limits.peak(chosen))
 
 
 def _least_peak(
@@ -104,7 +85,7 @@ def _within_budget(labels: list[Label], border: int, *, limits: StageLimits) -> 
     """Those within the budget that no other is as good as by its sums."""
     kept: list[Label] = []
     for label in sorted(labels, key=lambda x: (x.seconds, x.kept, x.worst)):
-        if peak_of(label, limits) > limits.budget:
+        if limits.peak(label) > limits.budget:
             continue
         if not any(o.kept <= label.kept and o.worst <= label.worst for o in kept):
             kept.append(label)
