@@ -14,74 +14,50 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from placer.api import auto_spec, compile, make_plan, simulate
-    from placer.errors import (
-        BudgetError,
-        CaptureError,
-        DeviceError,
-        PeerError,
-        PlacerError,
-        PlanError,
-        SpecError,
-        StageError,
-    )
-    from placer.plan.store import load_plan
-    from placer.plan.types import Plan
-    from placer.runtime.checkpoint import load, save
-    from placer.runtime.module import PlacedModule
-    from placer.spec import PlacementSpec, load_spec
-    from placer.verification import verify
+if TYPE_CHECKING:  # for type checkers, what `_NAMES` says
+    from placer.api import auto_spec as auto_spec
+    from placer.api import compile as compile
+    from placer.api import make_plan as make_plan
+    from placer.api import simulate as simulate
+    from placer.errors import BudgetError as BudgetError
+    from placer.errors import CaptureError as CaptureError
+    from placer.errors import DeviceError as DeviceError
+    from placer.errors import PeerError as PeerError
+    from placer.errors import PlacerError as PlacerError
+    from placer.errors import PlanError as PlanError
+    from placer.errors import SpecError as SpecError
+    from placer.errors import StageError as StageError
+    from placer.plan.store import load_plan as load_plan
+    from placer.plan.types import Plan as Plan
+    from placer.runtime.checkpoint import load as load
+    from placer.runtime.checkpoint import save as save
+    from placer.runtime.module import PlacedModule as PlacedModule
+    from placer.spec import PlacementSpec as PlacementSpec
+    from placer.spec import load_spec as load_spec
+    from placer.verification import verify as verify
 
-_HOMES = {
-    "BudgetError": "errors",
-    "CaptureError": "errors",
-    "DeviceError": "errors",
-    "PeerError": "errors",
-    "PlacedModule": "runtime.module",
-    "PlacementSpec": "spec",
-    "PlacerError": "errors",
-    "Plan": "plan.types",
-    "PlanError": "errors",
-    "SpecError": "errors",
-    "StageError": "errors",
-    "auto_spec": "api",
-    "compile": "api",
-    "load": "runtime.checkpoint",
-    "load_plan": "plan.store",
-    "load_spec": "spec",
-    "make_plan": "api",
-    "save": "runtime.checkpoint",
-    "simulate": "api",
-    "verify": "verification",
+__version__ = "0.1.0"
+
+_NAMES = {
+    "api": ("auto_spec", "compile", "make_plan", "simulate"),
+    "errors": (
+        *("BudgetError", "CaptureError", "DeviceError", "PeerError"),
+        *("PlacerError", "PlanError", "SpecError", "StageError"),
+    ),
+    "plan.store": ("load_plan",),
+    "plan.types": ("Plan",),
+    "runtime.checkpoint": ("load", "save"),
+    "runtime.module": ("PlacedModule",),
+    "spec": ("PlacementSpec", "load_spec"),
+    "verification": ("verify",),
 }
+_HOME_OF = {name: home for home, names in _NAMES.items() for name in names}
 
-__all__ = [
-    "BudgetError",
-    "CaptureError",
-    "DeviceError",
-    "PeerError",
-    "PlacedModule",
-    "PlacementSpec",
-    "PlacerError",
-    "Plan",
-    "PlanError",
-    "SpecError",
-    "StageError",
-    "auto_spec",
-    "compile",
-    "load",
-    "load_plan",
-    "load_spec",
-    "make_plan",
-    "save",
-    "simulate",
-    "verify",
-]
+__all__ = sorted(_HOME_OF)
 
 
 def __getattr__(name: str) -> Any:
     """Import public names when first used, so that reading a spec does not import torch."""
-    if name not in _HOMES:
+    if name not in _HOME_OF:
         raise AttributeError(f"module 'placer' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"placer.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"placer.{_HOME_OF[name]}"), name)

@@ -80,6 +80,7 @@ def auto(
     """
     from placer.cli.fit import report_misfit
     from placer.errors import BudgetError
+    from placer.files import writing
     from placer.plan.auto import choose_spec
     from placer.plan.build import build_plan
     from placer.plan.store import save_plan
@@ -118,7 +119,8 @@ def auto(
         save_plan(made, plan_output)
         console.print(f"plan written to {plan_output}")
     if output is not None:
-        _write(output, chosen.to_json())
+        with writing(output):
+            output.write_text(chosen.to_json(), encoding="utf-8")
         console.print(f"spec written to {output}")
     if as_json or output is None:
         print_text(chosen.to_json())
@@ -151,13 +153,3 @@ def _optimizer(text: str | None) -> Any:
     if text is not None and text.startswith("bytes=") and text.removeprefix("bytes=").isdecimal():
         return {"bytes_per_parameter": int(text.removeprefix("bytes="))}
     return text
-
-
-def _write(path: Path, text: str) -> None:
-    from placer.errors import PlacerError
-
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise PlacerError(str(path), f"cannot be written: {reason}", "check the folder") from error

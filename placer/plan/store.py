@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from placer.errors import PlanError
+from placer.files import writing
 from placer.jsonfile import JSONError, read_json
 from placer.plan.format import VERSION, PlanFile, read_plan_file
 from placer.plan.types import (
@@ -87,13 +88,12 @@ def save_plan(plan: Plan, path: str | Path) -> None:
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(plan_text(plan), encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        reason = error.strerror or str(error)
-        raise PlanError(str(path), f"cannot be written: {reason}", "check the folder") from error
+    with writing(path, PlanError):
+        try:
+            temporary.write_text(plan_text(plan), encoding="utf-8")
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def load_plan(path: str | Path) -> Plan:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from placer.errors import PlanError
+from placer.files import writing
 from placer.plan.types import Plan
 from placer.report.bars import legend, memory_bars
 from placer.report.figures import bubble, relative_difference, simulated_peaks, verdict
@@ -33,11 +34,8 @@ def write_html(
     ``simulation`` is a report, or the JSON that ``placer simulate --json`` prints. Raises
     ``PlanError`` when the file cannot be written.
     """
-    try:
+    with writing(Path(path), PlanError):
         Path(path).write_text(page(plan, simulation=simulation), encoding="utf-8")
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise PlanError(str(path), f"cannot be written: {reason}", "check the folder") from error
 
 
 def page(plan: Plan, *, simulation: SimulationReport | Mapping[str, Any] | None = None) -> str:
