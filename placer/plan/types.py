@@ -29,9 +29,9 @@ class StageMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """One stage: its nodes, its device in every replica, its memory (bytes) and time (seconds).
+    """One stage: its nodes, its device in every replica, and what it costs there.
 
-    ``memory`` is that of replica 0; ``replica_peaks`` holds every replica's predicted peak.
+    ``memory`` is in bytes, that of the first replica; times are in seconds, of one micro-batch.
     """
 
     index: int

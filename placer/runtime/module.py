@@ -135,15 +135,19 @@ class PlacedModule(nn.Module):
             delattr(self._tree, name)
 
     def get_submodule(self, target: str) -> nn.Module:
+        """The original's module at the path ``target``; at ``""``, this one."""
         return self._tree.get_submodule(target) if target else self
 
     def get_parameter(self, target: str) -> nn.Parameter:
+        """The parameter that the original has under this name."""
         return self._tree.get_parameter(target)
 
     def get_buffer(self, target: str) -> torch.Tensor:
+        """The buffer that the original has under this name."""
         return self._tree.get_buffer(target)
 
     def train(self, mode: bool = True) -> PlacedModule:
+        """Set the mode of all modules; the next call runs the model's program of that mode."""
         super().train(mode)
         self._tree.train(mode)
         self.broadcast()
@@ -159,6 +163,12 @@ class PlacedModule(nn.Module):
             replica.mirrors.forget()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the original's ``forward`` returns for these arguments, on ``output_device``.
+
+        Inputs may be on any device. Results of the cuts of a batch are joined along dim 0. Backward
+        goes through all stages, as on the original. Raises ``CaptureError`` where a call unlike the
+        captured one cannot be captured.
+        """
         return self._run(*self._calls.find(args, kwargs))
 
     def run_leaves(self, leaves: list[torch.Tensor]) -> Any:
@@ -367,6 +377,7 @@ class PlacedModule(nn.Module):
         return [[next(cut) for _ in row] for row in sizes]
 
     def extra_repr(self) -> str:
+        """Devices per stage, and how a batch is cut."""
         stages = ", ".join("/".join(stage.devices) for stage in self.plan.stages)
         return f"stages=({stages}), replicas={self.plan.replicas}, microbatches={self.plan.microbatches}"
 
