@@ -79,10 +79,7 @@ def build_part(
 
 
 def _drop_tensors(part: nn.Module, kept: Collection[str]) -> None:
-    paths: dict[nn.Module, list[str]] = {}  # a module may be under several
-    for path, module in part.named_modules(remove_duplicate=False):
-        paths.setdefault(module, []).append(f"{path}." if path else "")
-    for module, prefixes in paths.items():
+    for module, prefixes in _prefixes(part).items():
         for table in (module._parameters, module._buffers):
             for leaf in [name for name, tensor in table.items() if tensor is not None]:
                 if not any(prefix + leaf in kept for prefix in prefixes):
@@ -90,20 +87,25 @@ def _drop_tensors(part: nn.Module, kept: Collection[str]) -> None:
 
 
 def _drop_modules(part: nn.Module, whole: Collection[str], kept: Collection[str]) -> None:
-    """Delete every submodule that is not in ``kept``, above one of ``kept``, or below one of ``whole``."""
+    """Delete every submodule that is not in ``kept``, above one of ``kept``, or below one of ``whole``.
+
+    A module that is registered under several paths stays when one of them is a reason to.
+    """
     wanted = {path[:end] for path in kept for end in _ends(path)}
+    untouched = {module for path in whole for module in part.get_submodule(path).modules()}
+    for module, prefixes in _prefixes(part).items():
+        if module not in untouched:
+            for name in list(module._modules):
+                if not any(prefix + name in wanted for prefix in prefixes):
+                    del module._modules[name]
 
-    def visit(module: nn.Module, prefix: str) -> None:
-        for name, child in list(module._modules.items()):
-            path = f"{prefix}{name}"
-            if path in whole:
-                continue
-            if path not in wanted:
-                del module._modules[name]
-            elif child is not None:
-                visit(child, f"{path}.")
 
-    visit(part, "")
+def _prefixes(part: nn.Module) -> dict[nn.Module, list[str]]:
+    """Per module the paths that it is registered under, each with a dot to append a name to."""
+    found: dict[nn.Module, list[str]] = {}
+    for path, module in part.named_modules(remove_duplicate=False):
+        found.setdefault(module, []).append(f"{path}." if path else "")
+    return found
 
 
 def _ends(path: str) -> list[int]:
