@@ -251,10 +251,14 @@ def train_interleaved(schedule: str) -> tuple[int, ...]:
 
 
 def accumulate_and_clip(spec: placer.PlacementSpec) -> None:
+    """The program forgot to seed its model: all ranks start from rank 0's weights."""
     torch.manual_seed(0)
     model, (ids,), _ = CASES["tied transformer"](8)
     model = model.double()
     plain = copy.deepcopy(model)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor += dist.get_rank()
     placed = placer.compile(model, spec, (ids,))
     for step in range(3):
         placed.step(ids, loss_fn=mean_square)

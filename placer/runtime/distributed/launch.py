@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from placer._torch import takes_microbatches
-from placer.capture import Capture
+from placer.capture import Capture, named_state
 from placer.emit import emit_stages
 from placer.errors import PlacerError, PlanError
 from placer.plan.store import plan_text
@@ -19,7 +19,7 @@ from placer.plan.types import Plan
 from placer.runtime.distributed.faults import lost_peers
 from placer.runtime.distributed.job import Job, choose_device, join_job, make_mesh, take_seat
 from placer.runtime.distributed.module import DistributedModule
-from placer.runtime.distributed.part import build_part, find_holdings
+from placer.runtime.distributed.part import build_part, find_holdings, share_weights
 
 
 def launch(
@@ -36,7 +36,7 @@ def launch(
 
     Raises ``PlacerError`` when torch is too old or the job has not one process per device of the
     plan, before any communication, and ``PlanError`` when another rank has another model or plan,
-    before anything is built.
+    before anything is built. Weights that are not read from a file are those of rank 0.
     """
     if not takes_microbatches():
         raise PlacerError(
@@ -48,7 +48,7 @@ def launch(
     device = choose_device(plan, job, run_on)
     join_job(device, job)
     with lost_peers(job.rank):
-        compare_plans(plan)
+        compare_plans(plan, model)
     staged = emit_stages(capture, *plan.parts)
     holdings = find_holdings(model, staged, seat.num_devices)
     part = build_part(
@@ -61,6 +61,8 @@ def launch(
         initialize=initialize,
     )
     with lost_peers(job.rank):
+        if weights is None:
+            share_weights(model, part, holdings, device)
         return DistributedModule(
             part,
             capture=capture,
@@ -73,9 +75,10 @@ def launch(
         )
 
 
-def compare_plans(plan: Plan) -> None:
+def compare_plans(plan: Plan, model: nn.Module) -> None:
     """Raise ``PlanError`` on every rank, naming those that differ from rank 0, if any does."""
-    mine = (plan.fingerprint, hashlib.sha256(plan_text(plan).encode()).hexdigest())
+    without_data = sorted(name for name, tensor in named_state(model) if tensor.is_meta)
+    mine = (_digest(plan.fingerprint, *without_data), _digest(plan_text(plan)))
     everyone: list[tuple[str, str] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     first = everyone[0]
@@ -86,7 +89,7 @@ def compare_plans(plan: Plan) -> None:
         raise PlanError(
             f"rank {dist.get_rank()}",
             f"the model (or its inputs) of {_ranks(models)} is another than that of rank 0",
-            "give every rank the same model, arguments and code",
+            "give every rank the same model (on meta on all of them, or on none), arguments and code",
         )
     if plans:
         raise PlanError(
@@ -94,6 +97,10 @@ def compare_plans(plan: Plan) -> None:
             f"the plan of {_ranks(plans)} is another than that of rank 0",
             "give every rank the same spec, or a plan made once (placer plan … , placer.load_plan)",
         )
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from placer.capture import first_names
+from placer.capture import first_names, named_state
 from placer.emit import StagedModel, materialize
 
 
@@ -76,6 +77,29 @@ def build_part(
     owners = {name.rpartition(".")[0] for name in names}
     _drop_modules(part, called, called | owners)
     return part
+
+
+def share_weights(
+    model: nn.Module, part: nn.Module, holdings: Holdings, device: torch.device
+) -> None:
+    """Give every rank's ``part`` the values that rank 0's ``model`` has; a collective call.
+
+    As ``DistributedDataParallel`` does, so that a program need not seed its model. Tensors on
+    ``meta``, the same ones on all ranks, have no values to give. A rank makes room for one tensor
+    that it does not hold at a time.
+    """
+    held = {holdings.first_name[name]: tensor.detach() for name, tensor in named_state(part)}
+    given = {holdings.first_name[name]: tensor.detach() for name, tensor in named_state(model)}
+    for name, tensor in given.items():
+        if tensor.is_meta or tensor.layout != torch.strided or not tensor.numel():
+            continue
+        if dist.get_rank() == 0:
+            flat = tensor.to(device).reshape(-1)
+        else:
+            flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=device)
+        dist.broadcast(flat.view(torch.uint8), 0)  # not all backends know all data types
+        if name in held and dist.get_rank() > 0:
+            held[name].copy_(flat.view(tensor.shape))
 
 
 def _drop_tensors(part: nn.Module, kept: Collection[str]) -> None:
