@@ -34,8 +34,10 @@ from placer.capture.fake import FakeWorld
 from placer.capture.leaves import hooks_set_aside, is_kept_whole, is_torch_leaf
 from placer.capture.settings import (
     Setting,
+    TensorPath,
     changed_setting,
     copy_settings,
+    find_tensor,
     settings_restored,
 )
 from placer.capture.state import first_names, named_state
@@ -63,6 +65,7 @@ __all__ = [
     "FakeWorld",
     "SameProgram",
     "Setting",
+    "TensorPath",
     "WholeModule",
     "bind_arguments",
     "call_difference",
@@ -74,6 +77,7 @@ __all__ = [
     "copy_module",
     "copy_settings",
     "find_difference",
+    "find_tensor",
     "first_names",
     "flatten_call",
     "hooks_set_aside",

@@ -15,6 +15,7 @@ from placer.capture.fake import FakeWorld
 from placer.capture.fingerprint import fingerprint_graph, spell_graph
 from placer.capture.leaves import find_whole_modules, is_torch_leaf
 from placer.capture.record import RecordedProgram, record_model
+from placer.capture.settings import tensor_paths
 from placer.capture.state import named_state
 from placer.capture.types import Capture, Conditions, WholeModule, training_flags
 from placer.capture.whole import record_whole
@@ -215,6 +216,9 @@ def _assemble(
         together=aliasing.together,
         draws=aliasing.draws,
         constants=recording.constants,
+        constant_paths=tensor_paths(
+            model, [(s.path, s.name) for s in recording.settings], recording.constants
+        ),
         call=make_call_format(bound, recording.result),
         whole_modules=tuple(
             w

@@ -103,6 +103,7 @@ class Recorder(TorchFunctionMode):
         self.reentrant = False  # inside a reentrant checkpoint
         self.checkpointed: dict[str, str] = {}
         self.looked_at: dict[fx.Node, tuple[str, str]] = {}  # constants, and where
+        self.looked_at_tensors: list[Tensor] = []  # the same as the model has them
         self.attributes: set[tuple[str, str]] = set()  # plain ones that were read, by module path
         self.paths = {id(module): path for path, module in twin.named_modules()}
         self.twins = dict(zip(map(id, model.modules()), twin.modules(), strict=True))
@@ -130,8 +131,7 @@ class Recorder(TorchFunctionMode):
 
     def settings(self) -> tuple[Setting, ...]:
         """The attributes of the model that were read."""
-        looked_at = {str(constant.target) for constant in self.looked_at}
-        return read_settings(self.model, self.attributes, looked_at)
+        return read_settings(self.model, self.attributes, self.looked_at_tensors)
 
     def run(self, bound: BoundCall, inputs: Sequence[Tensor]) -> list[Any]:
         """The result leaves of one run, as arguments of the graph's output."""
@@ -345,6 +345,7 @@ class Recorder(TorchFunctionMode):
         if constant is None:
             raise Untraceable(_READS_VALUES) from error
         self.looked_at.setdefault(constant, (self.writer.layer, locate_caller()))
+        self.looked_at_tensors.append(constants[constant.name])
         with without_torch_function(), without_modes():
             value = pick_value(node, constant, constants[constant.name])
             return func(*executable((value, *args[1:])), **executable(kwargs))

@@ -31,17 +31,16 @@ class _Absent(enum.Enum):
 
 _ABSENT = _Absent.ABSENT
 
-# What attributes are now, by id and `Setting.looked_at`: the value, which keeps its id from being
-# given to another one, and its frozen form.
-_Known = dict[tuple[int, bool], tuple[Any, Any]]
+# Where a tensor is: the path of a module, its attribute, then keys of containers or of objects.
+TensorPath = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """An attribute of the module at ``path``, what it was, and that in a form to compare.
 
-    ``looked_at``: a tensor whose values the Python code looked at. Of others only shape and dtype
-    matter to the program.
+    ``looked_at``: it is or holds a tensor whose values the Python code looked at. Of others only
+    shape and dtype matter to the program, and which of them are one and the same.
     """
 
     path: str
@@ -55,37 +54,67 @@ class Setting:
         """Is it a number, a text or the like, or missing: something that cannot change by itself?"""
         return isinstance(self.value, _PLAIN)
 
-    def holds(self, modules: Mapping[str, nn.Module], known: _Known) -> bool:
-        """Is the attribute still what it was? ``known`` has what was frozen before."""
+    def holds(self, modules: Mapping[str, nn.Module], freezer: Freezer) -> bool:
+        """Is the attribute still what it was? ``freezer`` has had the settings before this one."""
         now = _attribute(modules.get(self.path), self.name)
         if now is self.value and self.is_plain:
             return True
-        key = id(now), self.looked_at
-        if key not in known:
-            known[key] = now, _freeze(now, looked_at=self.looked_at)
-        return bool(known[key][1] == self.frozen)
+        return bool(freezer.freeze(now, looked_at=self.looked_at) == self.frozen)
 
 
 def changed_setting(
     settings: Collection[Setting], modules: Mapping[str, nn.Module]
 ) -> Setting | None:
     """The first of ``settings`` that an attribute of ``modules`` (by path) differs from."""
-    known: _Known = {}
-    return next((s for s in settings if not s.holds(modules, known)), None)
+    freezer = Freezer()
+    return next((s for s in settings if not s.holds(modules, freezer)), None)
 
 
 def read_settings(
-    model: nn.Module, names: Collection[tuple[str, str]], looked_at: Collection[str] = ()
+    model: nn.Module, names: Collection[tuple[str, str]], looked_at: Collection[Tensor] = ()
 ) -> tuple[Setting, ...]:
-    """What the attributes (path, name) of ``model`` are; ``looked_at`` has dotted names of tensors."""
+    """What the attributes (path, name) of ``model`` are; the tensors ``looked_at`` with their values."""
     modules = dict(model.named_modules())
+    freezer = Freezer()
+    seen = set(map(id, looked_at))
     settings = []
     for path, name in sorted(names):
         value = _attribute(modules.get(path), name)
-        looked = f"{path}.{name}".lstrip(".") in looked_at
-        frozen = _freeze(value, looked_at=looked)
+        looked = any(id(tensor) in seen for _, tensor in _tensors_in(value))
+        frozen = freezer.freeze(value, looked_at=looked)
         settings.append(Setting(path=path, name=name, value=value, frozen=frozen, looked_at=looked))
     return tuple(settings)
+
+
+def tensor_paths(
+    model: nn.Module, names: Collection[tuple[str, str]], tensors: Mapping[str, Tensor]
+) -> dict[str, TensorPath]:
+    """Where those of ``tensors`` are that modules hold: in the attributes ``names``, or as attributes.
+
+    Where several of ``names`` hold one, any will do: `Setting` says when they part.
+    """
+    modules = dict(model.named_modules())
+    found: dict[int, TensorPath] = {}
+    for path, name in sorted(names):
+        for keys, tensor in _tensors_in(_attribute(modules.get(path), name)):
+            found.setdefault(id(tensor), (path, name, *keys))
+    for path, module in modules.items():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor):
+                found.setdefault(id(value), (path, name))
+    return {name: found[id(tensor)] for name, tensor in tensors.items() if id(tensor) in found}
+
+
+def find_tensor(model: nn.Module, path: TensorPath) -> Tensor | None:
+    """The tensor that is at ``path`` (of `tensor_paths`) now, None where there is none."""
+    module, name, *keys = path
+    try:
+        value = getattr(model.get_submodule(module), name)
+        for key in keys:
+            value = value[key] if isinstance(value, dict | list | tuple) else vars(value)[key]
+    except (AttributeError, LookupError, TypeError):
+        return None
+    return value if isinstance(value, Tensor) else None
 
 
 def copy_settings(settings: Collection[Setting], source: nn.Module, target: nn.Module) -> bool:
@@ -99,7 +128,9 @@ def copy_settings(settings: Collection[Setting], source: nn.Module, target: nn.M
         if path not in sources or path not in targets:
             continue
         now = _attribute(sources[path], name)
-        if isinstance(now, Tensor) or _freeze(now) == _freeze(_attribute(targets[path], name)):
+        if isinstance(now, Tensor) or Freezer().freeze(now) == Freezer().freeze(
+            _attribute(targets[path], name)
+        ):
             continue
         _put(targets[path].__dict__, name, copy.deepcopy(now))
         changed = True
@@ -196,24 +227,59 @@ def _attribute(module: nn.Module | None, name: str) -> Any:
         return _ABSENT
 
 
-def _freeze(value: Any, depth: int = _DEPTH, *, looked_at: bool = False) -> Any:
-    """``value`` as it is now, in a form that is equal to that of equal values."""
-    kind = type(value)
-    if isinstance(value, _PLAIN):
-        return kind, value
-    if isinstance(value, Tensor):
-        values = value.tolist() if looked_at and not value.is_meta else None
-        return kind, value.shape, value.dtype, values
-    if isinstance(value, np.ndarray):
-        return kind, value.shape, value.dtype, value.tobytes()
-    if depth == 0 or isinstance(value, nn.Module | type) or callable(value):
-        return _Same(value)
+class Freezer:
+    """Puts values as they are now into a form that is equal to that of equal values.
+
+    Of several values it notes which tensors are one and the same, by numbers in the order in which
+    they come: give it the same attributes in the same order.
+    """
+
+    def __init__(self) -> None:
+        # By id, with the value itself, so that the id is not given to another one.
+        self._known: dict[tuple[int, bool], tuple[Any, Any]] = {}
+        self._numbers: dict[int, int] = {}
+
+    def freeze(self, value: Any, *, looked_at: bool = False) -> Any:
+        """The form of ``value``; with the values of its tensors if they were ``looked_at``."""
+        key = id(value), looked_at
+        if key not in self._known:
+            self._known[key] = value, self._freeze(value, _DEPTH, looked_at)
+        return self._known[key][1]
+
+    def _freeze(self, value: Any, depth: int, looked_at: bool) -> Any:
+        kind = type(value)
+        if isinstance(value, _PLAIN):
+            return kind, value
+        if isinstance(value, Tensor):
+            number = self._numbers.setdefault(id(value), len(self._numbers))
+            values = value.tolist() if looked_at and not value.is_meta else None
+            return kind, value.shape, value.dtype, number, values
+        if isinstance(value, np.ndarray):
+            return kind, value.shape, value.dtype, value.tobytes()
+        if isinstance(value, set | frozenset):
+            return kind, set(value)
+        parts = _parts(value) if depth else None
+        if parts is None:
+            return _Same(value)
+        return kind, [(key, self._freeze(item, depth - 1, looked_at)) for key, item in parts]
+
+
+def _parts(value: Any) -> list[tuple[Any, Any]] | None:
+    """The items of a container or the attributes of an object, by key; None: it is not looked into."""
+    if isinstance(value, nn.Module | type) or callable(value):
+        return None
     if isinstance(value, dict):
-        return kind, [(key, _freeze(item, depth - 1)) for key, item in value.items()]
+        return list(value.items())
     if isinstance(value, list | tuple):
-        return kind, [_freeze(item, depth - 1) for item in value]
-    if isinstance(value, set | frozenset):
-        return kind, set(value)
-    if hasattr(value, "__dict__"):
-        return kind, _freeze(vars(value), depth - 1)
-    return _Same(value)
+        return list(enumerate(value))
+    return list(vars(value).items()) if hasattr(value, "__dict__") else None
+
+
+def _tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
+    """The tensors that `Freezer` finds in ``value``, each with the keys that lead to it."""
+    if isinstance(value, Tensor):
+        yield (), value
+    elif depth and not isinstance(value, (*_PLAIN, np.ndarray, set, frozenset)):
+        for key, item in _parts(value) or ():
+            for keys, tensor in _tensors_in(item, depth - 1):
+                yield (key, *keys), tensor

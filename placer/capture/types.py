@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.utils._pytree import TreeSpec
 
 from placer.capture.result import ResultFormat
-from placer.capture.settings import Setting
+from placer.capture.settings import Setting, TensorPath
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +87,7 @@ class Capture:
     conditions: Conditions
     training: bool  # the mode that the model was in; the graph is the program of that mode
     fixed_batch: str = ""  # why only the captured batch size works, "" when every size does
+    constant_paths: Mapping[str, TensorPath] = field(default_factory=dict)  # of those in attributes
     location_of: Mapping[str, str] = field(default_factory=dict)  # node -> "file.py:123" or ""
     notes: tuple[str, ...] = ()  # what the graph leaves out, in sentences
 

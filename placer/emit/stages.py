@@ -75,7 +75,7 @@ def emit_stages(
         last_use=last_use,
         state_stage=_owners(capture, stage_of),
         constants=dict(capture.constants),
-        constant_paths=_constant_paths(capture),
+        constant_paths=capture.constant_paths,
         call=capture.call,
         conditions=capture.conditions,
     )
@@ -98,17 +98,6 @@ def _result(graph: fx.Graph) -> tuple[tuple[str, Any], ...]:
     (leaves,) = graph.output_node().args
     assert isinstance(leaves, list | tuple)
     return tuple(("value", x.name) if isinstance(x, fx.Node) else ("constant", x) for x in leaves)
-
-
-def _constant_paths(capture: Capture) -> dict[str, str]:
-    paths = {n.name: str(n.target) for n in capture.graph.nodes if n.name in capture.constants}
-    held = {
-        f"{path}.{name}".lstrip(".")
-        for path, module in capture.model.named_modules()
-        for name, value in vars(module).items()
-        if isinstance(value, torch.Tensor)
-    }
-    return {name: path for name, path in paths.items() if path in held}
 
 
 def _owners(capture: Capture, stage_of: Mapping[str, int]) -> dict[str, int]:

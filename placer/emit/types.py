@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from placer.capture import CallFormat, Conditions
+from placer.capture import CallFormat, Conditions, TensorPath
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +63,6 @@ class StagedModel:
     last_use: Mapping[str, int]  # value -> the last stage that reads it
     state_stage: Mapping[str, int]
     constants: Mapping[str, torch.Tensor]
-    constant_paths: Mapping[str, str]  # of those that are attributes of a module, by dotted name
+    constant_paths: Mapping[str, TensorPath]  # of those that attributes of modules hold
     call: CallFormat
     conditions: Conditions  # under which these stages are the model's program

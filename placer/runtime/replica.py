@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from placer.capture import find_tensor
 from placer.emit import StageCode, StagedModel
 from placer.precision import precision_context
 from placer.runtime.mirror import Mirrors
@@ -88,11 +89,10 @@ class Replica:
             return run_pieces(stage, tree, place, inputs)
 
     def follow_attributes(self, model: nn.Module) -> None:
-        """Have constants that are attributes of ``model`` the values that these have now."""
+        """Have constants that attributes of ``model`` hold the values that these have now."""
         for name, path in self.staged.constant_paths.items():
-            owner, _, leaf = path.rpartition(".")
-            value = getattr(model.get_submodule(owner), leaf, None)
-            if not isinstance(value, torch.Tensor) or value.is_meta:
+            value = find_tensor(model, path)
+            if value is None or value.is_meta:
                 continue
             version = 0 if value.is_inference() else value._version
             known = self._attributes.get(name)

@@ -205,6 +205,62 @@ def test_a_pickled_module_keeps_what_was_set() -> None:
     _same(loaded, model, x)
 
 
+class HeldTensors(nn.Module):
+    """Its forward uses tensors that are no buffers: under two names, in a list, in an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first_layer, self.last_layer = nn.Linear(6, 6), nn.Linear(6, 6)
+        one, two = torch.ones(6, dtype=D), torch.full((6,), 2.0, dtype=D)
+        self.name = self.other_name = one
+        self.listed = [one * 3, {"two": two}]
+        self.config = Config()
+        self.config.gates = {"scale": two}  # type: ignore[dict-item]
+        self.signs = self.other_signs = torch.ones(2, dtype=D)
+        self.listed_signs = [torch.ones(1, dtype=D)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first_layer(x) * self.name + self.listed[0]
+        if self.signs[0] > 0:
+            x = x.sin()
+        if self.listed_signs[0] > 0:
+            x = x.cos()
+        x = self.last_layer(x) * self.other_name + self.listed[1]["two"]  # type: ignore[index]
+        return x * self.config.gates["scale"]  # type: ignore[operator]
+
+
+_NEW = torch.arange(1.0, 7.0, dtype=D)
+_HELD: dict[str, Callable[[Any], None]] = {
+    "the one name": lambda model: setattr(model, "name", _NEW),
+    "the other name": lambda model: setattr(model, "other_name", _NEW),
+    "both names": lambda model: (_set("name", _NEW)(model), _set("other_name", _NEW)(model))[0],
+    "in place": lambda model: model.name.mul_(_NEW),
+    "in a list": lambda model: model.listed.__setitem__(0, _NEW),
+    "in a list, in place": lambda model: model.listed[0].mul_(_NEW),
+    "in a dict in a list": lambda model: model.listed[1].update(two=_NEW),
+    "one of two that were one": lambda model: model.config.gates.update(scale=_NEW),
+    "a list": lambda model: setattr(model, "listed", [_NEW, {"two": _NEW * 2}]),
+    "looked at": lambda model: setattr(model, "signs", -torch.ones(2, dtype=D)),
+    "not looked at": lambda model: setattr(model, "other_signs", -torch.ones(2, dtype=D)),
+    "looked at, in a list": lambda model: model.listed_signs[0].neg_(),
+}
+
+
+@pytest.mark.parametrize("change", _HELD)
+def test_changes_of_tensors_that_are_no_buffers(change: str) -> None:
+    torch.manual_seed(0)
+    model = HeldTensors().double()
+    x = torch.randn(4, 6, dtype=D)
+    layers = {"first_layer": "cpu:0", "last_layer": "cpu:1"}
+    placed = placer.compile(model, {"devices": ["cpu:0", "cpu:1"], "layers": layers}, x)
+    plain = copy.deepcopy(model)
+    _same(placed, plain, x)
+    _HELD[change](placed)
+    _HELD[change](plain)
+    _same(placed, plain, x)
+    _same(placer.compile(model, placed.plan, x), model, x)  # the caller's is as it was
+
+
 @pytest.fixture
 def captured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one each time that a placed model's program is looked for again."""
