@@ -10,8 +10,9 @@ import pytest
 
 from placer.partition import PartitionProblem, SharedValue, StageSlot, solve, stage_loads
 from placer.partition.solver.branch import branch_floats
-from placer.partition.solver.families import Work, surviving_rows
 from placer.partition.solver.lattice import build_lattice, floating_units
+from placer.partition.solver.surviving import surviving_rows
+from placer.partition.solver.work import Work
 
 
 def problem_with_floats(seed: int) -> PartitionProblem:

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from benchmarks.scale import layered_problem
 from placer.partition import PartitionProblem, SharedValue, StageSlot, solve, stage_loads
-from placer.partition.solver.families import surviving_rows
 from placer.partition.solver.interval import best_intervals
 from placer.partition.solver.lattice import Lattice, build_lattice
 from placer.partition.solver.moves import move_units
+from placer.partition.solver.surviving import surviving_rows
 
 
 def random_problem(seed: int) -> PartitionProblem:

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from placer.partition.solver.families import Work
 from placer.partition.solver.float_costs import FloatCosts
 from placer.partition.solver.floats import assign_floats
 from placer.partition.solver.lattice import Lattice, WeightLookup, Words, unpack
 from placer.partition.solver.problem import Vector, stage_loads
 from placer.partition.solver.program import StagePairs, stage_pairs
+from placer.partition.solver.work import Work
 
 Indices = NDArray[np.int64]
 

@@ -17,7 +17,6 @@ from placer.partition.solver.problem import PartitionProblem, Vector
 
 Words = NDArray[np.uint64]
 Flags = NDArray[np.bool_]
-_ONE = np.uint64(1)
 _FEW_ROWS = 100  # are multiplied, which takes less than a look at each byte
 
 
@@ -86,33 +85,12 @@ def build_lattice(problem: PartitionProblem, order: Sequence[int]) -> Lattice:
     for a, b in problem.edges:
         preds[place[b]].add(int(place[a]))
         succs[place[a]].add(int(place[b]))
-    merged: dict[tuple[bool, tuple[int, ...]], float] = {}
-    of_float: dict[int, list[tuple[tuple[int, ...], float]]] = {}
-    for value in problem.values:
-        units = tuple(sorted({int(place[u]) for u in value.units} - {-1}))
-        floats = [u for u in value.units if place[u] < 0]
-        if floats:
-            if units and len(floats) == 1:  # between floats: nothing is certain, nothing is paid
-                of_float.setdefault(floats[0], []).append((units, value.nbytes))
-        elif value.nbytes and (value.external or len(units) > 1):
-            key = value.external, units
-            merged[key] = merged.get(key, 0.0) + value.nbytes
-    inner = sorted(units for external, units in merged if not external)
-    outer = sorted(units for external, units in merged if external)
-    floating = [
-        Float(
-            unit=u,
-            values=tuple(units for units, _ in of_float[u]),
-            nbytes=np.array([nbytes for _, nbytes in of_float[u]]),
-        )
-        for u in sorted(of_float)
-    ]
-    num_paid = len(inner)
-    nbytes = [merged[False, units] for units in inner]
-    inner += [f.shared for f in floating]
-    nbytes += [float(f.nbytes.min()) for f in floating]
+    paid = _merged_values(problem, place, external=False)
+    outer = _merged_values(problem, place, external=True)
+    floats = _floats(problem, place)
+    values = [*paid, *(f.shared for f in floats)]
     values_of: list[list[int]] = [[] for _ in range(n)]
-    for e, units in enumerate(inner):
+    for e, units in enumerate(values):
         for u in units:
             values_of[u].append(e)
     solid = np.ones(n, dtype=bool)
@@ -122,14 +100,48 @@ def build_lattice(problem: PartitionProblem, order: Sequence[int]) -> Lattice:
         order=np.asarray(order, dtype=np.int64),
         preds=tuple(tuple(sorted(p)) for p in preds),
         succs=tuple(tuple(sorted(s)) for s in succs),
-        values=tuple(inner),
-        value_nbytes=np.array(nbytes),
-        num_paid=num_paid,
+        values=tuple(values),
+        value_nbytes=np.array([*paid.values(), *(float(f.nbytes.min()) for f in floats)]),
+        num_paid=len(paid),
         values_of=tuple(map(tuple, values_of)),
         external=tuple(outer),
-        external_nbytes=np.array([merged[True, units] for units in outer]),
-        floats=tuple(floating),
+        external_nbytes=np.array(list(outer.values())),
+        floats=floats,
         solid=solid,
+    )
+
+
+def _merged_values(
+    problem: PartitionProblem, place: NDArray[np.int64], *, external: bool
+) -> dict[tuple[int, ...], float]:
+    """Bytes of the values that no float shares, by their units (positions), sorted by these."""
+    merged: dict[tuple[int, ...], float] = {}
+    for value in problem.values:
+        if value.external == external and value.nbytes:
+            units = tuple(sorted({int(place[u]) for u in value.units}))
+            if units[:1] != (-1,) and (external or len(units) > 1):
+                merged[units] = merged.get(units, 0.0) + value.nbytes
+    return dict(sorted(merged.items()))
+
+
+def _floats(problem: PartitionProblem, place: NDArray[np.int64]) -> tuple[Float, ...]:
+    """The floats that share values with units of the lattice and no other float.
+
+    Of what several floats share nothing is certain, and nothing is paid.
+    """
+    shared: dict[int, list[tuple[tuple[int, ...], float]]] = {}
+    for value in problem.values:
+        units = tuple(sorted({int(place[u]) for u in value.units} - {-1}))
+        floats = [u for u in value.units if place[u] < 0]
+        if units and len(floats) == 1:
+            shared.setdefault(floats[0], []).append((units, value.nbytes))
+    return tuple(
+        Float(
+            unit=u,
+            values=tuple(units for units, _ in shared[u]),
+            nbytes=np.array([nbytes for _, nbytes in shared[u]]),
+        )
+        for u in sorted(shared)
     )
 
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from placer.partition.solver.families import Window, Work
+from placer.partition.solver.conditions import BorderConditions
 from placer.partition.solver.float_costs import FloatCosts
 from placer.partition.solver.lattice import Flags, Lattice, WeightLookup, Words, unpack
 from placer.partition.solver.problem import StageSlot, Vector
+from placer.partition.solver.work import Work
 
 Indices = NDArray[np.int64]
 
@@ -103,13 +104,13 @@ class _Family:
 def _open_rows(lattice: Lattice, rows: Words, bound: float) -> tuple[_Family, list[Flags]]:
     """The rows that may end each stage."""
     slots = lattice.problem.slots
-    window = Window(lattice, bound)
-    family = _Family(lattice, rows, window.cut_nbytes)
-    inside = np.empty((len(rows), len(window.columns)))  # no columns where there is one stage
-    for c, weights in enumerate(window.columns):
+    conditions = BorderConditions(lattice, bound)
+    family = _Family(lattice, rows, conditions.cut_nbytes)
+    inside = np.empty((len(rows), len(conditions.columns)))  # no columns where there is one stage
+    for c, weights in enumerate(conditions.columns):
         inside[:, c] = family.sums(weights)
-    outside = np.array([w.sum() for w in window.columns]) - inside
-    opens = [window.open(q, inside, outside, family.cut) for q in range(1, len(slots))]
+    outside = np.array([w.sum() for w in conditions.columns]) - inside
+    opens = [conditions.open(q, inside, outside, family.cut) for q in range(1, len(slots))]
     opens.append(np.arange(len(rows)) == len(rows) - 1)
     return family, opens
 

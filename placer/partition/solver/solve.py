@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.partition.solver.branch import branch_floats
-from placer.partition.solver.families import Work, beam_rows, chain_rows, distinct, surviving_rows
+from placer.partition.solver.families import beam_rows, chain_rows, distinct
 from placer.partition.solver.floats import assign_floats
 from placer.partition.solver.interval import best_intervals
 from placer.partition.solver.lattice import (
@@ -29,7 +29,9 @@ from placer.partition.solver.problem import (
 )
 from placer.partition.solver.program import Borders, best_borders
 from placer.partition.solver.reduce import Reduction, contract, fold_dominated, join_together
+from placer.partition.solver.surviving import surviving_rows
 from placer.partition.solver.windows import refine_borders
+from placer.partition.solver.work import Work
 from placer.plan.types import Optimality
 
 StageOf = NDArray[np.int64]

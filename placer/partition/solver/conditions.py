@@ -1,0 +1,80 @@
+"""What a downset must meet to be a border of a placement below a bound."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from placer.partition.solver.lattice import Flags, Lattice
+from placer.partition.solver.problem import Vector
+
+
+class BorderConditions:
+    """Which downsets can end stage q of a placement with all loads below a bound.
+
+    With work w and cut c, a downset can only end stage q if w + c <= q * bound, for each crossing
+    value is paid by some stage before the border, and likewise from the other side; the bytes held
+    on either side fit into the budgets there. Where stages differ, the least cost of the stages on
+    a side counts. The same conditions hold for partly decided downsets, with what is decided.
+    """
+
+    def __init__(self, lattice: Lattice, bound: float) -> None:
+        slots, order = lattice.problem.slots, lattice.order
+        self.cut_nbytes = lattice.value_nbytes.copy()
+        self.columns: list[Vector] = []  # weights of units that are summed
+        self._keys: dict[bytes, int] = {}
+        self.inside: list[list[tuple[int, float, float]]] = []  # per q: column, cut factor, limit
+        self.outside: list[list[tuple[int, float, float]]] = []
+        for q in range(1, len(slots)):
+            for conditions, side in ((self.inside, slots[:q]), (self.outside, slots[q:])):
+                seconds = np.min([s.seconds[order] for s in side], axis=0)
+                factor = min(s.seconds_per_byte for s in side)
+                for i, f in enumerate(lattice.floats, lattice.num_paid):
+                    # A side with units that it shares values with pays its seconds, or for a value;
+                    # a border that parts them costs the cheapest value: the rest of that.
+                    nbytes = float(lattice.value_nbytes[i])
+                    least = min(*(s.seconds[f.unit] for s in side), factor * nbytes)
+                    seconds[f.shared[0 if conditions is self.inside else -1]] += least
+                    rest = nbytes - least / factor if factor else 0.0
+                    self.cut_nbytes[i] = min(self.cut_nbytes[i], rest)
+                entries = [(self._column(seconds), factor, len(side) * bound)]
+                budgets = [s.budget for s in side if s.budget is not None]
+                if len(budgets) == len(side):
+                    first = conditions is self.inside
+                    held = [s.nbytes_or_earlier if first else s.nbytes_or_later for s in side]
+                    nbytes = np.min(held, axis=0)[order]
+                    total = float(sum(budgets))
+                    if nbytes.sum() > total:
+                        entries.append((self._column(nbytes), 0.0, total * (1 + 1e-12)))
+                foreign = _foreign(lattice, {s.device for s in side})
+                if foreign.any():
+                    entries.append((self._column(foreign), 0.0, 0.5))
+                conditions.append(entries)
+        self._pairs = list(zip(self.inside, self.outside, strict=True))
+
+    def _column(self, weights: Vector) -> int:
+        key = weights.tobytes()
+        if key not in self._keys:
+            self._keys[key] = len(self.columns)
+            self.columns.append(weights)
+        return self._keys[key]
+
+    def open(self, q: int, inside: Vector, outside: Vector, cut: Vector) -> Flags:
+        """Whether rows with these sums (a column for each of ``columns``) can end stage q >= 1."""
+        first, second = self._pairs[q - 1]
+        alive = np.ones(len(cut), dtype=bool)
+        for sums, entries in ((inside, first), (outside, second)):
+            for column, factor, limit in entries:
+                alive &= sums[:, column] + factor * cut <= limit
+        return alive
+
+    def some(self, inside: Vector, outside: Vector, cut: Vector) -> Flags:
+        """Whether rows can end any stage but the last."""
+        alive = np.zeros(len(cut), dtype=bool)
+        for q in range(1, len(self._pairs) + 1):
+            alive |= self.open(q, inside, outside, cut)
+        return alive
+
+
+def _foreign(lattice: Lattice, devices: set[str]) -> Vector:
+    pins = lattice.problem.pins
+    return np.array([float(pins.get(int(u), None) not in {None, *devices}) for u in lattice.order])
