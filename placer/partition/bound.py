@@ -136,59 +136,107 @@ def unit_bytes(
 ) -> UnitBytes:
     """What the units of ``model`` hold, on any of ``devices`` (names); O(nodes + uses)."""
     count = len(model.order)
-    unit_of = model.unit_of
-    static, saved, gradients, alone, excess = (np.zeros(count) for _ in range(5))
+    state = _state_bytes(model, costs, demands)
+    saved, excess, alone = np.zeros(count), np.zeros(count), state.copies.copy()
+    if demands.training:
+        alone += state.gradients + _updating(state, demands, devices)
+    nodes_of: list[list[int]] = [[] for _ in range(count)]
+    for node in range(len(costs.names)):
+        nodes_of[int(model.unit_of[node])].append(node)
+    values = _Values(model, costs)
+    for unit, nodes in enumerate(nodes_of):
+        moments = []
+        if demands.microbatches == 1:  # a smaller last one may be the only one in forward
+            moments.append(_most_in_forward(costs, values, unit, nodes))
+        if demands.training:
+            held = _held_in_backward(costs, values, unit, nodes, state.own[unit])
+            saved[unit], excess[unit] = held.saved, max(0.0, held.most - held.saved)
+            moments.append(held.most_alone)
+        alone[unit] = max([alone[unit], *(state.copies[unit] + nbytes for nbytes in moments)])
+    return UnitBytes(
+        static=state.static, saved=saved, gradients=state.gradients, excess=excess, alone=alone
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StateBytes:
+    """Bytes per unit of parameters, buffers and the optimizer's state."""
+
+    copies: Bytes  # of all that it reads: every stage that has it has them
+    static: Bytes  # each at one of the units that read it
+    gradients: Bytes  # of parameters that no other unit reads
+    own: list[list[tuple[int, int]]]  # of each of these, its first reader and bytes
+
+
+def _state_bytes(model: ModelUnits, costs: CostTable, demands: Demands) -> _StateBytes:
+    count = len(model.order)
+    copies, static, gradients = np.zeros(count), np.zeros(count), np.zeros(count)
+    own: list[list[tuple[int, int]]] = [[] for _ in range(count)]
     state = optimizer_bytes(demands.optimizer).state
-    own: dict[int, list[tuple[int, int]]] = defaultdict(list)  # unit: last use, bytes of gradients
     for names_of in (costs.parameters_of, costs.buffers_of):
         uses: dict[str, list[int]] = defaultdict(list)
         for node, names in enumerate(names_of):
             for name in {costs.alias_of[name] for name in names}:
                 uses[name].append(node)
         for name, nodes in uses.items():
-            units, nbytes = {int(unit_of[i]) for i in nodes}, costs.state_nbytes[name]
-            for unit in units:  # every stage that reads it has a copy
-                alone[unit] += nbytes
+            units, nbytes = {int(model.unit_of[i]) for i in nodes}, costs.state_nbytes[name]
+            for unit in units:
+                copies[unit] += nbytes
             static[min(units)] += nbytes
             if demands.training and name in costs.trained and len(units) == 1:
                 (unit,) = units
                 static[unit] += state * nbytes
-                alone[unit] += state * nbytes
+                copies[unit] += state * nbytes
                 gradients[unit] += nbytes
                 own[unit].append((min(nodes), nbytes))
-    nodes_of: list[list[int]] = [[] for _ in range(count)]
-    for node in range(len(costs.names)):
-        nodes_of[int(unit_of[node])].append(node)
-    values = _Values(model, costs)
-    copies = alone.copy()
-    if demands.training:
-        optimizers = [optimizer_on(demands, [name]) for name in devices]
-        largest = np.array([max((n for _, n in own[u]), default=0) for u in range(count)])
-        steps = [how.together * gradients + 2 * how.each * largest for how in optimizers]
-        alone += gradients + np.min(steps, axis=0)  # `IntervalTables.updating` is twice the largest
-    whole = demands.microbatches == 1  # a smaller last micro-batch may be the only one in forward
-    for unit, nodes in enumerate(nodes_of):
-        kept_so_far, saved_so_far = 0.0, 0.0  # all that is saved here; what is counted here
-        worst = 0.0
-        for node in nodes:
-            forward, backward = node_transients(costs, node)
-            if whole:
-                here = copies[unit] + forward + values.read(node, unit)
-                alone[unit] = max(alone[unit], here)
-            if not demands.training:
-                continue
-            mine, counted, less = values.saved(node, unit)
-            ended = sum(nbytes for first, nbytes in own[unit] if first > node)
-            moment = max(0.0, backward - less - values.later(node))
-            kept_so_far += mine.shared
-            saved_so_far += counted.shared
-            alone[unit] = max(alone[unit], copies[unit] + kept_so_far + moment + ended)
-            worst = max(worst, saved_so_far + moment + ended)
-            kept_so_far += mine.single
-            saved_so_far += counted.single
-        saved[unit] = saved_so_far
-        excess[unit] = max(0.0, worst - saved_so_far)
-    return UnitBytes(static=static, saved=saved, gradients=gradients, excess=excess, alone=alone)
+    return _StateBytes(copies=copies, static=static, gradients=gradients, own=own)
+
+
+def _updating(state: _StateBytes, demands: Demands, devices: Sequence[str]) -> Bytes:
+    """Per unit what the optimizer makes while its parameters change, on the best of the devices."""
+    largest = np.array([max((nbytes for _, nbytes in own), default=0) for own in state.own])
+    optimizers = [optimizer_on(demands, [name]) for name in devices]
+    # `IntervalTables.updating` is twice the largest.
+    steps = [how.together * state.gradients + 2 * how.each * largest for how in optimizers]
+    least: Bytes = np.min(steps, axis=0)
+    return least
+
+
+def _most_in_forward(costs: CostTable, values: _Values, unit: int, nodes: Sequence[int]) -> float:
+    """Bytes besides the state at the worst of the forwards of a unit's nodes."""
+    forward = (node_transients(costs, node)[0] + values.read(node, unit) for node in nodes)
+    return max(forward, default=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _HeldInBackward:
+    """Bytes besides the state, from a unit's forward to its backward, and at the worst moment of it."""
+
+    saved: float  # each value at its first saver of all units
+    most: float  # with values so counted
+    most_alone: float  # with all that the unit saves
+
+
+def _held_in_backward(
+    costs: CostTable,
+    values: _Values,
+    unit: int,
+    nodes: Sequence[int],
+    own: Sequence[tuple[int, int]],
+) -> _HeldInBackward:
+    kept_so_far, saved_so_far = 0.0, 0.0  # all that is saved here; what is counted here
+    most, most_alone = 0.0, 0.0
+    for node in nodes:
+        mine, counted, less = values.saved(node, unit)
+        ended = sum(nbytes for first, nbytes in own if first > node)
+        moment = max(0.0, node_transients(costs, node)[1] - less - values.later(node)) + ended
+        kept_so_far += mine.shared
+        saved_so_far += counted.shared
+        most_alone = max(most_alone, kept_so_far + moment)
+        most = max(most, saved_so_far + moment)
+        kept_so_far += mine.single  # its own column has it in its transient
+        saved_so_far += counted.single
+    return _HeldInBackward(saved=saved_so_far, most=most, most_alone=most_alone)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
