@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,13 +59,14 @@ def record_model(
     cannot be recorded, and ``ForwardFailure`` when the model fails by itself.
     """
     snapshot = Snapshot(twin)
+    run = partial(_run, world, model, twin, bound, inputs, whole, guess)
     try:
-        recorder, leaves = _run(world, model, twin, bound, inputs, whole, guess)
+        recorder, leaves = run()
         effects = _replace_buffers(recorder, model, twin, snapshot.changes())
         graph = recorder.writer.finish(leaves)
         if effects:
             # Does what forward left behind change the next one?
-            again, again_leaves = _run(world, model, twin, bound, inputs, whole, guess)
+            again, again_leaves = run()
             settled = spell_graph(again.writer.finish(again_leaves)) == spell_graph(graph)
             for path, attribute in effects:
                 if path and not settled:

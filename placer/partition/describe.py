@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,9 +38,13 @@ TOTAL_SECONDS = "seconds of all stages"
 PEAK_BYTES = "largest peak, bytes"
 PEAK_SHARE = "largest peak, share of its budget"
 
-_Used = tuple[
-    int, int, int
-]  # a stage that is not empty: its slot, the cuts where it begins and ends
+
+class _Used(NamedTuple):
+    """A stage that is not empty, by indices: its slot, and its first and last interval of cuts."""
+
+    slot: int
+    first: int
+    last: int
 
 
 def describe_partition(
@@ -51,7 +56,8 @@ def describe_partition(
     bound: float,
 ) -> Partition:
     """The partition of ``best``; ``pinned`` per node of its order, ``bound`` below its criterion."""
-    used = [(q, x, y - 1) for q, (x, y) in enumerate(itertools.pairwise(best.cuts)) if y > x]
+    spans = enumerate(itertools.pairwise(best.cuts))
+    used = [_Used(q, x, y - 1) for q, (x, y) in spans if y > x]
     stages = _stages(best, used, capture, costs, demands)
     peaks, replica_peaks = _device_peaks(best, used, stages, costs, demands)
     fits = all(

@@ -70,12 +70,12 @@ def program_order(units: nx.DiGraph) -> list[int]:
     return list(nx.lexicographical_topological_sort(units))
 
 
-def sampled_orders(units: nx.DiGraph, count: int, *, seed: int = _SEED) -> Iterator[list[int]]:
+def sampled_orders(units: nx.DiGraph, count: int) -> Iterator[list[int]]:
     """``count`` topological orders, each ready unit as likely next as any other; the same each time.
 
     Kahn's algorithm; O(n) each.
     """
-    draw = random.Random(seed)
+    draw = random.Random(_SEED)
     for _ in range(count):
         waiting = dict(units.in_degree())
         ready = [unit for unit in units if not waiting[unit]]
@@ -107,9 +107,7 @@ def grouped_order(units: nx.DiGraph, pin_of: Mapping[int, str]) -> list[int]:
     current: str | None = None
     while any(ready.values()):
         free = [pin for pin in (current, None) if ready.get(pin)]
-        pin = min(free, key=lambda p: ready[p][0]) if free else None
-        if pin is None and not free:
-            pin = min((p for p in ready if ready[p]), key=lambda p: ready[p][0])
+        pin = min(free or (p for p in ready if ready[p]), key=lambda p: ready[p][0])
         vertex = heapq.heappop(ready[pin])
         current = pin if pin is not None else current
         order.append(vertex)

@@ -3,7 +3,7 @@
 from placer.schedule.batch import batch_cuts
 from placer.schedule.build import make_schedule
 from placer.schedule.in_flight import Counts, InFlight, in_flight
-from placer.schedule.order import bubble, draw, linearize, merge_backward
+from placer.schedule.order import bubble, linearize, merge_backward
 from placer.schedule.types import Action, Schedule
 
 __all__ = [
@@ -13,7 +13,6 @@ __all__ = [
     "Schedule",
     "batch_cuts",
     "bubble",
-    "draw",
     "in_flight",
     "linearize",
     "make_schedule",

@@ -70,18 +70,6 @@ def bubble(schedule: Schedule) -> float:
     return 1 - busy / (len(clocks) * max(clocks))
 
 
-def draw(schedule: Schedule) -> str:
-    """The table as text, a line per rank.
-
-    >>> from placer.schedule import make_schedule
-    >>> print(draw(make_schedule("GPipe", 2, 2)))
-    rank 0  0F0 0F1 0B0 0B1
-    rank 1  1F0 1F1 1B0 1B1
-    """
-    lines = [" ".join(map(str, actions)) for actions in schedule.actions]
-    return "\n".join(f"rank {rank}  {line}" for rank, line in enumerate(lines))
-
-
 def _is_ready(action: Action, done: set[tuple[int, str, int]], schedule: Schedule) -> bool:
     return all(key in done for key in _needs(action, schedule))
 

@@ -13,7 +13,6 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from placer.schedule import (
     Schedule,
     bubble,
-    draw,
     in_flight,
     linearize,
     make_schedule,
@@ -21,6 +20,12 @@ from placer.schedule import (
 )
 
 NAMES = ["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble"]
+
+
+def draw(schedule: Schedule) -> str:
+    """The table as text, a line per rank."""
+    lines = [" ".join(map(str, actions)) for actions in schedule.actions]
+    return "\n".join(f"rank {rank}  {line}" for rank, line in enumerate(lines))
 
 
 def test_gpipe_drawn() -> None:
