@@ -258,10 +258,11 @@ class Freezer:
             return kind, value.shape, value.dtype, value.tobytes()
         if isinstance(value, set | frozenset):
             return kind, set(value)
-        parts = _parts(value) if depth else None
+        parts = _parts(value) if depth > 0 else None
         if parts is None:
             return _Same(value)
-        return kind, [(key, self._freeze(item, depth - 1, looked_at)) for key, item in parts]
+        depth = _depth_inside(value, depth)
+        return kind, [(key, self._freeze(item, depth, looked_at)) for key, item in parts]
 
 
 def _parts(value: Any) -> list[tuple[Any, Any]] | None:
@@ -275,11 +276,16 @@ def _parts(value: Any) -> list[tuple[Any, Any]] | None:
     return list(vars(value).items()) if hasattr(value, "__dict__") else None
 
 
+def _depth_inside(value: Any, depth: int) -> int:
+    """How deep it goes on inside; objects, which may refer to each other, count twice."""
+    return depth - (1 if isinstance(value, dict | list | tuple) else 2)
+
+
 def _tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
     """The tensors that `Freezer` finds in ``value``, each with the keys that lead to it."""
     if isinstance(value, Tensor):
         yield (), value
-    elif depth and not isinstance(value, (*_PLAIN, np.ndarray, set, frozenset)):
+    elif depth > 0 and not isinstance(value, (*_PLAIN, np.ndarray, set, frozenset)):
         for key, item in _parts(value) or ():
-            for keys, tensor in _tensors_in(item, depth - 1):
+            for keys, tensor in _tensors_in(item, _depth_inside(value, depth)):
                 yield (key, *keys), tensor
