@@ -208,3 +208,20 @@ def test_first_save_killed_leaves_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(placer.PlacerError, match="no such checkpoint"):
         placer.load(nn.Linear(2, 2), None, tmp_path / "c")
     assert placer.load(nn.Linear(2, 2), None, tmp_path / "c", missing_ok=True) == {}
+
+
+def test_an_empty_parameter_of_the_optimizer_has_nothing_to_save(tmp_path: Path) -> None:
+    """A rank whose stages have no parameters gives its optimizer one, for optimizers want one."""
+    model = nn.Linear(2, 2)
+    optimizer = SGD([nn.Parameter(torch.empty(0)), *model.parameters()], lr=0.1, momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    placer.save(model, optimizer, tmp_path / "last")
+    again = nn.Linear(2, 2)
+    other = SGD([nn.Parameter(torch.empty(0)), *again.parameters()], lr=0.5, momentum=0.9)
+    placer.load(again, other, tmp_path / "last")
+    _same_state(again, model)
+    assert other.param_groups[0]["lr"] == 0.1
+    momenta = [other.state[p]["momentum_buffer"] for p in again.parameters()]
+    expected = [optimizer.state[p]["momentum_buffer"] for p in model.parameters()]
+    assert all(map(torch.equal, momenta, expected))

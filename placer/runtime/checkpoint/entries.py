@@ -50,18 +50,22 @@ def model_entries(module: nn.Module, contents: Contents) -> Entries:
 def parameter_names(
     module: nn.Module, contents: Contents, optimizer: Optimizer
 ) -> dict[int, tuple[str, Tensor]]:
-    """Per parameter of the optimizer, by ``id``: its first name. Raises ``PlacerError`` for strangers."""
+    """Per parameter of the optimizer, by ``id``: its first name. Raises ``PlacerError`` for strangers.
+
+    One without elements, as a rank has that holds no parameters, has nothing to save and no name.
+    """
     names = {id(p): contents.first_name[n] for n, p in module.named_parameters()}
     found = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            if id(parameter) not in names:
+            if id(parameter) not in names and parameter.numel():
                 raise PlacerError(
                     f"optimizer, group {number}",
                     f"a parameter of shape {tuple(parameter.shape)} is not one of the module's",
                     "make the optimizer over the parameters() of the module that is saved or loaded",
                 )
-            found[id(parameter)] = (names[id(parameter)], parameter)
+            if id(parameter) in names:
+                found[id(parameter)] = (names[id(parameter)], parameter)
     return found
 
 
@@ -71,8 +75,7 @@ def optimizer_entries(module: nn.Module, contents: Contents, optimizer: Optimize
     found: Entries = {}
     for group in optimizer.param_groups:
         options = {key: value for key, value in group.items() if key != "params"}
-        for parameter in group["params"]:
-            name, _ = names[id(parameter)]
+        for name, parameter in (names[id(p)] for p in group["params"] if id(p) in names):
             found[f"group/{name}"] = options
             for key, value in optimizer.state.get(parameter, {}).items():
                 found[f"state/{name}/{key}"] = value
@@ -89,12 +92,13 @@ def restore_optimizer(
     saved = by_parameter(entries)
     index = 0
     for number, group in enumerate(optimizer.param_groups):
-        own = [names[id(parameter)][0] for parameter in group["params"]]
-        options = [entries[f"group/{name}"] for name in own]
-        _require_one(number, own, options)
+        own = [names[id(p)][0] if id(p) in names else None for p in group["params"]]
+        known = [name for name in own if name is not None]
+        options = [entries[f"group/{name}"] for name in known]
+        _require_one(number, known, options)
         groups.append({**(options[0] if options else group), "params": []})
         for name in own:
-            if name in saved:
+            if name is not None and name in saved:
                 state[index] = saved[name]
             groups[-1]["params"].append(index)
             index += 1
