@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.nn.functional import all_reduce
+from torch.autograd.function import once_differentiable
 
 _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum over a group; every rank's result depends on every rank's value, so gradients are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        total = value.detach().clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        total = grads[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+def _sum_over_ranks(value: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return _SumOverRanks.apply(value, group)  # type: ignore[no-any-return]
 
 
 class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
@@ -30,9 +54,9 @@ class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         count = torch.tensor([float(input.numel() // input.size(1))], dtype=input.dtype)
         dist.all_reduce(count, group=self.process_group)
         total = float(count.item())
-        mean = all_reduce(input.sum(axes), group=self.process_group) / total
+        mean = _sum_over_ranks(input.sum(axes), self.process_group) / total
         centered = input - mean.view(shape)
-        var = all_reduce(centered.square().sum(axes), group=self.process_group) / total
+        var = _sum_over_ranks(centered.square().sum(axes), self.process_group) / total
         if self.running_mean is not None and self.running_var is not None:
             self._track(mean.detach(), var.detach() * (total / max(total - 1, 1)))
         result: Tensor = centered * (var + self.eps).rsqrt().view(shape)
