@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -271,21 +272,23 @@ def accumulate_and_clip(spec: placer.PlacementSpec) -> None:
 
 
 def step_on_own_rows(spec: placer.PlacementSpec) -> None:
-    """Five rows to replica 0, three to replica 1: the gradient is that of the mean over eight."""
+    """Five rows to replica 0, three to replica 1, then all and none: the mean is that over eight."""
     torch.manual_seed(0)
     model, (x,), _ = CASES["convnet"](8)
     model = model.double()
     plain = copy.deepcopy(model)
     target = torch.randint(0, 10, (8,))
-    placed = placer.compile(model, spec, x)
-    rows = slice(0, 5) if placed.replica_index == 0 else slice(5, 8)
-    loss = placed.step(
-        x[rows], target=target[rows], loss_fn=nn.functional.cross_entropy, own_rows=True
-    )
     expected = nn.functional.cross_entropy(plain(x), target)
     expected.backward()
-    assert_close(loss, expected.detach(), "loss")
-    compare_state(placed, plain, "own rows")
+    placed = placer.compile(model, spec, x)
+    for first in (5, 8, 0):
+        rows = slice(0, first) if placed.replica_index == 0 else slice(first, 8)
+        placed.zero_grad()
+        loss = placed.step(
+            x[rows], target=target[rows], loss_fn=nn.functional.cross_entropy, own_rows=True
+        )
+        assert_close(loss, expected.detach(), "loss")
+        compare_state(placed, plain, f"{first} rows on replica 0")
 
 
 def train_bf16(spec: placer.PlacementSpec) -> None:
@@ -317,6 +320,12 @@ def train_with_a_scaler(spec: placer.PlacementSpec) -> tuple[float, ...]:
     optimizer = torch.optim.SGD(placed.parameters(), lr=0.1)
     scaler = placed.grad_scaler(init_scale=64.0)
     scales = [scaler.get_scale()]
+    try:
+        placed.step(x, loss_fn=mean_square, scaler=torch.amp.GradScaler("cpu"))
+    except placer.PlacerError as error:
+        assert "make it with placed.grad_scaler()" in str(error)
+    else:
+        raise AssertionError("torch's scaler knows nothing of other ranks")
     for bad in (False, True):
         before = [p.detach().clone() for p in placed.parameters()]
         optimizer.zero_grad()
@@ -471,7 +480,9 @@ def train_with_synchronised_norms(spec: placer.PlacementSpec) -> None:
     for rows in (7, 5):
         placed.zero_grad()
         plain.zero_grad()
-        loss = placed.step(x[:rows], loss_fn=mean_square)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            loss = placed.step(x[:rows], loss_fn=mean_square)
         expected = mean_square(plain(x[:rows]))
         expected.backward()
         assert_close(loss, expected.detach(), "loss")

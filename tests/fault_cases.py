@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +164,42 @@ def nan_in_one_stage() -> dict[str, Any]:
             any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
         )
         found["scales"].append(scaler.get_scale())
+    return found
+
+
+def call_unlike_the_others(spec: placer.PlacementSpec) -> dict[str, str]:
+    """What is said, in a fresh job, when rank 1 is called in another way; a good step comes after each."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(6, 4)
+    placed = placer.compile(model, spec, x)
+    odd = dist.get_rank() == 1
+
+    def step(x: Tensor = x, **options: Any) -> Tensor:
+        return placed.step(x, loss_fn=lambda y: y.square().mean(), **options)
+
+    calls: dict[str, Callable[[], object]] = {
+        "rows": lambda: step(x[: 5 if odd else 6]),
+        "shapes": lambda: step(x.double() if odd else x),
+        "own_rows": lambda: step(own_rows=odd),
+        "reduction": lambda: step(reduction="sum" if odd else "mean"),
+        "mode": lambda: (placed.train(not odd), step()),
+        "method": lambda: placed.eval()(x) if odd else step(),
+        "no rows": lambda: step(x[:0]),
+        "no rows anywhere": lambda: step(x[:0], own_rows=True),
+    }
+    found = {}
+    for name, call in calls.items():
+        try:
+            call()
+            found[name] = "no error"
+        except placer.PlacerError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+        placed.train()
+        step()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step(x + 1 if odd else x)
+    found["values"] = " ".join(str(warning.message) for warning in caught)
     return found
 
 

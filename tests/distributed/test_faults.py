@@ -123,9 +123,32 @@ def test_stages_that_cannot_be_dealt_out_are_refused(
 def test_inputs_that_require_gradients_on_one_rank_are_an_error_on_all(
     job_of: Callable[[int], Job], stages: int, replicas: int, schedule: str, *, frozen: bool
 ) -> None:
-    """Found before the step where ranks would wait for each other, else with its loss."""
     spec = cases.make_spec(stages, replicas, 2, schedule)
     for messages in job_of(2).run(pipeline_cases.want_gradients_on_one_rank, spec, frozen):
         expected = "PlacerError: input x: requires gradients on 1 of 2 ranks only"
         assert len(messages) == (1 if frozen else 2)
         assert all(message.startswith(expected) for message in messages), messages
+
+
+@pytest.mark.parametrize(("stages", "replicas"), [(2, 1), (1, 2)])
+def test_ranks_that_are_not_called_alike_say_so(
+    job_of: Callable[[int], Job], stages: int, replicas: int
+) -> None:
+    """All with one error, before anything is computed, and the job can go on."""
+    spec = cases.make_spec(stages, replicas, 2)
+    found = job_of(2).run(fault_cases.call_unlike_the_others, spec)
+    told = {
+        "rows": "batch: has another number of rows on rank 1 than on rank 0",
+        "shapes": "inputs: have other shapes or types on rank 1 than on rank 0",
+        "own_rows": "own_rows: is another on rank 1 than on rank 0",
+        "reduction": "call: is another one, or with another reduction or scaler, on rank 1 than",
+        "mode": "mode (placed.train(), placed.eval()): is another on rank 1 than on rank 0",
+        "method": "call: is another one, or with another reduction or scaler, on rank 1 than",
+        "no rows": "batch: has no rows",
+        "no rows anywhere": "batch: has no rows",
+    }
+    for rank in found:
+        for name, message in told.items():
+            assert rank[name].startswith(f"PlacerError: {message}"), (name, rank[name])
+    assert found[0]["values"] == ""
+    assert found[1]["values"].startswith("rank 1 was given other inputs than rank 0")

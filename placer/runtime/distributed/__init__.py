@@ -33,7 +33,9 @@ hangs (half an hour by default; ``init_process_group(timeout=…)`` before ``com
 
 Rank ``r * P + p`` is device ``p`` of replica ``r``; ``P`` devices per replica. With an interleaved
 schedule, stage ``s`` runs on device ``s % P``. All ranks of a job call ``compile``, ``step`` and
-``forward`` alike. Without ``own_rows`` every rank is given the whole batch and uses its rows.
+``forward`` alike, which they tell each other before each: a rank that is called in another way, or
+given another number of rows or other shapes, is an error on all. Without ``own_rows`` every rank is
+given the whole batch and uses its rows. The weights are those of rank 0's model.
 
 How it is done: the plan's stages are `PipelineStage`s with static shapes, found on fake tensors; a
 boundary is a chain, so skips are relayed. Every rank has the model's own inputs, they do not travel.
@@ -47,7 +49,9 @@ As in one process: inputs of other sizes and modes after ``compile``; hooks, tho
 too (forward hooks in a step run where the last stage is, for each micro-batch); inputs that require
 gradients get theirs in ``placed.step``, on every rank (all ranks' must require them, or none's: else
 every rank raises ``PlacerError``). What differs: no graph comes out of
-``placed(x)``, which is an error; ``requires_grad`` of parameters is fixed at ``compile``; full
+``placed(x)``, which is an error; ``requires_grad`` of parameters is fixed at ``compile``;
+``nn.utils.clip_grad_norm_`` sees this rank's part only, and so does a plain ``GradScaler``, which is
+an error where a replica has several ranks; full
 backward hooks on the whole module are refused in a step, as they are in one process;
 ``batch_norm: "sync"`` works here (one micro-batch, every replica needs a row).
 """

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from placer.capture import CallFormat, unflatten_output
+from placer.errors import PlacerError
 from placer.runtime.distributed.boundary import BoundaryFinder, Wire
 from placer.runtime.distributed.job import Seat
 from placer.runtime.distributed.stage import Run
@@ -51,6 +52,44 @@ def cut_batch(
     rows = batch_cuts(total, replicas, microbatches)
     pieces = split_rows(call, leaves, [size for row in rows for size in row])
     return CutBatch(rows=rows, pieces=pieces)
+
+
+def count_rows(rows: Sequence[int], *, own_rows: bool, replicas: int, together: bool) -> int | None:
+    """Rows of the whole batch when each replica was given ``rows``; None for a call without a batch.
+
+    Raises ``PlacerError`` when there are none, or ``together`` (synchronised BatchNorm) not enough.
+    """
+    if rows[0] < 0:
+        return None
+    cuts = batch_cuts(rows[0], replicas, 1)
+    shares = rows if own_rows else [size for (size,) in cuts]
+    total = sum(shares)
+    if not total:
+        raise PlacerError("batch", "has no rows", "skip it: there is no mean over no rows")
+    if together and (len(shares) < replicas or 0 in shares):
+        raise PlacerError(
+            "batch",
+            f"{total} rows leave a replica without any, and synchronised BatchNorm waits for all "
+            f"{replicas}",
+            "give every replica a row (drop the last, smaller batch)",
+        )
+    return total
+
+
+def own_batch(
+    call: CallFormat, leaves: Sequence[Tensor], *, microbatches: int
+) -> tuple[CutBatch, int]:
+    """The batch of a replica that has ``leaves`` for itself, and the number of that replica in it.
+
+    Without rows it is one row that another replica would have: it says what crosses.
+    """
+    empty = batch_size(call, leaves) == 0
+    if empty:
+        leaves = [
+            leaf.new_zeros((1, *leaf.shape[1:])) if batched else leaf
+            for leaf, batched in zip(leaves, call.batched, strict=True)
+        ]
+    return cut_batch(call, leaves, replicas=1, microbatches=microbatches), int(empty)
 
 
 def gather_result(

@@ -16,6 +16,7 @@ from placer.emit import emit_stages
 from placer.errors import PlacerError, PlanError
 from placer.plan.store import plan_text
 from placer.plan.types import Plan
+from placer.runtime.distributed.agreement import name_ranks
 from placer.runtime.distributed.faults import lost_peers
 from placer.runtime.distributed.job import Job, choose_device, join_job, make_mesh, take_seat
 from placer.runtime.distributed.module import DistributedModule
@@ -88,20 +89,16 @@ def compare_plans(plan: Plan, model: nn.Module) -> None:
     if models:
         raise PlanError(
             f"rank {dist.get_rank()}",
-            f"the model (or its inputs) of {_ranks(models)} is another than that of rank 0",
+            f"the model (or its inputs) of {name_ranks(models)} is another than that of rank 0",
             "give every rank the same model (on meta on all of them, or on none), arguments and code",
         )
     if plans:
         raise PlanError(
             f"rank {dist.get_rank()}",
-            f"the plan of {_ranks(plans)} is another than that of rank 0",
+            f"the plan of {name_ranks(plans)} is another than that of rank 0",
             "give every rank the same spec, or a plan made once (placer plan … , placer.load_plan)",
         )
 
 
 def _digest(*texts: str) -> str:
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -16,7 +16,14 @@ from placer.capture import CallFormat, Capture, rebuild_call
 from placer.emit import StagedModel
 from placer.errors import PeerError, PlacerError
 from placer.plan.types import Plan
-from placer.runtime.distributed.batch import CutBatch, cut_batch, gather_result
+from placer.runtime.distributed.agreement import Called, agree
+from placer.runtime.distributed.batch import (
+    CutBatch,
+    count_rows,
+    cut_batch,
+    gather_result,
+    own_batch,
+)
 from placer.runtime.distributed.boundary import BoundaryFinder, Crossings
 from placer.runtime.distributed.engine import Engine
 from placer.runtime.distributed.faults import Alarm, close_groups
@@ -168,6 +175,7 @@ class DistributedModule(PlacedModule):
             )
         self._check_alive()
         self._check_inputs(leaves)
+        self._agree(programs.call, "placed(x)", [leaf.detach() for leaf in leaves])
         with torch.no_grad(), self._own_random_state():
             batch = self._cut(programs.call, leaves, self.num_replicas)
             inputs = self._input_gradients([leaf.detach() for leaf in leaves])
@@ -200,22 +208,27 @@ class DistributedModule(PlacedModule):
     ) -> Tensor:
         self._check_alive()
         self._check_frozen()
-        total = batch_size(programs.call, leaves)
+        self._check_scaler(scaler)
+        rows = self._agree(
+            programs.call,
+            "placed.step",
+            leaves,
+            own_rows=own_rows,
+            reduction=reduction,
+            scaled=scaler is not None,
+        )
+        total = count_rows(
+            rows,
+            own_rows=own_rows,
+            replicas=self.num_replicas,
+            together=self.plan.batch_norm == "sync",
+        )
         try:
             if own_rows:
-                batch, mine = self._cut(programs.call, leaves, 1), 0
-                total = None if total is None else self._sum_over_replicas(total)
+                batch, mine = own_batch(programs.call, leaves, microbatches=self.plan.microbatches)
             else:
                 batch = self._cut(programs.call, leaves, self.num_replicas)
                 mine = self.replica_index
-            too_few = len(batch.rows) < self.num_replicas and not own_rows
-            if self.plan.batch_norm == "sync" and too_few:
-                raise PlacerError(
-                    "batch",
-                    f"{total} rows leave a replica without any, and synchronised BatchNorm waits "
-                    f"for all {self.num_replicas}",
-                    "give every replica a row (drop the last, smaller batch)",
-                )
             scale = 1.0 if scaler is None else scale_of(scaler, self.device)
             weigh = None if reduction == "sum" else total
             inputs = self._input_gradients(leaves)
@@ -227,13 +240,7 @@ class DistributedModule(PlacedModule):
                 count = sum(m.crossings is not None for m in run.microbatches)
                 reducer.prepare(count, overlap=not self._engine.splits_backward)
                 self._engine.execute(run, largest)
-                losses = LossSum(
-                    run.losses,
-                    inputs,
-                    replica_index=self.replica_index,
-                    world=self.world_group,
-                    device=self.device,
-                )
+                losses = LossSum(run.losses, world=self.world_group, device=self.device)
                 buffers = SharedBuffers(self._shared_buffers(), self._dp_group)
                 reducer.finish()
         except PlacerError as error:
@@ -287,6 +294,26 @@ class DistributedModule(PlacedModule):
 
         return ShardedGradScaler(self.device.type, **options)
 
+    def _agree(
+        self, call: CallFormat, method: str, leaves: Sequence[Tensor], **options: Any
+    ) -> list[int]:
+        """The rows that each replica was given, when all ranks were called alike."""
+        called = Called(
+            method=method,
+            inputs=leaves,
+            names=self._staged.graph_inputs,
+            rows=batch_size(call, leaves),
+            training=self.training,
+            **options,
+        )
+        with self.watch():
+            return agree(
+                called,
+                num_devices=self.seat.num_devices,
+                world=self.world_group,
+                device=self.device,
+            )
+
     def _cut(self, call: CallFormat, leaves: Sequence[Tensor], replicas: int) -> CutBatch:
         return cut_batch(call, leaves, replicas=replicas, microbatches=self.plan.microbatches)
 
@@ -312,8 +339,6 @@ class DistributedModule(PlacedModule):
         self._finder.follow(self._tree)
         some = {sizes[position]: pieces[position] for position in (*own, largest)}
         crossings = {size: self._finder.find(piece, grad=grad) for size, piece in some.items()}
-        if grad:
-            inputs.agree(self._finder, pieces[largest], self.world_group)
         needed = {size: self._inputs_needed(c.staged) for size, c in crossings.items()}
 
         def microbatch(position: int) -> Microbatch:
@@ -344,7 +369,7 @@ class DistributedModule(PlacedModule):
         return run, crossings[sizes[largest]]
 
     def _input_gradients(self, leaves: list[Tensor]) -> InputGradients:
-        return InputGradients(leaves, self._staged.call.batched, self._staged.graph_inputs)
+        return InputGradients(leaves, self._staged.call.batched)
 
     def _inputs_needed(self, staged: StagedModel) -> set[str]:
         """The model's own inputs that this rank's stages read or return."""
@@ -367,11 +392,6 @@ class DistributedModule(PlacedModule):
             return call_loss(loss_fn, output, target)
 
         return loss_of
-
-    def _sum_over_replicas(self, count: int) -> int:
-        total = torch.tensor([count], device=self.device)
-        dist.all_reduce(total, group=self._dp_group)
-        return int(total.item())
 
     def _shared_buffers(self) -> list[Tensor]:
         """The buffers that forward writes: all replicas have the first one's, as in ``nn.DataParallel``."""
@@ -429,6 +449,19 @@ class DistributedModule(PlacedModule):
                 changed,
                 "requires_grad was changed after placer.compile, and the other ranks cannot know",
                 "freeze parameters of the model before placer.compile",
+            )
+
+    def _check_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+        if scaler is None or isinstance(scaler, ShardedGradScaler) or self.seat.num_devices == 1:
+            return
+        if scaler.is_enabled():
+            raise PlacerError(
+                "scaler",
+                f"{type(scaler).__name__} looks at the gradients of this rank's stages only, so that "
+                "some ranks would skip a step and others not",
+                "make it with placed.grad_scaler()",
             )
 
     @contextmanager

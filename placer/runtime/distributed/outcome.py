@@ -8,8 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from placer.runtime.distributed.inputs import InputGradients
-
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -19,28 +17,23 @@ class LossSum:
     def __init__(
         self,
         losses: Sequence[Tensor],
-        inputs: InputGradients,
         *,
-        replica_index: int,
         world: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        self._inputs = inputs
-        self._world = world
-        self._message = torch.tensor([0.0, 0.0, *inputs.wanted], dtype=torch.float64, device=device)
+        # The loss, and per data type how many ranks have theirs in it.
+        self._message = torch.zeros(1 + len(_DTYPES), dtype=torch.float64, device=device)
         if losses:
             loss = torch.stack(list(losses)).sum()
             self._message[0] = loss
-            if replica_index == 0:
-                self._message[1] = _DTYPES.index(loss.dtype)
+            self._message[1 + _DTYPES.index(loss.dtype)] = 1
         self._work = dist.all_reduce(self._message, group=world, async_op=True)
 
     def wait(self) -> Tensor:
-        """The sum. Raises ``PlacerError`` on every rank when not all want the same inputs' gradients."""
+        """The sum, in the data type that most ranks have."""
         self._work.wait()
-        kind, *counts = self._message[1:].tolist()
-        self._inputs.check(counts, dist.get_world_size(self._world))
-        return self._message[0].to(_DTYPES[int(kind)])
+        _, *counts = self._message.tolist()
+        return self._message[0].to(_DTYPES[counts.index(max(counts))])
 
 
 class SharedBuffers:

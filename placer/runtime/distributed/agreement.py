@@ -1,0 +1,121 @@
+"""Whether all ranks were called alike: told in one small message before anything else is sent.
+
+Ranks that send what others do not expect wait for each other until they time out, compute with rows
+that are not there, or are ended by gloo without an error in Python.
+"""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from placer.errors import PlacerError
+
+_REMEDY = "call placed.step and placed(x) on all ranks, with the same options"
+_SAME_BATCH = (
+    "give every rank the whole batch, or with own_rows=True all ranks of a replica the rows of that "
+    "replica (placed.sampler deals them out)"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Called:
+    """What this rank was called with; ``inputs`` are the tensors, with their ``names``."""
+
+    method: str
+    inputs: Sequence[Tensor]
+    names: Sequence[str]
+    rows: int | None  # None: the call has no batch
+    training: bool
+    own_rows: bool = False
+    reduction: str = "mean"
+    scaled: bool = False
+
+    def numbers(self) -> list[int]:
+        """What ranks compare, in the order of `agree`."""
+        shapes = [(tuple(x.shape), str(x.dtype)) for x in self.inputs]
+        options = (self.method, self.reduction, self.scaled)
+        return [
+            _number(options),
+            self.own_rows,
+            self.training,
+            -1 if self.rows is None else self.rows,
+            _number(shapes),
+            _number([_sample(x) for x in self.inputs]),
+            *(x.requires_grad for x in self.inputs),
+        ]
+
+
+def agree(
+    called: Called, *, num_devices: int, world: dist.ProcessGroup, device: torch.device
+) -> list[int]:
+    """The rows that each replica was given; a collective call.
+
+    Raises ``PlacerError``, the same on every rank, when the ranks were not called alike: all of them,
+    or those of a replica (``num_devices`` each) where they have their own rows. Warns on the ranks
+    that were given other values: that is found in a sample of them.
+    """
+    mine = torch.tensor(called.numbers(), dtype=torch.int64, device=device)
+    table = torch.empty(dist.get_world_size(world), len(mine), dtype=torch.int64, device=device)
+    dist.all_gather(list(table.unbind()), mine, group=world)
+    ranks = table.tolist()
+    options, own_rows, training, rows, shapes, values, *wanted = (
+        [row[i] for row in ranks] for i in range(len(mine))
+    )
+    _compare(options, "call", "is another one, or with another reduction or scaler,", _REMEDY)
+    _compare(own_rows, "own_rows", "is another", _REMEDY)
+    _compare(training, "mode (placed.train(), placed.eval())", "is another", _REMEDY)
+    whole = num_devices if called.own_rows else len(ranks)
+    for first in range(0, len(ranks), whole):
+        part = slice(first, first + whole)
+        _compare(rows[part], "batch", "has another number of rows", _SAME_BATCH, first)
+        _compare(shapes[part], "inputs", "have other shapes or types", _SAME_BATCH, first)
+    for name, wants in zip(called.names, wanted, strict=True):
+        if 0 < sum(wants) < len(ranks):
+            raise PlacerError(
+                f"input {name}",
+                f"requires gradients on {sum(wants)} of {len(ranks)} ranks only, and each rank "
+                "computes a part of them",
+                "call requires_grad_() on all ranks, or on none",
+            )
+    rank = dist.get_rank(world)
+    first = rank - rank % whole
+    if values[rank] != values[first]:
+        warnings.warn(
+            f"rank {rank} was given other inputs than rank {first}: {_SAME_BATCH}", stacklevel=4
+        )
+    return rows[::num_devices]
+
+
+def _compare(values: Sequence[int], what: str, problem: str, remedy: str, first: int = 0) -> None:
+    """Raise when ``values`` of the ranks from ``first`` on are not all the same."""
+    odd = [first + i for i, value in enumerate(values) if value != values[0]]
+    if odd:
+        raise PlacerError(what, f"{problem} on {name_ranks(odd)} than on rank {first}", remedy)
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """
+    >>> name_ranks([1]), name_ranks([1, 3])
+    ('rank 1', 'ranks 1, 3')
+    """
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _number(value: object) -> int:
+    return zlib.crc32(repr(value).encode())
+
+
+def _sample(tensor: Tensor) -> int:
+    """A number of the values at some places, a few along every dimension."""
+    if tensor.layout != torch.strided or not tensor.numel():
+        return 0
+    places = tuple(slice(None, None, max(1, size // 2)) for size in tensor.shape)
+    with torch.no_grad():
+        return _number(tensor[places].tolist())
