@@ -130,53 +130,64 @@ def _loosen(
 def _foldable(problem: PartitionProblem, *, weightless: bool) -> tuple[list[int], dict[int, int]]:
     """A leader per unit, and what unit each folds into; every unit is in one fold at most."""
     n = problem.num_units
-    preds: list[set[int]] = [set() for _ in range(n)]
-    succs: list[set[int]] = [set() for _ in range(n)]
-    for a, b in problem.edges:
-        preds[b].add(a)
-        succs[a].add(b)
-    values_of: list[list[tuple[frozenset[int], float]]] = [[] for _ in range(n)]
-    between: dict[tuple[int, ...], float] = {}  # bytes that two units share with nobody
-    for value in problem.values:
-        units = frozenset(value.units)
-        for u in value.units:
-            values_of[u].append((units, value.nbytes))
-        if len(units) == 2 and not value.external:
-            pair = tuple(sorted(units))
-            between[pair] = between.get(pair, 0.0) + value.nbytes
-    slots = {(s.seconds.tobytes(), s.seconds_per_byte): s for s in problem.slots}
-    costs = [(s.seconds.tolist(), s.seconds_per_byte) for s in slots.values()]
-    fixed = np.zeros(n, dtype=bool)
-    if weightless:
-        fixed = (
-            np.any([s.nbytes > 0 for s in problem.slots if s.budget is not None], axis=0) | fixed
-        )
-    leaders, taken = list(range(n)), [False] * n
+    folds = _Folds(problem)
+    taken = np.zeros(n, dtype=bool)
+    heavy = np.zeros(n, dtype=bool)
+    for slot in problem.slots:
+        if weightless and slot.budget is not None:
+            heavy |= slot.nbytes > 0
+    leaders: list[int] = list(range(n))
     folded: dict[int, int] = {}
     for u in range(n):
-        if taken[u] or fixed[u]:
+        if taken[u] or heavy[u]:
             continue
-        total = sum(nbytes for _, nbytes in values_of[u])
-        if any(seconds[u] > rate * total for seconds, rate in costs):
-            continue  # it costs more than any value that it could save
-        options = set()
-        if len(succs[u]) == 1:
-            options |= succs[u]
-        if len(preds[u]) == 1:
-            options |= preds[u]
-        if not succs[u] and not preds[u]:
-            options |= {w for units, _ in values_of[u] for w in units} - {u}
-        for v in sorted(options):
-            if taken[v] or problem.pins.get(u) != problem.pins.get(v):
-                continue
-            alone = between.get((min(u, v), max(u, v)), 0.0)
-            if any(seconds[u] > rate * alone for seconds, rate in costs):
-                continue
-            moved = any(rate for _, rate in costs)
-            new = sum(b for units, b in values_of[u] if v not in units) if moved else 0.0
-            if all(seconds[u] + rate * (new - alone) <= 0 for seconds, rate in costs):
-                leaders[u] = leaders[v] = min(u, v)
-                taken[u] = taken[v] = True
-                folded[u] = v
-                break
+        v = next((v for v in folds.partners(u) if not taken[v] and folds.is_free(u, v)), None)
+        if v is not None:
+            leaders[u] = leaders[v] = min(u, v)
+            taken[[u, v]] = True
+            folded[u] = v
     return leaders, folded
+
+
+class _Folds:
+    """Which unit may be joined with which, by the rule of `fold_dominated`."""
+
+    def __init__(self, problem: PartitionProblem) -> None:
+        n = problem.num_units
+        self._pins = problem.pins
+        self._preds: list[set[int]] = [set() for _ in range(n)]
+        self._succs: list[set[int]] = [set() for _ in range(n)]
+        for a, b in problem.edges:
+            self._preds[b].add(a)
+            self._succs[a].add(b)
+        self._values_of: list[list[tuple[frozenset[int], float]]] = [[] for _ in range(n)]
+        self._between: dict[tuple[int, ...], float] = {}  # bytes that two units share with nobody
+        for value in problem.values:
+            units = frozenset(value.units)
+            for u in value.units:
+                self._values_of[u].append((units, value.nbytes))
+            if len(units) == 2 and not value.external:
+                pair = tuple(sorted(units))
+                self._between[pair] = self._between.get(pair, 0.0) + value.nbytes
+        slots = {(s.seconds.tobytes(), s.seconds_per_byte): s for s in problem.slots}
+        self._costs = [(s.seconds.tolist(), s.seconds_per_byte) for s in slots.values()]
+
+    def partners(self, u: int) -> list[int]:
+        """The units that ``u`` may move to with all edges forward; none if that never pays."""
+        total = sum(nbytes for _, nbytes in self._values_of[u])
+        if any(seconds[u] > rate * total for seconds, rate in self._costs):
+            return []  # it costs more than any value that it could save
+        if not self._succs[u] and not self._preds[u]:
+            return sorted({w for units, _ in self._values_of[u] for w in units} - {u})
+        single = [units for units in (self._succs[u], self._preds[u]) if len(units) == 1]
+        return sorted(set().union(*single))
+
+    def is_free(self, u: int, v: int) -> bool:
+        """Does ``u`` cost no stage anything that gets it along with ``v``?"""
+        if self._pins.get(u) != self._pins.get(v):
+            return False
+        alone = self._between.get((min(u, v), max(u, v)), 0.0)
+        if any(seconds[u] > rate * alone for seconds, rate in self._costs):
+            return False  # whatever else it costs
+        new = sum(nbytes for units, nbytes in self._values_of[u] if v not in units)
+        return all(seconds[u] + rate * (new - alone) <= 0 for seconds, rate in self._costs)
