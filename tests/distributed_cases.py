@@ -181,10 +181,22 @@ def fail_in_a_step(
     try:
         placed.step(ids, target=target, loss_fn=token_loss)
     except placer.StageError as error:
+        _require_end(placed)
         return "StageError", str(error), error.layer, str(error.stage), str(error.rank)
     except placer.PeerError as error:
+        _require_end(placed)
         return "PeerError", str(error)
     return ("none",)
+
+
+def _require_end(placed: placer.PlacedModule) -> None:
+    """A program that goes on after an error is told, and waits for nobody."""
+    try:
+        placed.clip_grad_norm_(1.0)
+    except placer.PeerError as error:
+        assert "an earlier call failed" in str(error)
+    else:
+        raise AssertionError("clipped over ranks that have failed")
 
 
 def _explode(*_: Any) -> None:

@@ -269,8 +269,10 @@ class DistributedModule(PlacedModule):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over the whole model is at most ``max_norm``.
 
-        Returns the norm before, the same on every rank. A tied parameter counts once.
+        Returns the norm before, the same on every rank. A tied parameter counts once. Raises
+        ``PeerError`` when another rank is lost.
         """
+        self._check_alive()
         index = self.seat.device_index
         names = self.tensor_names
         own = [
@@ -279,12 +281,13 @@ class DistributedModule(PlacedModule):
             if p.grad is not None and self._holdings.holders[names[n]][0] == index
         ]
         norm = nn.utils.get_total_norm(own, norm_type).to(self.device, torch.float64)
-        if norm_type == float("inf"):
-            dist.all_reduce(norm, dist.ReduceOp.MAX, group=self._pp_group)
-        else:
-            norm = norm**norm_type
-            dist.all_reduce(norm, group=self._pp_group)
-            norm = norm ** (1 / norm_type)
+        with self.watch():
+            if norm_type == float("inf"):
+                dist.all_reduce(norm, dist.ReduceOp.MAX, group=self._pp_group)
+            else:
+                norm = norm**norm_type
+                dist.all_reduce(norm, group=self._pp_group)
+                norm = norm ** (1 / norm_type)
         nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
         return norm
 
