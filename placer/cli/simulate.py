@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from placer.plan.types import Plan
-    from placer.simulation import DeviceSimulation, SimulationReport
+    from placer.simulation import SimulationReport
 
 
 def simulate(
@@ -29,6 +30,7 @@ def simulate(
     from placer.cli.sources import load_spec_or_plan
     from placer.plan.build import build_plan
     from placer.plan.types import Plan
+    from placer.report import moment_text
 
     wanted = load_spec_or_plan(spec)
     console = people(as_json=as_json)
@@ -39,7 +41,10 @@ def simulate(
         plan = build_plan(capture, plan, leaves, processes=processes)
     report = simulate_captured(capture, plan, leaves, processes=processes)
     console.print(_table(plan, report))
-    for device in report.devices:
+    found = report.to_json()
+    for name, device in found["devices"].items():
+        moment = f"{name} at its peak, in {moment_text(device)}: the largest of what is live"
+        console.print(f"\n{moment}", markup=False)
         console.print(_moment(device))
     over = _overflows(plan, report)
     for line in over:
@@ -47,7 +52,7 @@ def simulate(
     if not over:
         console.print(_verdict(plan), style="bold green")
     if as_json:
-        print_json(report.to_json())
+        print_json(found)
     if over:
         raise typer.Exit(EXIT_NO_FIT)
 
@@ -75,23 +80,16 @@ def _table(plan: Plan, report: SimulationReport) -> Table:
     return table
 
 
-def _moment(device: DeviceSimulation) -> Table:
+def _moment(device: Mapping[str, Any]) -> Table:
     """What was live on the device at its peak, the largest first."""
-    from placer.units import format_bytes
+    from placer.report import LARGEST_HEADERS, largest_rows
 
-    running = f"{device.phase} of {device.layer or device.node}" if device.node else device.phase
-    table = plain_table(
-        title=f"{device.device} at its peak, in {running}: the largest of what is live",
-        title_justify="left",
-        title_style="",
-    )
-    table.add_column("bytes", justify="right")
-    for header in ("layer", "made in", "name", "shape"):
-        table.add_column(header, overflow="fold")
-    for tensor in device.largest:
-        shape = "x".join(map(str, tensor.shape)) or "scalar"
-        name = tensor.name.rpartition(".")[2]
-        table.add_row(format_bytes(tensor.nbytes), tensor.layer, tensor.kind, name, shape)
+    table = plain_table()
+    for header in LARGEST_HEADERS:
+        right = header == "bytes"
+        table.add_column(header, justify="right" if right else "left", overflow="fold")
+    for row in largest_rows(device):
+        table.add_row(*row)
     return table
 
 

@@ -1,7 +1,21 @@
 """Report: a plan as text and as a page; imports no torch."""
 
-from placer.report.figures import overflow_text, relative_difference
+from placer.report.figures import (
+    LARGEST_HEADERS,
+    largest_rows,
+    moment_text,
+    overflow_text,
+    relative_difference,
+)
 from placer.report.html import write_html
 from placer.report.text import plan_table
 
-__all__ = ["overflow_text", "plan_table", "relative_difference", "write_html"]
+__all__ = [
+    "LARGEST_HEADERS",
+    "largest_rows",
+    "moment_text",
+    "overflow_text",
+    "plan_table",
+    "relative_difference",
+    "write_html",
+]

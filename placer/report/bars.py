@@ -1,4 +1,4 @@
-"""Memory by kind as bars against the budget line, in inline SVG."""
+"""Memory by kind as bars against the budget line."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from placer.plan.types import Plan, StagePlan
 from placer.report.figures import KINDS, memory_parts
 from placer.units import format_bytes
 
-_WIDTH, _LEFT, _RIGHT = 940, 130, 100  # of the drawing, its labels and its figures, in SVG units
-_ROW, _BAR = 46, 22
 _MEANING = {
     "parameters": "weights of the stage",
     "gradients": "one per weight",
@@ -25,16 +23,10 @@ def memory_bars(plan: Plan) -> str:
     """One bar per stage: bytes by kind up to the peak; the reserve is hatched before the budget."""
     ends = [stage.memory.peak for stage in plan.stages]
     ends += [stage.budget for stage in plan.stages if stage.budget is not None]
-    scale = (_WIDTH - _LEFT - _RIGHT) / max(1, *ends)
-    height = _ROW * len(plan.stages) + 8
-    rows = "".join(_row(stage, scale, _ROW * i) for i, stage in enumerate(plan.stages))
-    return (
-        f'<svg class="bars" viewBox="0 0 {_WIDTH} {height}" role="img" '
-        f'aria-label="Memory by kind of each stage against its budget">'
-        '<defs><pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" '
-        'patternTransform="rotate(45)"><line class="hatch" x1="0" y1="0" x2="0" y2="6"/>'
-        f"</pattern></defs>{rows}</svg>"
-    )
+    scale = 100 / max(1, *ends)
+    rows = "".join(_row(stage, scale) for stage in plan.stages)
+    label = "Memory by kind of each stage against its budget"
+    return f'<div class="bars" role="img" aria-label="{label}">{rows}</div>'
 
 
 def legend(plan: Plan) -> str:
@@ -53,45 +45,35 @@ def legend(plan: Plan) -> str:
     return f'<p class="legend">{"".join(items)}</p>'
 
 
-def _row(stage: StagePlan, scale: float, top: int) -> str:
-    middle = top + 8 + _BAR / 2
-    pieces = [
-        f'<text class="label" x="0" y="{middle - 1:.1f}">stage {stage.index}</text>',
-        f'<text class="small" x="0" y="{middle + 13:.1f}">{escape(_devices(stage))}</text>',
-    ]
-    x = float(_LEFT)
+def _row(stage: StagePlan, scale: float) -> str:
+    peak, budget = stage.memory.peak, stage.budget
+    pieces, left = [], 0.0
     for kind, nbytes in memory_parts(stage.memory).items():
-        if not nbytes:
-            continue
-        width = nbytes * scale
-        pieces.append(
-            f'<rect class="k-{kind}" x="{x:.2f}" y="{top + 8}" width="{width:.2f}" '
-            f'height="{_BAR}"><title>{kind}: {format_bytes(nbytes)}</title></rect>'
-        )
-        x += width
-    end = x
-    if stage.budget is not None:
-        line = _LEFT + stage.budget * scale
-        free = line - stage.reserve * scale
-        pieces.append(
-            f'<rect class="reserve" x="{max(free, _LEFT):.2f}" y="{top + 8}" '
-            f'width="{line - max(free, _LEFT):.2f}" height="{_BAR}" fill="url(#hatch)">'
-            f"<title>reserve: {format_bytes(stage.reserve)}</title></rect>"
-            f'<line class="budget" x1="{line:.2f}" x2="{line:.2f}" y1="{top + 2}" '
-            f'y2="{top + 14 + _BAR}"><title>budget: {format_bytes(stage.budget)}</title></line>'
-        )
-        end = max(end, line)
-    over = stage.budget is not None and stage.memory.peak + stage.reserve > stage.budget
-    pieces.append(
-        f'<text class="figure{" bad" if over else ""}" x="{end + 8:.1f}" y="{middle - 1:.1f}">'
-        f"{format_bytes(stage.memory.peak)}</text>"
+        if nbytes:
+            title = f"{kind}: {format_bytes(nbytes)}"
+            pieces.append(_piece(f"k-{kind}", left, nbytes * scale, title))
+            left += nbytes * scale
+    limit = ""
+    if budget is not None:
+        free = max(0, budget - stage.reserve)
+        reserve = f"reserve: {format_bytes(stage.reserve)}"
+        pieces.append(_piece("reserve", free * scale, (budget - free) * scale, reserve))
+        pieces.append(_piece("budget", budget * scale, 0, f"budget: {format_bytes(budget)}"))
+        limit = f" <small>of {format_bytes(budget)}</small>"
+    over = budget is not None and peak + stage.reserve > budget
+    figure = f'<b class="{"bad" if over else ""}">{format_bytes(peak)}</b>'
+    return (
+        f'<div class="row"><span><b>stage {stage.index}</b> '
+        f"<small>{escape(_devices(stage))}</small></span>"
+        f'<div class="bar">{"".join(pieces)}</div>'
+        f"<span>{figure}{limit}</span></div>"
     )
-    if stage.budget is not None:
-        pieces.append(
-            f'<text class="small" x="{end + 8:.1f}" y="{middle + 13:.1f}">'
-            f"of {format_bytes(stage.budget)}</text>"
-        )
-    return "<g>" + "".join(pieces) + "</g>"
+
+
+def _piece(name: str, left: float, width: float, title: str) -> str:
+    """A part of a bar; ``left`` and ``width`` are percents of its length."""
+    style = f"left:{left:.2f}%;width:{width:.2f}%"
+    return f'<i class="{name}" style="{style}" title="{title}"></i>'
 
 
 def _devices(stage: StagePlan) -> str:

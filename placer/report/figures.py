@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from placer.plan.types import DevicePeak, Plan, StageMemory
@@ -84,12 +85,52 @@ def overflow_text(device: DevicePeak) -> str:
     )
 
 
-def simulated_peaks(simulation: SimulationReport | Mapping[str, Any] | None) -> dict[str, int]:
-    """Device -> simulated peak bytes, from a report or from what ``simulate --json`` prints."""
+def simulated_devices(
+    simulation: SimulationReport | Mapping[str, Any] | None,
+) -> Mapping[str, Mapping[str, Any]]:
+    """Device -> what ``simulate --json`` says of it, from a report or from that JSON."""
     if simulation is None:
         return {}
     data = simulation if isinstance(simulation, Mapping) else simulation.to_json()
-    return {name: int(device["peak"]) for name, device in data["devices"].items()}
+    devices: Mapping[str, Mapping[str, Any]] = data["devices"]
+    return devices
+
+
+def simulated_peaks(simulation: SimulationReport | Mapping[str, Any] | None) -> dict[str, int]:
+    """Device -> simulated peak bytes, from a report or from what ``simulate --json`` prints."""
+    return {name: int(device["peak"]) for name, device in simulated_devices(simulation).items()}
+
+
+def with_peaks(plan: Plan, simulated: Mapping[str, int]) -> Plan:
+    """``plan`` with every device's peak the larger of what was predicted and simulated."""
+    devices = (
+        replace(device, peak=max(device.peak, simulated.get(device.device, 0)))
+        for device in plan.devices
+    )
+    return replace(plan, devices=tuple(devices))
+
+
+LARGEST_HEADERS = ("bytes", "layer", "made in", "name", "shape")
+
+
+def moment_text(device: Mapping[str, Any]) -> str:
+    """When a simulated device peaks, such as "backward of decoder.0"."""
+    where = device["layer"] or device["node"]
+    return f"{device['phase']} of {where}" if where else str(device["phase"])
+
+
+def largest_rows(device: Mapping[str, Any]) -> list[tuple[str, str, str, str, str]]:
+    """What was live at the peak of a simulated device, under `LARGEST_HEADERS`."""
+    return [
+        (
+            format_bytes(tensor["bytes"]),
+            tensor["layer"] or "the model",
+            tensor["kind"],
+            tensor["name"].rpartition(".")[2],
+            "x".join(map(str, tensor["shape"])) or "scalar",
+        )
+        for tensor in device.get("largest", ())
+    ]
 
 
 def relative_difference(predicted: int, simulated: int) -> str:

@@ -11,7 +11,17 @@ from placer.errors import PlanError
 from placer.files import writing
 from placer.plan.types import Plan
 from placer.report.bars import legend, memory_bars
-from placer.report.figures import bubble, relative_difference, simulated_peaks, verdict
+from placer.report.figures import (
+    LARGEST_HEADERS,
+    bubble,
+    largest_rows,
+    moment_text,
+    relative_difference,
+    simulated_devices,
+    simulated_peaks,
+    verdict,
+    with_peaks,
+)
 from placer.report.layers import compact_layers, stage_layers
 from placer.report.style import STYLE
 from placer.units import format_bytes, format_seconds
@@ -41,10 +51,11 @@ def write_html(
 def page(plan: Plan, *, simulation: SimulationReport | Mapping[str, Any] | None = None) -> str:
     """The page of ``plan`` as HTML text; the same plan gives the same text."""
     simulated = simulated_peaks(simulation)
-    state = "good" if plan.fits else "bad"
+    judged = with_peaks(plan, simulated)
+    state = "good" if all(device.fits for device in judged.devices) else "bad"
     sections = [
         "<h1>Placement plan</h1>",
-        *(f'<p class="verdict {state}">{escape(line)}</p>' for line in verdict(plan)),
+        *(f'<p class="verdict {state}">{escape(line)}</p>' for line in verdict(judged)),
         _facts(plan),
         "<h2>Memory of each stage</h2>",
         legend(plan),
@@ -53,6 +64,7 @@ def page(plan: Plan, *, simulation: SimulationReport | Mapping[str, Any] | None 
         _stages(plan),
         "<h2>Devices</h2>",
         _devices(plan, simulated),
+        _moments(simulation),
         "<h2>Transfers</h2>",
         _transfers(plan),
         _notes(plan),
@@ -105,7 +117,7 @@ def _stages(plan: Plan) -> str:
             ]
         )
     headers = "stage", "layers", "device", "parameters", "saved", "peak", "forward", "backward"
-    return _table(headers, rows)
+    return _table(headers, rows, cards=True)
 
 
 def _devices(plan: Plan, simulated: Mapping[str, int]) -> str:
@@ -131,8 +143,27 @@ def _devices(plan: Plan, simulated: Mapping[str, int]) -> str:
         rows.append(row)
     compared = ["simulated", "difference"] if simulated else []
     return _table(
-        ["device", "stages", "predicted peak", *compared, "reserve", "budget", "headroom"], rows
+        ["device", "stages", "predicted peak", *compared, "reserve", "budget", "headroom"],
+        rows,
+        cards=True,
     )
+
+
+def _moments(simulation: SimulationReport | Mapping[str, Any] | None) -> str:
+    """When each device peaks, and what is live then."""
+    found = []
+    for name, device in simulated_devices(simulation).items():
+        rows = [
+            [(nbytes, "number"), (layer, "wide"), (kind, ""), (tensor, "wide"), (shape, "name")]
+            for nbytes, layer, kind, tensor, shape in largest_rows(device)
+        ]
+        if rows:
+            title = f"{name}: {format_bytes(int(device['peak']))} in {moment_text(device)}"
+            table = _table(LARGEST_HEADERS, rows)
+            found.append(f"<details><summary>{escape(title)}</summary>{table}</details>")
+    if not found:
+        return ""
+    return "<h2>The largest tensors at each peak</h2>" + "".join(found)
 
 
 def _compared(predicted: int, simulated: int | None) -> list[_Cell]:
@@ -180,7 +211,8 @@ def _nodes(plan: Plan) -> str:
     )
 
 
-def _table(headers: Sequence[str], rows: Iterable[Sequence[_Cell]]) -> str:
+def _table(headers: Sequence[str], rows: Iterable[Sequence[_Cell]], *, cards: bool = False) -> str:
+    """``cards``: on a narrow screen every row is a list of its cells, each under its header."""
     listed = list(rows)
     right = {i for row in listed for i, (_, style) in enumerate(row) if style.startswith("number")}
     head = "".join(
@@ -189,11 +221,14 @@ def _table(headers: Sequence[str], rows: Iterable[Sequence[_Cell]]) -> str:
     )
     body = "\n".join(
         "<tr>"
-        + "".join(f'<td class="{style}">{escape(text)}</td>' for text, style in row)
+        + "".join(
+            f'<td class="{style}" data-label="{escape(header)}">{escape(text)}</td>'
+            for header, (text, style) in zip(headers, row, strict=True)
+        )
         + "</tr>"
         for row in listed
     )
     return (
-        f'<div class="scroll"><table><thead><tr>{head}</tr></thead>\n'
+        f'<div class="scroll{" cards" * cards}"><table><thead><tr>{head}</tr></thead>\n'
         f"<tbody>{body}</tbody></table></div>"
     )

@@ -18,28 +18,29 @@ h2 { font-size: 17px; margin: 32px 0 10px; }
 .verdict { font-weight: 600; padding: 9px 14px; border-radius: 6px; margin: 0 0 8px; }
 .verdict.good { background: var(--good-back); }
 .verdict.bad { background: var(--bad-back); }
-.good { color: var(--good); } .bad { color: var(--bad); fill: var(--bad); }
+.good { color: var(--good); } .bad { color: var(--bad); }
 .facts { display: flex; flex-wrap: wrap; gap: 10px 28px; margin: 18px 0 0; }
 .facts dt { color: var(--dim); font-size: 12px; } .facts dd { margin: 0; font-weight: 600; }
 .legend { display: flex; flex-wrap: wrap; gap: 4px 18px; color: var(--dim); font-size: 13px;
   margin: 0 0 6px; }
 .legend i { display: inline-block; width: 11px; height: 11px; border-radius: 2px;
   margin-right: 6px; }
-.bars { width: 100%; height: auto; display: block; }
-.bars text { fill: var(--ink); font-size: 13px; }
-.bars .label, .bars .figure { font-weight: 600; }
-.bars .small { fill: var(--dim); font-size: 11px; }
-.bars .figure.bad { fill: var(--bad); }
-.bars .budget { stroke: var(--bad); stroke-width: 2; }
-.bars .hatch { stroke: var(--dim); stroke-width: 1.5; opacity: .7; }
-.k-parameters { background: var(--parameters); fill: var(--parameters); }
-.k-gradients { background: var(--gradients); fill: var(--gradients); }
-.k-optimizer { background: var(--optimizer); fill: var(--optimizer); }
-.k-buffers { background: var(--buffers); fill: var(--buffers); }
-.k-saved { background: var(--saved); fill: var(--saved); }
-.k-boundary { background: var(--boundary); fill: var(--boundary); }
-.k-transient { background: var(--transient); fill: var(--transient); }
-.legend .k-reserve { background: repeating-linear-gradient(45deg, var(--dim) 0 1.5px,
+.row { display: grid; grid-template-columns: 110px 1fr 90px; gap: 2px 14px; align-items: center;
+  padding: 5px 0; font-size: 14px; line-height: 1.3; }
+.row small { display: block; color: var(--dim); font-size: 12px; }
+.bar { position: relative; height: 22px; background: var(--panel); }
+.bar i { position: absolute; top: 0; bottom: 0; print-color-adjust: exact; }
+.bar .reserve { opacity: .6; }
+.bar .budget { top: -4px; bottom: -4px; border-left: 2px solid var(--bad); margin-left: -2px; }
+.legend i, .verdict { print-color-adjust: exact; }
+.k-parameters { background: var(--parameters); }
+.k-gradients { background: var(--gradients); }
+.k-optimizer { background: var(--optimizer); }
+.k-buffers { background: var(--buffers); }
+.k-saved { background: var(--saved); }
+.k-boundary { background: var(--boundary); }
+.k-transient { background: var(--transient); }
+.bar .reserve, .legend .k-reserve { background: repeating-linear-gradient(45deg, var(--dim) 0 1.5px,
   transparent 1.5px 4px); }
 .legend .k-budget { width: 2px; height: 14px; background: var(--bad); vertical-align: -2px; }
 .scroll { overflow-x: auto; }
@@ -53,5 +54,13 @@ th:last-child, td:last-child { padding-right: 0; }
 details { border-bottom: 1px solid var(--line); padding: 6px 0; } summary { cursor: pointer; }
 .nodes { font: 12px/1.6 ui-monospace, "DejaVu Sans Mono", monospace; color: var(--dim);
   overflow-wrap: anywhere; margin: 6px 0; }
+@media (max-width: 640px) { main { padding: 16px 16px 32px; }
+  .row { grid-template-columns: 1fr auto; } .row .bar { grid-row: 2; grid-column: 1 / 3; }
+  .row small { display: inline; }
+  .cards thead { display: none; }
+  .cards tr { display: block; padding: 8px 0; border-bottom: 1px solid var(--line); }
+  .cards td { display: flex; justify-content: space-between; gap: 18px; padding: 2px 0; border: 0;
+    text-align: right; white-space: normal; }
+  .cards td::before { content: attr(data-label); color: var(--dim); flex: none; } }
 @media print { main { max-width: none; } }
 """

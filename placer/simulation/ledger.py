@@ -9,7 +9,7 @@ on real ones alike.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,8 +29,8 @@ class LiveTensor:
 
     place: str
     nbytes: int
-    kind: str  # "parameter", "buffer", "input", or the phase that made it
-    name: str  # of the parameter or buffer, else of the node
+    kind: str  # "parameter", "buffer", "input", "received" (a copy), or the phase that made it
+    name: str  # of the parameter or buffer (its optimizer's state, too), else of the node
     layer: str
     shape: tuple[int, ...]
 
@@ -70,11 +70,30 @@ class Ledger(TorchDispatchMode):
             for leaf in tree_leaves(result)
             if isinstance(leaf, Tensor) and id(leaf.untyped_storage()) not in self._known
         ]
-        place = self._place_of(func, tree_leaves((args, kwargs)))
+        leaves = tree_leaves((args, kwargs))
+        place = self._place_of(func, leaves)
         for leaf in fresh:
-            self.add(leaf, place, operation=str(func))
+            self._add_result(leaf, place, func, leaves)
         self._latest = place
         return result
+
+    def _add_result(self, tensor: Tensor, place: str, func: Any, inputs: Sequence[Any]) -> None:
+        """Count what an operation made; between the model's nodes it is named after its source.
+
+        That is the first of the inputs of its shape: a value or a gradient that was copied to
+        another place, or the parameter of the optimizer's state.
+        """
+        known = (
+            self._entry(x) for x in inputs if isinstance(x, Tensor) and x.shape == tensor.shape
+        )
+        source = next((entry for entry in known if entry is not None), None)
+        if source is None or (self._here.node and source.place == place):
+            self.add(tensor, place, operation=str(func))
+            return
+        kind = "" if source.place == place else "received"
+        self.add(
+            tensor, place, kind=kind, name=source.name, layer=source.layer, operation=str(func)
+        )
 
     def _place_of(self, func: Any, leaves: Iterable[Any]) -> str:
         here = current_place()
@@ -107,14 +126,20 @@ class Ledger(TorchDispatchMode):
         *,
         kind: str = "",
         name: str = "",
+        layer: str | None = None,
         operation: str = "",
     ) -> None:
-        """Count the tensor's storage on ``place`` from now until it is freed."""
+        """Count the tensor's storage on ``place`` from now until it is freed.
+
+        ``name`` is that of a parameter, whose ``layer`` follows from it, or of what it is a copy of.
+        """
         device = place.name if isinstance(place, Place) else place
         storage = tensor.untyped_storage()
         key = id(storage)
         if key in self._known:
             return
+        if layer is None:
+            layer = name.rpartition(".")[0] if name else self._here.layer
         index = len(self._tensors)
         nbytes = storage.nbytes()
         made = LiveTensor(
@@ -122,7 +147,7 @@ class Ledger(TorchDispatchMode):
             nbytes=nbytes,
             kind=kind or self._here.phase,
             name=name or self._here.node or operation,
-            layer=name.rpartition(".")[0] if name else self._here.layer,
+            layer=layer,
             shape=tuple(tensor.shape),
         )
         self._tensors.append(made)

@@ -53,7 +53,46 @@ def test_it_tells_the_plan(tmp_path: Path) -> None:
         "0.0%",
     ):
         assert word in text
-    assert text.count("<g>") == 2  # a bar per stage
+    assert text.count('class="row"') == 2  # a bar per stage
+
+
+def _simulated(peak: int) -> dict[str, object]:
+    tensor = {
+        "bytes": 2**20,
+        "kind": "received",
+        "name": "enc_0",
+        "layer": "enc.0",
+        "shape": [4, 2],
+    }
+    moment = {
+        "phase": "backward",
+        "node": "cat",
+        "layer": "dec",
+        "operation": "",
+        "predicted": peak,
+    }
+    return {"devices": {"cuda:0": {"peak": peak, "largest": [tensor], **moment}}, "step_ok": True}
+
+
+def test_it_tells_when_a_device_peaks_and_what_is_live_then() -> None:
+    text = page(make_plan(), simulation=_simulated(13 * 2**30))
+    for word in ("cuda:0: 13.00 GiB in backward of dec", "received", "enc_0", "4x2"):
+        assert word in text
+    assert "largest tensors" not in page(make_plan())
+
+
+def test_a_simulated_peak_over_the_budget_is_a_misfit() -> None:
+    assert 'class="verdict good"' in page(make_plan())
+    text = page(make_plan(), simulation=_simulated(2**34))
+    assert 'class="verdict bad"' in text
+    assert "cuda:0 is 1.00 GiB over" in text
+
+
+def test_it_can_be_read_on_a_narrow_screen() -> None:
+    """Rows of the wide tables become lists there: every cell knows its header."""
+    text = page(make_plan())
+    assert 'data-label="backward"' in text and "max-width: 640px" in text
+    assert "<svg" not in text  # a drawing shrinks with its figures
 
 
 def test_names_are_escaped() -> None:

@@ -77,3 +77,16 @@ def test_what_was_live_at_the_peak() -> None:
         found = ledger.live_at("cuda:0", ledger.peaks["cuda:0"])
     assert [t.shape for t in found] == [(16, 16), (4,)]
     assert other.shape == (4,)
+
+
+def test_a_copy_and_the_state_of_an_optimizer_are_named_after_their_source() -> None:
+    weight = _tile()
+    with Ledger() as ledger:
+        ledger.add(weight, A, kind="parameter", name="conv.weight")
+        copy = transfer(weight, A, B)
+        with on(A):
+            state = torch.zeros_like(weight)
+    for place, kind in (("cuda:0", ""), ("cuda:1", "received")):
+        found = ledger.live_at(place, ledger.peaks[place])[-1]
+        assert (found.kind, found.name, found.layer) == (kind, "conv.weight", "conv")
+    assert copy.shape == state.shape
