@@ -12,6 +12,9 @@ from torch.utils._pytree import tree_map
 from placer._torch import is_transformed, run_at_once
 from placer.runtime.place import Place, on
 
+_LEAST_PIECE = 2**20  # bytes: a copy of fewer takes hardly less time
+_MOST_PIECES = 64
+
 
 def copy_to(place: Place, tensor: torch.Tensor) -> torch.Tensor:
     """A copy of ``tensor`` on ``place``; always a copy, also where two places share one device."""
@@ -52,24 +55,45 @@ class WaitingGradients:
             return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
     def add_to(self, grad: torch.Tensor | None) -> torch.Tensor | None:
-        """``grad``, which is at home, and all that waits, which comes home one by one."""
+        """``grad``, which is at home, and all that waits, which comes home one by one.
+
+        Autograd keeps ``grad`` until the end. The sum is made in the first copy, and what comes
+        after is added to it piece by piece: there is never a third tensor.
+        """
+        ours = False  # is ``grad`` a tensor that nobody else has?
         with on(self._home):
             while self._held:
-                place, waiting, ours, made = self._held.pop()
+                place, waiting, copied, made = self._held.pop()
                 if made is not None:
                     stream = torch.cuda.current_stream(waiting.device)
                     stream.wait_event(made)
                     waiting.record_stream(stream)
+                if ours and grad is not None and waiting.layout == grad.layout == torch.strided:
+                    _add_pieces(grad, waiting, place, self._home)
+                    del waiting
+                    continue
                 came = transfer(waiting, place, self._home)
                 del waiting
-                ours = (ours or place != self._home) and not torch.is_grad_enabled()
+                free = (copied or place != self._home) and not torch.is_grad_enabled()
                 if grad is None:
-                    grad = came
-                elif ours and came.layout == grad.layout == torch.strided:
-                    grad = came.add_(grad)  # the copy is ours: no third tensor
+                    grad, ours = came, free
+                elif free and came.layout == grad.layout == torch.strided:
+                    grad, ours = came.add_(grad), True  # the copy is ours: no third tensor
                 else:
-                    grad = came + grad
+                    grad, ours = came + grad, not torch.is_grad_enabled()
+                del came
         return grad
+
+
+def _add_pieces(total: torch.Tensor, waiting: torch.Tensor, source: Place, target: Place) -> None:
+    """Add ``waiting``, which is on ``source``, to ``total``, which is on ``target``."""
+    if source == target or not (total.is_contiguous() and waiting.is_contiguous()):
+        total.add_(transfer(waiting, source, target))
+        return
+    size = max(_LEAST_PIECE // waiting.element_size(), -(-waiting.numel() // _MOST_PIECES))
+    pieces = zip(total.view(-1).split(size), waiting.view(-1).split(size), strict=True)
+    for part, piece in pieces:
+        part.add_(transfer(piece, source, target))
 
 
 class _Transfer(torch.autograd.Function):

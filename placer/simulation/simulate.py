@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from placer.capture import Capture, FakeWorld
+from placer.capture.call import placeholder_names
 from placer.cost import device_kernels, device_type, stand_in_loss, updates_together
 from placer.emit import StagedModel, emit_stages, materialize
 from placer.plan.types import Plan
@@ -52,8 +53,8 @@ def simulate_plan(
         model = materialize(fake_model, dict.fromkeys(staged.state_stage, cpu))
         placed = PlacedModule(model, plan=plan, staged=staged, places=rows)
         _count_state(ledger, placed, staged, rows[0])
-        for leaf in leaves:
-            ledger.add(leaf, CALLER, kind="input")
+        for leaf, name in zip(leaves, placeholder_names(capture.call), strict=True):
+            ledger.add(leaf, CALLER, kind="input", name=name, layer="")
         with ledger, running_kernels(plan, run_on):
             if plan.training:
                 place_of = {

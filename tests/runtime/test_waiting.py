@@ -113,6 +113,36 @@ def test_a_part_of_a_larger_gradient_waits_alone() -> None:
     assert not waiting
 
 
+def test_all_that_waits_is_added_up_in_one_tensor() -> None:
+    """Autograd holds the gradient that was at home; what comes second comes piece by piece."""
+    home, *readers = (Place(f"cpu:{i}", torch.device("cpu")) for i in range(3))
+    own, *others = (torch.randn(2**20 + 3, dtype=torch.float64) for _ in range(3))
+    expected = own + sum(others)
+    waiting = WaitingGradients(home, own)
+    ledger = Ledger()
+    ledger.add(own, home)
+    for place, gradient in zip(readers, others, strict=True):
+        ledger.add(gradient, place)
+        waiting.hold(place, gradient)
+    with ledger, torch.no_grad():
+        found = waiting.add_to(own)
+    assert found is not None and torch.allclose(found, expected, rtol=1e-15)
+    assert 2 * own.nbytes < ledger.peaks["cpu:0"].nbytes < 2.2 * own.nbytes
+
+
+def test_what_waits_at_home_itself_is_not_written_to() -> None:
+    """Others may read it: the sum is a tensor of its own, and the next is added to that."""
+    home = Place("cpu:0", torch.device("cpu"))
+    own, *others = (torch.full((4, 3), float(i)) for i in range(3))
+    waiting = WaitingGradients(home, own)
+    for gradient in others:
+        waiting.hold(home, gradient)
+    with torch.no_grad():
+        found = waiting.add_to(own)
+    assert found is not None and (found == 3).all()
+    assert [float(x[0, 0]) for x in (own, *others)] == [0, 1, 2]
+
+
 def test_the_three_dimensional_unet_on_two_devices() -> None:
     """128^3, no recomputation: the skip's gradient is not on the encoder's device at its peak."""
     with torch.device("meta"):
