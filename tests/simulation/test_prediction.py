@@ -164,3 +164,33 @@ def test_what_a_region_reads_is_let_go_before_gradients_of_its_readers_add_up(
     layers = {"stem": "cuda:0", "long": "cuda:1", "short": "cuda:1"}
     images = torch.randn(4, 3, 32, 32)
     check(Fork(conv), (images,), stages=2, layers=layers, checkpoint=["*"])
+
+
+def test_a_gradient_stays_until_the_last_stage_has_taken_it() -> None:
+    """Of a sum, whose second branch is on an earlier stage: it would have run back before the first."""
+    nets = pytest.importorskip("monai.networks.nets")
+    options = {"spatial_dims": 3, "in_channels": 1, "out_channels": 2}
+    with torch.device("meta"):
+        model = nets.AttentionUnet(**options, channels=(16, 32, 64, 128), strides=(2, 2, 2))
+        volume = torch.empty(2, 1, 64, 64, 64)
+    check(model, (volume,), stages=3, objective="memory")
+
+
+class ReadThrice(nn.Module):
+    """What an activation keeps for itself is read by three stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU())
+        self.first, self.second, self.third = (nn.Conv2d(16, 4, 1) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = self.stem(x)
+        return self.first(x), self.second(x), self.third(x)
+
+
+@pytest.mark.parametrize("first", ["cuda:0", "cuda:1"])
+def test_gradients_that_come_from_several_stages_are_added_up_in_one_tensor(first: str) -> None:
+    """Besides that of the stage's own readers, which autograd holds until then."""
+    layers = {"stem": "cuda:0", "first": first, "second": "cuda:1", "third": "cuda:2"}
+    check(ReadThrice(), (torch.randn(4, 3, 512, 512),), stages=3, layers=layers)

@@ -136,20 +136,36 @@ class _Filling:
             self.change(to + 1, sender, 0, until, sender, -nbytes)
 
         hand_over(target, needed)
+        until = target  # from where on, backwards, the whole has been let go in this stage
         last = sender  # the last in the stage that needs a part of it
         for to, nbytes in sorted(
             ((int(self._place[t]), b) for t, b in gradient.earlier), reverse=True
         ):
             self.change(0, to, to, to + 1, sender, nbytes)  # without the sender, a copy comes
+            if to < target:  # the order of the nodes is another one than that of the recorded run
+                self.stay(0, to, to, until, sender, whole)
+                if not gradient.surplus:
+                    self.stay(to + 1, until, 0, until, sender, whole)
+                until = to
             if not gradient.surplus:
                 continue  # and where the sender is, all that waits is one tensor
             hand_over(to, nbytes)
+            if to < target:
+                continue
             self._add(to + 1, last, last, source, whole)
             self.change(to + 1, last, last, source, sender, -whole)
             last = to
         if gradient.surplus:
             self._add(target + 1, last, last, source, whole)
             self.change(target + 1, last, last, source, sender, -whole)
+
+    def stay(
+        self, first: int, last: int, begin: int, until: int, sender: int, nbytes: float
+    ) -> None:
+        """It is in these columns of stages that start at first … last, where they have the sender."""
+        if first <= last:
+            self._add(first, last, begin, until, nbytes)
+            self.change(first, last, begin, until, sender, -nbytes)
 
     def wait_at_home(self, gradient: PendingGradient) -> None:
         """It waits in the stage of its home, wherever it was made: values are relayed."""
