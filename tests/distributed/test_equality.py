@@ -57,6 +57,12 @@ def test_what_splitting_gets_wrong_easily(job_of: Callable[[int], Job], name: st
     check(job_of, name, (2, 2), SCHEDULES)
 
 
+def test_a_replica_without_rows_has_the_buffers_and_gradients_of_the_others(
+    job_of: Callable[[int], Job],
+) -> None:
+    check(job_of, "in place", (1, 2), ("GPipe", "1F1B"), batches=(8, 1))
+
+
 def test_split_backwards_lose_no_gradient(job_of: Callable[[int], Job]) -> None:
     """Torch's own split leaves them out, without an error."""
     job_of(4).run(pipeline_cases.step_where_outputs_depend_on_nothing_received, SPLIT)

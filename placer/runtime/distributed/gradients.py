@@ -159,11 +159,15 @@ class GradientReducer:
         flying = (b.flat for b in self._buckets[: self._next - 1] if b.flat is not None)
         return all(flat.untyped_storage()._cdata != storage._cdata for flat in flying)
 
-    def finish(self) -> None:
-        """Send what is left, wait for all, and put the sums into ``.grad``."""
+    def send_rest(self) -> None:
+        """Send what is left: after this all ranks of a group have sent the same, with rows or without."""
         self._left = {}
         while self._next < len(self._buckets):
             self._send()
+
+    def finish(self) -> None:
+        """Send what is left, wait for all, and put the sums into ``.grad``."""
+        self.send_rest()
         existing = [self._ask_existing(group) for group in self._groups]
         exists: dict[nn.Parameter, bool] = {}
         for parameters, counts, work in existing:

@@ -241,6 +241,7 @@ class DistributedModule(PlacedModule):
                 reducer.prepare(count, overlap=not self._engine.splits_backward)
                 self._engine.execute(run, largest)
                 losses = LossSum(run.losses, world=self.world_group, device=self.device)
+                reducer.send_rest()  # the next message goes the same way
                 buffers = SharedBuffers(self._shared_buffers(), self._dp_group)
                 reducer.finish()
         except PlacerError as error:
