@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,9 @@ from placer.capture.copying import copy_module
 from placer.cost import stand_in_loss
 from placer.plan.types import Plan
 from placer.runtime.module import PlacedModule
+from placer.runtime.place import CALLER
 from placer.runtime.scatter import batch_size, join_rows, split_rows
+from placer.runtime.statistics import DeferredStatistics, defers_statistics, update_statistics
 from placer.schedule import batch_cuts
 
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -138,20 +141,26 @@ def _run_plain(
         output = plain(*args, **kwargs)
     else:
         cuts = batch_cuts(total, plan.replicas, plan.microbatches)
-        output = _run_cuts(plain, call, leaves, cuts)
+        statistics = DeferredStatistics() if defers_statistics(plan) else None
+        output = _run_cuts(plain, call, leaves, cuts, statistics)
     loss = loss_fn(output)
     loss.backward()
     return _collect(plain, output, loss, (args, kwargs))
 
 
 def _run_cuts(
-    plain: nn.Module, call: CallFormat, leaves: list[Tensor], cuts: Sequence[Sequence[int]]
+    plain: nn.Module,
+    call: CallFormat,
+    leaves: list[Tensor],
+    cuts: Sequence[Sequence[int]],
+    statistics: DeferredStatistics | None,
 ) -> Any:
     """The result of the cuts, per replica and micro-batch so many rows, one after the other.
 
     Every replica starts from the same buffers. Those of later replicas are not kept, as with
-    ``nn.DataParallel``.
+    ``nn.DataParallel``. With ``statistics``, running statistics are updated once, in the end.
     """
+    buffers = dict(plain.named_buffers())
     pieces = iter(split_rows(call, leaves, [size for row in cuts for size in row]))
     outputs = []
     start = {name: b.detach().clone() for name, b in plain.named_buffers()}
@@ -161,11 +170,15 @@ def _run_cuts(
             buffer.data = start[name].clone()
         for _ in row:
             args, kwargs = rebuild_call(call, next(pieces))
-            outputs.append(plain(*args, **kwargs))
+            with nullcontext() if statistics is None else statistics.gathering(buffers, CALLER):
+                outputs.append(plain(*args, **kwargs))
         if number == 0:
             kept = {name: b.detach().clone() for name, b in plain.named_buffers()}
     for name, buffer in plain.named_buffers():
         buffer.data = kept[name]
+    if statistics is not None:
+        statistics.set_counters(plain)
+        update_statistics(plain, statistics.take_moments())
     return unflatten_output(call, join_rows([tree_leaves(o) for o in outputs]))
 
 

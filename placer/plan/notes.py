@@ -37,6 +37,12 @@ def placement_notes(
             "BatchNorm in train mode takes its statistics per micro-batch and replica, as with "
             "nn.DataParallel: results equal those of the same cuts run one after the other."
         )
+    if cut and has_batch_norm and spec.training and spec.batch_norm == "deferred":
+        notes.append(
+            "BatchNorm in train mode normalises by the statistics of each micro-batch and replica; "
+            "running statistics are updated once per step, as if the batch had not been cut: those "
+            "that torch's batch_norm and instance_norm update. Other buffers are as ever."
+        )
     if demands.microbatches > 1 and spec.schedule != "GPipe":
         notes.append(
             f"placed.step() follows {spec.schedule}; calling the module and loss.backward() holds "

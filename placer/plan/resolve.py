@@ -27,10 +27,6 @@ def check_supported(spec: PlacementSpec) -> None:
             "'sync' takes statistics over the whole batch, which micro-batches cannot wait for",
             "use \"microbatches\": 1, or 'per_microbatch'",
         )
-    if spec.batch_norm == "deferred":
-        raise PlacerError(
-            "/batch_norm", f"{spec.batch_norm!r} is not available yet", "use 'per_microbatch'"
-        )
 
 
 def wanted_devices(capture: Capture, spec: PlacementSpec) -> dict[str, str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -22,6 +23,7 @@ from placer.runtime.replica import PlacedMicrobatch, Replica, run_schedule
 from placer.runtime.sampler import ReplicaSampler
 from placer.runtime.scaling import scale_of
 from placer.runtime.scatter import batch_size, join_rows, split_rows, split_target
+from placer.runtime.statistics import DeferredStatistics, defers_statistics, update_statistics
 from placer.runtime.transfer import transfer
 from placer.runtime.tree import write_back
 from placer.schedule import batch_cuts, linearize, make_schedule, merge_backward
@@ -51,7 +53,8 @@ class PlacedModule(nn.Module):
     call, as with ``nn.DataParallel``.
 
     A batch is cut along dim 0 into replicas, then micro-batches, by the sizes of ``torch.chunk``.
-    What depends on the whole batch (BatchNorm statistics in train mode) sees one cut at a time.
+    What depends on the whole batch (BatchNorm statistics in train mode) sees one cut at a time, but
+    with ``batch_norm: "deferred"`` running statistics are updated once, from all of it.
     Hooks fire on the module itself (the original's own came along) and on all modules in it. A call
     unlike the captured one (an optional argument, a cache) is captured when it first comes, and put
     on the same stages. Plain attributes are those of ``model``, to be read and to be set: a call
@@ -60,7 +63,7 @@ class PlacedModule(nn.Module):
     """
 
     _FIELDS = frozenset(
-        {"plan", "training", "_tree", "_staged", "_replicas", "_programs", "_calls"}
+        {"plan", "training", "_tree", "_staged", "_replicas", "_programs", "_calls", "_statistics"}
     )  # its own, whatever the model's layers are called
 
     def __init__(
@@ -79,7 +82,10 @@ class PlacedModule(nn.Module):
         self.training = model.training
         self.plan = plan
         self._staged = staged
-        self._replicas = tuple(Replica(staged, row, places[0], plan.precision) for row in places)
+        self._statistics = DeferredStatistics() if defers_statistics(plan) else None
+        self._replicas = tuple(
+            Replica(staged, row, places[0], plan.precision, self._statistics) for row in places
+        )
         self._programs = Programs(model, plan, staged)
         self._calls = Calls(self._programs)
 
@@ -178,11 +184,12 @@ class PlacedModule(nn.Module):
     def _run(self, programs: Programs, leaves: list[torch.Tensor]) -> Any:
         home = self._replicas[0].output_place
         pieces = []
-        for runs in self._runs(programs, self._scatter(programs.call, leaves)):
-            for run in runs:
-                result = run.replica.forward(run.trees, run.inputs)
-                pieces.append(transfer(result, run.replica.output_place, home))
-            self._write_back(runs)
+        with self._deferred_statistics():
+            for runs in self._runs(programs, self._scatter(programs.call, leaves)):
+                for run in runs:
+                    result = run.replica.forward(run.trees, run.inputs)
+                    pieces.append(transfer(result, run.replica.output_place, home))
+                self._write_back(runs)
         return unflatten_output(run.replica.staged.call, join_rows(pieces))
 
     def _runs(
@@ -211,6 +218,18 @@ class PlacedModule(nn.Module):
             for run in runs:
                 for tree in run.trees:
                     write_back(tree)
+
+    @contextmanager
+    def _deferred_statistics(self) -> Iterator[None]:
+        """Update running statistics at the end of this block, of all cuts that it runs together."""
+        statistics = self._statistics
+        if statistics is None:
+            yield
+            return
+        statistics.clear()
+        yield
+        statistics.set_counters(self._tree)
+        update_statistics(self._tree, statistics.take_moments())
 
     def step(
         self,
@@ -274,9 +293,10 @@ class PlacedModule(nn.Module):
         targets = self._scatter_target(call, target, total, scattered)
         scale = 1.0 if scaler is None else scale_of(scaler, self.output_device)
         losses = []
-        for runs, wanted in zip(self._runs(programs, scattered), targets, strict=True):
-            losses += self._replica_step(runs, wanted, loss_fn, total, reduction, scale)
-            self._write_back(runs)
+        with self._deferred_statistics():
+            for runs, wanted in zip(self._runs(programs, scattered), targets, strict=True):
+                losses += self._replica_step(runs, wanted, loss_fn, total, reduction, scale)
+                self._write_back(runs)
         home = self._replicas[0].output_place
         loss = torch.stack([loss.to(home.device) for loss in losses]).sum()
         return loss if scale == 1.0 else loss / scale

@@ -54,7 +54,7 @@ def _run_recomputed(
     The second run has the first one's random numbers and autocast. State that the piece writes is
     written once: the second run works on copies of what the first one found.
     """
-    found = {name: tensor.detach().clone() for name, tensor in _tensors(tree, piece.written)}
+    found = {name: tensor.detach().clone() for name, tensor in tensors_at(tree, piece.written)}
     runs = 0
 
     def run(*arguments: Any) -> tuple[Any, ...]:
@@ -83,7 +83,7 @@ def _swapped(tree: Any, found: Mapping[str, Tensor]) -> Iterator[None]:
             table[leaf] = tensor
 
 
-def _tensors(tree: Any, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+def tensors_at(tree: Any, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
     for name in names:
         table, leaf = _table(tree, name)
         yield name, table[leaf]
@@ -106,7 +106,7 @@ def _state(piece: PieceCode, tree: Any) -> Iterator[Tensor]:
         for part in path.split("."):
             module = getattr(module, part)
         yield from _all_tensors(module)
-    for _, tensor in _tensors(tree, piece.attributes):
+    for _, tensor in tensors_at(tree, piece.attributes):
         if isinstance(tensor, Tensor):
             yield tensor
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,8 +16,9 @@ from placer.capture import find_tensor
 from placer.emit import StageCode, StagedModel
 from placer.precision import precision_context
 from placer.runtime.mirror import Mirrors
-from placer.runtime.pieces import run_pieces
+from placer.runtime.pieces import run_pieces, tensors_at
 from placer.runtime.place import CALLER, Place, on
+from placer.runtime.statistics import DeferredStatistics
 from placer.runtime.transfer import (
     WaitingGradients,
     copy_to,
@@ -32,7 +34,8 @@ class Replica:
     """The stages of ``staged`` on ``places`` (one per stage), reading the weights of ``model``.
 
     ``model`` holds the primary weights, each at its home among ``homes`` (the places of replica 0).
-    What this replica needs elsewhere it reads through its mirrors.
+    What this replica needs elsewhere it reads through its mirrors. With ``statistics``, those keep
+    what the stages' norms would do to running statistics.
     """
 
     def __init__(
@@ -41,12 +44,14 @@ class Replica:
         places: Sequence[Place],
         homes: Sequence[Place],
         precision: str = "fp32",
+        statistics: DeferredStatistics | None = None,
     ) -> None:
         self.staged = staged
         self.places = tuple(places)
         self.homes = tuple(homes)
         self.mirrors = Mirrors()
         self.precision = precision
+        self.statistics = statistics
         self._constants: dict[tuple[str, Place], torch.Tensor] = {}
         self._attributes: dict[str, tuple[torch.Tensor, int]] = {}  # constants that may change
         self._at_home = tuple(  # stages that find all their weights where they run
@@ -58,7 +63,7 @@ class Replica:
         """The same replica, its copies of weights too, running other stages."""
         if staged is self.staged:
             return self
-        other = Replica(staged, self.places, self.homes, self.precision)
+        other = Replica(staged, self.places, self.homes, self.precision, self.statistics)
         other.mirrors = self.mirrors
         return other
 
@@ -85,8 +90,15 @@ class Replica:
     def run_stage(self, tree: Any, stage: StageCode, inputs: list[Any]) -> tuple[Any, ...]:
         """The stage's outputs; ``inputs`` are on its place already, and the list is emptied."""
         place = self.places[stage.index]
-        with on(place), precision_context(self.precision, place.device.type):
+        precision = precision_context(self.precision, place.device.type)
+        with on(place), precision, self._gathering_statistics(tree, stage):
             return run_pieces(stage, tree, place, inputs)
+
+    def _gathering_statistics(self, tree: Any, stage: StageCode) -> AbstractContextManager[None]:
+        if self.statistics is None:
+            return nullcontext()
+        written = [name for piece in stage.pieces for name in piece.written]
+        return self.statistics.gathering(dict(tensors_at(tree, written)), self.places[stage.index])
 
     def follow_attributes(self, model: nn.Module) -> None:
         """Have constants that attributes of ``model`` hold the values that these have now."""

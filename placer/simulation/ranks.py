@@ -28,6 +28,7 @@ from placer.runtime.distributed.stage import Microbatch, Run
 from placer.runtime.place import CALLER, Place
 from placer.runtime.replica import Replica
 from placer.runtime.scatter import batch_size, split_rows
+from placer.runtime.statistics import DeferredStatistics, defers_statistics
 from placer.schedule import batch_cuts
 from placer.simulation.ledger import Ledger, Moment
 from placer.simulation.optimizers import make_optimizer
@@ -143,8 +144,9 @@ def _simulate_rank(
 def _engine(plan: Plan, staged: StagedModel, part: nn.Module, seat: Seat) -> Engine:
     """Torch's engine for the rank's stages, among ranks of which none is there."""
     places = [Place(_RANK, _CPU)] * len(plan.stages)
+    statistics = DeferredStatistics() if defers_statistics(plan) else None
     return Engine(
-        Replica(staged, places, places, plan.precision),
+        Replica(staged, places, places, plan.precision, statistics),
         part,
         schedule=plan.schedule,
         microbatches=plan.microbatches,

@@ -172,7 +172,8 @@ class PlacementSpec(BaseModel):
     )
     batch_norm: Literal["per_microbatch", "deferred", "sync"] = Field(
         default="per_microbatch",
-        description="Batch statistics per micro-batch, deferred to the mini-batch, or synchronised.",
+        description="Batch statistics per micro-batch; deferred: running statistics are updated "
+        "once per step, as if the batch had not been cut; or synchronised over replicas.",
     )
     optimizer: Optimizer = Field(
         default="adam", description="What the memory estimate counts as optimizer state."

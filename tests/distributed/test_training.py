@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import distributed_cases as cases
+import norm_cases
 import pytest
 import safetensors.torch
 import torch
@@ -115,3 +116,20 @@ def test_synchronised_batch_norm_needs_its_processes_and_whole_batches() -> None
         placer.compile(model.double(), cases.make_spec(1, 2, 1, batch_norm="sync"), x)
     with pytest.raises(placer.PlacerError, match='"microbatches": 1'):
         placer.make_plan(model.double(), cases.make_spec(1, 2, 2, batch_norm="sync"), x)
+
+
+@pytest.mark.parametrize("name", ["batch", "shared", "cumulative", "acting", "instance"])
+def test_deferred_statistics_are_those_of_all_replicas(
+    job_of: Callable[[int], Job], name: str
+) -> None:
+    job_of(4).run(norm_cases.train_with_deferred_statistics, name, 2, 2, schedule="1F1B")
+
+
+def test_deferred_statistics_of_one_stage_or_one_replica(job_of: Callable[[int], Job]) -> None:
+    job_of(2).run(norm_cases.train_with_deferred_statistics, "batch", 1, 2)
+    job_of(2).run(norm_cases.train_with_deferred_statistics, "batch", 2, 1, checkpoint=("0", "3"))
+
+
+def test_a_layer_that_synchronises_itself_is_not_deferred(job_of: Callable[[int], Job]) -> None:
+    messages = job_of(2).run(norm_cases.compile_synchronised)
+    assert all("SyncBatchNorm" in message for message in messages)

@@ -53,5 +53,7 @@ every rank raises ``PlacerError``). What differs: no graph comes out of
 ``nn.utils.clip_grad_norm_`` sees this rank's part only, and so does a plain ``GradScaler``, which is
 an error where a replica has several ranks; full
 backward hooks on the whole module are refused in a step, as they are in one process;
-``batch_norm: "sync"`` works here (one micro-batch, every replica needs a row).
+``batch_norm: "sync"`` works here (one micro-batch, every replica needs a row). ``"deferred"`` is as
+in one process: the moments of every replica's rows go to all of them, in a message at the end of the
+step. What norms update running statistics is known from shapes; it may not depend on the data.
 """

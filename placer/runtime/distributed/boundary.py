@@ -24,6 +24,7 @@ from placer.plan.types import Plan
 from placer.runtime.place import Place
 from placer.runtime.programs import Programs
 from placer.runtime.replica import Replica
+from placer.runtime.statistics import DeferredStatistics, NormCall, defers_statistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +57,14 @@ class CrossingValue:
 class Crossings:
     """All boundaries for one shape of micro-batch; ``boundaries[s]`` is between stage s and s + 1.
 
-    ``staged`` are the stages that serve micro-batches of that shape in the present mode.
+    ``staged`` are the stages that serve micro-batches of that shape in the present mode, ``norms``
+    their calls that update running statistics, per stage, where these are deferred.
     """
 
     staged: StagedModel
     boundaries: tuple[tuple[CrossingValue, ...], ...]
     result: tuple[Any, ...]  # per leaf of the model's result: a ``Wire``, or the leaf itself
+    norms: tuple[tuple[NormCall, ...], ...]
 
     def wires(self, boundary: int) -> tuple[Wire, ...]:
         """The tensors that cross, in the order in which they are sent."""
@@ -102,7 +105,8 @@ class BoundaryFinder:
             self._fake = _copy_with(self._shadow, empty, plain=empty)
         self._programs = Programs(self._shadow, plan, staged)
         places = [self._place] * len(staged.stages)
-        self._replica = Replica(staged, places, places, plan.precision)
+        self._statistics = DeferredStatistics() if defers_statistics(plan) else None
+        self._replica = Replica(staged, places, places, plan.precision, self._statistics)
         self._modes: tuple[bool, ...] = ()  # of the part that was followed last
         self._found: dict[Any, Crossings] = {}
 
@@ -146,6 +150,7 @@ class BoundaryFinder:
         self, staged: StagedModel, shapes: Sequence[tuple[Any, torch.dtype, bool]], grad: bool
     ) -> Crossings:
         values: dict[str, Any] = {}
+        norms = []
         with self.on_fakes(staged) as (replica, part), torch.set_grad_enabled(grad):
             device = self.device
             for name, (shape, dtype, wanted) in zip(staged.graph_inputs, shapes, strict=True):
@@ -173,6 +178,7 @@ class BoundaryFinder:
                         "see whether the plain model takes such inputs in this mode",
                     ) from error
                 values.update(zip(stage.outputs, outputs, strict=True))
+                norms.append(self._take_norms())
         result = [values[x] if kind == "value" else x for kind, x in staged.result]
         return Crossings(
             staged=staged,
@@ -181,7 +187,16 @@ class BoundaryFinder:
                 for names in crossing_names(staged)
             ),
             result=tuple(_wire(leaf) for leaf in result),
+            norms=tuple(norms),
         )
+
+    def _take_norms(self) -> tuple[NormCall, ...]:
+        """The calls that update running statistics since this was asked last."""
+        if self._statistics is None:
+            return ()
+        calls = self._statistics.calls
+        self._statistics.clear()
+        return calls
 
 
 def _describe(name: str, value: Any) -> CrossingValue:

@@ -45,6 +45,7 @@ def launch(
             "one process per device needs schedules that take micro-batches",
             "use torch 2.15, or run the spec in one process",
         )
+    _check_norms(model, plan)
     seat = take_seat(plan, job)
     device = choose_device(plan, job, run_on)
     join_job(device, job)
@@ -74,6 +75,20 @@ def launch(
             device=device,
             mesh=make_mesh(plan, seat, device),
         )
+
+
+def _check_norms(model: nn.Module, plan: Plan) -> None:
+    """Raise ``PlacerError`` when a layer would take its statistics over processes by itself."""
+    if plan.batch_norm != "deferred":
+        return
+    for path, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise PlacerError(
+                path,
+                "is a SyncBatchNorm, which learns from all processes at every micro-batch, and "
+                "'deferred' has running statistics learn once per step",
+                "use BatchNorm layers, or \"batch_norm\": 'sync'",
+            )
 
 
 def compare_plans(plan: Plan, model: nn.Module) -> None:

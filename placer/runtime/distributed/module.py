@@ -35,6 +35,7 @@ from placer.runtime.distributed.part import Holdings
 from placer.runtime.distributed.randomness import own_random_state
 from placer.runtime.distributed.rehearse import find_culprit
 from placer.runtime.distributed.stage import Microbatch, Run
+from placer.runtime.distributed.statistics import SharedMoments
 from placer.runtime.distributed.sync_norm import synchronise_norms
 from placer.runtime.hooks import run_forward_hooks
 from placer.runtime.loss import WatchedLoss, call_loss
@@ -43,6 +44,7 @@ from placer.runtime.place import CALLER, Place, is_on
 from placer.runtime.programs import Calls, Programs
 from placer.runtime.scaling import scale_of
 from placer.runtime.scatter import batch_size, split_target
+from placer.runtime.statistics import NormCall
 from placer.runtime.transfer import transfer
 
 
@@ -181,8 +183,9 @@ class DistributedModule(PlacedModule):
             inputs = self._input_gradients([leaf.detach() for leaf in leaves])
             run, largest = self._scatter_own(batch, self.replica_index, inputs, None, None, 1.0)
             try:
-                self._engine.execute(run, largest)
-                return gather_result(
+                self._execute(run, largest)
+                moments = self._share_moments(largest)
+                result = gather_result(
                     batch,
                     run,
                     self._finder,
@@ -190,6 +193,9 @@ class DistributedModule(PlacedModule):
                     num_stages=len(self._staged.stages),
                     world=self.world_group,
                 )
+                if moments is not None:
+                    moments.wait()
+                return result
             except PlacerError:
                 raise  # the same on every rank
             except Exception as error:
@@ -239,10 +245,11 @@ class DistributedModule(PlacedModule):
                 reducer = self._current_reducer()
                 count = sum(m.crossings is not None for m in run.microbatches)
                 reducer.prepare(count, overlap=not self._engine.splits_backward)
-                self._engine.execute(run, largest)
+                self._execute(run, largest)
                 losses = LossSum(run.losses, world=self.world_group, device=self.device)
-                reducer.send_rest()  # the next message goes the same way
-                buffers = SharedBuffers(self._shared_buffers(), self._dp_group)
+                reducer.send_rest()  # the next messages go the same way
+                moments = self._share_moments(largest)
+                buffers = SharedBuffers(self._shared_buffers(largest), self._dp_group)
                 reducer.finish()
         except PlacerError as error:
             if own_rows:  # other replicas may have found nothing wrong with theirs
@@ -259,6 +266,8 @@ class DistributedModule(PlacedModule):
                 device=self.device,
             )
             buffers.wait()
+            if moments is not None:
+                moments.wait()
             return loss
 
     def _require_graph(self, loss_fn: WatchedLoss) -> None:
@@ -397,11 +406,36 @@ class DistributedModule(PlacedModule):
 
         return loss_of
 
-    def _shared_buffers(self) -> list[Tensor]:
-        """The buffers that forward writes: all replicas have the first one's, as in ``nn.DataParallel``."""
+    def _execute(self, run: Run, largest: Crossings) -> None:
+        if self._statistics is not None:
+            self._statistics.clear()
+        self._engine.execute(run, largest)
+
+    def _norms(self, largest: Crossings) -> list[NormCall]:
+        """The calls of this rank's stages that update running statistics, where these are deferred."""
+        return [call for index in self.stage_indices for call in largest.norms[index]]
+
+    def _share_moments(self, largest: Crossings) -> SharedMoments | None:
+        """All replicas get what each of them is to do to running statistics; None where none is."""
+        if self._statistics is None:
+            return None
+        self._statistics.set_counters(self._tree)
+        own = self._statistics.take_moments()
+        calls = self._norms(largest)
+        if not calls and not own:
+            return None
+        place = self._replicas[0].places[0]
+        return SharedMoments(self._tree, calls, own, group=self._dp_group, place=place)
+
+    def _shared_buffers(self, largest: Crossings) -> list[Tensor]:
+        """The buffers that forward writes: all replicas have the first one's, as in ``nn.DataParallel``.
+
+        Deferred statistics are not among them: every replica has the moments of all.
+        """
         if self.num_replicas == 1 or not self.training:
             return []
-        return [self.get_buffer(name) for name in self._written]
+        deferred = {name for call in self._norms(largest) for name in (call.mean, call.var)}
+        return [self.get_buffer(name) for name in self._written if name not in deferred]
 
     def _own_random_state(self) -> Any:
         return own_random_state(self.device, self.replica_index, self.seat.device_index)
