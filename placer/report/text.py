@@ -66,7 +66,7 @@ def _stages(plan: Plan) -> Table:
         table.columns[column].justify = "left"
     table.columns[1].overflow = "fold"
     table.columns[1].ratio = 1
-    table.columns[1].min_width = 20
+    table.columns[1].min_width = 12
     fits = {device.device: device.fits for device in plan.devices}
     for stage, layers in zip(plan.stages, stage_layers(plan), strict=True):
         over = not fits[stage.devices[0]]

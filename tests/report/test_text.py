@@ -99,3 +99,17 @@ def test_memory_parts_add_up_to_the_peak() -> None:
 def test_a_difference_without_size_has_no_sign() -> None:
     assert relative_difference(99_999, 100_000) == "0.0%"
     assert relative_difference(1, 0) == ""
+
+
+def test_no_figure_is_cut_off_at_80_columns() -> None:
+    memory = StageMemory(parameters=1015 * 2**20, saved=1016 * 2**20, peak=1017 * 2**20)
+    plan = make_plan(budget=1018 * 2**20)
+    stages = tuple(dataclasses.replace(stage, memory=memory) for stage in plan.stages)
+    file = io.StringIO()
+    Console(width=80, file=file).print(plan_table(dataclasses.replace(plan, stages=stages)))
+    rows = [line.split() for line in file.getvalue().splitlines() if "1015.00 MiB" in line]
+    assert len(rows) == len(plan.stages)
+    assert all(
+        row[-8:] == ["1015.00", "MiB", "1016.00", "MiB", "1017.00", "MiB", "1018.00", "MiB"]
+        for row in rows
+    )
