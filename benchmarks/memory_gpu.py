@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, nn
 
 import placer
+from benchmarks.allocator import allocator_peaks
 from benchmarks.capacity import SUBJECTS
-from benchmarks.memory import Build, allocator_peaks, r3d_18, resnet50
+from benchmarks.memory import Build, r3d_18, resnet50
 from benchmarks.record import RESULTS, write_page
 from examples.unet3d import unet3d
 from placer.cost import stand_in_loss
@@ -134,7 +135,7 @@ def _compare(model: nn.Module, plan: placer.Plan, x: Tensor, device: str) -> dic
     )
     found = {"predicted": simulated.predicted, "simulated": simulated.peak}
     if device == "cpu":
-        return {**found, "measured": allocator_peaks(model, plan, x, _loss)[1]}
+        return {**found, "measured": allocator_peaks(model, plan, (x,), loss_fn=_loss).tensors}
     return {**found, **_cuda_peak(model, plan, x)}
 
 

@@ -2,7 +2,8 @@
 
 `estimate` makes the table from one run on fake tensors (`record`), which notes every storage
 (`storages`) and whose backward runs (`owners`); `gradients` says what of a backward waits for what.
-`kernels` and `autocast` have that run save what a CUDA device would; `devices` is the catalogue.
+`kernels` and `autocast` have that run save what a CUDA device would, `workspaces` says what a CPU's
+kernels take besides; `devices` is the catalogue.
 """
 
 from placer.cost.devices import (
@@ -17,6 +18,7 @@ from placer.cost.kernels import device_kernels
 from placer.cost.record import stand_in_loss
 from placer.cost.regions import with_regions
 from placer.cost.types import AddedGradient, CostTable, NodeCost, PendingGradient, StoredValue
+from placer.cost.workspaces import cpu_result, workspace_nbytes
 
 __all__ = [
     "AddedGradient",
@@ -25,6 +27,7 @@ __all__ = [
     "NodeCost",
     "PendingGradient",
     "StoredValue",
+    "cpu_result",
     "device_kernels",
     "device_kind",
     "device_type",
@@ -33,4 +36,5 @@ __all__ = [
     "stand_in_loss",
     "updates_together",
     "with_regions",
+    "workspace_nbytes",
 ]

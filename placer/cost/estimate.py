@@ -24,13 +24,14 @@ def estimate_costs(
     training: bool = True,
     precision: str = "fp32",
     offloads: bool = False,
-    kernels: str | Mapping[str, str] = "cpu",
+    kernels: str | Mapping[str, str] = "",
 ) -> CostTable:
     """Bytes and FLOPs of every node of ``capture`` for a micro-batch shaped like ``inputs``.
 
     ``inputs`` are the tensor inputs of one micro-batch of one replica, on any device, ``meta``
     included. Nothing is allocated: the run is on fake CPU tensors, with the kernels of the device
-    type ``kernels`` ("cpu" or "cuda", or per node which). With ``training`` the backward is run as
+    type ``kernels`` ("cpu" or "cuda", or per node which; by default what a CPU's operators keep,
+    without what its kernels take for themselves). With ``training`` the backward is run as
     well, from a stand-in loss (`placer.cost.record.stand_in_loss`). With ``offloads`` there is one
     more forward run, for what nodes need whose savings go to the host at once. Raises
     ``CaptureError`` when the model does not run on such a micro-batch.
@@ -80,7 +81,7 @@ def _kernels_of(capture: Capture, kernels: str | Mapping[str, str]) -> list[str]
     if isinstance(kernels, str):
         return [kernels] * (len(capture.order) + 1)
     found = [kernels[name] for name in capture.order]
-    return [*found, found[-1] if found else "cpu"]
+    return [*found, found[-1] if found else ""]
 
 
 def _table(

@@ -76,11 +76,11 @@ def record_run(
     A loss depends on the ``visible`` ones of the result's leaves, and the caller holds all of them.
     Call it under the fake mode that the tensors belong to. ``run_context`` makes the context that
     each node runs in (autocast, with ``half``); ``kernels`` are the device types, per node and of
-    the loss, whose kernels run. With ``offloads`` nothing is kept for backward, as when all of it
-    goes to the host at once, and no backward is run. Raises ``NodeFailed``, and ``CaptureError``
-    when the backward fails.
+    the loss, whose kernels run ("" for none in particular). With ``offloads`` nothing is kept for
+    backward, as when all of it goes to the host at once, and no backward is run. Raises
+    ``NodeFailed``, and ``CaptureError`` when the backward fails.
     """
-    recorder = StorageRecorder(len(order) + 1)
+    recorder = StorageRecorder(kernels)
     for tensor in (*model.parameters(), *model.buffers(), *constants.values()):
         recorder.ignore(tensor)
     for tensor in inputs:
@@ -88,7 +88,7 @@ def record_run(
     run = _Run(graph, order, model, constants, recorder, run_context)
     saving = _saving_hooks(recorder, keeps=not offloads)
     chosen: AbstractContextManager[Any] = nullcontext()
-    if set(kernels) != {"cpu"}:
+    if "cuda" in kernels:
         chosen = device_kernels(lambda: kernels[recorder.position], half=half)
     with torch.set_grad_enabled(training), recorder, saving, chosen:
         leaves = run.forward(inputs)

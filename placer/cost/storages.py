@@ -6,6 +6,7 @@ A dispatch mode sees every storage come, a weak reference sees it go.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from placer.cost.workspaces import cpu_result, workspace_nbytes
 from placer.errors import CaptureError
 
 OUTSIDE = -1  # the position of what is made before the first node runs: inputs
@@ -55,11 +57,15 @@ class NodeTally:
 
 
 class StorageRecorder(TorchDispatchMode):
-    """Watches one run; ``position`` and ``backward`` say which node is running, and which way."""
+    """Watches one run; ``position`` and ``backward`` say which node is running, and which way.
 
-    def __init__(self, num_nodes: int) -> None:
+    ``kernels`` are the device types, per node, whose kernels run.
+    """
+
+    def __init__(self, kernels: Sequence[str]) -> None:
         super().__init__()
-        self.tallies = [NodeTally() for _ in range(num_nodes)]
+        self.tallies = [NodeTally() for _ in kernels]
+        self._kernels = kernels
         self.storages: list[RecordedStorage] = []
         self.saving: set[int] = set()  # nodes that save something for backward, or a weight
         self.position = OUTSIDE
@@ -72,6 +78,9 @@ class StorageRecorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        on_cpu = self.position != OUTSIDE and self._kernels[self.position] == "cpu"
+        if on_cpu:
+            result = cpu_result(func, args, result)
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
         if self.position == OUTSIDE:
@@ -98,7 +107,16 @@ class StorageRecorder(TorchDispatchMode):
                 made.fixed = of_weights
                 if self.backward and func is torch.ops.aten.add.Tensor:
                     made.sum_for = self._common_home(inputs)
+        if on_cpu:
+            self._add_workspace(workspace_nbytes(func, args, kwargs, result))
         return result
+
+    def _add_workspace(self, nbytes: int) -> None:
+        """Record what the operation that has just run held inside its call."""
+        if nbytes:
+            made = RecordedStorage(nbytes, self.position, self.backward)
+            self._event(made, nbytes)
+            self._event(made, -nbytes)
 
     def _common_home(self, gradients: list[Tensor]) -> int | None:
         """Where all of ``gradients`` were sent, unless to the running node, which then adds by itself."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from placer.cost import cpu_result, workspace_nbytes
 from placer.errors import DeviceError
 from placer.runtime.attribution import Where
 from placer.runtime.place import CALLER, Place, current_place
@@ -29,7 +30,7 @@ class LiveTensor:
 
     place: str
     nbytes: int
-    kind: str  # "parameter", "buffer", "input", "received" (a copy), or the phase that made it
+    kind: str  # "parameter", "buffer", "input", "received" (a copy), "workspace", or the phase
     name: str  # of the parameter or buffer (its optimizer's state, too), else of the node
     layer: str
     shape: tuple[int, ...]
@@ -46,10 +47,20 @@ class Moment:
 
 
 class Ledger(TorchDispatchMode):
-    """Counts while entered; ``where`` tells, when asked, which part of the model is running."""
+    """Counts while entered; ``where`` tells, when asked, which part of the model is running.
 
-    def __init__(self, where: Callable[[], Where] = Where) -> None:
+    ``kernels`` gives the device type whose kernels a place runs: those of a "cpu" take workspaces
+    (`placer.cost.workspaces`) that are counted too.
+    """
+
+    def __init__(
+        self,
+        where: Callable[[], Where] = Where,
+        *,
+        kernels: Callable[[str], str] = lambda place: "",
+    ) -> None:
         super().__init__()
+        self._kernels = kernels
         self.live: dict[str, int] = {}
         self.peaks: dict[str, Moment] = {}
         self._where = where
@@ -65,15 +76,20 @@ class Ledger(TorchDispatchMode):
         kwargs = kwargs or {}
         self._here = self._where()
         result = func(*args, **kwargs)
+        leaves = tree_leaves((args, kwargs))
+        place = self._place_of(func, leaves)
+        on_cpu = self._kernels(place) == "cpu"
+        if on_cpu:
+            result = cpu_result(func, args, result)
         fresh = [
             leaf
             for leaf in tree_leaves(result)
             if isinstance(leaf, Tensor) and id(leaf.untyped_storage()) not in self._known
         ]
-        leaves = tree_leaves((args, kwargs))
-        place = self._place_of(func, leaves)
         for leaf in fresh:
             self._add_result(leaf, place, func, leaves)
+        if on_cpu:
+            self._add_workspace(workspace_nbytes(func, args, kwargs, result), place, str(func))
         self._latest = place
         return result
 
@@ -140,33 +156,50 @@ class Ledger(TorchDispatchMode):
             return
         if layer is None:
             layer = name.rpartition(".")[0] if name else self._here.layer
-        index = len(self._tensors)
-        nbytes = storage.nbytes()
         made = LiveTensor(
             place=device,
-            nbytes=nbytes,
+            nbytes=storage.nbytes(),
             kind=kind or self._here.phase,
             name=name or self._here.node or operation,
             layer=layer,
             shape=tuple(tensor.shape),
         )
-        self._tensors.append(made)
-        self._log.append(index)
+        index = self._come(made, operation)
 
         def gone(_: Any) -> None:
             del self._known[key]
-            self._log.append(~index)
-            self.live[device] -= nbytes
+            self._go(index)
 
         self._known[key] = (weakref.ref(storage, gone), index)
-        self.live[device] = self.live.get(device, 0) + nbytes
-        if self.live[device] > self.peaks.get(device, Moment()).nbytes:
-            self.peaks[device] = Moment(
-                nbytes=self.live[device],
-                where=self._here,
-                operation=operation,
-                entries=len(self._log),
+
+    def _add_workspace(self, nbytes: int, place: str, operation: str) -> None:
+        """Count what the operation that has just run held on ``place`` inside its call."""
+        if nbytes:
+            made = LiveTensor(
+                place=place,
+                nbytes=nbytes,
+                kind="workspace",
+                name=self._here.node or operation,
+                layer=self._here.layer,
+                shape=(nbytes,),
             )
+            self._go(self._come(made, operation))
+
+    def _come(self, made: LiveTensor, operation: str) -> int:
+        """``made`` is there from now on; its number."""
+        index = len(self._tensors)
+        self._tensors.append(made)
+        self._log.append(index)
+        live = self.live[made.place] = self.live.get(made.place, 0) + made.nbytes
+        if live > self.peaks.get(made.place, Moment()).nbytes:
+            self.peaks[made.place] = Moment(
+                nbytes=live, where=self._here, operation=operation, entries=len(self._log)
+            )
+        return index
+
+    def _go(self, index: int) -> None:
+        self._log.append(~index)
+        self.live[self._tensors[index].place] -= self._tensors[index].nbytes
 
     def live_at(self, device: str, moment: Moment) -> list[LiveTensor]:
         """All that was live on ``device`` at ``moment``, the largest first."""

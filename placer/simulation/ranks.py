@@ -13,11 +13,11 @@ from torch.utils._pytree import tree_leaves
 
 from placer._torch import fake_process_group, releasing_fakes
 from placer.capture import Capture, FakeWorld
-from placer.cost import stand_in_loss, updates_together
+from placer.cost import device_type, stand_in_loss, updates_together
 from placer.emit import StagedModel, emit_stages
 from placer.errors import PlacerError
 from placer.plan.types import Plan
-from placer.runtime.attribution import Attribution
+from placer.runtime.attribution import Attribution, Where
 from placer.runtime.distributed.boundary import BoundaryFinder, Crossings
 from placer.runtime.distributed.engine import Engine
 from placer.runtime.distributed.gradients import GradientReducer, find_shared
@@ -47,7 +47,18 @@ class _FakeReducer(GradientReducer):
 
 
 class RankLedger(Ledger):
-    """Counts what a process makes on its one device; the caller's own batch is not on it."""
+    """Counts what a process makes on its one device; the caller's own batch is not on it.
+
+    The device's kernels are by default those of a CPU.
+    """
+
+    def __init__(
+        self,
+        where: Callable[[], Where] = Where,
+        *,
+        kernels: Callable[[str], str] = lambda place: "cpu",
+    ) -> None:
+        super().__init__(where, kernels=kernels)
 
     def _place_of(self, func: Any, leaves: Iterable[Any]) -> str:
         return _RANK
@@ -112,7 +123,8 @@ def _simulate_rank(
     leaves = [world.tensor(tensor) for tensor in inputs]
     holdings = find_holdings(fake_model, staged, seat.num_devices)
     finder = BoundaryFinder(capture.model, plan, staged, _CPU)
-    ledger = RankLedger(Attribution(staged.stages, capture.layer_of).where)
+    attribution = Attribution(staged.stages, capture.layer_of)
+    ledger = RankLedger(attribution.where, kernels=lambda _: device_type(name))
     with world.running(capture.conditions.guess):
         part = build_part(fake_model, staged, holdings, seat.device_index, _CPU)
         finder.follow(part)

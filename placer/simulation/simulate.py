@@ -48,7 +48,7 @@ def simulate_plan(
     rows = [[Place(stage.devices[r], cpu) for stage in plan.stages] for r in range(plan.replicas)]
     staged = emit_stages(capture, *plan.parts)
     step = _StepWatch(Attribution(staged.stages, capture.layer_of))
-    ledger = Ledger(step.where)
+    ledger = Ledger(step.where, kernels=lambda place: device_type(run_on or place))
     with world.running(capture.conditions.guess):
         model = materialize(fake_model, dict.fromkeys(staged.state_stage, cpu))
         placed = PlacedModule(model, plan=plan, staged=staged, places=rows)

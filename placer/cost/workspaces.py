@@ -1,0 +1,230 @@
+"""What CPU kernels allocate where no dry run sees it: inside one call, or of a size that oneDNN chooses.
+
+A dispatch mode sees what goes into an operator and what comes out. Some of ATen's CPU kernels take
+memory besides and give it back before they return; the sums below are what they hold at the worst
+moment beyond arguments and results. Each names the file under ``aten/src/ATen/native`` that
+allocates; they were checked against the allocator's events with torch 2.15 (tests/cost), and leave
+out what is as small as a row of weights or a table of indices. CUDA's kernels allocate none of this.
+
+What oneDNN takes inside a convolution, a matrix product in half precision or an LSTM depends on the
+processor's instructions and is not counted. What its LSTM keeps for backward is (`cpu_result`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+
+aten = torch.ops.aten
+_HALF = (torch.float16, torch.bfloat16)
+_FLOAT_NBYTES = 4
+_PAGE = 4096  # oneDNN rounds every part of a workspace up to a page
+_SMALL_IMAGE = 128  # height and width together
+_LINE = 64  # bytes; oneDNN pads rows to cache lines
+
+
+def workspace_nbytes(op: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
+    """Bytes that ``op`` on the CPU holds inside its call beyond arguments and ``result``.
+
+    >>> x = torch.ones(2, 3, 4, dtype=torch.bfloat16)
+    >>> workspace_nbytes(aten.mean.default, (x,), {}, x.mean())  # in fp32, and the sum
+    100
+    >>> workspace_nbytes(aten.relu.default, (x,), {}, x)
+    0
+    """
+    formula = _FORMULAS.get(op)
+    return 0 if formula is None else formula(result, *args, **kwargs)
+
+
+def cpu_result(op: Any, args: Sequence[Any], result: Any) -> Any:
+    """The ``result`` of ``op`` on fake tensors as the CPU's kernel makes it.
+
+    In torch's functions for tensors without data, the workspace that an LSTM keeps has no bytes, and
+    a group norm of half precision with weights in fp32 gives gradients in fp32. Real results are
+    left alone.
+    """
+    if op is aten.mkldnn_rnn_layer.default and isinstance(result[3], FakeTensor):
+        x, hidden_size, train = args[0], args[10], args[15]
+        workspace = result[3].new_empty(lstm_workspace_nbytes(x, hidden_size) if train else 0)
+        return (*result[:3], workspace)
+    if op is aten.native_group_norm_backward.default and isinstance(result[0], FakeTensor):
+        return (result[0].to(args[1].dtype), *result[1:])
+    return result
+
+
+def lstm_workspace_nbytes(x: Tensor, hidden_size: int) -> int:
+    """Bytes that one layer of oneDNN's LSTM in one direction keeps of ``x`` (steps, rows, features).
+
+    ``set_workspace_sizes`` in oneDNN's ``src/cpu/rnn/rnn_utils.hpp``: states, cell states and their
+    gradients of the layer and its input at every step, gates and outputs. Checked with oneDNN 3
+    on AVX-512, fp32 and bf16.
+    """
+    steps, rows, features = x.shape
+    size, widest = x.element_size(), max(features, hidden_size)
+
+    def array(num_layers: int, num_steps: int, row_nbytes: int) -> int:
+        nbytes = num_layers * num_steps * rows * row_nbytes
+        return -(-nbytes // _PAGE) * _PAGE
+
+    return (
+        array(2, steps + 1, _padded_row(widest, size))
+        + array(2, steps + 1, hidden_size * size)
+        + 2 * array(2, steps + 1, _padded_row(widest, _FLOAT_NBYTES))
+        + array(2, steps + 1, hidden_size * _FLOAT_NBYTES)
+        + array(1, steps, _padded_row(4 * hidden_size, size))
+        + array(1, steps, _padded_row(hidden_size, size))
+    )
+
+
+def _padded_row(elements: int, size: int) -> int:
+    """Bytes of a row (``get_good_ld``): whole cache lines, and not a multiple of 256 elements."""
+    padded = -(-elements * size // _LINE) * _LINE
+    return padded + _LINE if padded // size % 256 == 0 else padded
+
+
+def _nbytes(*tensors: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _copies(*tensors: Tensor) -> int:
+    """Bytes of the contiguous copies of those that are not."""
+    return sum(_nbytes(t) for t in tensors if not t.is_contiguous())
+
+
+def _memory_format(x: Tensor) -> torch.memory_format | None:
+    """Dense in which order of dimensions, if in any."""
+    if x.is_contiguous():
+        return torch.contiguous_format
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    return last if last is not None and x.is_contiguous(memory_format=last) else None
+
+
+def _batch_norm_backward(result: Any, grad: Tensor, x: Tensor, *others: Any, **_: Any) -> int:
+    """Normalization.cpp: the input's gradient is made a second time before the first is let go."""
+    dense = _memory_format(x)
+    wanted = others[-1][0]
+    return _nbytes(x) if wanted and dense is not None and dense == _memory_format(grad) else 0
+
+
+def _layer_norm(result: Any, x: Tensor, *_: Any, **__: Any) -> int:
+    """layer_norm.cpp"""
+    return _copies(x)
+
+
+def _layer_norm_backward(result: Any, grad: Tensor, x: Tensor, *_: Any, **__: Any) -> int:
+    """layer_norm.cpp, cpu/layer_norm_kernel.cpp"""
+    return _copies(grad, x)
+
+
+def _mean(result: Tensor, x: Tensor, *_: Any, **__: Any) -> int:
+    """ReduceOps.cpp: a mean in half precision is of a copy in fp32, and its sum is one."""
+    return _in_fp32(x, result) if result.dtype in _HALF else _cast(x, result)
+
+
+def _sum(result: Tensor, x: Tensor, dims: Any = None, *_: Any, **__: Any) -> int:
+    """ReduceOps.cpp (``should_use_acc_buffer``): the same where rows and columns are summed up."""
+    if result.dtype in _HALF and x.dtype in _HALF and _strides_summed(x, dims or ()) > 1:
+        return _in_fp32(x, result)
+    return _cast(x, result)
+
+
+def _in_fp32(*tensors: Tensor) -> int:
+    return _FLOAT_NBYTES * sum(t.numel() for t in tensors)
+
+
+def _cast(x: Tensor, result: Tensor) -> int:
+    return x.numel() * result.element_size() if x.dtype != result.dtype else 0
+
+
+def _strides_summed(x: Tensor, dims: Sequence[int]) -> int:
+    """Along how many strides a kernel sums up: dimensions that lie one in the other are one."""
+    chosen = [d for d in dims if x.size(d) > 1]
+    steps = sorted((x.stride(d), x.size(d)) for d in chosen)
+    joined = sum(a * n == b for (a, n), (b, _) in itertools.pairwise(steps))
+    return len(steps) - joined
+
+
+def _logsumexp(result: Tensor, x: Tensor, *_: Any, **__: Any) -> int:
+    """ReduceOps.cpp: the exponentials, and the maxima"""
+    return _nbytes(x, result)
+
+
+def _binary(result: Tensor, x: Any, y: Any, *_: Any, **__: Any) -> int:
+    """TensorIterator.cpp: operands are cast to the common type before the kernel runs, the result after."""
+    operands = [t for t in (x, y) if isinstance(t, Tensor)]
+    common = torch.promote_types(result.dtype, torch.result_type(x, y))
+    return sum(t.numel() * common.itemsize for t in (*operands, result) if t.dtype != common)
+
+
+def _where(result: Tensor, _: Tensor, x: Tensor, y: Tensor, **__: Any) -> int:
+    return _binary(result, x, y)
+
+
+def _softmax(result: Tensor, x: Tensor, *_: Any, **__: Any) -> int:
+    """SoftMax.cpp"""
+    return _copies(x)
+
+
+def _softmax_backward(result: Tensor, grad: Tensor, output: Tensor, *_: Any, **__: Any) -> int:
+    """SoftMax.cpp"""
+    return _copies(grad, output)
+
+
+def _safe_softmax(result: Tensor, x: Tensor, dim: int, *_: Any, **__: Any) -> int:
+    """transformers/attention.cpp: what is masked, as booleans, and which rows are so wholly."""
+    return x.numel() + x.numel() // max(1, x.size(dim))
+
+
+def _attention(
+    result: Any, query: Tensor, key: Tensor, value: Tensor, *others: Any, **_: Any
+) -> int:
+    """transformers/attention.cpp: the projection and its three parts; then those and the scores."""
+    heads = others[1]
+    parts = 3 * _nbytes(query)
+    scores: int = query.size(0) * heads * query.size(1) * key.size(1) * query.element_size()
+    return max(2 * parts, parts + scores) - _nbytes(query)
+
+
+def _upsample_nearest(result: Tensor, x: Tensor, *_: Any, **__: Any) -> int:
+    """cpu/UpSampleKernel.cpp: a small image is upsampled in channels-last copies of both."""
+    small = result.size(-1) + result.size(-2) <= _SMALL_IMAGE
+    return _channels_last_copies(x, result) if small else 0
+
+
+def _upsample_bilinear(result: Tensor, x: Tensor, *_: Any, **__: Any) -> int:
+    """cpu/UpSampleKernel.cpp: and so is one of three channels."""
+    colours = x.size(1) == 3
+    return _channels_last_copies(x, result) if colours else _upsample_nearest(result, x)
+
+
+def _channels_last_copies(*images: Tensor) -> int:
+    return sum(_nbytes(t) for t in images if not t.is_contiguous(memory_format=torch.channels_last))
+
+
+_BINARY = ("add", "sub", "mul", "div")
+_FORMULAS: dict[Any, Callable[..., int]] = {
+    aten.native_batch_norm_backward.default: _batch_norm_backward,
+    aten.native_layer_norm.default: _layer_norm,
+    aten.native_layer_norm_backward.default: _layer_norm_backward,
+    aten.mean.default: _mean,
+    aten.mean.dim: _mean,
+    aten.sum.default: _sum,
+    aten.sum.dim_IntList: _sum,
+    aten.logsumexp.default: _logsumexp,
+    **{getattr(aten, name).Tensor: _binary for name in _BINARY},
+    **{getattr(aten, f"{name}_").Tensor: _binary for name in _BINARY},
+    aten.where.self: _where,
+    aten._softmax.default: _softmax,
+    aten._log_softmax.default: _softmax,
+    aten._softmax_backward_data.default: _softmax_backward,
+    aten._log_softmax_backward_data.default: _softmax_backward,
+    aten._safe_softmax.default: _safe_softmax,
+    aten._native_multi_head_attention.default: _attention,
+    aten.upsample_nearest2d.default: _upsample_nearest,
+    aten.upsample_bilinear2d.default: _upsample_bilinear,
+}

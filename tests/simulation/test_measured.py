@@ -1,0 +1,56 @@
+"""Simulated peaks of a step on the CPU against those of a real one, by the allocator's own events.
+
+`python -m benchmarks.memory --measured` has more models; here is what the ledger missed once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import models
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+import placer
+from benchmarks.allocator import allocator_peaks
+from placer.cost import stand_in_loss
+
+
+def loss(output: Any) -> Tensor:
+    return stand_in_loss(tree_leaves(output))
+
+
+def check(model: nn.Module, x: Tensor, **fields: Any) -> placer.Plan:
+    plan = placer.make_plan(model, {"devices": ["cpu:0"], **fields}, (x,))
+    (simulated,) = placer.simulate(model, plan, (x,)).devices
+    measured = allocator_peaks(model, plan, (x,), loss_fn=loss).tensors
+    assert simulated.peak == pytest.approx(measured, rel=0.01)
+    assert simulated.predicted == pytest.approx(simulated.peak, rel=0.01)
+    return plan
+
+
+@pytest.mark.parametrize("treatment", [{}, {"checkpoint": ["*"]}])
+def test_batch_norm_makes_its_gradient_twice_in_its_backward(treatment: dict[str, Any]) -> None:
+    """A ReLU after it hides that: what its backward lets go is as large."""
+    block = nn.Sequential(nn.Conv3d(1, 8, 3, padding=1), nn.BatchNorm3d(8))
+    model, x = nn.Sequential(block, nn.Conv3d(8, 1, 1)), torch.randn(1, 1, 24, 24, 24)
+    plan = check(model, x, **treatment)
+    as_cuda = placer.simulate(model, {"devices": ["cuda:0"], **treatment}, (x,)).devices[0]
+    assert as_cuda.peak < 0.9 * plan.devices[0].peak  # CUDA's does not
+
+
+def test_a_group_norm_in_half_gives_gradients_in_half() -> None:
+    block = nn.Sequential(nn.Conv3d(1, 8, 3, padding=1), nn.GroupNorm(2, 8))
+    model = nn.Sequential(block, nn.Conv3d(8, 1, 1))
+    check(model, torch.randn(1, 1, 24, 24, 24), precision="bf16")
+
+
+def test_an_lstm_keeps_a_workspace_for_backward() -> None:
+    """40 times what goes in and comes out, which all else is made of."""
+    check(models.Recurrent(), torch.randn(240, 40, 3))
+
+
+def test_half_precision_is_averaged_in_fp32() -> None:
+    check(models.InPlace().eval(), torch.randn(16, 2, 64, 64), precision="bf16", training=False)
