@@ -257,6 +257,15 @@ def releasing_fakes(stage_class: Any) -> Any:
     return FakeStage
 
 
+def reshape_in_place(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """``tensor`` in another shape and in the same memory, no view of it for autograd. Checked with 2.15.
+
+    So it may be written to where ``tensor`` is a leaf, and be detached in place. Raises
+    ``RuntimeError`` where ``tensor.view(shape)`` does.
+    """
+    return torch.ops.aten._unsafe_view.default(tensor, shape)  # type: ignore[no-any-return]
+
+
 def takes_microbatches() -> bool:
     """Do the schedules of ``torch.distributed.pipelining`` take micro-batches that are cut already?
 

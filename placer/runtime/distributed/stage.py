@@ -163,8 +163,9 @@ class StageModule(nn.Module):
         output = unflatten_output(crossings.staged.call, result)
         with locate_layer(crossings.staged.stages[self._index], "loss_fn"):
             loss = run.loss_of(given, output)
-        run.losses.append(loss.detach() * given.weight)
-        return loss * (given.weight * run.scale)
+        weighted = loss * given.weight
+        run.losses.append(weighted.detach())
+        return weighted if run.scale == 1.0 else weighted * run.scale
 
     def _nothing(self, run: Run) -> Any:
         grad = run.loss_of is not None

@@ -7,44 +7,12 @@ rows that are not there; the way back cuts the gradient to size again.
 
 from __future__ import annotations
 
-from typing import Any
+import math
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-
-class _ToWire(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, numel: int) -> Tensor:
-        ctx.shape = value.shape
-        return _fill(value.reshape(-1), numel)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0][: ctx.shape.numel()].view(ctx.shape), None
-
-
-class _FromWire(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
-        ctx.numel = wire.numel()
-        # Detached last, it is no view for autograd: a stage may write to it in place.
-        return wire[: torch.Size(shape).numel()].view(shape).detach()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _fill(grads[0].reshape(-1), ctx.numel), None
-
-
-def _fill(flat: Tensor, numel: int) -> Tensor:
-    if flat.numel() == numel:
-        return flat.detach()
-    filled = flat.new_zeros(numel)
-    filled[: flat.numel()] = flat
-    return filled
+from placer._torch import reshape_in_place
 
 
 def to_wire(value: Tensor, numel: int) -> Tensor:
@@ -52,12 +20,16 @@ def to_wire(value: Tensor, numel: int) -> Tensor:
 
     ``PipelineStage`` detaches what it sent in place when a backward is split.
     """
-    return _ToWire.apply(value, numel)  # type: ignore[no-any-return]
+    missing = numel - value.numel()
+    if missing:
+        return torch.cat((value.reshape(-1), value.new_zeros(missing)))
+    return reshape_in_place(value.contiguous(), (numel,))
 
 
 def from_wire(wire: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The tensor of ``shape`` at the start of ``wire``."""
-    return _FromWire.apply(wire, shape)  # type: ignore[no-any-return]
+    """The tensor of ``shape`` at the start of ``wire``; no view of it: a stage may write to it."""
+    numel = math.prod(shape)
+    return reshape_in_place(wire if wire.numel() == numel else wire[:numel], shape)
 
 
 def hollow(wire: Tensor) -> None:
