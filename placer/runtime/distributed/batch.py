@@ -21,8 +21,12 @@ from placer.schedule import batch_cuts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutBatch:
-    """The micro-batches of a batch: rows per replica and micro-batch, and the inputs of each in order."""
+    """The micro-batches of a batch: rows per replica and micro-batch, and the inputs of each in order.
 
+    ``total`` are all its rows; None for a call without a batch.
+    """
+
+    total: int | None
     rows: tuple[tuple[int, ...], ...]
     pieces: Sequence[list[Tensor]]
 
@@ -48,10 +52,10 @@ def cut_batch(
     """The batch of these inputs, cut; a call without a batch is one cut, of the first replica."""
     total = batch_size(call, leaves)
     if total is None:
-        return CutBatch(rows=((1,),), pieces=[list(leaves)])
+        return CutBatch(total=None, rows=((1,),), pieces=[list(leaves)])
     rows = batch_cuts(total, replicas, microbatches)
     pieces = split_rows(call, leaves, [size for row in rows for size in row])
-    return CutBatch(rows=rows, pieces=pieces)
+    return CutBatch(total=total, rows=rows, pieces=pieces)
 
 
 def count_rows(rows: Sequence[int], *, own_rows: bool, replicas: int, together: bool) -> int | None:

@@ -115,8 +115,9 @@ class BoundaryFinder:
 
         Flags of modules that it lacks follow its own; their attributes stay.
         """
-        for copied in (self._shadow, self._fake):
-            if copy_settings(self._programs.settings, part, copied):
+        settings = self._programs.settings
+        for copied in (self._shadow, self._fake) if settings else ():
+            if copy_settings(settings, part, copied):
                 self._found.clear()
         modes = tuple(module.training for module in part.modules())
         if modes == self._modes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
@@ -25,12 +25,22 @@ class InputGradients:
         self._wanted = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
         self._parts: list[tuple[int, int, Tensor]] = []  # (input, its first row, what is read)
 
-    def read(self, index: int, first_row: int, piece: Tensor) -> Tensor:
-        """What the stages of this rank read of input ``index``: ``piece``, without its past."""
-        part = piece.detach()
-        if index in self._wanted:
-            self._parts.append((index, first_row, part.requires_grad_()))
-        return part
+    def read(
+        self,
+        names: Sequence[str],
+        pieces: Sequence[Tensor],
+        *,
+        first_row: int,
+        needed: Collection[str],
+    ) -> dict[str, Tensor]:
+        """What the stages of this rank read of a micro-batch: the ``needed`` inputs, without their past."""
+        read = {}
+        for index, (name, piece) in enumerate(zip(names, pieces, strict=True)):
+            if name in needed:
+                read[name] = part = piece.detach()
+                if index in self._wanted:
+                    self._parts.append((index, first_row, part.requires_grad_()))
+        return read
 
     def deliver(
         self,

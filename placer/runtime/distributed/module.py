@@ -55,12 +55,24 @@ class DistributedModule(PlacedModule):
     job construct it together.
     """
 
+    seat: Seat
+    device: torch.device
+    mesh: DeviceMesh
+    _holdings: Holdings
+    _dp_group: dist.ProcessGroup  # the groups are None once this module has failed
+    _pp_group: dist.ProcessGroup
+    _world_group: dist.ProcessGroup
+    _tied_groups: dict[tuple[int, ...], dist.ProcessGroup]
+    _finder: BoundaryFinder
+    _alarm: Alarm
+    _layer_of: Mapping[str, str]
+    _written: tuple[str, ...]
+    _engine: Engine
     _placeholder: nn.Parameter
-    _FIELDS = PlacedModule._FIELDS | {
-        *("seat", "device", "mesh", "_holdings", "_dp_group", "_pp_group", "_world_group"),
-        *("_tied_groups", "_finder", "_alarm", "_layer_of", "_written", "_engine"),
-        *("_reducer", "_reduced", "_frozen"),
-    }
+    _reducer: GradientReducer | None
+    _reduced: tuple[int, ...]  # ids of the parameters that the reducer watches
+    _frozen: frozenset[str]
+    _FIELDS = PlacedModule._FIELDS | frozenset(__annotations__)
 
     def __init__(
         self,
@@ -100,10 +112,10 @@ class DistributedModule(PlacedModule):
             group=self._pp_group,
             device=device,
         )
-        self.__dict__["_placeholder"] = nn.Parameter(torch.empty(0, device=device))
-        self._reducer: GradientReducer | None = None
-        self._reduced: tuple[int, ...] = ()  # ids of the parameters that the reducer watches
-        self._frozen = {n for n, p in self.named_parameters() if not p.requires_grad}
+        self._placeholder = nn.Parameter(torch.empty(0, device=device))
+        self._reducer = None
+        self._reduced = ()
+        self._frozen = frozenset(n for n, p in self.named_parameters() if not p.requires_grad)
 
     def __reduce__(self) -> NoReturn:
         raise PlacerError(
@@ -181,7 +193,8 @@ class DistributedModule(PlacedModule):
         with torch.no_grad(), self._own_random_state():
             batch = self._cut(programs.call, leaves, self.num_replicas)
             inputs = self._input_gradients([leaf.detach() for leaf in leaves])
-            run, largest = self._scatter_own(batch, self.replica_index, inputs, None, None, 1.0)
+            own, largest = self._microbatches(batch, self.replica_index, inputs, grad=False)
+            run = Run(microbatches=own, loss_of=None)
             try:
                 self._execute(run, largest)
                 moments = self._share_moments(largest)
@@ -213,7 +226,7 @@ class DistributedModule(PlacedModule):
         scaler: torch.amp.GradScaler | None = None,
     ) -> Tensor:
         self._check_alive()
-        self._check_frozen()
+        trained = self._check_parameters()
         self._check_scaler(scaler)
         rows = self._agree(
             programs.call,
@@ -239,11 +252,12 @@ class DistributedModule(PlacedModule):
             weigh = None if reduction == "sum" else total
             inputs = self._input_gradients(leaves)
             with self._own_random_state():
-                run, largest = self._scatter_own(
-                    batch, mine, inputs, (target, loss_fn), weigh, scale
+                own, largest = self._microbatches(
+                    batch, mine, inputs, target=target, total=weigh, grad=True
                 )
-                reducer = self._current_reducer()
-                count = sum(m.crossings is not None for m in run.microbatches)
+                run = Run(microbatches=own, loss_of=self._loss_of(loss_fn, target), scale=scale)
+                reducer = self._current_reducer(trained)
+                count = sum(m.crossings is not None for m in own)
                 reducer.prepare(count, overlap=not self._engine.splits_backward)
                 self._execute(run, largest)
                 losses = LossSum(run.losses, world=self.world_group, device=self.device)
@@ -330,56 +344,47 @@ class DistributedModule(PlacedModule):
     def _cut(self, call: CallFormat, leaves: Sequence[Tensor], replicas: int) -> CutBatch:
         return cut_batch(call, leaves, replicas=replicas, microbatches=self.plan.microbatches)
 
-    def _scatter_own(
+    def _microbatches(
         self,
         batch: CutBatch,
         mine: int,
         inputs: InputGradients,
-        training: tuple[Any, Callable[..., Tensor]] | None,
-        total: int | None,
-        scale: float,
-    ) -> tuple[Run, Crossings]:
+        *,
+        target: Any = None,
+        total: int | None = None,
+        grad: bool,
+    ) -> tuple[list[Microbatch], Crossings]:
         """The micro-batches of replica ``mine``, those without rows last; what crosses for the largest.
 
-        ``training`` is the target and the loss function, ``total`` the rows over which losses are
-        means.
+        ``total`` are the rows over which losses are means; None: they are sums.
         """
         sizes, pieces = batch.sizes, batch.pieces
         own, largest = batch.of_replica(mine), batch.largest
-        rows = sum(sizes) if any(self._staged.call.batched) else None
-        targets = split_target(training[0] if training else None, rows, sizes)
-        grad = training is not None
         self._finder.follow(self._tree)
         some = {sizes[position]: pieces[position] for position in (*own, largest)}
         crossings = {size: self._finder.find(piece, grad=grad) for size, piece in some.items()}
         needed = {size: self._inputs_needed(c.staged) for size, c in crossings.items()}
-
-        def microbatch(position: int) -> Microbatch:
-            found = crossings[sizes[position]]
-            first_row = sum(sizes[:position])
-            named = enumerate(zip(found.staged.graph_inputs, pieces[position], strict=True))
-            return Microbatch(
-                inputs={
-                    name: inputs.read(index, first_row, piece)
-                    for index, (name, piece) in named
-                    if name in needed[sizes[position]]
-                },
-                crossings=found,
-                inputs_here=is_on(self.device, pieces[position]),
+        targets = split_target(target, batch.total, sizes)
+        here = is_on(self.device, pieces[largest])
+        given = [
+            Microbatch(
+                inputs=inputs.read(
+                    crossings[sizes[position]].staged.graph_inputs,
+                    pieces[position],
+                    first_row=sum(sizes[:position]),
+                    needed=needed[sizes[position]],
+                ),
+                crossings=crossings[sizes[position]],
+                inputs_here=here,
                 leaves=pieces[position],
                 target=targets[position],
                 weight=1.0 if total is None else sizes[position] / total,
             )
-
-        microbatches = [microbatch(position) for position in own]
+            for position in own
+        ]
         empty = Microbatch(inputs={}, crossings=None)
-        microbatches += [empty] * (self.plan.microbatches - len(own))
-        run = Run(
-            microbatches=microbatches,
-            loss_of=None if training is None else self._loss_of(training[1]),
-            scale=scale,
-        )
-        return run, crossings[sizes[largest]]
+        given += [empty] * (self.plan.microbatches - len(own))
+        return given, crossings[sizes[largest]]
 
     def _input_gradients(self, leaves: list[Tensor]) -> InputGradients:
         return InputGradients(leaves, self._staged.call.batched)
@@ -391,8 +396,11 @@ class DistributedModule(PlacedModule):
             needed.update(str(x) for kind, x in staged.result if kind == "value")
         return needed
 
-    def _loss_of(self, loss_fn: Callable[..., Tensor]) -> Callable[[Microbatch, Any], Tensor]:
+    def _loss_of(
+        self, loss_fn: Callable[..., Tensor], whole_target: Any
+    ) -> Callable[[Microbatch, Any], Tensor]:
         place = self._replicas[0].output_place
+        target_here = is_on(self.device, whole_target)
 
         def loss_of(given: Microbatch, output: Any) -> Tensor:
             if self._forward_hooks:
@@ -400,7 +408,7 @@ class DistributedModule(PlacedModule):
                 arguments = rebuild_call(given.crossings.staged.call, given.leaves)
                 output = run_forward_hooks(self, *arguments, output)
             target = given.target
-            if not is_on(self.device, target):
+            if not target_here:
                 target = transfer(target, CALLER, place)
             return call_loss(loss_fn, output, target)
 
@@ -440,16 +448,16 @@ class DistributedModule(PlacedModule):
     def _own_random_state(self) -> Any:
         return own_random_state(self.device, self.replica_index, self.seat.device_index)
 
-    def _current_reducer(self) -> GradientReducer:
-        ids = tuple(id(p) for _, p in self.named_parameters() if p.requires_grad)
-        if self._reducer is None or ids != self._reduced:
+    def _current_reducer(self, trained: tuple[int, ...]) -> GradientReducer:
+        """The reducer of the parameters that have these ids."""
+        if self._reducer is None or trained != self._reduced:
             if self._reducer is not None:
                 self._reducer.close()
             shared = find_shared(
                 self, self._staged, self._holdings, self.stage_indices, self._group_of
             )
             self._reducer = GradientReducer(shared)
-            self._reduced = ids
+            self._reduced = trained
         return self._reducer
 
     def _group_of(self, holders: tuple[int, ...]) -> dist.ProcessGroup:
@@ -472,15 +480,17 @@ class DistributedModule(PlacedModule):
                 "give x.detach(), or take the gradient with placed.step, where inputs get theirs",
             )
 
-    def _check_frozen(self) -> None:
-        new = [n for n, _ in self.named_parameters() if n not in self._holdings.first_name]
+    def _check_parameters(self) -> tuple[int, ...]:
+        """The ids of those that are trained. Raises ``PlacerError`` if others are than at the start."""
+        named = list(self.named_parameters())
+        new = [name for name, _ in named if name not in self._holdings.first_name]
         if new:
             raise PlacerError(
                 new[0],
                 "was made after placer.compile, and the other ranks cannot know",
                 "prune, parametrize or extend the model before placer.compile",
             )
-        frozen = {n for n, p in self.named_parameters() if not p.requires_grad}
+        frozen = {name for name, parameter in named if not parameter.requires_grad}
         if frozen != self._frozen:
             changed = sorted(frozen ^ self._frozen)[0]
             raise PlacerError(
@@ -488,6 +498,7 @@ class DistributedModule(PlacedModule):
                 "requires_grad was changed after placer.compile, and the other ranks cannot know",
                 "freeze parameters of the model before placer.compile",
             )
+        return tuple(id(parameter) for _, parameter in named if parameter.requires_grad)
 
     def _check_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
