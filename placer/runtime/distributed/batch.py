@@ -1,4 +1,4 @@
-"""A batch over the ranks of a job: how it is cut, and its results brought together."""
+"""A batch over the ranks of a job: how it is cut, what each reads, and its results brought together."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from placer.capture import CallFormat, unflatten_output
+from placer.emit import StagedModel
 from placer.errors import PlacerError
-from placer.runtime.distributed.boundary import BoundaryFinder, Wire
+from placer.runtime.distributed.boundary import BoundaryFinder, Crossings, Wire
+from placer.runtime.distributed.inputs import InputGradients
 from placer.runtime.distributed.job import Seat
-from placer.runtime.distributed.stage import Run
-from placer.runtime.scatter import batch_size, join_rows, split_rows
+from placer.runtime.distributed.stage import Microbatch, Run
+from placer.runtime.place import is_on
+from placer.runtime.scatter import batch_size, join_rows, split_rows, split_target
 from placer.schedule import batch_cuts
 
 
@@ -94,6 +97,58 @@ def own_batch(
             for leaf, batched in zip(leaves, call.batched, strict=True)
         ]
     return cut_batch(call, leaves, replicas=1, microbatches=microbatches), int(empty)
+
+
+def read_microbatches(
+    batch: CutBatch,
+    replica_index: int,
+    inputs: InputGradients,
+    finder: BoundaryFinder,
+    *,
+    stage_indices: Sequence[int],
+    num_microbatches: int,
+    target: Any = None,
+    total: int | None = None,
+    grad: bool,
+) -> tuple[list[Microbatch], Crossings]:
+    """What a rank with these stages is given, micro-batches without rows last; what crosses at most.
+
+    ``total`` are the rows over which losses are means; None: they are sums. Raises ``PlacerError``
+    when a stage does not run.
+    """
+    sizes, pieces = batch.sizes, batch.pieces
+    own, largest = batch.of_replica(replica_index), batch.largest
+    some = {sizes[position]: pieces[position] for position in (*own, largest)}
+    crossings = {size: finder.find(piece, grad=grad) for size, piece in some.items()}
+    needed = {size: _inputs_needed(c.staged, stage_indices) for size, c in crossings.items()}
+    targets = split_target(target, batch.total, sizes)
+    here = is_on(finder.device, pieces[largest])
+    given = [
+        Microbatch(
+            inputs=inputs.read(
+                crossings[sizes[position]].staged.graph_inputs,
+                pieces[position],
+                first_row=sum(sizes[:position]),
+                needed=needed[sizes[position]],
+            ),
+            crossings=crossings[sizes[position]],
+            inputs_here=here,
+            leaves=pieces[position],
+            target=targets[position],
+            weight=1.0 if total is None else sizes[position] / total,
+        )
+        for position in own
+    ]
+    given += [Microbatch(inputs={}, crossings=None)] * (num_microbatches - len(own))
+    return given, crossings[sizes[largest]]
+
+
+def _inputs_needed(staged: StagedModel, stage_indices: Sequence[int]) -> set[str]:
+    """The model's own inputs that these stages read or return."""
+    needed = {name for index in stage_indices for name in staged.stages[index].inputs}
+    if len(staged.stages) - 1 in stage_indices:
+        needed.update(str(x) for kind, x in staged.result if kind == "value")
+    return needed
 
 
 def gather_result(

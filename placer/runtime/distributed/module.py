@@ -23,6 +23,7 @@ from placer.runtime.distributed.batch import (
     cut_batch,
     gather_result,
     own_batch,
+    read_microbatches,
 )
 from placer.runtime.distributed.boundary import BoundaryFinder, Crossings
 from placer.runtime.distributed.engine import Engine
@@ -43,7 +44,7 @@ from placer.runtime.module import PlacedModule
 from placer.runtime.place import CALLER, Place, is_on
 from placer.runtime.programs import Calls, Programs
 from placer.runtime.scaling import scale_of
-from placer.runtime.scatter import batch_size, split_target
+from placer.runtime.scatter import batch_size
 from placer.runtime.statistics import NormCall
 from placer.runtime.transfer import transfer
 
@@ -354,47 +355,21 @@ class DistributedModule(PlacedModule):
         total: int | None = None,
         grad: bool,
     ) -> tuple[list[Microbatch], Crossings]:
-        """The micro-batches of replica ``mine``, those without rows last; what crosses for the largest.
-
-        ``total`` are the rows over which losses are means; None: they are sums.
-        """
-        sizes, pieces = batch.sizes, batch.pieces
-        own, largest = batch.of_replica(mine), batch.largest
         self._finder.follow(self._tree)
-        some = {sizes[position]: pieces[position] for position in (*own, largest)}
-        crossings = {size: self._finder.find(piece, grad=grad) for size, piece in some.items()}
-        needed = {size: self._inputs_needed(c.staged) for size, c in crossings.items()}
-        targets = split_target(target, batch.total, sizes)
-        here = is_on(self.device, pieces[largest])
-        given = [
-            Microbatch(
-                inputs=inputs.read(
-                    crossings[sizes[position]].staged.graph_inputs,
-                    pieces[position],
-                    first_row=sum(sizes[:position]),
-                    needed=needed[sizes[position]],
-                ),
-                crossings=crossings[sizes[position]],
-                inputs_here=here,
-                leaves=pieces[position],
-                target=targets[position],
-                weight=1.0 if total is None else sizes[position] / total,
-            )
-            for position in own
-        ]
-        empty = Microbatch(inputs={}, crossings=None)
-        given += [empty] * (self.plan.microbatches - len(own))
-        return given, crossings[sizes[largest]]
+        return read_microbatches(
+            batch,
+            mine,
+            inputs,
+            self._finder,
+            stage_indices=self.stage_indices,
+            num_microbatches=self.plan.microbatches,
+            target=target,
+            total=total,
+            grad=grad,
+        )
 
     def _input_gradients(self, leaves: list[Tensor]) -> InputGradients:
         return InputGradients(leaves, self._staged.call.batched)
-
-    def _inputs_needed(self, staged: StagedModel) -> set[str]:
-        """The model's own inputs that this rank's stages read or return."""
-        needed = {name for i in self.stage_indices for name in staged.stages[i].inputs}
-        if len(staged.stages) - 1 in self.stage_indices:
-            needed.update(str(x) for kind, x in staged.result if kind == "value")
-        return needed
 
     def _loss_of(
         self, loss_fn: Callable[..., Tensor], whole_target: Any
