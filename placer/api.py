@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from placer.runtime.distributed.job import find_job
 from placer.runtime.module import PlacedModule
 from placer.runtime.places import resolve_places
 from placer.simulation import SimulationReport, simulate_plan
+from placer.simulation.judge import plan_maker
 from placer.spec import DeviceSpec, PlacementSpec, load_spec
 
 SpecSource = PlacementSpec | Mapping[str, Any] | str | Path
@@ -39,21 +41,11 @@ def make_plan(
     one process per device (``torchrun``): a value that skips stages passes through them and costs
     each its bytes, where one process copies it once, and peaks are those of a dry run of every rank.
     `compile` plans so by itself inside a job, with estimated peaks. A plan that overflows a budget
-    has ``fits`` False. Raises ``SpecError``, ``CaptureError``.
+    has ``fits`` False; where an estimate is near its budget, a dry run decides. Raises
+    ``SpecError``, ``CaptureError``.
     """
     capture, leaves = _capture(model, args, kwargs)
-    return plan_captured(capture, as_spec(spec), leaves, processes=processes)
-
-
-def plan_captured(
-    capture: Capture, spec: PlacementSpec, inputs: Sequence[Tensor], *, processes: bool = False
-) -> Plan:
-    """`make_plan` for a model that is captured already, called with the tensors ``inputs``."""
-    if processes:
-        from placer.simulation.judge import plan_ranks  # pipelining takes a while to import
-
-        return plan_ranks(capture, spec, inputs)
-    return build_plan(capture, spec, inputs)
+    return plan_maker(capture, leaves, processes=processes)(as_spec(spec))
 
 
 def compile(
@@ -85,9 +77,15 @@ def compile(
         require_fit(plan)
     else:
         spec = as_spec(spec_or_plan)
-        plan = build_plan(capture, spec, leaves, processes=job is not None)
+        # In a job estimates have to do: a dry run of every rank is not for each rank to make.
+        make = (
+            partial(build_plan, capture, inputs=leaves, processes=True)
+            if job is not None
+            else plan_maker(capture, leaves)
+        )
+        plan = make(spec)
         if not plan.fits:
-            raise misfit_error(capture, spec, leaves, plan)
+            raise misfit_error(capture, spec, leaves, plan, make)
     if job is not None:
         from placer.runtime.distributed.launch import launch  # pipelining takes a while to import
 
@@ -138,7 +136,7 @@ def auto_spec(
     }
     spec = PlacementSpec.model_validate(fields)
     capture, leaves = _capture(model, args, kwargs)
-    return choose_spec(capture, spec, leaves, processes=processes)
+    return choose_spec(capture, spec, leaves, plan_maker(capture, leaves, processes=processes))
 
 
 def simulate(
@@ -161,7 +159,7 @@ def simulate(
     """
     capture, leaves = _capture(model, args, kwargs)
     if not isinstance(plan, Plan):
-        plan = build_plan(capture, as_spec(plan), leaves, processes=processes)
+        plan = plan_maker(capture, leaves, processes=processes)(as_spec(plan))
     return simulate_captured(
         capture, plan, leaves, loss_fn=loss_fn, run_on=run_on, processes=processes
     )

@@ -82,9 +82,9 @@ def auto(
     from placer.errors import BudgetError
     from placer.files import writing
     from placer.plan.auto import choose_spec
-    from placer.plan.build import build_plan
     from placer.plan.store import save_plan
     from placer.report import plan_table
+    from placer.simulation.judge import plan_maker
     from placer.spec import PlacementSpec
 
     given = {
@@ -107,13 +107,14 @@ def auto(
     console = people(as_json=as_json or output is None)
     loaded = subject.load()
     capture, leaves = loaded.capture()
+    make = plan_maker(capture, leaves)
     try:
-        chosen = choose_spec(capture, wanted, leaves)
+        chosen = choose_spec(capture, wanted, leaves, make)
     except BudgetError as error:
-        closest = build_plan(capture, wanted, leaves)
+        closest = make(wanted)
         console.print(plan_table(closest))
-        report_misfit(console, capture, wanted, leaves, closest, error=error, as_json=as_json)
-    made = build_plan(capture, chosen, leaves)
+        report_misfit(console, capture, wanted, leaves, closest, make, error=error, as_json=as_json)
+    made = make(chosen)
     console.print(plan_table(made))
     if plan_output is not None:
         save_plan(made, plan_output)

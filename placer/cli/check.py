@@ -68,8 +68,8 @@ def _check_spec(
     console: Console, subject: Subject, spec: PlacementSpec, *, source: str, as_json: bool
 ) -> None:
     from placer.cli.fit import report_misfit
-    from placer.plan.build import build_plan
     from placer.report import plan_table
+    from placer.simulation.judge import plan_maker
     from placer.spec import resolve_layers, resolve_patterns
 
     paths = [name for name, _ in subject.model.named_modules(remove_duplicate=False) if name]
@@ -92,12 +92,13 @@ def _check_spec(
             print_json(result)
         return
     capture, leaves = subject.capture()
-    made = build_plan(capture, spec, leaves)
+    make = plan_maker(capture, leaves)
+    made = make(spec)
     console.print(plan_table(made))
     if as_json:
         print_json({**result, "fits": made.fits})
     if not made.fits:
-        report_misfit(console, capture, spec, leaves, made)
+        report_misfit(console, capture, spec, leaves, made, make)
 
 
 def _check_model(

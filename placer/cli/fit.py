@@ -13,6 +13,7 @@ from placer.capture import Capture
 from placer.cli.main import EXIT_NO_FIT
 from placer.cli.output import print_json
 from placer.errors import BudgetError
+from placer.plan.build import PlanMaker
 from placer.plan.remedies import lacks_room, memory_needed, misfit_error
 from placer.plan.types import Plan
 from placer.spec import PlacementSpec
@@ -25,17 +26,19 @@ def report_misfit(
     spec: PlacementSpec,
     inputs: Sequence[Tensor],
     plan: Plan,
+    make: PlanMaker,
     *,
     error: BudgetError | None = None,
     as_json: bool = False,
 ) -> NoReturn:
     """Print what would make the placement fit and leave with the exit code for a misfit.
 
-    ``error`` has the tries, if they were made already. With ``as_json`` it goes to stdout.
+    ``make`` plans a changed spec. ``error`` has the tries, if they were made already. With
+    ``as_json`` it goes to stdout.
     """
     with console.status("looking for what would fit …"):
-        error = error or misfit_error(capture, spec, inputs, plan)
-        needed = memory_needed(capture, spec, inputs, processes=plan.processes)
+        error = error or misfit_error(capture, spec, inputs, plan, make)
+        needed = memory_needed(spec, make)
     console.print(error.problem, style="bold red", markup=False)
     console.print("what would make it fit:")
     for change in [*(t.change for t in error.tried if t.fits), needed]:

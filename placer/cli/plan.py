@@ -32,17 +32,18 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Show on which device everything goes and what it costs; nothing is allocated."""
-    from placer.api import plan_captured
     from placer.cli.fit import report_misfit
     from placer.plan.store import plan_to_json, save_plan
     from placer.report import plan_table, write_html
+    from placer.simulation.judge import plan_maker
     from placer.spec import load_spec
 
     wanted = load_spec(spec)
     console = people(as_json=as_json)
     loaded = subject.load()
     capture, leaves = loaded.capture()
-    made = plan_captured(capture, wanted, leaves, processes=processes)
+    make = plan_maker(capture, leaves, processes=processes)
+    made = make(wanted)
     console.print(plan_table(made))
     if explain:
         console.print("\n" + made.explain(), markup=False, highlight=False, soft_wrap=True)
@@ -55,4 +56,4 @@ def plan(
     if as_json:
         print_json(plan_to_json(made))
     if not made.fits:
-        report_misfit(console, capture, wanted, leaves, made)
+        report_misfit(console, capture, wanted, leaves, made, make)

@@ -28,9 +28,9 @@ def simulate(
     from placer.api import simulate_captured
     from placer.cli.main import EXIT_NO_FIT
     from placer.cli.sources import load_spec_or_plan
-    from placer.plan.build import build_plan
     from placer.plan.types import Plan
     from placer.report import moment_text
+    from placer.simulation.judge import plan_maker
 
     wanted = load_spec_or_plan(spec)
     console = people(as_json=as_json)
@@ -38,7 +38,7 @@ def simulate(
     capture, leaves = loaded.capture()
     plan = wanted
     if not isinstance(plan, Plan):
-        plan = build_plan(capture, plan, leaves, processes=processes)
+        plan = plan_maker(capture, leaves, processes=processes)(plan)
     report = simulate_captured(capture, plan, leaves, processes=processes)
     console.print(_table(plan, report))
     found = report.to_json()

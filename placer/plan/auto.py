@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from placer.capture import Capture
-from placer.plan.build import build_plan
+from placer.plan.build import PlanMaker
 from placer.plan.devices import with_known_memory
 from placer.plan.remedies import misfit_error
 from placer.plan.types import Plan
@@ -18,11 +18,11 @@ def choose_spec(
     capture: Capture,
     wanted: PlacementSpec,
     inputs: Sequence[Tensor],
-    *,
-    processes: bool = False,
+    make: PlanMaker,
 ) -> PlacementSpec:
     """``wanted`` with its layers resolved, on the first devices of its list that suffice.
 
+    ``make`` plans a spec for ``capture`` and ``inputs``.
     Devices that ``wanted.layers`` names are always among them. CPU devices of no given memory share
     this machine's. Raises ``SpecError`` when the memory of a device is not known, and
     ``BudgetError`` naming the device that overflows the least, by how much, and what was tried.
@@ -34,18 +34,18 @@ def choose_spec(
     plans: list[Plan] = []
     for count in counts:
         spec = wanted.with_devices(wanted.devices[:count])
-        plan = build_plan(capture, spec, inputs, processes=processes)
+        plan = make(spec)
         if plan.fits:
-            return _with_resolved_layers(capture, spec, plan, inputs)
+            return _with_resolved_layers(capture, spec, plan, make)
         plans.append(plan)
     closest = min(plans, key=lambda plan: plan.overflow_bytes)
-    error = misfit_error(capture, wanted, inputs, closest)
+    error = misfit_error(capture, wanted, inputs, closest, make)
     error.problem = f"no placement on {len(wanted.devices)} device(s) fits: {error.problem}"
     raise error
 
 
 def _with_resolved_layers(
-    capture: Capture, spec: PlacementSpec, plan: Plan, inputs: Sequence[Tensor]
+    capture: Capture, spec: PlacementSpec, plan: Plan, make: PlanMaker
 ) -> PlacementSpec:
     """``spec`` with the plan's layers written out, where that says no less than the plan.
 
@@ -53,7 +53,7 @@ def _with_resolved_layers(
     overflow a budget, the spec without them is returned; it gives ``plan`` again.
     """
     resolved = spec.with_layers({**spec.layers, **whole_layers(capture, plan)})
-    again = build_plan(capture, resolved, inputs, processes=plan.processes)
+    again = make(resolved)
     worse = max(d.peak for d in again.devices) > max(d.peak for d in plan.devices)
     return resolved if again.fits and not worse else spec
 

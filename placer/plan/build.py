@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -28,6 +28,9 @@ from placer.plan.resolve import (
 from placer.plan.types import Plan
 from placer.regions import RegionKey
 from placer.spec import PlacementSpec
+
+# How a spec is planned for one model and its inputs, by whoever judges the plan.
+PlanMaker = Callable[[PlacementSpec], Plan]
 
 
 def build_plan(

@@ -11,7 +11,7 @@ from torch import Tensor
 from placer.capture import Capture
 from placer.cost import estimate_costs
 from placer.errors import BudgetError, PlacerError, Tried
-from placer.plan.build import build_plan
+from placer.plan.build import PlanMaker
 from placer.plan.check import describe_overflow
 from placer.plan.devices import device_slot, likely_kernels
 from placer.plan.types import Plan
@@ -19,6 +19,7 @@ from placer.spec import DeviceSpec, PlacementSpec
 from placer.units import format_bytes
 
 _MOST_DEVICES = 8
+_MOST_ROUNDS = 3
 _MICROBATCHES = (2, 4, 8, 16)
 
 
@@ -31,29 +32,19 @@ class LargestNode:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Case:
-    """What every change is planned for."""
-
-    capture: Capture
-    inputs: Sequence[Tensor]
-    processes: bool
-
-
 def misfit_error(
     capture: Capture,
     spec: PlacementSpec,
     inputs: Sequence[Tensor],
     plan: Plan,
-    *,
-    tries: bool = True,
+    make: PlanMaker,
 ) -> BudgetError:
-    """Why ``plan`` (the best under ``spec``) does not fit, and with ``tries`` what would.
+    """Why ``plan`` (the best under ``spec``) does not fit, and what would.
 
-    Every change that it names was planned like the spec itself.
+    Every change that it names was planned by ``make``, as the spec itself.
     """
     largest = find_largest_node(capture, spec, inputs)
-    tried = try_remedies(capture, spec, inputs, processes=plan.processes) if tries else ()
+    tried = try_remedies(capture, spec, make)
     fitting = [t.change for t in tried if t.fits]
     return BudgetError(
         f"device {plan.tightest.device}",
@@ -105,15 +96,13 @@ def find_largest_node(
     return LargestNode(node=name, layer=capture.layer_of[name], nbytes=nbytes)
 
 
-def try_remedies(
-    capture: Capture, spec: PlacementSpec, inputs: Sequence[Tensor], *, processes: bool = False
-) -> tuple[Tried, ...]:
+def try_remedies(capture: Capture, spec: PlacementSpec, make: PlanMaker) -> tuple[Tried, ...]:
     """Changes of ``spec``, each planned: the smallest first; none where the reserve leaves no room."""
     if lacks_room(spec):
         return ()
-    case = _Case(capture=capture, inputs=inputs, processes=processes)
-    found = [*_own_placement(case, spec), *_microbatches(case, spec)]
-    found += [*_lighter(case, spec), *_devices(case, spec)]
+    rows = capture.call.batch_size or 1
+    found = [*_own_placement(make, spec), *_microbatches(make, spec, rows)]
+    found += [*_lighter(make, spec), *_devices(make, spec)]
     return tuple(found)
 
 
@@ -133,18 +122,18 @@ def lacks_room(spec: PlacementSpec) -> str:
     )
 
 
-def _own_placement(case: _Case, spec: PlacementSpec) -> Iterator[Tried]:
+def _own_placement(make: PlanMaker, spec: PlacementSpec) -> Iterator[Tried]:
     if spec.layers:
         change = "leave out 'layers': the compiler places all of them on these devices"
-        yield from _try(change, case, spec.with_layers({}))
+        yield from _try(change, make, spec.with_layers({}))
 
 
-def _microbatches(case: _Case, spec: PlacementSpec) -> Iterator[Tried]:
+def _microbatches(make: PlanMaker, spec: PlacementSpec, batch_size: int) -> Iterator[Tried]:
     """The fewest micro-batches that fit, under the given schedule or 1F1B; else the nearest."""
     if spec.microbatches == "auto":
         return
     replicas = spec.replicas if isinstance(spec.replicas, int) else 1
-    rows = (case.capture.call.batch_size or 1) // replicas
+    rows = batch_size // replicas
     tried: list[Tried] = []
     for count in _MICROBATCHES:
         if not int(spec.microbatches) < count <= rows:
@@ -153,14 +142,14 @@ def _microbatches(case: _Case, spec: PlacementSpec) -> Iterator[Tried]:
             new = "" if schedule == spec.schedule else f', "schedule": "{schedule}"'
             change = f'cut the batch: "microbatches": {count}{new}'
             wanted = _updated(spec, microbatches=count, schedule=schedule)
-            tried += _try(change, case, wanted)
+            tried += _try(change, make, wanted)
             if tried and tried[-1].fits:
                 yield tried[-1]
                 return
     yield from sorted(tried, key=lambda t: t.peak)[:1]
 
 
-def _lighter(case: _Case, spec: PlacementSpec) -> Iterator[Tried]:
+def _lighter(make: PlanMaker, spec: PlacementSpec) -> Iterator[Tried]:
     if not spec.training:
         return
     ways: tuple[dict[str, str], ...] = (
@@ -173,13 +162,13 @@ def _lighter(case: _Case, spec: PlacementSpec) -> Iterator[Tried]:
         words = " and ".join(f'"{field}": "auto"' for field in new)
         does = {"checkpoint": "recompute in backward", "offload": "wait in host memory"}
         what = " or ".join(does[field] for field in new)
-        tried = list(_try(f"{words} ({what})", case, _updated(spec, **new)))
+        tried = list(_try(f"{words} ({what})", make, _updated(spec, **new)))
         yield from tried
         if tried and tried[0].fits and len(way) == 2:
             return
 
 
-def _devices(case: _Case, spec: PlacementSpec) -> Iterator[Tried]:
+def _devices(make: PlanMaker, spec: PlacementSpec) -> Iterator[Tried]:
     """The fewest more devices that fit, up to eight; where none do, all eight."""
     devices = list(spec.devices)
     last: list[Tried] = []
@@ -192,29 +181,41 @@ def _devices(case: _Case, spec: PlacementSpec) -> Iterator[Tried]:
             + " and leave out 'layers'" * bool(spec.layers)
         )
         wanted = _updated(spec.with_layers({}).with_devices(devices), replica_devices=())
-        last = list(_try(change, case, wanted)) or last
+        last = list(_try(change, make, wanted)) or last
         if last and last[0].fits:
             break
     yield from last
 
 
-def memory_needed(
-    capture: Capture, spec: PlacementSpec, inputs: Sequence[Tensor], *, processes: bool = False
-) -> str:
+def memory_needed(spec: PlacementSpec, make: PlanMaker) -> str:
     """The memory that every device would need: with the spec's layers, or without if that helps."""
-    case = _Case(capture=capture, inputs=inputs, processes=processes)
     wanted = _updated(spec, objective="memory")
     needs = []
     for layers in dict.fromkeys((tuple(spec.layers.items()), ())):
-        made = _plan(case, wanted.with_layers(dict(layers)))
-        if made is not None:
-            needs.append(max(device.peak + device.reserve for device in made.devices))
+        needed = _memory_needed(wanted.with_layers(dict(layers)), make)
+        if needed is not None:
+            needs.append(needed)
     if not needs:
         return "use a smaller input"
     helps = spec.layers and needs[-1] < 0.95 * needs[0]
     least = format_bytes(needs[-1] if helps else needs[0], enough=True)
     without = " and leave out 'layers'" if helps else ""
     return f"devices of {least} (reserve included) each{without}, or a smaller input"
+
+
+def _memory_needed(spec: PlacementSpec, make: PlanMaker) -> int | None:
+    """Bytes per device, reserve included, under which ``spec`` was planned and fits."""
+    made = _plan(make, spec)
+    needed = None
+    for _ in range(_MOST_ROUNDS):
+        if made is None:
+            return None
+        needed = max(device.peak + device.reserve for device in made.devices)
+        devices = [d.model_copy(update={"memory": needed}) for d in spec.devices]
+        made = _plan(make, spec.with_devices(devices))
+        if made is not None and made.fits:
+            break
+    return needed
 
 
 def _next_device(devices: Sequence[DeviceSpec]) -> DeviceSpec:
@@ -230,15 +231,15 @@ def _updated(spec: PlacementSpec, **fields: Any) -> PlacementSpec:
     return spec.model_copy(update=fields)
 
 
-def _try(change: str, case: _Case, spec: PlacementSpec) -> Iterator[Tried]:
-    made = _plan(case, spec)
+def _try(change: str, make: PlanMaker, spec: PlacementSpec) -> Iterator[Tried]:
+    made = _plan(make, spec)
     if made is not None:
         peak = max(device.peak for device in made.devices)
         yield Tried(change=change, fits=made.fits, peak=peak)
 
 
-def _plan(case: _Case, spec: PlacementSpec) -> Plan | None:
+def _plan(make: PlanMaker, spec: PlacementSpec) -> Plan | None:
     try:
-        return build_plan(case.capture, spec, case.inputs, processes=case.processes)
+        return make(spec)
     except PlacerError:  # the change does not go with the rest of the spec
         return None

@@ -1,0 +1,109 @@
+"""Whether a plan fits is what a dry run says, where an estimate is near a budget."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import placer
+from placer.errors import BudgetError
+from placer.plan.build import build_plan
+from placer.simulation import judge
+
+X = torch.empty(2, 8, 16, 16, device="meta")
+SHARE = 0.1  # how much too low, or too high, the estimates of these tests are
+
+
+def chain() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(*(nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU()) for _ in range(6)))
+
+
+def spec_of(nbytes: int, **fields: Any) -> dict[str, Any]:
+    devices = [{"name": f"cuda:{i}", "memory": nbytes} for i in range(2)]
+    return {"devices": devices, "reserve": 0, "objective": "memory", **fields}
+
+
+@pytest.fixture
+def peak() -> int:
+    """The largest peak of the best plan over two devices, which estimates have right."""
+    return max(d.peak for d in placer.make_plan(chain(), spec_of(2**30), (X,)).devices)
+
+
+def mislead(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+    """Estimates of plans become wrong by ``factor``."""
+
+    def build(*args: Any, **kwargs: Any) -> placer.Plan:
+        plan = build_plan(*args, **kwargs)
+        devices = tuple(replace(d, peak=int(factor * d.peak)) for d in plan.devices)
+        return replace(plan, devices=devices, fits=all(d.fits for d in devices))
+
+    monkeypatch.setattr(judge, "build_plan", build)
+
+
+def really_fits(plan: placer.Plan) -> bool:
+    report = placer.simulate(chain(), plan, (X,))
+    budgets = {device.device: device.budget for device in plan.devices}
+    return all(d.peak <= (budgets[d.device] or 0) for d in report.devices)
+
+
+def test_a_plan_that_only_seems_to_fit_does_not(monkeypatch: pytest.MonkeyPatch, peak: int) -> None:
+    spec = spec_of(int((1 - SHARE / 2) * peak))
+    mislead(monkeypatch, 1 - SHARE)
+    plan = placer.make_plan(chain(), spec, (X,))
+    assert not plan.fits
+    assert not really_fits(plan)
+    assert plan.overflow_bytes == peak - int((1 - SHARE / 2) * peak)  # by the dry run's figures
+    with pytest.raises(BudgetError):
+        placer.compile(chain(), spec, (X,))
+
+
+def test_it_is_planned_again_within_what_the_dry_run_leaves(
+    monkeypatch: pytest.MonkeyPatch, peak: int
+) -> None:
+    budget = int(1.2 * peak)
+    uneven = {**dict.fromkeys("0123", "cuda:0"), **dict.fromkeys("45", "cuda:1")}
+    budgets = []
+
+    def build(capture: Any, spec: placer.PlacementSpec, *args: Any, **kwargs: Any) -> placer.Plan:
+        budgets.append(spec.devices[0].memory)
+        if len(budgets) > 1:
+            return build_plan(capture, spec, *args, **kwargs)
+        plan = build_plan(capture, spec.with_layers(uneven), *args, **kwargs)
+        assert max(device.peak for device in plan.devices) > budget
+        devices = tuple(replace(d, peak=min(d.peak, budget)) for d in plan.devices)
+        return replace(plan, devices=devices, fits=True)
+
+    monkeypatch.setattr(judge, "build_plan", build)
+    plan = placer.make_plan(chain(), spec_of(budget), (X,))
+    assert budgets[0] == budget
+    assert budgets[1] < budget
+    assert plan.fits
+    assert really_fits(plan)
+    assert {device.budget for device in plan.devices} == {budget}
+
+
+def test_a_plan_that_only_seems_not_to_fit_does(monkeypatch: pytest.MonkeyPatch, peak: int) -> None:
+    spec = spec_of(int((1 + SHARE / 2) * peak))
+    mislead(monkeypatch, 1 + SHARE)
+    plan = placer.make_plan(chain(), spec, (X,))
+    assert plan.fits
+    assert really_fits(plan)
+    assert max(device.peak for device in plan.devices) == peak
+
+
+def test_far_from_the_budgets_no_dry_run_is_made(
+    monkeypatch: pytest.MonkeyPatch, peak: int
+) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a dry run")
+
+    monkeypatch.setattr(judge, "simulate_plan", refuse)
+    assert placer.make_plan(chain(), spec_of(2 * peak), (X,)).fits
+    assert not placer.make_plan(chain(), spec_of(peak // 2), (X,)).fits
+    with pytest.raises(AssertionError, match="a dry run"):
+        placer.make_plan(chain(), spec_of(peak), (X,))
