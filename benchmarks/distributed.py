@@ -37,11 +37,6 @@ from placer.simulation.ranks import RankLedger
 
 COMMAND = "python -m benchmarks.distributed"
 MICROBATCHES = (1, 2, 4, 8)
-# glibc gives freed memory back to the system when it lies at the end of the heap, and takes pages one
-# by one again. Whose steps that hits is chance, for the contestants share a heap, but it stays so for
-# the whole job: two stages, 8 micro-batches, 1F1B, rank 1, had 0 to 23,000 page faults per step, by
-# placer or by hand alike. What is freed therefore stays with the process, for all contestants.
-ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_MAX_": "0"}
 Step = Callable[[], None]
 loss_of = nn.CrossEntropyLoss()
 
@@ -295,8 +290,7 @@ def run_job(what: str, processes: int, rounds: int) -> dict[str, Any]:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += [f"--nproc-per-node={processes}", "-m", "benchmarks.distributed", what]
         command += ["--worker", str(path), "--rounds", str(rounds)]
-        environment = {**os.environ, **ALLOCATOR, "OMP_NUM_THREADS": "1"}
-        subprocess.run(command, check=True, env=environment)
+        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         found: dict[str, Any] = json.loads(path.read_text())
         return found
 
@@ -320,9 +314,6 @@ def write_speed(found: dict[str, Any], rounds: int, load: float) -> None:
     lines = [
         f"Two processes of one thread each, gloo on loopback; {rounds} rounds, contestants in turn; "
         f"a ratio is the median of the ratios of the rounds. Load average at the start: {load:.1f}.",
-        "Memory that is freed stays with the process ("
-        + " ".join(f"`{name}={value}`" for name, value in ALLOCATOR.items())
-        + "), for all contestants.",
         "",
         "## Two replicas: throughput, the whole batch of the same size",
         "",
