@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from placer.api import SpecSource, compile, example_call
-from placer.capture import CallFormat, flatten_call, rebuild_call, unflatten_output
+from placer.capture import flatten_call, rebuild_call
 from placer.capture.copying import copy_module
 from placer.cost import stand_in_loss
+from placer.emit import StagedModel
 from placer.plan.types import Plan
 from placer.runtime.module import PlacedModule
 from placer.runtime.place import CALLER
-from placer.runtime.scatter import batch_size, join_rows, split_rows
+from placer.runtime.scatter import batch_size, join_results, split_rows
 from placer.runtime.statistics import DeferredStatistics, defers_statistics, update_statistics
 from placer.schedule import batch_cuts
 
@@ -133,7 +134,7 @@ def _run_plain(
     """The reference: the plain model on each cut in turn, results joined, one loss, one backward."""
     args, kwargs = _fresh((args, kwargs))
     torch.manual_seed(seed)
-    call = placed.call_format
+    call = placed.staged.call
     leaves = flatten_call(call, args, kwargs)
     total = batch_size(call, leaves)
     plan = placed.plan
@@ -142,7 +143,7 @@ def _run_plain(
     else:
         cuts = batch_cuts(total, plan.replicas, plan.microbatches)
         statistics = DeferredStatistics() if defers_statistics(plan) else None
-        output = _run_cuts(plain, call, leaves, cuts, statistics)
+        output = _run_cuts(plain, placed.staged, leaves, cuts, statistics)
     loss = loss_fn(output)
     loss.backward()
     return _collect(plain, output, loss, (args, kwargs))
@@ -150,7 +151,7 @@ def _run_plain(
 
 def _run_cuts(
     plain: nn.Module,
-    call: CallFormat,
+    staged: StagedModel,
     leaves: list[Tensor],
     cuts: Sequence[Sequence[int]],
     statistics: DeferredStatistics | None,
@@ -160,6 +161,7 @@ def _run_cuts(
     Every replica starts from the same buffers. Those of later replicas are not kept, as with
     ``nn.DataParallel``. With ``statistics``, running statistics are updated once, in the end.
     """
+    call = staged.call
     buffers = dict(plain.named_buffers())
     pieces = iter(split_rows(call, leaves, [size for row in cuts for size in row]))
     outputs = []
@@ -179,7 +181,7 @@ def _run_cuts(
     if statistics is not None:
         statistics.set_counters(plain)
         update_statistics(plain, statistics.take_moments())
-    return unflatten_output(call, join_rows([tree_leaves(o) for o in outputs]))
+    return join_results(staged, [tree_leaves(o) for o in outputs])
 
 
 def _fresh(value: Any) -> Any:

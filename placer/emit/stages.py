@@ -11,6 +11,7 @@ from torch import fx, nn
 from placer._torch import compile_graph
 from placer.capture import Capture, first_names
 from placer.emit.boxed import BoxedCodeGen
+from placer.emit.results import find_batched_results
 from placer.emit.types import PieceCode, StageCode, StagedModel
 from placer.errors import PlanError
 from placer.regions import Region
@@ -72,6 +73,7 @@ def emit_stages(
         graph_inputs=tuple(placeholders),
         written_inputs=frozenset(capture.mutated_inputs),
         result=result,
+        batched_results=find_batched_results(capture, result),
         last_use=last_use,
         state_stage=_owners(capture, stage_of),
         constants=dict(capture.constants),

@@ -52,7 +52,8 @@ class StagedModel:
 
     ``graph_inputs`` are the names of the model's tensor inputs, ``written_inputs`` those that its
     forward writes in place, ``result`` the flat list of its outputs: ``("value", node name)`` or
-    ``("constant", object)``. ``state_stage`` says which stage owns each parameter and buffer; a
+    ``("constant", object)``; ``batched_results`` says which of them depend on the batch.
+    ``state_stage`` says which stage owns each parameter and buffer; a
     parameter that later stages read too is mirrored there.
     """
 
@@ -60,6 +61,7 @@ class StagedModel:
     graph_inputs: tuple[str, ...]
     written_inputs: frozenset[str]
     result: tuple[tuple[str, Any], ...]
+    batched_results: tuple[bool, ...]
     last_use: Mapping[str, int]  # value -> the last stage that reads it
     state_stage: Mapping[str, int]
     constants: Mapping[str, torch.Tensor]

@@ -22,7 +22,7 @@ from placer.runtime.programs import Calls, Programs
 from placer.runtime.replica import PlacedMicrobatch, Replica, run_schedule
 from placer.runtime.sampler import ReplicaSampler
 from placer.runtime.scaling import scale_of
-from placer.runtime.scatter import batch_size, join_rows, split_rows, split_target
+from placer.runtime.scatter import batch_size, join_results, split_rows, split_target
 from placer.runtime.statistics import DeferredStatistics, defers_statistics, update_statistics
 from placer.runtime.transfer import transfer
 from placer.runtime.tree import write_back
@@ -104,9 +104,9 @@ class PlacedModule(nn.Module):
         return twin
 
     @property
-    def call_format(self) -> CallFormat:
-        """How this module is called, and what it returns."""
-        return self._staged.call
+    def staged(self) -> StagedModel:
+        """The stages' code for the captured call, how it is called, and what it returns."""
+        return self._staged
 
     @property
     def output_device(self) -> torch.device:
@@ -171,9 +171,9 @@ class PlacedModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the original's ``forward`` returns for these arguments, on ``output_device``.
 
-        Inputs may be on any device. Results of the cuts of a batch are joined along dim 0. Backward
-        goes through all stages, as on the original. Raises ``CaptureError`` where a call unlike the
-        captured one cannot be captured.
+        Inputs may be on any device. Results of the cuts of a batch are joined along dim 0; those
+        that the batch does not reach are whole. Backward goes through all stages, as on the
+        original. Raises ``CaptureError`` where a call unlike the captured one cannot be captured.
         """
         return self._run(*self._calls.find(args, kwargs))
 
@@ -190,7 +190,7 @@ class PlacedModule(nn.Module):
                     result = run.replica.forward(run.trees, run.inputs)
                     pieces.append(transfer(result, run.replica.output_place, home))
                 self._write_back(runs)
-        return unflatten_output(run.replica.staged.call, join_rows(pieces))
+        return join_results(run.replica.staged, pieces)
 
     def _runs(
         self, programs: Programs, scattered: list[list[list[torch.Tensor]]]

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from placer.capture import TENSOR, CallFormat
+from placer.capture import TENSOR, CallFormat, unflatten_output
+from placer.emit import StagedModel
 from placer.errors import CaptureError
 
 
@@ -59,15 +60,19 @@ def split_target(target: Any, total: int | None, sizes: Sequence[int | None]) ->
     return [tree_unflatten([column[i] for column in columns], spec) for i in range(len(sizes))]
 
 
-def join_rows(pieces: Sequence[Sequence[Any]]) -> list[Any]:
-    """The result leaves of the whole batch from those of its pieces.
+def join_results(staged: StagedModel, pieces: Sequence[Sequence[Any]]) -> Any:
+    """What ``forward`` returns for the whole batch, from the result leaves of its pieces.
 
     Tensors are concatenated along dim 0, scalar tensors stacked into a vector (as
-    ``nn.DataParallel`` gathers them), anything else is taken from the first piece.
+    ``nn.DataParallel`` gathers them); what is no tensor, or does not depend on the batch, is taken
+    from the first piece.
     """
-    if len(pieces) == 1:
-        return list(pieces[0])
-    return [_join(column) for column in zip(*pieces, strict=True)]
+    leaves = list(pieces[0])
+    if len(pieces) > 1:
+        columns = zip(*pieces, strict=True)
+        cut = staged.batched_results
+        leaves = [_join(c) if b else c[0] for c, b in zip(columns, cut, strict=True)]
+    return unflatten_output(staged.call, leaves)
 
 
 def _join(column: tuple[Any, ...]) -> Any:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from placer.capture import CallFormat, unflatten_output
+from placer.capture import CallFormat
 from placer.emit import StagedModel
 from placer.errors import PlacerError
 from placer.runtime.distributed.boundary import BoundaryFinder, Crossings, Wire
@@ -18,7 +18,7 @@ from placer.runtime.distributed.inputs import InputGradients
 from placer.runtime.distributed.job import Seat
 from placer.runtime.distributed.stage import Microbatch, Run
 from placer.runtime.place import is_on
-from placer.runtime.scatter import batch_size, join_rows, split_rows, split_target
+from placer.runtime.scatter import batch_size, join_results, split_rows, split_target
 from placer.schedule import batch_cuts
 
 
@@ -172,7 +172,7 @@ def gather_result(
             crossings = finder.find(batch.pieces[position], grad=False)
             given = run.results.get(index) if source == dist.get_rank() else None
             gathered.append(_broadcast(crossings.result, given, source, finder.device, world))
-    return unflatten_output(crossings.staged.call, join_rows(gathered))
+    return join_results(crossings.staged, gathered)
 
 
 def _broadcast(

@@ -1,0 +1,36 @@
+"""Which results are cut with the batch, and which every cut has whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import networkx as nx
+
+from placer.capture import Capture
+
+_BATCH = ("batch",)
+
+
+def find_batched_results(capture: Capture, result: Sequence[tuple[str, Any]]) -> tuple[bool, ...]:
+    """Per entry of the model's ``result``: does a batched input reach it?
+
+    Along what nodes read, along memory that nodes share (one of them may write it), and through
+    parameters and buffers that a node writes and another reads. What the batch does not reach, such
+    as a table of positions, is the same in every cut.
+    """
+    flow: nx.DiGraph[Any] = nx.DiGraph()
+    placeholders = [node.name for node in capture.graph.nodes if node.op == "placeholder"]
+    for name, batched in zip(placeholders, capture.call.batched, strict=True):
+        if batched or name in capture.mutated_inputs:
+            flow.add_edge(_BATCH, name)
+    for node in capture.graph.nodes:
+        flow.add_edges_from((source.name, node.name) for source in node.all_input_nodes)
+    for group in capture.together:
+        nx.add_cycle(flow, group)
+    for node, written in capture.mutated_state_of.items():
+        flow.add_edges_from((node, ("state", name)) for name in written)
+    for node, read in capture.state_of.items():
+        flow.add_edges_from((("state", name), node) for name in read)
+    reached = nx.descendants(flow, _BATCH) if _BATCH in flow else set()
+    return tuple(kind == "value" and value in reached for kind, value in result)
