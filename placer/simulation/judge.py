@@ -18,7 +18,7 @@ from placer.spec import PlacementSpec
 
 _MOST_ROUNDS = 3
 # Of 126 placements of four MONAI networks that the suite does not have, the worst prediction was
-# 13% below its dry run; a device that has more room than that, or lacks more, is not run for it.
+# 14% below its dry run; a device that has more room than that, or lacks more, is not run for it.
 _DOUBTFUL_SHARE = 0.15
 
 _Budgets = Mapping[str, int | None]  # device -> bytes; None: not known
