@@ -98,7 +98,10 @@ def _check_verdict(
         return estimated
     found = [device.peak for device in simulate_plan(capture, plan, inputs).devices]
     run = _with_peaks(plan, found, budgets)
-    return estimated if estimated.fits == run.fits else run
+    if estimated.fits == run.fits:
+        return estimated
+    note = f"Estimates said that it {'fits' if estimated.fits else 'does not fit'}; peaks are a dry run's."
+    return replace(run, notes=(*run.notes, note))
 
 
 def _is_doubtful(device: DevicePeak) -> bool:

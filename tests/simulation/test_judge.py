@@ -58,6 +58,7 @@ def test_a_plan_that_only_seems_to_fit_does_not(monkeypatch: pytest.MonkeyPatch,
     assert not plan.fits
     assert not really_fits(plan)
     assert plan.overflow_bytes == peak - int((1 - SHARE / 2) * peak)  # by the dry run's figures
+    assert plan.notes[-1] == "Estimates said that it fits; peaks are a dry run's."
     with pytest.raises(BudgetError):
         placer.compile(chain(), spec, (X,))
 
