@@ -83,9 +83,7 @@ _INFERENCE: dict[str, dict[str, Any]] = {
     "bf16, three micro-batches": {"precision": "bf16", "microbatches": 3},
 }
 WAYS: dict[str, dict[str, Any]] = {
-    "kept": {},
-    "recomputed": {"checkpoint": ["*"]},
-    "offloaded": {"offload": ["*"]},
+    **{way: memory_matrix.WAYS[way] for way in ("kept", "recomputed", "offloaded")},
     "inference": {"training": False},
 }
 _ROWS = RESULTS / "memory_measured.json"

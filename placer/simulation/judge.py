@@ -38,11 +38,9 @@ def plan_maker(capture: Capture, inputs: Sequence[Tensor], *, processes: bool = 
     its own optimizer); only for inference, and inside a job whose process group is there already,
     estimates stay. Raises ``PlacerError`` when the stages cannot be dealt out to ranks in turn.
     """
+    build = partial(build_plan, capture, inputs=inputs, processes=processes)
     if not processes:
-        build = partial(_build, capture, inputs, processes=False)
         return partial(_plan_judged, build, partial(_check_verdict, capture, inputs))
-
-    build = partial(_build, capture, inputs, processes=True)
 
     def make(spec: PlacementSpec) -> Plan:
         if not spec.training or dist.is_initialized():
@@ -50,12 +48,6 @@ def plan_maker(capture: Capture, inputs: Sequence[Tensor], *, processes: bool = 
         return _plan_judged(build, partial(_run_ranks, capture, inputs), spec)
 
     return make
-
-
-def _build(
-    capture: Capture, inputs: Sequence[Tensor], spec: PlacementSpec, *, processes: bool
-) -> Plan:
-    return build_plan(capture, spec, inputs, processes=processes)
 
 
 def _plan_judged(

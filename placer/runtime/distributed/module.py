@@ -476,11 +476,11 @@ class DistributedModule(PlacedModule):
         return tuple(id(parameter) for _, parameter in named if parameter.requires_grad)
 
     def _check_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        if scaler is None or not scaler.is_enabled() or self.seat.num_devices == 1:
+            return
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-        if scaler is None or isinstance(scaler, ShardedGradScaler) or self.seat.num_devices == 1:
-            return
-        if scaler.is_enabled():
+        if not isinstance(scaler, ShardedGradScaler):
             raise PlacerError(
                 "scaler",
                 f"{type(scaler).__name__} looks at the gradients of this rank's stages only, so that "
