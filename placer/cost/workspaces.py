@@ -111,14 +111,14 @@ def _batch_norm_backward(result: Any, grad: Tensor, x: Tensor, *others: Any, **_
     return _nbytes(x) if wanted and dense is not None and dense == _memory_format(grad) else 0
 
 
-def _layer_norm(result: Any, x: Tensor, *_: Any, **__: Any) -> int:
-    """layer_norm.cpp"""
+def _skew_input(result: Any, x: Tensor, *_: Any, **__: Any) -> int:
+    """layer_norm.cpp, SoftMax.cpp: a contiguous copy"""
     return _copies(x)
 
 
-def _layer_norm_backward(result: Any, grad: Tensor, x: Tensor, *_: Any, **__: Any) -> int:
-    """layer_norm.cpp, cpu/layer_norm_kernel.cpp"""
-    return _copies(grad, x)
+def _skew_inputs(result: Any, grad: Tensor, saved: Tensor, *_: Any, **__: Any) -> int:
+    """Their backwards (cpu/layer_norm_kernel.cpp, too): of the gradient and of what was saved"""
+    return _copies(grad, saved)
 
 
 def _mean(result: Tensor, x: Tensor, *_: Any, **__: Any) -> int:
@@ -165,16 +165,6 @@ def _where(result: Tensor, _: Tensor, x: Tensor, y: Tensor, **__: Any) -> int:
     return _binary(result, x, y)
 
 
-def _softmax(result: Tensor, x: Tensor, *_: Any, **__: Any) -> int:
-    """SoftMax.cpp"""
-    return _copies(x)
-
-
-def _softmax_backward(result: Tensor, grad: Tensor, output: Tensor, *_: Any, **__: Any) -> int:
-    """SoftMax.cpp"""
-    return _copies(grad, output)
-
-
 def _safe_softmax(result: Tensor, x: Tensor, dim: int, *_: Any, **__: Any) -> int:
     """transformers/attention.cpp: what is masked, as booleans, and which rows are so wholly."""
     return x.numel() + x.numel() // max(1, x.size(dim))
@@ -209,8 +199,8 @@ def _channels_last_copies(*images: Tensor) -> int:
 _BINARY = ("add", "sub", "mul", "div")
 _FORMULAS: dict[Any, Callable[..., int]] = {
     aten.native_batch_norm_backward.default: _batch_norm_backward,
-    aten.native_layer_norm.default: _layer_norm,
-    aten.native_layer_norm_backward.default: _layer_norm_backward,
+    aten.native_layer_norm.default: _skew_input,
+    aten.native_layer_norm_backward.default: _skew_inputs,
     aten.mean.default: _mean,
     aten.mean.dim: _mean,
     aten.sum.default: _sum,
@@ -219,10 +209,10 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
     **{getattr(aten, name).Tensor: _binary for name in _BINARY},
     **{getattr(aten, f"{name}_").Tensor: _binary for name in _BINARY},
     aten.where.self: _where,
-    aten._softmax.default: _softmax,
-    aten._log_softmax.default: _softmax,
-    aten._softmax_backward_data.default: _softmax_backward,
-    aten._log_softmax_backward_data.default: _softmax_backward,
+    aten._softmax.default: _skew_input,
+    aten._log_softmax.default: _skew_input,
+    aten._softmax_backward_data.default: _skew_inputs,
+    aten._log_softmax_backward_data.default: _skew_inputs,
     aten._safe_softmax.default: _safe_softmax,
     aten._native_multi_head_attention.default: _attention,
     aten.upsample_nearest2d.default: _upsample_nearest,
