@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 import placer
 from placer.runtime.distributed import gradients
+from placer.runtime.distributed.outcome import SharedBuffers
 
 ROWS = 32
 
@@ -307,3 +308,24 @@ def sum_gradients_where_they_are(schedule: str) -> None:
             compare_state(placed, plain, f"{schedule}, step {step}")
     finally:
         gradients._ALONE_NBYTES = before
+
+
+def share_buffers_of_all_kinds() -> None:
+    """Odd sizes between data types of several widths; rank 0 has the values."""
+
+    def buffers(value: int) -> list[torch.Tensor]:
+        return [
+            torch.full((3,), value > 0),
+            torch.full((5,), value, dtype=torch.float32),
+            torch.tensor(value),
+            torch.full((3, 1), value, dtype=torch.bfloat16),
+            torch.full((2, 3), value, dtype=torch.float64),
+            torch.empty(0),
+        ]
+
+    own = buffers(0 if dist.get_rank() else 7)
+    world = dist.new_group()
+    SharedBuffers(own, world).wait()
+    for found, expected in zip(own, buffers(7), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    SharedBuffers([], world).wait()

@@ -117,20 +117,23 @@ def find_tensor(model: nn.Module, path: TensorPath) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
-def copy_settings(settings: Collection[Setting], source: nn.Module, target: nn.Module) -> bool:
-    """Give ``target``, a copy of ``source``, the attributes that this has now; were any others?
+def copy_settings(
+    settings: Collection[Setting],
+    sources: Mapping[str, nn.Module],
+    targets: Mapping[str, nn.Module],
+) -> bool:
+    """Give ``targets``, copies of ``sources`` by path, the attributes that these have now.
 
-    Tensors stay as they are, and so do modules that ``source`` lacks.
+    Tensors stay as they are, and so do modules that ``sources`` lacks. Returns whether any differed.
     """
-    sources, targets = dict(source.named_modules()), dict(target.named_modules())
     changed = False
     for path, name in {(s.path, s.name): None for s in settings}:
         if path not in sources or path not in targets:
             continue
-        now = _attribute(sources[path], name)
-        if isinstance(now, Tensor) or Freezer().freeze(now) == Freezer().freeze(
-            _attribute(targets[path], name)
-        ):
+        now, then = _attribute(sources[path], name), _attribute(targets[path], name)
+        if now is then or isinstance(now, Tensor):
+            continue
+        if Freezer().freeze(now) == Freezer().freeze(then):
             continue
         _put(targets[path].__dict__, name, copy.deepcopy(now))
         changed = True

@@ -142,7 +142,11 @@ def _simulate_rank(
         loss_of = loss_fn or (lambda output: stand_in_loss(tree_leaves(output)))
         with ledger, running_kernels(plan, name):
             for _ in range(2):
-                run = Run(microbatches=microbatches, loss_of=lambda _, output: loss_of(output))
+                run = Run(
+                    microbatches=microbatches,
+                    loss_of=lambda _, output: loss_of(output),
+                    total=len(pieces),  # one row each
+                )
                 reducer.prepare(len(pieces), overlap=not engine.splits_backward)
                 engine.execute(run, crossings[0])
                 reducer.finish()
@@ -182,7 +186,6 @@ def _microbatches(
             inputs=dict(zip(staged.graph_inputs, piece, strict=True)),
             crossings=crossing,
             inputs_here=torch.device(name).type == "cpu",
-            weight=1 / len(pieces),
         )
         for piece, crossing in zip(pieces, crossings, strict=True)
     ]

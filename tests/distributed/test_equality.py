@@ -63,6 +63,10 @@ def test_a_replica_without_rows_has_the_buffers_and_gradients_of_the_others(
     check(job_of, "in place", (1, 2), ("GPipe", "1F1B"), batches=(8, 1))
 
 
+def test_buffers_of_all_kinds_are_shared(job_of: Callable[[int], Job]) -> None:
+    job_of(2).run(pipeline_cases.share_buffers_of_all_kinds)
+
+
 def test_split_backwards_lose_no_gradient(job_of: Callable[[int], Job]) -> None:
     """Torch's own split leaves them out, without an error."""
     job_of(4).run(pipeline_cases.step_where_outputs_depend_on_nothing_received, SPLIT)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +38,7 @@ class Called:
     scaled: bool = False
 
     def numbers(self) -> list[int]:
-        """What ranks compare, in the order of `agree`."""
+        """What ranks compare, in the order of `Agreement`."""
         shapes = [(tuple(x.shape), str(x.dtype)) for x in self.inputs]
         options = (self.method, self.reduction, self.scaled)
         return [
@@ -52,45 +52,80 @@ class Called:
         ]
 
 
-def agree(
-    called: Called, *, num_devices: int, world: dist.ProcessGroup, device: torch.device
-) -> list[int]:
-    """The rows that each replica was given; a collective call.
+class Agreement:
+    """Whether all ranks were called alike: a small message from each to all, on its way.
 
-    Raises ``PlacerError``, the same on every rank, when the ranks were not called alike: all of them,
-    or those of a replica (``num_devices`` each) where they have their own rows. Warns on the ranks
-    that were given other values: that is found in a sample of them.
+    A context, in which a rank prepares what it needs nobody else for. At its end the message has
+    come, and what is wrong with the calls is raised, the same on every rank, in place of what the
+    block raised: ``PlacerError`` when the ranks were not called alike, all of them, or those of a
+    replica (``num_devices`` each) where they have their own rows, or when ``count`` refuses the rows
+    that each replica was given. Warns on ranks that were given other values: that is found in a
+    sample of them.
     """
-    mine = torch.tensor(called.numbers(), dtype=torch.int64, device=device)
-    table = torch.empty(dist.get_world_size(world), len(mine), dtype=torch.int64, device=device)
-    dist.all_gather(list(table.unbind()), mine, group=world)
-    ranks = table.tolist()
-    options, own_rows, training, rows, shapes, values, *wanted = (
-        [row[i] for row in ranks] for i in range(len(mine))
-    )
-    _compare(options, "call", "is another one, or with another reduction or scaler,", _REMEDY)
-    _compare(own_rows, "own_rows", "is another", _REMEDY)
-    _compare(training, "mode (placed.train(), placed.eval())", "is another", _REMEDY)
-    whole = num_devices if called.own_rows else len(ranks)
-    for first in range(0, len(ranks), whole):
-        part = slice(first, first + whole)
-        _compare(rows[part], "batch", "has another number of rows", _SAME_BATCH, first)
-        _compare(shapes[part], "inputs", "have other shapes or types", _SAME_BATCH, first)
-    for name, wants in zip(called.names, wanted, strict=True):
-        if 0 < sum(wants) < len(ranks):
-            raise PlacerError(
-                f"input {name}",
-                f"requires gradients on {sum(wants)} of {len(ranks)} ranks only, and each rank "
-                "computes a part of them",
-                "call requires_grad_() on all ranks, or on none",
+
+    def __init__(
+        self,
+        called: Called,
+        *,
+        num_devices: int,
+        world: dist.ProcessGroup,
+        device: torch.device,
+        count: Callable[[Sequence[int]], int | None] | None = None,
+    ) -> None:
+        self._called = called
+        self._num_devices = num_devices
+        self._world = world
+        self._count = count
+        mine = torch.tensor(called.numbers(), dtype=torch.int64, device=device)
+        self._numbers = mine.new_empty(dist.get_world_size(world) * len(mine))
+        work = dist.all_gather_into_tensor(self._numbers, mine, group=world, async_op=True)
+        assert work is not None  # this rank is in the group
+        self._work = work
+        self.alike = False  # not known before the end of the block
+        self.total: int | None = None  # what ``count`` makes of the rows, from then on
+
+    def __enter__(self) -> Agreement:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
+        if kind is not None and not issubclass(kind, Exception):
+            return  # the program is to end
+        self._work.wait()
+        try:
+            rows = self._compare()
+            self.total = None if self._count is None else self._count(rows)
+        except PlacerError as error:
+            raise error from None
+        self.alike = True
+        del self._numbers, self._work
+
+    def _compare(self) -> list[int]:
+        """The rows that each replica was given."""
+        ranks = self._numbers.view(dist.get_world_size(self._world), -1).tolist()
+        options, own_rows, training, rows, shapes, values, *wanted = zip(*ranks, strict=True)
+        _compare(options, "call", "is another one, or with another reduction or scaler,", _REMEDY)
+        _compare(own_rows, "own_rows", "is another", _REMEDY)
+        _compare(training, "mode (placed.train(), placed.eval())", "is another", _REMEDY)
+        whole = self._num_devices if self._called.own_rows else len(ranks)
+        for first in range(0, len(ranks), whole):
+            part = slice(first, first + whole)
+            _compare(rows[part], "batch", "has another number of rows", _SAME_BATCH, first)
+            _compare(shapes[part], "inputs", "have other shapes or types", _SAME_BATCH, first)
+        for name, wants in zip(self._called.names, wanted, strict=True):
+            if 0 < sum(wants) < len(ranks):
+                raise PlacerError(
+                    f"input {name}",
+                    f"requires gradients on {sum(wants)} of {len(ranks)} ranks only, and each rank "
+                    "computes a part of them",
+                    "call requires_grad_() on all ranks, or on none",
+                )
+        rank = dist.get_rank(self._world)
+        first = rank - rank % whole
+        if values[rank] != values[first]:
+            warnings.warn(
+                f"rank {rank} was given other inputs than rank {first}: {_SAME_BATCH}", stacklevel=5
             )
-    rank = dist.get_rank(world)
-    first = rank - rank % whole
-    if values[rank] != values[first]:
-        warnings.warn(
-            f"rank {rank} was given other inputs than rank {first}: {_SAME_BATCH}", stacklevel=4
-        )
-    return rows[::num_devices]
+        return list(rows[:: self._num_devices])
 
 
 def _compare(values: Sequence[int], what: str, problem: str, remedy: str, first: int = 0) -> None:

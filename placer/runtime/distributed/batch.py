@@ -108,13 +108,11 @@ def read_microbatches(
     stage_indices: Sequence[int],
     num_microbatches: int,
     target: Any = None,
-    total: int | None = None,
     grad: bool,
 ) -> tuple[list[Microbatch], Crossings]:
     """What a rank with these stages is given, micro-batches without rows last; what crosses at most.
 
-    ``total`` are the rows over which losses are means; None: they are sums. Raises ``PlacerError``
-    when a stage does not run.
+    Raises ``PlacerError`` when a stage does not run.
     """
     sizes, pieces = batch.sizes, batch.pieces
     own, largest = batch.of_replica(replica_index), batch.largest
@@ -135,7 +133,7 @@ def read_microbatches(
             inputs_here=here,
             leaves=pieces[position],
             target=targets[position],
-            weight=1.0 if total is None else sizes[position] / total,
+            rows=sizes[position],
         )
         for position in own
     ]
@@ -157,17 +155,16 @@ def gather_result(
     finder: BoundaryFinder,
     *,
     seat: Seat,
-    num_stages: int,
+    last_device: int,
     world: dist.ProcessGroup,
 ) -> Any:
     """The whole result on every rank, sent out by the last stage of each replica; a collective call.
 
     ``run`` has the results of the micro-batches whose last stage is on this rank.
     """
-    last = (num_stages - 1) % seat.num_devices
     gathered = []
     for replica in range(len(batch.rows)):
-        source = replica * seat.num_devices + last
+        source = replica * seat.num_devices + last_device
         for index, position in enumerate(batch.of_replica(replica)):
             crossings = finder.find(batch.pieces[position], grad=False)
             given = run.results.get(index) if source == dist.get_rank() else None

@@ -103,6 +103,7 @@ class BoundaryFinder:
         with self._world.mode, torch.no_grad():
             empty = partial(_empty_like, device=device)
             self._fake = _copy_with(self._shadow, empty, plain=empty)
+        self._copies = [dict(model.named_modules()) for model in (self._shadow, self._fake)]
         self._programs = Programs(self._shadow, plan, staged)
         places = [self._place] * len(staged.stages)
         self._statistics = DeferredStatistics() if defers_statistics(plan) else None
@@ -115,18 +116,18 @@ class BoundaryFinder:
 
         Flags of modules that it lacks follow its own; their attributes stay.
         """
+        modules = dict(part.named_modules())
         settings = self._programs.settings
-        for copied in (self._shadow, self._fake) if settings else ():
-            if copy_settings(settings, part, copied):
+        for copied in self._copies:
+            if copy_settings(settings, modules, copied):
                 self._found.clear()
-        modes = tuple(module.training for module in part.modules())
+        modes = tuple(module.training for module in modules.values())
         if modes == self._modes:
             return
         self._modes = modes
-        named = {path: module.training for path, module in part.named_modules()}
-        for copied in (self._shadow, self._fake):
-            for path, module in copied.named_modules():
-                module.training = named.get(path, part.training)
+        for copied in self._copies:
+            for path, module in copied.items():
+                module.training = modules.get(path, part).training
 
     def find(self, leaves: Sequence[Tensor], *, grad: bool) -> Crossings:
         """What crosses for a micro-batch shaped like ``leaves`` (the flattened tensor inputs).

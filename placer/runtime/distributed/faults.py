@@ -45,14 +45,10 @@ class LayerFailure(Exception):
         self.suspects = suspects
 
 
-@contextmanager
-def locate_layer(code: StageCode, phase: str = "forward") -> Iterator[None]:
-    """Raise what the block raises as a ``LayerFailure`` that names the stage and the node."""
-    try:
-        yield
-    except Exception as error:
-        node = _failing_node(code, error) if phase == "forward" else ""
-        raise LayerFailure(code.index, node, phase) from error
+def locate_failure(code: StageCode, phase: str, error: Exception) -> LayerFailure:
+    """What names the stage of ``code``, and in ``phase`` "forward" the node, that raised ``error``."""
+    node = _failing_node(code, error) if phase == "forward" else ""
+    return LayerFailure(code.index, node, phase)
 
 
 class LocatedStage(SplitStage):

@@ -84,24 +84,35 @@ def find_shared(
 
 @dataclass(slots=True)
 class _Bucket:
+    """Gradients that are summed in one message.
+
+    The last bucket of a group has at its end a number for each of the group's parameters: how many
+    ranks have its gradient. It may have no gradients itself.
+    """
+
     members: list[Shared]
     group: dist.ProcessGroup
+    counted: Sequence[_Bucket] = ()  # of the last bucket: all of the group's
     waiting: int = 0  # members whose last gradient of this step has not come
     exists: list[bool] = field(default_factory=list)  # per member: has this rank a gradient?
     flat: Tensor | None = None
     work: dist.Work | None = None
 
+    @property
+    def sizes(self) -> list[int]:
+        """Elements of every gradient."""
+        return [member.parameter.numel() for member in self.members]
+
 
 class GradientReducer:
     """Sums ``.grad`` over each parameter's group; every rank of a group ends with the same.
 
-    Buckets are sent in one fixed order, a bucket as soon as all its gradients are there. At the end
-    ranks tell each other which of them exist, so that one that exists nowhere stays None.
+    Buckets are sent in one fixed order, a bucket as soon as all its gradients are there. With the
+    last one ranks tell each other which of them exist, so that one that exists nowhere stays None.
     """
 
     def __init__(self, shared: Iterable[Shared]) -> None:
         self._buckets = _fill_buckets([s for s in shared if dist.get_world_size(s.group) > 1])
-        self._groups = list(dict.fromkeys(bucket.group for bucket in self._buckets))
         self._home = {s.parameter: bucket for bucket in self._buckets for s in bucket.members}
         self._left: dict[nn.Parameter, int] = {}
         self._next = 0
@@ -145,6 +156,10 @@ class GradientReducer:
         self._next += 1
         bucket.exists = [m.parameter.grad is not None for m in bucket.members]
         grads = [_flat_grad(m.parameter) for m in bucket.members]
+        if bucket.counted:
+            exists = [there for b in bucket.counted for there in b.exists]
+            like = (bucket.members or bucket.counted[0].members)[0].parameter
+            grads.append(torch.tensor(exists, dtype=like.dtype, device=like.device))
         bucket.flat = grads[0] if self._may_write(grads) else torch.cat(grads)
         del grads
         for member in bucket.members:  # they are in the bucket now: not held twice
@@ -168,36 +183,26 @@ class GradientReducer:
     def finish(self) -> None:
         """Send what is left, wait for all, and put the sums into ``.grad``."""
         self.send_rest()
-        existing = [self._ask_existing(group) for group in self._groups]
         exists: dict[nn.Parameter, bool] = {}
-        for parameters, counts, work in existing:
-            work.wait()
-            exists.update(zip(parameters, self._positive(counts), strict=True))
         for bucket in self._buckets:
             assert bucket.flat is not None
             assert bucket.work is not None
             bucket.work.wait()
-            pieces = bucket.flat.split([m.parameter.numel() for m in bucket.members])
-            for member, piece in zip(bucket.members, pieces, strict=True):
+            if bucket.counted:
+                counts = bucket.flat[sum(bucket.sizes) :]
+                parameters = [m.parameter for b in bucket.counted for m in b.members]
+                exists.update(zip(parameters, self._positive(counts), strict=True))
+        for bucket in self._buckets:
+            assert bucket.flat is not None
+            pieces = bucket.flat.split([*bucket.sizes, bucket.flat.numel() - sum(bucket.sizes)])
+            for member, piece in zip(bucket.members, pieces, strict=False):
                 if exists[member.parameter]:
                     # The bucket itself becomes the gradients: nothing is copied back.
                     member.parameter.grad = piece.view_as(member.parameter)
             bucket.flat = bucket.work = None
 
-    def _ask_existing(
-        self, group: dist.ProcessGroup
-    ) -> tuple[list[nn.Parameter], Tensor, dist.Work]:
-        """Which of the group's gradients some rank has, in one small message that is on its way."""
-        buckets = [bucket for bucket in self._buckets if bucket.group is group]
-        parameters = [m.parameter for bucket in buckets for m in bucket.members]
-        counts = torch.tensor(
-            [float(there) for bucket in buckets for there in bucket.exists],
-            device=parameters[0].device,
-        )
-        return parameters, counts, dist.all_reduce(counts, group=group, async_op=True)
-
     def _positive(self, counts: Tensor) -> list[bool]:
-        return [count > 0 for count in counts.tolist()]
+        return [count != 0 for count in counts.tolist()]
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
@@ -221,7 +226,15 @@ def _fill_buckets(shared: Sequence[Shared]) -> list[_Bucket]:
     """
     tied = sorted((s for s in shared if len(s.holders) > 1), key=lambda s: (s.holders, s.name))
     alone = [s for s in reversed(shared) if len(s.holders) == 1]
-    return [*_fill(alone), *_fill(tied)]
+    buckets = [*_fill(alone), *_fill(tied)]
+    for group in dict.fromkeys(bucket.group for bucket in buckets):
+        counted = [bucket for bucket in buckets if bucket.group is group]
+        last = counted[-1]
+        if last.members[0].parameter.nbytes >= _ALONE_NBYTES:
+            last = _Bucket(members=[], group=group)
+            buckets.append(last)
+        last.counted = counted
+    return buckets
 
 
 def _fill(ordered: Iterable[Shared]) -> list[_Bucket]:

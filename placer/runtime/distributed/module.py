@@ -16,7 +16,7 @@ from placer.capture import CallFormat, Capture, rebuild_call
 from placer.emit import StagedModel
 from placer.errors import PeerError, PlacerError
 from placer.plan.types import Plan
-from placer.runtime.distributed.agreement import Called, agree
+from placer.runtime.distributed.agreement import Agreement, Called
 from placer.runtime.distributed.batch import (
     CutBatch,
     count_rows,
@@ -96,7 +96,7 @@ class DistributedModule(PlacedModule):
         self._holdings = holdings
         self._dp_group = mesh.get_group("dp")
         self._pp_group = mesh.get_group("pp")
-        self._world_group = make_group(range(dist.get_world_size()), device)
+        self._world_group = _whole_group(mesh, device)
         self._tied_groups = make_tied_groups(holdings, plan.replicas, seat.num_devices, device)
         self._finder = BoundaryFinder(capture.model, plan, staged, device)
         self._alarm = Alarm(dist.get_rank())
@@ -166,6 +166,11 @@ class DistributedModule(PlacedModule):
         return self.device
 
     @property
+    def _last_device(self) -> int:
+        """Which device of a replica has the last stage."""
+        return (len(self._staged.stages) - 1) % self.seat.num_devices
+
+    @property
     def tensor_names(self) -> Mapping[str, str]:
         """This rank's name of a tensor -> the first of that tensor's names in the model."""
         names = self._holdings.names[self.seat.device_index]
@@ -190,30 +195,26 @@ class DistributedModule(PlacedModule):
             )
         self._check_alive()
         self._check_inputs(leaves)
-        self._agree(programs.call, "placed(x)", [leaf.detach() for leaf in leaves])
-        with torch.no_grad(), self._own_random_state():
-            batch = self._cut(programs.call, leaves, self.num_replicas)
-            inputs = self._input_gradients([leaf.detach() for leaf in leaves])
-            own, largest = self._microbatches(batch, self.replica_index, inputs, grad=False)
+        leaves = [leaf.detach() for leaf in leaves]
+        with torch.no_grad(), self._own_random_state(), self.watch():
+            with self._ask(programs.call, "placed(x)", leaves):
+                batch = self._cut(programs.call, leaves, self.num_replicas)
+                inputs = self._input_gradients(leaves)
+                own, largest = self._microbatches(batch, self.replica_index, inputs, grad=False)
             run = Run(microbatches=own, loss_of=None)
-            try:
-                self._execute(run, largest)
-                moments = self._share_moments(largest)
-                result = gather_result(
-                    batch,
-                    run,
-                    self._finder,
-                    seat=self.seat,
-                    num_stages=len(self._staged.stages),
-                    world=self.world_group,
-                )
-                if moments is not None:
-                    moments.wait()
-                return result
-            except PlacerError:
-                raise  # the same on every rank
-            except Exception as error:
-                self._fail(error)
+            self._execute(run, largest)
+            moments = self._share_moments(largest)
+            result = gather_result(
+                batch,
+                run,
+                self._finder,
+                seat=self.seat,
+                last_device=self._last_device,
+                world=self.world_group,
+            )
+            if moments is not None:
+                moments.wait()
+            return result
 
     def _step(
         self,
@@ -229,45 +230,53 @@ class DistributedModule(PlacedModule):
         self._check_alive()
         trained = self._check_parameters()
         self._check_scaler(scaler)
-        rows = self._agree(
-            programs.call,
+        call = programs.call
+        agreement = self._ask(
+            call,
             "placed.step",
             leaves,
             own_rows=own_rows,
             reduction=reduction,
             scaled=scaler is not None,
-        )
-        total = count_rows(
-            rows,
-            own_rows=own_rows,
-            replicas=self.num_replicas,
-            together=self.plan.batch_norm == "sync",
+            count=partial(
+                count_rows,
+                own_rows=own_rows,
+                replicas=self.num_replicas,
+                together=self.plan.batch_norm == "sync",
+            ),
         )
         try:
-            if own_rows:
-                batch, mine = own_batch(programs.call, leaves, microbatches=self.plan.microbatches)
-            else:
-                batch = self._cut(programs.call, leaves, self.num_replicas)
-                mine = self.replica_index
-            scale = 1.0 if scaler is None else scale_of(scaler, self.device)
-            weigh = None if reduction == "sum" else total
-            inputs = self._input_gradients(leaves)
             with self._own_random_state():
-                own, largest = self._microbatches(
-                    batch, mine, inputs, target=target, total=weigh, grad=True
-                )
-                run = Run(microbatches=own, loss_of=self._loss_of(loss_fn, target), scale=scale)
-                reducer = self._current_reducer(trained)
-                count = sum(m.crossings is not None for m in own)
+                with agreement:
+                    if own_rows:
+                        batch, mine = own_batch(call, leaves, microbatches=self.plan.microbatches)
+                    else:
+                        batch, mine = self._cut(call, leaves, self.num_replicas), self.replica_index
+                    inputs = self._input_gradients(leaves)
+                    own, largest = self._microbatches(batch, mine, inputs, target=target, grad=True)
+                    reducer = self._current_reducer(trained)
+                    count = sum(m.crossings is not None for m in own)
+                    scale = 1.0 if scaler is None else scale_of(scaler, self.device)
                 reducer.prepare(count, overlap=not self._engine.splits_backward)
+                run = Run(
+                    microbatches=own,
+                    loss_of=self._loss_of(loss_fn, target),
+                    total=None if reduction == "sum" else agreement.total,
+                    scale=scale,
+                )
                 self._execute(run, largest)
-                losses = LossSum(run.losses, world=self.world_group, device=self.device)
                 reducer.send_rest()  # the next messages go the same way
+                losses = LossSum(
+                    run.losses,
+                    source=self._last_device if self.num_replicas == 1 else None,
+                    world=self.world_group,
+                    device=self.device,
+                )
                 moments = self._share_moments(largest)
                 buffers = SharedBuffers(self._shared_buffers(largest), self._dp_group)
                 reducer.finish()
         except PlacerError as error:
-            if own_rows:  # other replicas may have found nothing wrong with theirs
+            if own_rows and agreement.alike:  # others may have found nothing wrong with theirs
                 self._fail(error)
             raise
         except Exception as error:
@@ -322,10 +331,16 @@ class DistributedModule(PlacedModule):
 
         return ShardedGradScaler(self.device.type, **options)
 
-    def _agree(
-        self, call: CallFormat, method: str, leaves: Sequence[Tensor], **options: Any
-    ) -> list[int]:
-        """The rows that each replica was given, when all ranks were called alike."""
+    def _ask(
+        self,
+        call: CallFormat,
+        method: str,
+        leaves: Sequence[Tensor],
+        *,
+        count: Callable[[Sequence[int]], int | None] | None = None,
+        **options: Any,
+    ) -> Agreement:
+        """Ask the other ranks whether they were called alike; this one may prepare meanwhile."""
         called = Called(
             method=method,
             inputs=leaves,
@@ -335,11 +350,12 @@ class DistributedModule(PlacedModule):
             **options,
         )
         with self.watch():
-            return agree(
+            return Agreement(
                 called,
                 num_devices=self.seat.num_devices,
                 world=self.world_group,
                 device=self.device,
+                count=count,
             )
 
     def _cut(self, call: CallFormat, leaves: Sequence[Tensor], replicas: int) -> CutBatch:
@@ -352,7 +368,6 @@ class DistributedModule(PlacedModule):
         inputs: InputGradients,
         *,
         target: Any = None,
-        total: int | None = None,
         grad: bool,
     ) -> tuple[list[Microbatch], Crossings]:
         self._finder.follow(self._tree)
@@ -364,7 +379,6 @@ class DistributedModule(PlacedModule):
             stage_indices=self.stage_indices,
             num_microbatches=self.plan.microbatches,
             target=target,
-            total=total,
             grad=grad,
         )
 
@@ -524,7 +538,16 @@ class DistributedModule(PlacedModule):
             ]
             self._tied_groups = {}
             self.__dict__.update(_world_group=None, _pp_group=None, _dp_group=None, _reducer=None)
-            close_groups(error, groups)
+            close_groups(error, dict.fromkeys(groups))
+
+
+def _whole_group(mesh: DeviceMesh, device: torch.device) -> dist.ProcessGroup:
+    """All ranks: a row or a column of the mesh where that is all of it (fewer groups, fewer threads)."""
+    world_size = dist.get_world_size()
+    for dim, size in enumerate(mesh.shape):
+        if size == world_size:
+            return mesh.get_group(dim)
+    return make_group(range(world_size), device)
 
 
 def _written_names(capture: Capture, holdings: Holdings, seat: Seat) -> tuple[str, ...]:

@@ -12,12 +12,16 @@ _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 class LossSum:
-    """The loss of the whole batch on its way to every rank; it is computed where the last stages are."""
+    """The loss of the whole batch on its way to every rank; it is computed where the last stages are.
+
+    ``source`` is the rank that alone has all ``losses``, where there is but one last stage.
+    """
 
     def __init__(
         self,
         losses: Sequence[Tensor],
         *,
+        source: int | None,
         world: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
@@ -27,7 +31,13 @@ class LossSum:
             loss = torch.stack(list(losses)).sum()
             self._message[0] = loss
             self._message[1 + _DTYPES.index(loss.dtype)] = 1
-        self._work = dist.all_reduce(self._message, group=world, async_op=True)
+        work: dist.Work | None
+        if source is None:
+            work = dist.all_reduce(self._message, group=world, async_op=True)
+        else:
+            work = dist.broadcast(self._message, source, group=world, async_op=True)
+        assert work is not None  # this rank is in the group
+        self._work = work
 
     def wait(self) -> Tensor:
         """The sum, in the data type that most ranks have."""
@@ -37,27 +47,24 @@ class LossSum:
 
 
 class SharedBuffers:
-    """Values that the first rank of ``group`` gives to all of it, in a message per data type."""
+    """Values that the first rank of ``group`` gives to all of it, as bytes of one message."""
 
     def __init__(self, buffers: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         self._receives = dist.get_rank(group) > 0
-        by_kind: dict[torch.dtype, list[Tensor]] = {}
-        for buffer in buffers:
-            by_kind.setdefault(buffer.dtype, []).append(buffer)
-        source = dist.get_global_rank(group, 0)
-        self._messages = []
-        for alike in by_kind.values():
-            flat = torch.cat([b.reshape(-1) for b in alike])
-            work = dist.broadcast(flat, source, group=group, async_op=True)
-            assert work is not None  # this rank is in the group
-            self._messages.append((alike, flat, work))
+        # The largest data types first, so that each lies where its type may.
+        self._buffers = sorted(buffers, key=Tensor.element_size, reverse=True)
+        self._work = None
+        if buffers:
+            self._bytes = torch.cat([b.reshape(-1).view(torch.uint8) for b in self._buffers])
+            source = dist.get_global_rank(group, 0)
+            self._work = dist.broadcast(self._bytes, source, group=group, async_op=True)
 
     def wait(self) -> None:
         """Put the values into the buffers."""
-        for alike, flat, work in self._messages:
-            work.wait()
-            if self._receives:
-                for buffer, piece in zip(
-                    alike, flat.split([b.numel() for b in alike]), strict=True
-                ):
-                    buffer.copy_(piece.view_as(buffer))
+        if self._work is None:
+            return
+        self._work.wait()
+        if self._receives:
+            pieces = self._bytes.split([b.nbytes for b in self._buffers])
+            for buffer, piece in zip(self._buffers, pieces, strict=True):
+                buffer.copy_(piece.view(buffer.dtype).view_as(buffer))

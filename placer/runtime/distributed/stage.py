@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from placer.capture import unflatten_output
 from placer.runtime.distributed.boundary import Crossings, Wire, rebuild
-from placer.runtime.distributed.faults import locate_layer
+from placer.runtime.distributed.faults import locate_failure
 from placer.runtime.distributed.wire import from_wire, hollow, to_wire
 from placer.runtime.place import CALLER
 from placer.runtime.replica import Replica
@@ -28,7 +28,7 @@ class Microbatch:
     inputs_here: bool = False  # are these on the rank's device already?
     leaves: Sequence[Tensor] = ()  # all of the model's inputs, flattened
     target: Any = None
-    weight: float = 1.0  # what its loss counts in the loss of the batch
+    rows: int = 1
 
 
 @dataclass(slots=True)
@@ -37,9 +37,14 @@ class Run:
 
     microbatches: Sequence[Microbatch]
     loss_of: Callable[[Microbatch, Any], Tensor] | None  # of a result; None: inference
+    total: int | None = None  # the rows over which losses are means; None: they are sums
     scale: float = 1.0
     losses: list[Tensor] = field(default_factory=list)
     results: dict[int, list[Any]] = field(default_factory=dict)
+
+    def weight(self, microbatch: Microbatch) -> float:
+        """What the loss of a micro-batch counts in the loss of the batch."""
+        return 1.0 if self.total is None else microbatch.rows / self.total
 
 
 class StageModule(nn.Module):
@@ -86,13 +91,17 @@ class StageModule(nn.Module):
         given = run.microbatches[microbatch]
         if given.crossings is None:
             return self._nothing(run)
-        code = given.crossings.staged.stages[self._index]
-        with locate_layer(code):
+        phase = "forward"
+        try:
             values = self._compute(wires, given, given.crossings)
-        with locate_layer(code, "boundary"):
+            phase = "boundary"
             self._compare(values, given.crossings, run)
-        if self.after is None:
-            return self._finish(run, given, given.crossings, microbatch, values)
+            if self.after is None:
+                phase = "loss_fn"
+                return self._finish(run, given, given.crossings, microbatch, values)
+        except Exception as error:
+            code = given.crossings.staged.stages[self._index]
+            raise locate_failure(code, phase, error) from error
         return tuple(to_wire(t, w.numel) for t, w in zip(values, self.after, strict=True))
 
     def _compute(
@@ -161,9 +170,7 @@ class StageModule(nn.Module):
             run.results[microbatch] = result
             return torch.zeros(1)
         output = unflatten_output(crossings.staged.call, result)
-        with locate_layer(crossings.staged.stages[self._index], "loss_fn"):
-            loss = run.loss_of(given, output)
-        weighted = loss * given.weight
+        weighted = run.loss_of(given, output) * run.weight(given)
         run.losses.append(weighted.detach())
         return weighted if run.scale == 1.0 else weighted * run.scale
 
