@@ -3,6 +3,8 @@
 ``python -m benchmarks.distributed`` starts ``torchrun`` with two processes of one thread each. All
 contestants of a comparison are in the same job and take turns, in random order, so that whatever
 else the machine does hits them alike; a ratio is the median over rounds of the ratio in a round.
+Where their tensors lie in memory makes 2 % too, and stays for the life of a process: so there are
+several jobs, each of which builds the contestants in another order, and the mean over jobs.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,19 +40,29 @@ from placer.simulation.ranks import RankLedger
 
 COMMAND = "python -m benchmarks.distributed"
 MICROBATCHES = (1, 2, 4, 8)
+# Else glibc gives freed memory back and takes it anew, which costs whom it hits 10 ms a step and more:
+# one contestant or another, by what lies above it on the heap.
+KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 Step = Callable[[], None]
+Seconds = Mapping[str, list[float]]  # contestant -> of every round
 loss_of = nn.CrossEntropyLoss()
 
 
-def take_turns(contestants: Mapping[str, Step], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every step of every contestant; all ranks start and end each together."""
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    order = random.Random(0)
+def take_turns(
+    contestants: Mapping[str, Callable[[], Step]], rounds: int, order: random.Random
+) -> dict[str, list[float]]:
+    """Seconds of every step of every contestant; all ranks start and end each together.
+
+    Contestants are built, and take their turns, in random ``order``, the same on all ranks.
+    """
+    names = list(contestants)
+    steps = {name: contestants[name]() for name in order.sample(names, len(names))}
+    seconds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds + 2):
-        for name in order.sample(list(contestants), len(contestants)):
+        for name in order.sample(names, len(names)):
             dist.barrier()
             start = time.perf_counter()
-            contestants[name]()
+            steps[name]()
             dist.barrier()
             if number >= 2:  # the first ones warm up
                 seconds[name].append(time.perf_counter() - start)
@@ -89,48 +102,47 @@ def replica_cases() -> dict[str, tuple[nn.Module, Tensor, Tensor]]:
     return cases
 
 
-def compare_replicas(rounds: int) -> dict[str, dict[str, list[float]]]:
+def replica_contestants(
+    model: nn.Module, x: Tensor, target: Tensor
+) -> dict[str, Callable[[], Step]]:
     """Two replicas, a batch of the same size in all: one process, placer, DDP, averaging by hand.
 
     "no communication" are two processes that train on half of the batch each, by themselves: what
     the machine can do (two cores share clock, cache and memory; the optimizer's part is not halved).
     """
-    found = {}
     rank = dist.get_rank()
-    for name, (model, x, target) in replica_cases().items():
-        rows, wanted = x.chunk(2)[rank], target.chunk(2)[rank]
-        placed = placer.compile(model, {"devices": ["cpu"], "replicas": 2}, x)
-        ddp = DistributedDataParallel(_copy(model))
-        averaged, alone, apart = _copy(model), _copy(model), _copy(model)
+    rows, wanted = x.chunk(2)[rank], target.chunk(2)[rank]
 
-        def average(
-            averaged: nn.Module = averaged, rows: Tensor = rows, wanted: Tensor = wanted
-        ) -> None:
-            loss_of(averaged(rows), wanted).backward()
-            for parameter in averaged.parameters():
+    def alone(x: Tensor, target: Tensor) -> Step:
+        copied = copy.deepcopy(model)
+        return train(copied, lambda: loss_of(copied(x), target).backward())
+
+    def by_placer() -> Step:
+        placed = placer.compile(model, {"devices": ["cpu"], "replicas": 2}, x)
+        return train(placed, lambda: placed.step(x, target=target, loss_fn=loss_of))
+
+    def by_ddp() -> Step:
+        wrapped = DistributedDataParallel(copy.deepcopy(model))
+        return train(wrapped, lambda: loss_of(wrapped(rows), wanted).backward())
+
+    def by_averaging() -> Step:
+        copied = copy.deepcopy(model)
+
+        def average() -> None:
+            loss_of(copied(rows), wanted).backward()
+            for parameter in copied.parameters():
                 dist.all_reduce(parameter.grad)
                 parameter.grad /= 2
 
-        one = train(alone, lambda m=alone, x=x, t=target: loss_of(m(x), t).backward())
-        found[name] = take_turns(
-            {
-                "one process": one if rank == 0 else lambda: None,
-                "no communication": train(
-                    apart, lambda m=apart, x=rows, t=wanted: loss_of(m(x), t).backward()
-                ),
-                "placer": train(
-                    placed, lambda p=placed, x=x, t=target: p.step(x, target=t, loss_fn=loss_of)
-                ),
-                "DDP": train(ddp, lambda m=ddp, x=rows, t=wanted: loss_of(m(x), t).backward()),
-                "average_gradients": train(averaged, average),
-            },
-            rounds,
-        )
-    return found
+        return train(copied, average)
 
-
-def _copy(model: nn.Module) -> nn.Module:
-    return copy.deepcopy(model)
+    return {
+        "one process": lambda: alone(x, target) if rank == 0 else lambda: None,
+        "no communication": lambda: alone(rows, wanted),
+        "placer": by_placer,
+        "DDP": by_ddp,
+        "average_gradients": by_averaging,
+    }
 
 
 # Stages.
@@ -161,7 +173,7 @@ def by_hand(model: nn.Sequential, x: Tensor, target: Tensor, schedule: str, coun
     """The same two stages as someone writes them on ``torch.distributed.pipelining``."""
     rank = dist.get_rank()
     part = model[:4] if rank == 0 else model[4:]
-    stage = pipelining.PipelineStage(_copy(part), rank, 2, torch.device("cpu"))
+    stage = pipelining.PipelineStage(copy.deepcopy(part), rank, 2, torch.device("cpu"))
     kind = {"GPipe": pipelining.ScheduleGPipe, "1F1B": pipelining.Schedule1F1B}[schedule]
     runner = kind(stage, count, loss_fn=loss_of)
     if rank == 0:
@@ -169,30 +181,46 @@ def by_hand(model: nn.Sequential, x: Tensor, target: Tensor, schedule: str, coun
     return train(stage.submod, lambda: runner.step(target=target))
 
 
-def compare_stages(rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Two stages by placer, by hand, and both in one process, for several micro-batch counts."""
-    found = {}
+def stage_contestants(count: int) -> dict[str, Callable[[], Step]]:
+    """Two stages by placer, by hand, and both in one process, for a number of micro-batches."""
     model, x, target = stage_model()
-    for count in MICROBATCHES:
-        contestants: dict[str, Step] = {}
-        for schedule in ("GPipe", "1F1B"):
-            if schedule == "1F1B" and count == 1:
-                continue  # torch wants as many micro-batches as stages
-            placed = placer.compile(model, stage_spec(schedule, count), x)
-            contestants[f"placer {schedule}"] = train(
-                placed, lambda p=placed: p.step(x, target=target, loss_fn=loss_of)
-            )
-            contestants[f"by hand {schedule}"] = by_hand(model, x, target, schedule, count)
-        alone = _copy(model)
 
-        def accumulate(alone: nn.Module = alone, count: int = count) -> None:
+    def by_placer(schedule: str) -> Step:
+        placed = placer.compile(model, stage_spec(schedule, count), x)
+        return train(placed, lambda: placed.step(x, target=target, loss_fn=loss_of))
+
+    def alone() -> Step:
+        copied = copy.deepcopy(model)
+
+        def accumulate() -> None:
             for rows, wanted in zip(x.chunk(count), target.chunk(count), strict=True):
-                (loss_of(alone(rows), wanted) / count).backward()
+                (loss_of(copied(rows), wanted) / count).backward()
 
-        one = train(alone, accumulate)
-        contestants["one process"] = one if dist.get_rank() == 0 else lambda: None
-        found[str(count)] = take_turns(contestants, rounds)
-    return found
+        return train(copied, accumulate)
+
+    contestants: dict[str, Callable[[], Step]] = {}
+    for schedule in ("GPipe", "1F1B"):
+        if schedule == "1F1B" and count == 1:
+            continue  # torch wants as many micro-batches as stages
+        contestants[f"placer {schedule}"] = partial(by_placer, schedule)
+        contestants[f"by hand {schedule}"] = partial(by_hand, model, x, target, schedule, count)
+    contestants["one process"] = alone if dist.get_rank() == 0 else lambda: lambda: None
+    return contestants
+
+
+def compare(rounds: int, seed: int) -> dict[str, dict[str, dict[str, list[float]]]]:
+    """Both comparisons: kind -> case -> contestant -> seconds of every round."""
+    order = random.Random(seed)
+    return {
+        "replicas": {
+            name: take_turns(replica_contestants(*case), rounds, order)
+            for name, case in replica_cases().items()
+        },
+        "stages": {
+            str(count): take_turns(stage_contestants(count), rounds, order)
+            for count in MICROBATCHES
+        },
+    }
 
 
 # Memory.
@@ -267,7 +295,7 @@ def predict_memory(found: list[dict[str, Any]]) -> None:
 # The page.
 
 
-def work(what: str, path: Path, rounds: int) -> None:
+def work(what: str, path: Path, rounds: int, seed: int) -> None:
     """What each process of a job does; rank 0 writes what was found."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -277,28 +305,40 @@ def work(what: str, path: Path, rounds: int) -> None:
         dist.all_gather_object(memory, measure_memory())
         found = {"memory": [entry for rank in memory for entry in rank]}
     else:
-        found = {"replicas": compare_replicas(rounds), "stages": compare_stages(rounds)}
+        found = compare(rounds, seed)
     if dist.get_rank() == 0:
         path.write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
-def run_job(what: str, processes: int, rounds: int) -> dict[str, Any]:
+def run_job(what: str, processes: int, rounds: int = 1, seed: int = 0) -> dict[str, Any]:
     """What a job of this size finds, in processes of one thread each."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += [f"--nproc-per-node={processes}", "-m", "benchmarks.distributed", what]
-        command += ["--worker", str(path), "--rounds", str(rounds)]
-        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        command += ["--worker", str(path), "--rounds", str(rounds), "--seed", str(seed)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **KEEP_FREED_MEMORY}
+        subprocess.run(command, check=True, env=environment)
         found: dict[str, Any] = json.loads(path.read_text())
         return found
 
 
-def ratio(seconds: Mapping[str, list[float]], over: str, under: str) -> float:
-    """Median over rounds of the first's seconds over the second's."""
-    pairs = zip(seconds[over], seconds[under], strict=True)
-    return statistics.median(a / b for a, b in pairs)
+def ratios(jobs: Sequence[Seconds], over: str, under: str) -> list[float]:
+    """Per job, the median over rounds of the first's seconds over the second's."""
+    pairs = [zip(seconds[over], seconds[under], strict=True) for seconds in jobs]
+    return [statistics.median(a / b for a, b in rounds) for rounds in pairs]
+
+
+def ratio(jobs: Sequence[Seconds], over: str, under: str) -> float:
+    """The mean of the ratios of the jobs."""
+    return statistics.mean(ratios(jobs, over, under))
+
+
+def spread(jobs: Sequence[Seconds], over: str, under: str) -> str:
+    """The mean of the ratios of the jobs, with the least and the largest."""
+    found = ratios(jobs, over, under)
+    return f"{statistics.mean(found):.3f} ({min(found):.2f} to {max(found):.2f})"
 
 
 def table(header: list[str], rows: list[list[str]]) -> list[str]:
@@ -306,14 +346,23 @@ def table(header: list[str], rows: list[list[str]]) -> list[str]:
     return [*lines, *(f"| {' | '.join(row)} |" for row in rows), ""]
 
 
-def milliseconds(seconds: list[float]) -> str:
-    return f"{statistics.median(seconds) * 1e3:.0f}"
+def milliseconds(jobs: Sequence[Seconds], name: str) -> str:
+    return f"{statistics.median(x for seconds in jobs for x in seconds[name]) * 1e3:.0f}"
 
 
-def write_speed(found: dict[str, Any], rounds: int, load: float) -> None:
+def write_speed(found: Sequence[Mapping[str, Mapping[str, Seconds]]], load: float) -> None:
+    kept = ", ".join(f"`{name}={value}`" for name, value in KEEP_FREED_MEMORY.items())
+    cases = {
+        kind: {name: [job[kind][name] for job in found] for name in found[0][kind]}
+        for kind in ("replicas", "stages")
+    }
+    rounds = len(found[0]["replicas"][next(iter(cases["replicas"]))]["placer"])
     lines = [
-        f"Two processes of one thread each, gloo on loopback; {rounds} rounds, contestants in turn; "
-        f"a ratio is the median of the ratios of the rounds. Load average at the start: {load:.1f}.",
+        f"Two processes of one thread each, gloo on loopback; {len(found)} jobs of {rounds} rounds,",
+        "contestants in turn; a ratio is the mean over jobs (least to largest) of the median over the",
+        f"rounds. Load average at the start: {load:.1f}. Freed memory stays with its process ({kept}):",
+        "else glibc gives some back and takes it anew, thousands of page faults a step, for one",
+        "contestant or another by what lies above it on the heap.",
         "",
         "## Two replicas: throughput, the whole batch of the same size",
         "",
@@ -324,15 +373,15 @@ def write_speed(found: dict[str, Any], rounds: int, load: float) -> None:
     rows = [
         [
             name,
-            milliseconds(seconds["one process"]),
-            milliseconds(seconds["placer"]),
-            f"{ratio(seconds, 'one process', 'placer'):.2f}",
-            f"{ratio(seconds, 'one process', 'DDP'):.2f}",
-            f"{ratio(seconds, 'one process', 'no communication'):.2f}",
-            f"{ratio(seconds, 'DDP', 'placer'):.2f}",
-            f"{ratio(seconds, 'average_gradients', 'placer'):.2f}",
+            milliseconds(jobs, "one process"),
+            milliseconds(jobs, "placer"),
+            f"{ratio(jobs, 'one process', 'placer'):.2f}",
+            f"{ratio(jobs, 'one process', 'DDP'):.2f}",
+            f"{ratio(jobs, 'one process', 'no communication'):.2f}",
+            spread(jobs, "DDP", "placer"),
+            spread(jobs, "average_gradients", "placer"),
         ]
-        for name, seconds in found["replicas"].items()
+        for name, jobs in cases["replicas"].items()
     ]
     lines += table(header, rows)
     lines += [
@@ -344,18 +393,18 @@ def write_speed(found: dict[str, Any], rounds: int, load: float) -> None:
     header = ["micro-batches", "schedule", "placer, ms", "by hand, ms", "placer / by hand"]
     header += ["efficiency", "of the schedule"]
     rows = []
-    for count, seconds in found["stages"].items():
+    for count, jobs in cases["stages"].items():
         for schedule in ("GPipe", "1F1B"):
-            if f"placer {schedule}" not in seconds:
+            if f"placer {schedule}" not in jobs[0]:
                 continue
             rows.append(
                 [
                     count,
                     schedule,
-                    milliseconds(seconds[f"placer {schedule}"]),
-                    milliseconds(seconds[f"by hand {schedule}"]),
-                    f"{ratio(seconds, f'placer {schedule}', f'by hand {schedule}'):.3f}",
-                    f"{ratio(seconds, 'one process', f'placer {schedule}') / 2:.3f}",
+                    milliseconds(jobs, f"placer {schedule}"),
+                    milliseconds(jobs, f"by hand {schedule}"),
+                    spread(jobs, f"placer {schedule}", f"by hand {schedule}"),
+                    f"{ratio(jobs, 'one process', f'placer {schedule}') / 2:.3f}",
                     f"{1 - bubble(make_schedule(schedule, 2, int(count))):.3f}",
                 ]
             )
@@ -366,7 +415,7 @@ def write_speed(found: dict[str, Any], rounds: int, load: float) -> None:
         "",
     ]
     write_page("distributed", "One process per device: speed", COMMAND, lines)
-    plot(found["stages"])
+    plot(cases["stages"])
 
 
 def write_memory(memory: list[dict[str, Any]]) -> None:
@@ -410,7 +459,7 @@ def write_memory(memory: list[dict[str, Any]]) -> None:
     )
 
 
-def plot(stages: Mapping[str, Mapping[str, list[float]]]) -> None:
+def plot(stages: Mapping[str, Sequence[Seconds]]) -> None:
     """Measured efficiency beside the schedule's own, over the number of micro-batches."""
     import matplotlib as mpl
 
@@ -422,7 +471,7 @@ def plot(stages: Mapping[str, Mapping[str, list[float]]]) -> None:
     ideal = [1 - bubble(make_schedule("GPipe", 2, count)) for count in counts]
     axes.plot(counts, ideal, color="0.5", linestyle="--", label="1 - bubble")
     for schedule, marker in (("GPipe", "o"), ("1F1B", "s")):
-        known = [c for c in counts if f"placer {schedule}" in stages[str(c)]]
+        known = [c for c in counts if f"placer {schedule}" in stages[str(c)][0]]
         found = [ratio(stages[str(c)], "one process", f"placer {schedule}") / 2 for c in known]
         axes.plot(known, found, marker=marker, label=f"placer, {schedule}")
     axes.set(xlabel="micro-batches", ylabel="efficiency of 2 stages", xscale="log", ylim=(0, 1))
@@ -435,18 +484,21 @@ def plot(stages: Mapping[str, Mapping[str, list[float]]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", nargs="?", choices=("speed", "memory"), default="speed")
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--jobs", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="of each job")
+    parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        work(options.what, options.worker, options.rounds)
+        work(options.what, options.worker, options.rounds, options.seed)
     elif options.what == "memory":
-        memory = [e for count in (2, 4) for e in run_job("memory", count, 1)["memory"]]
+        memory = [e for count in (2, 4) for e in run_job("memory", count)["memory"]]
         predict_memory(memory)
         write_memory(memory)
     else:
         load = os.getloadavg()[0]
-        write_speed(run_job("speed", 2, options.rounds), options.rounds, load)
+        jobs = [run_job("speed", 2, options.rounds, seed) for seed in range(options.jobs)]
+        write_speed(jobs, load)
 
 
 if __name__ == "__main__":

@@ -263,7 +263,10 @@ def reshape_in_place(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     So it may be written to where ``tensor`` is a leaf, and be detached in place. Raises
     ``RuntimeError`` where ``tensor.view(shape)`` does.
     """
-    return torch.ops.aten._unsafe_view.default(tensor, shape)  # type: ignore[no-any-return]
+    return _unsafe_view(tensor, shape)  # type: ignore[no-any-return]
+
+
+_unsafe_view = torch.ops.aten._unsafe_view.default
 
 
 def takes_microbatches() -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -91,14 +90,12 @@ class Replica:
         """The stage's outputs; ``inputs`` are on its place already, and the list is emptied."""
         place = self.places[stage.index]
         precision = precision_context(self.precision, place.device.type)
-        with on(place), precision, self._gathering_statistics(tree, stage):
-            return run_pieces(stage, tree, place, inputs)
-
-    def _gathering_statistics(self, tree: Any, stage: StageCode) -> AbstractContextManager[None]:
-        if self.statistics is None:
-            return nullcontext()
-        written = [name for piece in stage.pieces for name in piece.written]
-        return self.statistics.gathering(dict(tensors_at(tree, written)), self.places[stage.index])
+        with on(place), precision:
+            if self.statistics is None:
+                return run_pieces(stage, tree, place, inputs)
+            written = [name for piece in stage.pieces for name in piece.written]
+            with self.statistics.gathering(dict(tensors_at(tree, written)), place):
+                return run_pieces(stage, tree, place, inputs)
 
     def follow_attributes(self, model: nn.Module) -> None:
         """Have constants that attributes of ``model`` hold the values that these have now."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ class Wire:
         return torch.Size(self.shape).numel()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CrossingValue:
     """A value of the graph that crosses: a tensor, or a pytree; what is no tensor does not travel."""
 
@@ -48,12 +48,12 @@ class CrossingValue:
     spec: TreeSpec
     leaves: tuple[Any, ...]  # a ``Wire``, or the leaf itself: sizes are the same on every rank
 
-    @property
+    @cached_property
     def wires(self) -> tuple[Wire, ...]:
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, Wire))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Crossings:
     """All boundaries for one shape of micro-batch; ``boundaries[s]`` is between stage s and s + 1.
 
@@ -66,9 +66,12 @@ class Crossings:
     result: tuple[Any, ...]  # per leaf of the model's result: a ``Wire``, or the leaf itself
     norms: tuple[tuple[NormCall, ...], ...]
 
-    def wires(self, boundary: int) -> tuple[Wire, ...]:
-        """The tensors that cross, in the order in which they are sent."""
-        return tuple(wire for value in self.boundaries[boundary] for wire in value.wires)
+    @cached_property
+    def wires(self) -> tuple[tuple[Wire, ...], ...]:
+        """Per boundary the tensors that cross, in the order in which they are sent."""
+        return tuple(
+            tuple(wire for value in values for wire in value.wires) for values in self.boundaries
+        )
 
 
 def crossing_names(staged: StagedModel) -> tuple[tuple[str, ...], ...]:

@@ -193,8 +193,8 @@ def _examples(wires: tuple[Wire, ...]) -> tuple[Tensor, ...]:
 
 def _widths(crossings: Crossings) -> Widths:
     return tuple(
-        tuple(Wire((w.numel,), w.dtype, w.requires_grad) for w in crossings.wires(boundary))
-        for boundary in range(len(crossings.boundaries))
+        tuple(Wire((w.numel,), w.dtype, w.requires_grad) for w in wires)
+        for wires in crossings.wires
     )
 
 

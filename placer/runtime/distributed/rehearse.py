@@ -81,7 +81,7 @@ def rehearse(
     crossings = given.crossings
     assert crossings is not None
     last = index == len(crossings.boundaries)
-    after = None if last else crossings.wires(index)
+    after = None if last else crossings.wires[index]
     attribution = Attribution([crossings.staged.stages[index]], layer_of)
     results: list[Any] = []
 
@@ -99,7 +99,7 @@ def rehearse(
             torch.empty(wire.numel, dtype=wire.dtype, device=finder.device).requires_grad_(
                 wire.requires_grad
             )
-            for wire in (crossings.wires(index - 1) if index else ())
+            for wire in (crossings.wires[index - 1] if index else ())
         ]
         again = Microbatch(inputs=inputs, crossings=crossings, inputs_here=given.inputs_here)
         stage.run = Run(microbatches=[again], loss_of=keep)

@@ -141,15 +141,14 @@ class StageModule(nn.Module):
         if last:
             values.update({n: x for n, x in given.inputs.items() if n in kept})
             return [values[x] if kind == "value" else x for kind, x in staged.result]
-        crossing = [values[value.name] for value in after]
-        return [leaf for leaf in tree_leaves(crossing) if isinstance(leaf, Tensor)]
+        return [leaf for value in after for leaf in _tensors(values[value.name])]
 
     def _compare(self, values: list[Any], crossings: Crossings, run: Run) -> None:
         """Raise ``ValueError`` when the others expect tensors of other shapes, found without data."""
         if self.after is None:  # a result is sent in inference only
             expected: Sequence[Any] = crossings.result if run.loss_of is None else ()
         else:
-            expected = crossings.wires(self._index)
+            expected = crossings.wires[self._index]
         for value, wire in zip(values, expected, strict=False):
             if isinstance(wire, Wire) and tuple(value.shape) != wire.shape:
                 raise ValueError(
@@ -185,6 +184,12 @@ class StageModule(nn.Module):
             )
             for w in self.after
         )
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _is_parameter(part: nn.Module, name: str) -> bool:
