@@ -3,8 +3,8 @@
 ``python -m benchmarks.distributed`` starts ``torchrun`` with two processes of one thread each. All
 contestants of a comparison are in the same job and take turns, in random order, so that whatever
 else the machine does hits them alike; a ratio is the median over rounds of the ratio in a round.
-Where their tensors lie in memory makes 2 % too, and stays for the life of a process: so there are
-several jobs, each of which builds the contestants in another order, and the mean over jobs.
+Where their tensors lie in memory makes 5 % for the same kernels, and stays for the life of a process: so
+there are many short jobs, each of which builds the contestants in another order, and a mean over them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import os
 import random
 import statistics
@@ -208,18 +209,16 @@ def stage_contestants(count: int) -> dict[str, Callable[[], Step]]:
     return contestants
 
 
-def compare(rounds: int, seed: int) -> dict[str, dict[str, dict[str, list[float]]]]:
-    """Both comparisons: kind -> case -> contestant -> seconds of every round."""
+def compare(kind: str, rounds: int, seed: int) -> dict[str, Seconds]:
+    """One of the comparisons: case -> contestant -> seconds of every round."""
     order = random.Random(seed)
-    return {
-        "replicas": {
+    if kind == "replicas":
+        return {
             name: take_turns(replica_contestants(*case), rounds, order)
             for name, case in replica_cases().items()
-        },
-        "stages": {
-            str(count): take_turns(stage_contestants(count), rounds, order)
-            for count in MICROBATCHES
-        },
+        }
+    return {
+        str(count): take_turns(stage_contestants(count), rounds, order) for count in MICROBATCHES
     }
 
 
@@ -305,7 +304,7 @@ def work(what: str, path: Path, rounds: int, seed: int) -> None:
         dist.all_gather_object(memory, measure_memory())
         found = {"memory": [entry for rank in memory for entry in rank]}
     else:
-        found = compare(rounds, seed)
+        found = compare(what, rounds, seed)
     if dist.get_rank() == 0:
         path.write_text(json.dumps(found))
     dist.destroy_process_group()
@@ -316,8 +315,8 @@ def run_job(what: str, processes: int, rounds: int = 1, seed: int = 0) -> dict[s
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={processes}", "-m", "benchmarks.distributed", what]
-        command += ["--worker", str(path), "--rounds", str(rounds), "--seed", str(seed)]
+        command += [f"--nproc-per-node={processes}", "-m", "benchmarks.distributed"]
+        command += ["--worker", what, str(path), "--rounds", str(rounds), "--seed", str(seed)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **KEEP_FREED_MEMORY}
         subprocess.run(command, check=True, env=environment)
         found: dict[str, Any] = json.loads(path.read_text())
@@ -331,14 +330,20 @@ def ratios(jobs: Sequence[Seconds], over: str, under: str) -> list[float]:
 
 
 def ratio(jobs: Sequence[Seconds], over: str, under: str) -> float:
-    """The mean of the ratios of the jobs."""
-    return statistics.mean(ratios(jobs, over, under))
+    """The geometric mean of the ratios of the jobs."""
+    return statistics.geometric_mean(ratios(jobs, over, under))
 
 
-def spread(jobs: Sequence[Seconds], over: str, under: str) -> str:
-    """The mean of the ratios of the jobs, with the least and the largest."""
-    found = ratios(jobs, over, under)
-    return f"{statistics.mean(found):.3f} ({min(found):.2f} to {max(found):.2f})"
+def with_error(jobs: Sequence[Seconds], over: str, under: str) -> str:
+    """The geometric mean of the ratios of the jobs, and its standard error."""
+    found = [math.log(x) for x in ratios(jobs, over, under)]
+    error = statistics.stdev(found) / len(found) ** 0.5 if len(found) > 1 else math.inf
+    return f"{math.exp(statistics.mean(found)):.3f} ± {error:.3f}"
+
+
+def by_case(jobs: Sequence[Mapping[str, Seconds]]) -> dict[str, list[Seconds]]:
+    """Per case what each job found."""
+    return {name: [job[name] for job in jobs] for name in jobs[0]}
 
 
 def table(header: list[str], rows: list[list[str]]) -> list[str]:
@@ -350,19 +355,18 @@ def milliseconds(jobs: Sequence[Seconds], name: str) -> str:
     return f"{statistics.median(x for seconds in jobs for x in seconds[name]) * 1e3:.0f}"
 
 
-def write_speed(found: Sequence[Mapping[str, Mapping[str, Seconds]]], load: float) -> None:
+def write_speed(
+    replicas: Sequence[Mapping[str, Seconds]], stages: Sequence[Mapping[str, Seconds]], load: float
+) -> None:
     kept = ", ".join(f"`{name}={value}`" for name, value in KEEP_FREED_MEMORY.items())
-    cases = {
-        kind: {name: [job[kind][name] for job in found] for name in found[0][kind]}
-        for kind in ("replicas", "stages")
-    }
-    rounds = len(found[0]["replicas"][next(iter(cases["replicas"]))]["placer"])
+    rounds = len(stages[0]["1"]["placer GPipe"])
     lines = [
-        f"Two processes of one thread each, gloo on loopback; {len(found)} jobs of {rounds} rounds,",
-        "contestants in turn; a ratio is the mean over jobs (least to largest) of the median over the",
-        f"rounds. Load average at the start: {load:.1f}. Freed memory stays with its process ({kept}):",
-        "else glibc gives some back and takes it anew, thousands of page faults a step, for one",
-        "contestant or another by what lies above it on the heap.",
+        f"Two processes of one thread each, gloo on loopback; {len(replicas)} and {len(stages)} jobs, in",
+        f"each {rounds} rounds, contestants in turn; a ratio is the geometric mean over the jobs, with its",
+        f"standard error, of the median over the rounds. Load average at the start: {load:.1f}.",
+        "",
+        f"Freed memory stays with its process ({kept}): else glibc gives some back and takes it anew,",
+        "thousands of page faults a step, for one contestant or another by what lies above it on the heap.",
         "",
         "## Two replicas: throughput, the whole batch of the same size",
         "",
@@ -378,10 +382,10 @@ def write_speed(found: Sequence[Mapping[str, Mapping[str, Seconds]]], load: floa
             f"{ratio(jobs, 'one process', 'placer'):.2f}",
             f"{ratio(jobs, 'one process', 'DDP'):.2f}",
             f"{ratio(jobs, 'one process', 'no communication'):.2f}",
-            spread(jobs, "DDP", "placer"),
-            spread(jobs, "average_gradients", "placer"),
+            with_error(jobs, "DDP", "placer"),
+            with_error(jobs, "average_gradients", "placer"),
         ]
-        for name, jobs in cases["replicas"].items()
+        for name, jobs in by_case(replicas).items()
     ]
     lines += table(header, rows)
     lines += [
@@ -393,7 +397,7 @@ def write_speed(found: Sequence[Mapping[str, Mapping[str, Seconds]]], load: floa
     header = ["micro-batches", "schedule", "placer, ms", "by hand, ms", "placer / by hand"]
     header += ["efficiency", "of the schedule"]
     rows = []
-    for count, jobs in cases["stages"].items():
+    for count, jobs in by_case(stages).items():
         for schedule in ("GPipe", "1F1B"):
             if f"placer {schedule}" not in jobs[0]:
                 continue
@@ -403,7 +407,7 @@ def write_speed(found: Sequence[Mapping[str, Mapping[str, Seconds]]], load: floa
                     schedule,
                     milliseconds(jobs, f"placer {schedule}"),
                     milliseconds(jobs, f"by hand {schedule}"),
-                    spread(jobs, f"placer {schedule}", f"by hand {schedule}"),
+                    with_error(jobs, f"placer {schedule}", f"by hand {schedule}"),
                     f"{ratio(jobs, 'one process', f'placer {schedule}') / 2:.3f}",
                     f"{1 - bubble(make_schedule(schedule, 2, int(count))):.3f}",
                 ]
@@ -415,7 +419,7 @@ def write_speed(found: Sequence[Mapping[str, Mapping[str, Seconds]]], load: floa
         "",
     ]
     write_page("distributed", "One process per device: speed", COMMAND, lines)
-    plot(cases["stages"])
+    plot(by_case(stages))
 
 
 def write_memory(memory: list[dict[str, Any]]) -> None:
@@ -484,21 +488,27 @@ def plot(stages: Mapping[str, Sequence[Seconds]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", nargs="?", choices=("speed", "memory"), default="speed")
-    parser.add_argument("--jobs", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=5, help="of each job")
+    parser.add_argument("--replica-jobs", type=int, default=6)
+    parser.add_argument("--stage-jobs", type=int, default=14)
+    parser.add_argument("--rounds", type=int, default=2, help="of each job")
     parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        work(options.what, options.worker, options.rounds, options.seed)
+        kind, path = options.worker
+        work(kind, Path(path), options.rounds, options.seed)
     elif options.what == "memory":
         memory = [e for count in (2, 4) for e in run_job("memory", count)["memory"]]
         predict_memory(memory)
         write_memory(memory)
     else:
         load = os.getloadavg()[0]
-        jobs = [run_job("speed", 2, options.rounds, seed) for seed in range(options.jobs)]
-        write_speed(jobs, load)
+        counts = {"replicas": options.replica_jobs, "stages": options.stage_jobs}
+        found = {
+            kind: [run_job(kind, 2, options.rounds, seed) for seed in range(count)]
+            for kind, count in counts.items()
+        }
+        write_speed(found["replicas"], found["stages"], load)
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def crew_of(module: nn.Module) -> Iterator[Crew]:
             with module.watch():
                 yield Crew(
                     rank=dist.get_rank(),
-                    group=module.world_group,
+                    group=module.process_groups.world,
                     layout=f"{dist.get_world_size()} processes, {replicas} x {stages} stages",
                     contents=Contents(first_name=module.tensor_names, owned=module.owned_names),
                     devices=devices,

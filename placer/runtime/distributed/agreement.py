@@ -97,7 +97,7 @@ class Agreement:
         except PlacerError as error:
             raise error from None
         self.alike = True
-        del self._numbers, self._work
+        del self._numbers, self._work, self._world
 
     def _compare(self) -> list[int]:
         """The rows that each replica was given."""

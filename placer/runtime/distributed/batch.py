@@ -13,6 +13,7 @@ from torch import Tensor
 from placer.capture import CallFormat
 from placer.emit import StagedModel
 from placer.errors import PlacerError
+from placer.plan.types import Plan
 from placer.runtime.distributed.boundary import BoundaryFinder, Crossings, Wire
 from placer.runtime.distributed.inputs import InputGradients
 from placer.runtime.distributed.job import Seat
@@ -99,26 +100,47 @@ def own_batch(
     return cut_batch(call, leaves, replicas=1, microbatches=microbatches), int(empty)
 
 
-def read_microbatches(
-    batch: CutBatch,
-    replica_index: int,
-    inputs: InputGradients,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What a rank is given of a batch: its replica's micro-batches, those without rows last."""
+
+    batch: CutBatch
+    microbatches: Sequence[Microbatch]
+    largest: Crossings  # what crosses for the largest micro-batch of all
+    inputs: InputGradients
+
+    @property
+    def filled(self) -> int:
+        """How many micro-batches have rows."""
+        return sum(microbatch.crossings is not None for microbatch in self.microbatches)
+
+
+def take_share(
+    call: CallFormat,
+    leaves: Sequence[Tensor],
     finder: BoundaryFinder,
+    plan: Plan,
+    seat: Seat,
     *,
-    stage_indices: Sequence[int],
-    num_microbatches: int,
     target: Any = None,
+    own_rows: bool = False,
     grad: bool,
-) -> tuple[list[Microbatch], Crossings]:
-    """What a rank with these stages is given, micro-batches without rows last; what crosses at most.
+) -> Share:
+    """What the rank that has ``seat`` is given of these inputs; with ``own_rows`` they are its replica's.
 
     Raises ``PlacerError`` when a stage does not run.
     """
+    if own_rows:
+        batch, mine = own_batch(call, leaves, microbatches=plan.microbatches)
+    else:
+        mine = seat.replica_index
+        batch = cut_batch(call, leaves, replicas=plan.replicas, microbatches=plan.microbatches)
+    inputs = InputGradients(leaves, call.batched)
     sizes, pieces = batch.sizes, batch.pieces
-    own, largest = batch.of_replica(replica_index), batch.largest
+    own, largest = batch.of_replica(mine), batch.largest
     some = {sizes[position]: pieces[position] for position in (*own, largest)}
     crossings = {size: finder.find(piece, grad=grad) for size, piece in some.items()}
-    needed = {size: _inputs_needed(c.staged, stage_indices) for size, c in crossings.items()}
+    needed = {size: _inputs_needed(c.staged, seat.stage_indices) for size, c in crossings.items()}
     targets = split_target(target, batch.total, sizes)
     here = is_on(finder.device, pieces[largest])
     given = [
@@ -137,8 +159,8 @@ def read_microbatches(
         )
         for position in own
     ]
-    given += [Microbatch(inputs={}, crossings=None)] * (num_microbatches - len(own))
-    return given, crossings[sizes[largest]]
+    given += [Microbatch(inputs={}, crossings=None)] * (plan.microbatches - len(own))
+    return Share(batch=batch, microbatches=given, largest=crossings[sizes[largest]], inputs=inputs)
 
 
 def _inputs_needed(staged: StagedModel, stage_indices: Sequence[int]) -> set[str]:

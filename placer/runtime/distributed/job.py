@@ -1,22 +1,18 @@
-"""This process's place in a job of many: its rank, replica, stages, device and groups."""
+"""This process's place in a job of many: its rank, replica, stages and device."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
-from placer._torch import default_timeout
 from placer.errors import DeviceError, PlacerError
 from placer.plan.types import Plan
-from placer.runtime.distributed.part import Holdings
 from placer.runtime.distributed.rendezvous import fresh_store
 from placer.runtime.places import SimulatedDeviceWarning, device_count
 
@@ -168,32 +164,3 @@ def _not_joined(error: Exception) -> PlacerError:
         f"did not find the other processes of the job by {address} {reason}",
         "start as many as WORLD_SIZE says, and check that they reach that address",
     )
-
-
-def make_mesh(plan: Plan, seat: Seat, device: torch.device) -> DeviceMesh:
-    """The mesh replicas x devices; a collective call."""
-    ranks = torch.arange(plan.replicas * seat.num_devices).view(plan.replicas, seat.num_devices)
-    columns = [make_group(column, device) for column in ranks.T.tolist()]
-    rows = [make_group(row, device) for row in ranks.tolist()]
-    own = [columns[seat.device_index], rows[seat.replica_index]]
-    return DeviceMesh.from_group(own, device.type, ranks, mesh_dim_names=("dp", "pp"))
-
-
-def make_group(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup:
-    """A group of ``ranks`` that waits as long as the default group does; a collective call.
-
-    Left to itself torch gives every new group half an hour, whatever the program chose.
-    """
-    group: Any = dist.new_group(list(ranks), timeout=default_timeout(device))
-    return group  # type: ignore[no-any-return]
-
-
-def make_tied_groups(
-    holdings: Holdings, replicas: int, num_devices: int, device: torch.device
-) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """A group over all replicas per set of devices that share a tensor; a collective call."""
-    shared = sorted({holders for holders in holdings.holders.values() if len(holders) > 1})
-    return {
-        holders: make_group([r * num_devices + d for r in range(replicas) for d in holders], device)
-        for holders in shared
-    }

@@ -18,7 +18,8 @@ from placer.plan.store import plan_text
 from placer.plan.types import Plan
 from placer.runtime.distributed.agreement import name_ranks
 from placer.runtime.distributed.faults import lost_peers
-from placer.runtime.distributed.job import Job, choose_device, join_job, make_mesh, take_seat
+from placer.runtime.distributed.groups import make_mesh
+from placer.runtime.distributed.job import Job, choose_device, join_job, take_seat
 from placer.runtime.distributed.module import DistributedModule
 from placer.runtime.distributed.part import build_part, find_holdings, share_weights
 

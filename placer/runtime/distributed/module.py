@@ -17,20 +17,14 @@ from placer.emit import StagedModel
 from placer.errors import PeerError, PlacerError
 from placer.plan.types import Plan
 from placer.runtime.distributed.agreement import Agreement, Called
-from placer.runtime.distributed.batch import (
-    CutBatch,
-    count_rows,
-    cut_batch,
-    gather_result,
-    own_batch,
-    read_microbatches,
-)
+from placer.runtime.distributed.batch import Share, count_rows, gather_result, take_share
 from placer.runtime.distributed.boundary import BoundaryFinder, Crossings
+from placer.runtime.distributed.checks import check_inference, check_parameters, check_scaler
 from placer.runtime.distributed.engine import Engine
 from placer.runtime.distributed.faults import Alarm, close_groups
 from placer.runtime.distributed.gradients import GradientReducer, find_shared
-from placer.runtime.distributed.inputs import InputGradients
-from placer.runtime.distributed.job import Seat, make_group, make_tied_groups
+from placer.runtime.distributed.groups import Groups, make_groups
+from placer.runtime.distributed.job import Seat
 from placer.runtime.distributed.outcome import LossSum, SharedBuffers
 from placer.runtime.distributed.part import Holdings
 from placer.runtime.distributed.randomness import own_random_state
@@ -60,10 +54,7 @@ class DistributedModule(PlacedModule):
     device: torch.device
     mesh: DeviceMesh
     _holdings: Holdings
-    _dp_group: dist.ProcessGroup  # the groups are None once this module has failed
-    _pp_group: dist.ProcessGroup
-    _world_group: dist.ProcessGroup
-    _tied_groups: dict[tuple[int, ...], dist.ProcessGroup]
+    _groups: Groups | None  # None once this module has failed; gloo closes what nobody refers to
     _finder: BoundaryFinder
     _alarm: Alarm
     _layer_of: Mapping[str, str]
@@ -94,23 +85,20 @@ class DistributedModule(PlacedModule):
         self.device = device
         self.mesh = mesh
         self._holdings = holdings
-        self._dp_group = mesh.get_group("dp")
-        self._pp_group = mesh.get_group("pp")
-        self._world_group = _whole_group(mesh, device)
-        self._tied_groups = make_tied_groups(holdings, plan.replicas, seat.num_devices, device)
+        self._groups = make_groups(mesh, holdings, device)
         self._finder = BoundaryFinder(capture.model, plan, staged, device)
         self._alarm = Alarm(dist.get_rank())
         self._layer_of = dict(plan.node_layers)
         self._written = _written_names(capture, holdings, seat)
         if plan.batch_norm == "sync" and plan.replicas > 1:
-            synchronise_norms(part, self._dp_group)
+            synchronise_norms(part, self._groups.dp)
         self._engine = Engine(
             self._replicas[0],
             part,
             schedule=plan.schedule,
             microbatches=plan.microbatches,
             stage_indices=seat.stage_indices,
-            group=self._pp_group,
+            group=self._groups.pp,
             device=device,
         )
         self._placeholder = nn.Parameter(torch.empty(0, device=device))
@@ -143,13 +131,15 @@ class DistributedModule(PlacedModule):
         return self.plan.replicas
 
     @property
-    def world_group(self) -> dist.ProcessGroup:
-        """All ranks of the job; closed when this module has failed. Raises ``PeerError`` then."""
-        if self._world_group is None:
+    def process_groups(self) -> Groups:
+        """Whom this rank talks to. Raises ``PeerError`` when this module has failed: they are closed."""
+        if self._groups is None:
             raise PeerError(
-                f"rank {dist.get_rank()}", "the job has failed before", "start it again"
+                f"rank {dist.get_rank()}",
+                "an earlier call failed, and the connections of this module are closed",
+                "end the job; torchrun --max-restarts starts it anew",
             )
-        return self._world_group
+        return self._groups
 
     @property
     def own_share(self) -> tuple[int, int]:
@@ -186,31 +176,21 @@ class DistributedModule(PlacedModule):
 
     def _run(self, programs: Programs, leaves: list[Tensor]) -> Any:
         """The whole batch in, the whole result out."""
-        if torch.is_grad_enabled() and self.training:
-            raise PlacerError(
-                "placed(x)",
-                "gives results without gradients when there is one process per device",
-                "train with placed.step(x, target=t, loss_fn=f); for results call placed.eval() or "
-                "use torch.no_grad()",
-            )
-        self._check_alive()
-        self._check_inputs(leaves)
+        check_inference(leaves, training=self.training)
         leaves = [leaf.detach() for leaf in leaves]
         with torch.no_grad(), self._own_random_state(), self.watch():
             with self._ask(programs.call, "placed(x)", leaves):
-                batch = self._cut(programs.call, leaves, self.num_replicas)
-                inputs = self._input_gradients(leaves)
-                own, largest = self._microbatches(batch, self.replica_index, inputs, grad=False)
-            run = Run(microbatches=own, loss_of=None)
-            self._execute(run, largest)
-            moments = self._share_moments(largest)
+                share = self._take_share(programs.call, leaves, grad=False)
+            run = Run(microbatches=share.microbatches, loss_of=None)
+            self._execute(run, share.largest)
+            moments = self._share_moments(share.largest)
             result = gather_result(
-                batch,
+                share.batch,
                 run,
                 self._finder,
                 seat=self.seat,
                 last_device=self._last_device,
-                world=self.world_group,
+                world=self.process_groups.world,
             )
             if moments is not None:
                 moments.wait()
@@ -227,12 +207,10 @@ class DistributedModule(PlacedModule):
         own_rows: bool = False,
         scaler: torch.amp.GradScaler | None = None,
     ) -> Tensor:
-        self._check_alive()
-        trained = self._check_parameters()
-        self._check_scaler(scaler)
-        call = programs.call
+        trained = check_parameters(self, self._holdings.first_name, self._frozen)
+        check_scaler(scaler, num_devices=self.seat.num_devices)
         agreement = self._ask(
-            call,
+            programs.call,
             "placed.step",
             leaves,
             own_rows=own_rows,
@@ -248,32 +226,28 @@ class DistributedModule(PlacedModule):
         try:
             with self._own_random_state():
                 with agreement:
-                    if own_rows:
-                        batch, mine = own_batch(call, leaves, microbatches=self.plan.microbatches)
-                    else:
-                        batch, mine = self._cut(call, leaves, self.num_replicas), self.replica_index
-                    inputs = self._input_gradients(leaves)
-                    own, largest = self._microbatches(batch, mine, inputs, target=target, grad=True)
-                    reducer = self._current_reducer(trained)
-                    count = sum(m.crossings is not None for m in own)
+                    share = self._take_share(
+                        programs.call, leaves, target=target, own_rows=own_rows, grad=True
+                    )
                     scale = 1.0 if scaler is None else scale_of(scaler, self.device)
-                reducer.prepare(count, overlap=not self._engine.splits_backward)
+                reducer = self._current_reducer(trained)
+                reducer.prepare(share.filled, overlap=not self._engine.splits_backward)
                 run = Run(
-                    microbatches=own,
+                    microbatches=share.microbatches,
                     loss_of=self._loss_of(loss_fn, target),
                     total=None if reduction == "sum" else agreement.total,
                     scale=scale,
                 )
-                self._execute(run, largest)
+                self._execute(run, share.largest)
                 reducer.send_rest()  # the next messages go the same way
                 losses = LossSum(
                     run.losses,
                     source=self._last_device if self.num_replicas == 1 else None,
-                    world=self.world_group,
+                    world=self.process_groups.world,
                     device=self.device,
                 )
-                moments = self._share_moments(largest)
-                buffers = SharedBuffers(self._shared_buffers(largest), self._dp_group)
+                moments = self._share_moments(share.largest)
+                buffers = SharedBuffers(self._shared_buffers(share.largest), self.process_groups.dp)
                 reducer.finish()
         except PlacerError as error:
             if own_rows and agreement.alike:  # others may have found nothing wrong with theirs
@@ -283,9 +257,9 @@ class DistributedModule(PlacedModule):
             self._fail(error)
         with self.watch():
             loss = losses.wait()
-            inputs.deliver(
-                row=self._pp_group,
-                world=self._world_group,
+            share.inputs.deliver(
+                row=self.process_groups.pp,
+                world=self.process_groups.world,
                 own_rows=own_rows,
                 device=self.device,
             )
@@ -306,7 +280,6 @@ class DistributedModule(PlacedModule):
         Returns the norm before, the same on every rank. A tied parameter counts once. Raises
         ``PeerError`` when another rank is lost.
         """
-        self._check_alive()
         index = self.seat.device_index
         names = self.tensor_names
         own = [
@@ -317,10 +290,10 @@ class DistributedModule(PlacedModule):
         norm = nn.utils.get_total_norm(own, norm_type).to(self.device, torch.float64)
         with self.watch():
             if norm_type == float("inf"):
-                dist.all_reduce(norm, dist.ReduceOp.MAX, group=self._pp_group)
+                dist.all_reduce(norm, dist.ReduceOp.MAX, group=self.process_groups.pp)
             else:
                 norm = norm**norm_type
-                dist.all_reduce(norm, group=self._pp_group)
+                dist.all_reduce(norm, group=self.process_groups.pp)
                 norm = norm ** (1 / norm_type)
         nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
         return norm
@@ -353,37 +326,14 @@ class DistributedModule(PlacedModule):
             return Agreement(
                 called,
                 num_devices=self.seat.num_devices,
-                world=self.world_group,
+                world=self.process_groups.world,
                 device=self.device,
                 count=count,
             )
 
-    def _cut(self, call: CallFormat, leaves: Sequence[Tensor], replicas: int) -> CutBatch:
-        return cut_batch(call, leaves, replicas=replicas, microbatches=self.plan.microbatches)
-
-    def _microbatches(
-        self,
-        batch: CutBatch,
-        mine: int,
-        inputs: InputGradients,
-        *,
-        target: Any = None,
-        grad: bool,
-    ) -> tuple[list[Microbatch], Crossings]:
+    def _take_share(self, call: CallFormat, leaves: Sequence[Tensor], **options: Any) -> Share:
         self._finder.follow(self._tree)
-        return read_microbatches(
-            batch,
-            mine,
-            inputs,
-            self._finder,
-            stage_indices=self.stage_indices,
-            num_microbatches=self.plan.microbatches,
-            target=target,
-            grad=grad,
-        )
-
-    def _input_gradients(self, leaves: list[Tensor]) -> InputGradients:
-        return InputGradients(leaves, self._staged.call.batched)
+        return take_share(call, leaves, self._finder, self.plan, self.seat, **options)
 
     def _loss_of(
         self, loss_fn: Callable[..., Tensor], whole_target: Any
@@ -422,7 +372,7 @@ class DistributedModule(PlacedModule):
         if not calls and not own:
             return None
         place = self._replicas[0].places[0]
-        return SharedMoments(self._tree, calls, own, group=self._dp_group, place=place)
+        return SharedMoments(self._tree, calls, own, group=self.process_groups.dp, place=place)
 
     def _shared_buffers(self, largest: Crossings) -> list[Tensor]:
         """The buffers that forward writes: all replicas have the first one's, as in ``nn.DataParallel``.
@@ -443,64 +393,15 @@ class DistributedModule(PlacedModule):
             if self._reducer is not None:
                 self._reducer.close()
             shared = find_shared(
-                self, self._staged, self._holdings, self.stage_indices, self._group_of
+                self,
+                self._staged,
+                self._holdings,
+                self.stage_indices,
+                self.process_groups.of_holders,
             )
             self._reducer = GradientReducer(shared)
             self._reduced = trained
         return self._reducer
-
-    def _group_of(self, holders: tuple[int, ...]) -> dist.ProcessGroup:
-        return self._dp_group if len(holders) == 1 else self._tied_groups[holders]
-
-    def _check_alive(self) -> None:
-        if self._world_group is None:
-            raise PeerError(
-                f"rank {dist.get_rank()}",
-                "an earlier call failed, and the connections of this module are closed",
-                "end the job; torchrun --max-restarts starts it anew",
-            )
-
-    def _check_inputs(self, leaves: Sequence[Tensor]) -> None:
-        if torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves):
-            raise PlacerError(
-                "inputs",
-                "one of them requires gradients, and with one process per device none come out of "
-                "placed(x), which gives results without",
-                "give x.detach(), or take the gradient with placed.step, where inputs get theirs",
-            )
-
-    def _check_parameters(self) -> tuple[int, ...]:
-        """The ids of those that are trained. Raises ``PlacerError`` if others are than at the start."""
-        named = list(self.named_parameters())
-        new = [name for name, _ in named if name not in self._holdings.first_name]
-        if new:
-            raise PlacerError(
-                new[0],
-                "was made after placer.compile, and the other ranks cannot know",
-                "prune, parametrize or extend the model before placer.compile",
-            )
-        frozen = {name for name, parameter in named if not parameter.requires_grad}
-        if frozen != self._frozen:
-            changed = sorted(frozen ^ self._frozen)[0]
-            raise PlacerError(
-                changed,
-                "requires_grad was changed after placer.compile, and the other ranks cannot know",
-                "freeze parameters of the model before placer.compile",
-            )
-        return tuple(id(parameter) for _, parameter in named if parameter.requires_grad)
-
-    def _check_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
-        if scaler is None or not scaler.is_enabled() or self.seat.num_devices == 1:
-            return
-        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-
-        if not isinstance(scaler, ShardedGradScaler):
-            raise PlacerError(
-                "scaler",
-                f"{type(scaler).__name__} looks at the gradients of this rank's stages only, so that "
-                "some ranks would skip a step and others not",
-                "make it with placed.grad_scaler()",
-            )
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -530,24 +431,9 @@ class DistributedModule(PlacedModule):
                 synchronise_norms(self._tree, None)
             if self._reducer is not None:
                 self._reducer.close()
-            groups = [
-                self._world_group,
-                self._pp_group,
-                self._dp_group,
-                *self._tied_groups.values(),
-            ]
-            self._tied_groups = {}
-            self.__dict__.update(_world_group=None, _pp_group=None, _dp_group=None, _reducer=None)
-            close_groups(error, dict.fromkeys(groups))
-
-
-def _whole_group(mesh: DeviceMesh, device: torch.device) -> dist.ProcessGroup:
-    """All ranks: a row or a column of the mesh where that is all of it (fewer groups, fewer threads)."""
-    world_size = dist.get_world_size()
-    for dim, size in enumerate(mesh.shape):
-        if size == world_size:
-            return mesh.get_group(dim)
-    return make_group(range(world_size), device)
+            groups = [] if self._groups is None else self._groups.each()
+            self.__dict__.update(_groups=None, _reducer=None)
+            close_groups(error, groups)
 
 
 def _written_names(capture: Capture, holdings: Holdings, seat: Seat) -> tuple[str, ...]:

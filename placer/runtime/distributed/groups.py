@@ -1,0 +1,79 @@
+"""The process groups of a job: its mesh of replicas x devices, and those of tied weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from placer._torch import default_timeout
+from placer.plan.types import Plan
+from placer.runtime.distributed.job import Seat
+from placer.runtime.distributed.part import Holdings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """Whom a rank talks to.
+
+    ``dp`` are the ranks with the same stages, ``pp`` those of the same replica, ``tied`` those of all
+    replicas that hold a tensor, per set of devices with one in common.
+    """
+
+    dp: dist.ProcessGroup
+    pp: dist.ProcessGroup
+    world: dist.ProcessGroup
+    tied: Mapping[tuple[int, ...], dist.ProcessGroup]
+
+    def of_holders(self, devices: tuple[int, ...]) -> dist.ProcessGroup:
+        """The ranks of all replicas that hold what these ``devices`` hold, this rank's among them."""
+        return self.dp if len(devices) == 1 else self.tied[devices]
+
+    def each(self) -> list[dist.ProcessGroup]:
+        """All of them, once."""
+        return list(dict.fromkeys((self.world, self.pp, self.dp, *self.tied.values())))
+
+
+def make_mesh(plan: Plan, seat: Seat, device: torch.device) -> DeviceMesh:
+    """The mesh replicas x devices; a collective call."""
+    ranks = torch.arange(plan.replicas * seat.num_devices).view(plan.replicas, seat.num_devices)
+    columns = [_make_group(column, device) for column in ranks.T.tolist()]
+    rows = [_make_group(row, device) for row in ranks.tolist()]
+    own = [columns[seat.device_index], rows[seat.replica_index]]
+    return DeviceMesh.from_group(own, device.type, ranks, mesh_dim_names=("dp", "pp"))
+
+
+def make_groups(mesh: DeviceMesh, holdings: Holdings, device: torch.device) -> Groups:
+    """The groups of ``mesh``, and those that go across it; a collective call.
+
+    A row or a column of the mesh that is all of it is the world too: fewer groups, fewer threads.
+    """
+    replicas, num_devices = mesh.shape
+    dp, pp = mesh.get_group("dp"), mesh.get_group("pp")
+    if num_devices == 1:
+        world = dp
+    elif replicas == 1:
+        world = pp
+    else:
+        world = _make_group(range(replicas * num_devices), device)
+    shared = sorted({holders for holders in holdings.holders.values() if len(holders) > 1})
+    tied = {
+        holders: _make_group(
+            [r * num_devices + d for r in range(replicas) for d in holders], device
+        )
+        for holders in shared
+    }
+    return Groups(dp=dp, pp=pp, world=world, tied=tied)
+
+
+def _make_group(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup:
+    """A group of ``ranks`` that waits as long as the default group does; a collective call.
+
+    Left to itself torch gives every new group half an hour, whatever the program chose.
+    """
+    group: Any = dist.new_group(list(ranks), timeout=default_timeout(device))
+    return group  # type: ignore[no-any-return]
