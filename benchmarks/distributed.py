@@ -2,9 +2,9 @@
 
 ``python -m benchmarks.distributed`` starts ``torchrun`` with two processes of one thread each. All
 contestants of a comparison are in the same job and take turns, in random order, so that whatever
-else the machine does hits them alike; a ratio is the median over rounds of the ratio in a round.
+else the machine does hits them alike; a ratio is the median over all rounds of the ratio in a round.
 Where their tensors lie in memory makes 5 % for the same kernels, and stays for the life of a process: so
-there are many short jobs, each of which builds the contestants in another order, and a mean over them.
+there are several jobs, each of which builds the contestants in another order.
 """
 
 from __future__ import annotations
@@ -324,21 +324,26 @@ def run_job(what: str, processes: int, rounds: int = 1, seed: int = 0) -> dict[s
 
 
 def ratios(jobs: Sequence[Seconds], over: str, under: str) -> list[float]:
-    """Per job, the median over rounds of the first's seconds over the second's."""
-    pairs = [zip(seconds[over], seconds[under], strict=True) for seconds in jobs]
-    return [statistics.median(a / b for a, b in rounds) for rounds in pairs]
+    """The first's seconds over the second's in every round of every job, in ascending order."""
+    return sorted(
+        a / b for seconds in jobs for a, b in zip(seconds[over], seconds[under], strict=True)
+    )
 
 
 def ratio(jobs: Sequence[Seconds], over: str, under: str) -> float:
-    """The geometric mean of the ratios of the jobs."""
-    return statistics.geometric_mean(ratios(jobs, over, under))
+    """The median over all rounds."""
+    return statistics.median(ratios(jobs, over, under))
 
 
-def with_error(jobs: Sequence[Seconds], over: str, under: str) -> str:
-    """The geometric mean of the ratios of the jobs, and its standard error."""
-    found = [math.log(x) for x in ratios(jobs, over, under)]
-    error = statistics.stdev(found) / len(found) ** 0.5 if len(found) > 1 else math.inf
-    return f"{math.exp(statistics.mean(found)):.3f} ± {error:.3f}"
+def with_bounds(jobs: Sequence[Seconds], over: str, under: str) -> str:
+    """The median, and where it is with 95 % confidence: between the n/2 ± sqrt(n)-th of n rounds.
+
+    The interval of order statistics for a quantile (Conover, Practical Nonparametric Statistics,
+    1999, section 3.2): 0.98 sqrt(n), rounded up.
+    """
+    found = ratios(jobs, over, under)
+    low = max(math.floor(len(found) / 2 - math.sqrt(len(found))), 0)
+    return f"{statistics.median(found):.3f} ({found[low]:.2f} to {found[-1 - low]:.2f})"
 
 
 def by_case(jobs: Sequence[Mapping[str, Seconds]]) -> dict[str, list[Seconds]]:
@@ -359,11 +364,11 @@ def write_speed(
     replicas: Sequence[Mapping[str, Seconds]], stages: Sequence[Mapping[str, Seconds]], load: float
 ) -> None:
     kept = ", ".join(f"`{name}={value}`" for name, value in KEEP_FREED_MEMORY.items())
-    rounds = len(stages[0]["1"]["placer GPipe"])
+    rounds = len(stages[0]["1"]["one process"])
     lines = [
-        f"Two processes of one thread each, gloo on loopback; {len(replicas)} and {len(stages)} jobs, in",
-        f"each {rounds} rounds, contestants in turn; a ratio is the geometric mean over the jobs, with its",
-        f"standard error, of the median over the rounds. Load average at the start: {load:.1f}.",
+        f"Two processes of one thread each, gloo on loopback; {len(replicas)} and {len(stages)} jobs of",
+        f"{rounds} rounds, contestants in turn; a ratio is the median over all rounds (in brackets: where",
+        f"it is with 95 % confidence). Load average at the start: {load:.1f}.",
         "",
         f"Freed memory stays with its process ({kept}): else glibc gives some back and takes it anew,",
         "thousands of page faults a step, for one contestant or another by what lies above it on the heap.",
@@ -382,8 +387,8 @@ def write_speed(
             f"{ratio(jobs, 'one process', 'placer'):.2f}",
             f"{ratio(jobs, 'one process', 'DDP'):.2f}",
             f"{ratio(jobs, 'one process', 'no communication'):.2f}",
-            with_error(jobs, "DDP", "placer"),
-            with_error(jobs, "average_gradients", "placer"),
+            with_bounds(jobs, "DDP", "placer"),
+            with_bounds(jobs, "average_gradients", "placer"),
         ]
         for name, jobs in by_case(replicas).items()
     ]
@@ -407,7 +412,7 @@ def write_speed(
                     schedule,
                     milliseconds(jobs, f"placer {schedule}"),
                     milliseconds(jobs, f"by hand {schedule}"),
-                    with_error(jobs, f"placer {schedule}", f"by hand {schedule}"),
+                    with_bounds(jobs, f"placer {schedule}", f"by hand {schedule}"),
                     f"{ratio(jobs, 'one process', f'placer {schedule}') / 2:.3f}",
                     f"{1 - bubble(make_schedule(schedule, 2, int(count))):.3f}",
                 ]
@@ -488,9 +493,9 @@ def plot(stages: Mapping[str, Sequence[Seconds]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", nargs="?", choices=("speed", "memory"), default="speed")
-    parser.add_argument("--replica-jobs", type=int, default=6)
-    parser.add_argument("--stage-jobs", type=int, default=14)
-    parser.add_argument("--rounds", type=int, default=2, help="of each job")
+    parser.add_argument("--replica-jobs", type=int, default=3)
+    parser.add_argument("--stage-jobs", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=4, help="of each job")
     parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
