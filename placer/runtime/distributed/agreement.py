@@ -92,14 +92,14 @@ class Agreement:
             return  # the program is to end
         self._work.wait()
         try:
-            rows = self._compare()
+            rows = self._rows_if_alike()
             self.total = None if self._count is None else self._count(rows)
         except PlacerError as error:
             raise error from None
         self.alike = True
         del self._numbers, self._work, self._world
 
-    def _compare(self) -> list[int]:
+    def _rows_if_alike(self) -> list[int]:
         """The rows that each replica was given."""
         ranks = self._numbers.view(dist.get_world_size(self._world), -1).tolist()
         options, own_rows, training, rows, shapes, values, *wanted = zip(*ranks, strict=True)

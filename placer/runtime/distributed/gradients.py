@@ -194,8 +194,8 @@ class GradientReducer:
                 exists.update(zip(parameters, self._positive(counts), strict=True))
         for bucket in self._buckets:
             assert bucket.flat is not None
-            pieces = bucket.flat.split([*bucket.sizes, bucket.flat.numel() - sum(bucket.sizes)])
-            for member, piece in zip(bucket.members, pieces, strict=False):
+            pieces = bucket.flat[: sum(bucket.sizes)].split(bucket.sizes)
+            for member, piece in zip(bucket.members, pieces, strict=True):
                 if exists[member.parameter]:
                     # The bucket itself becomes the gradients: nothing is copied back.
                     member.parameter.grad = piece.view_as(member.parameter)
