@@ -207,7 +207,6 @@ class DistributedModule(PlacedModule):
         own_rows: bool = False,
         scaler: torch.amp.GradScaler | None = None,
     ) -> Tensor:
-        trained = check_parameters(self, self._holdings.first_name, self._frozen)
         check_scaler(scaler, num_devices=self.seat.num_devices)
         agreement = self._ask(
             programs.call,
@@ -226,6 +225,7 @@ class DistributedModule(PlacedModule):
         try:
             with self._own_random_state():
                 with agreement:
+                    trained = check_parameters(self, self._holdings.first_name, self._frozen)
                     share = self._take_share(
                         programs.call, leaves, target=target, own_rows=own_rows, grad=True
                     )

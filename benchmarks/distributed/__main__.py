@@ -1,0 +1,115 @@
+"""One process per device against one process, DDP, averaging by hand, and pipelining by hand.
+
+``python -m benchmarks.distributed`` starts ``torchrun`` with two processes of one thread each. All
+contestants of a comparison are in the same job and take turns, in random order, so that whatever
+else the machine does hits them alike; a ratio is the median over all rounds of the ratio in a round.
+Beside it stands the ratio of the fastest steps, which others on the machine disturbed least (as the
+documentation of ``timeit`` has it: what is slower than the least is not the program's doing). Where
+tensors lie in memory makes 5 % for the same kernels, and stays for the life of a process: so there are
+several jobs, each of which builds the contestants in another order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.distributed.contestants import (
+    MICROBATCHES,
+    overhead_cases,
+    replica_cases,
+    replica_contestants,
+    stage_contestants,
+    stage_model,
+)
+from benchmarks.distributed.memory import measure_memory, predict_memory
+from benchmarks.distributed.pages import write_memory, write_speed
+from benchmarks.distributed.timing import KEEP_FREED_MEMORY, Seconds, take_turns
+
+
+def compare(kind: str, rounds: int, seed: int) -> dict[str, Seconds]:
+    """One of the comparisons: case -> contestant -> seconds of every round."""
+    order = random.Random(seed)
+    if kind == "replicas":
+        cases = {name: replica_contestants(*case) for name, case in replica_cases().items()}
+    elif kind == "stages":
+        model = stage_model()
+        cases = {str(count): stage_contestants(count, *model) for count in MICROBATCHES}
+    else:
+        cases = overhead_cases()
+        rounds *= 20  # they take milliseconds
+    return {name: take_turns(contestants, rounds, order) for name, contestants in cases.items()}
+
+
+def work(what: str, path: Path, rounds: int, seed: int) -> None:
+    """What each process of a job does; rank 0 writes what was found."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found: dict[str, Any]
+    if what == "memory":
+        memory: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(memory, measure_memory())
+        found = {"memory": [entry for rank in memory for entry in rank]}
+    else:
+        found = compare(what, rounds, seed)
+    if dist.get_rank() == 0:
+        path.write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def run_job(what: str, processes: int, rounds: int = 1, seed: int = 0) -> dict[str, Any]:
+    """What a job of this size finds, in processes of one thread each."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "found.json"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc-per-node={processes}", "-m", "benchmarks.distributed"]
+        command += ["--worker", what, str(path), "--rounds", str(rounds), "--seed", str(seed)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **KEEP_FREED_MEMORY}
+        subprocess.run(command, check=True, env=environment)
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", nargs="?", choices=("speed", "memory"), default="speed")
+    parser.add_argument("--replica-jobs", type=int, default=4)
+    parser.add_argument("--stage-jobs", type=int, default=12)
+    parser.add_argument("--overhead-jobs", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=6, help="of each job")
+    parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        kind, path = options.worker
+        work(kind, Path(path), options.rounds, options.seed)
+    elif options.what == "memory":
+        memory = [e for count in (2, 4) for e in run_job("memory", count)["memory"]]
+        predict_memory(memory)
+        write_memory(memory)
+    else:
+        load = os.getloadavg()[0]
+        counts = {
+            "replicas": options.replica_jobs,
+            "stages": options.stage_jobs,
+            "overhead": options.overhead_jobs,
+        }
+        found = {
+            kind: [run_job(kind, 2, options.rounds, seed) for seed in range(count)]
+            for kind, count in counts.items()
+        }
+        write_speed(found["replicas"], found["stages"], found["overhead"], load)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""The result pages and the plot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.distributed.timing import (
+    KEEP_FREED_MEMORY,
+    Seconds,
+    both_ratios,
+    difference,
+    fastest,
+    milliseconds,
+    ratio,
+    with_bounds,
+)
+from benchmarks.record import RESULTS, write_page
+from placer.schedule import bubble, make_schedule
+
+COMMAND = "python -m benchmarks.distributed"
+
+
+def write_speed(
+    replicas: Sequence[Mapping[str, Seconds]],
+    stages: Sequence[Mapping[str, Seconds]],
+    overhead: Sequence[Mapping[str, Seconds]],
+    load: float,
+) -> None:
+    kept = ", ".join(f"`{name}={value}`" for name, value in KEEP_FREED_MEMORY.items())
+    rounds = len(stages[0]["1"]["one process"])
+    lines = [
+        f"Two processes of one thread each, gloo on loopback; {len(replicas)} and {len(stages)} jobs of",
+        f"{rounds} rounds, contestants in turn. A ratio is the median over all rounds (in brackets: where",
+        "it is with 95 % confidence); beside it the ratio of the fastest steps of each, which others on",
+        f"this machine disturbed least. Load average at the start: {load:.1f}.",
+        "",
+        f"Freed memory stays with its process ({kept}): else glibc gives some back and takes it anew,",
+        "thousands of page faults a step, for one contestant or another by what lies above it on the heap.",
+        "",
+        "## Two replicas: throughput, the whole batch of the same size",
+        "",
+        *replica_table(by_case(replicas)),
+        "No communication: two processes, each training by itself on half of the batch. What is over",
+        "one process there is what this machine's two cores can do; no way to sum gradients is faster.",
+        "",
+        "## Two stages: step time over the same stages by hand; efficiency",
+        "",
+        *stage_table(by_case(stages)),
+        "Efficiency is the time of one process for the same micro-batches over twice the step's; that",
+        "of the schedule is 1 - bubble. [Plot](distributed.png).",
+        "",
+        "## What a step costs beside its kernels",
+        "",
+        "The same with tensors of a few kB: what placer does more than the program by hand (it asks the",
+        "other ranks whether they were called alike, gives the loss to all, looks for what was changed).",
+        "",
+        *overhead_table(by_case(overhead)),
+    ]
+    write_page("distributed", "One process per device: speed", COMMAND, lines)
+    plot(by_case(stages))
+
+
+def replica_table(cases: Mapping[str, Sequence[Seconds]]) -> list[str]:
+    header = ["training step", "one process, ms", "placer dp=2, ms"]
+    header += [
+        f"{name} over one process: median, fastest"
+        for name in ("placer", "DDP", "no communication")
+    ]
+    header += ["placer over DDP", "placer over average_gradients"]
+    rows = [
+        [
+            name,
+            milliseconds(jobs, "one process"),
+            milliseconds(jobs, "placer"),
+            both_ratios(jobs, "one process", "placer"),
+            both_ratios(jobs, "one process", "DDP"),
+            both_ratios(jobs, "one process", "no communication"),
+            with_bounds(jobs, "DDP", "placer"),
+            with_bounds(jobs, "average_gradients", "placer"),
+        ]
+        for name, jobs in cases.items()
+    ]
+    return table(header, rows)
+
+
+def stage_table(cases: Mapping[str, Sequence[Seconds]]) -> list[str]:
+    header = ["micro-batches", "schedule", "placer, ms", "by hand, ms", "placer / by hand"]
+    header += ["of the fastest", "efficiency", "of the schedule"]
+    rows = [
+        [
+            count,
+            schedule,
+            milliseconds(jobs, f"placer {schedule}"),
+            milliseconds(jobs, f"by hand {schedule}"),
+            with_bounds(jobs, f"placer {schedule}", f"by hand {schedule}"),
+            f"{fastest(jobs, f'placer {schedule}', f'by hand {schedule}'):.3f}",
+            f"{ratio(jobs, 'one process', f'placer {schedule}') / 2:.3f}",
+            f"{1 - bubble(make_schedule(schedule, 2, int(count))):.3f}",
+        ]
+        for count, jobs in cases.items()
+        for schedule in ("GPipe", "1F1B")
+        if f"placer {schedule}" in jobs[0]
+    ]
+    return table(header, rows)
+
+
+def overhead_table(cases: Mapping[str, Sequence[Seconds]]) -> list[str]:
+    header = ["step", "placer, ms", "by hand (DDP), ms", "difference, ms"]
+    rows = [
+        [
+            name,
+            milliseconds(jobs, "placer", digits=1),
+            milliseconds(jobs, "by hand", digits=1),
+            f"{difference(jobs, 'placer', 'by hand') * 1e3:+.1f}",
+        ]
+        for name, jobs in cases.items()
+    ]
+    return table(header, rows)
+
+
+def write_memory(memory: list[dict[str, Any]]) -> None:
+    lines = [
+        "The most bytes that each rank holds in a training step of a 3D U-Net (width 8, depth 3),",
+        "8 x 1 x 32 x 32 x 32, Adam, counted storage by storage on real tensors in real processes.",
+        "",
+    ]
+    rows = [
+        [
+            entry["schedule"],
+            str(entry["microbatches"]),
+            f"{entry['rank']} of {entry['stages']}",
+            f"{entry['planned'] / 2**20:.1f}",
+            f"{entry['predicted'] / 2**20:.1f}",
+            f"{entry['measured'] / 2**20:.1f}",
+            f"{entry['measured'] / entry['planned'] - 1:+.1%}",
+            f"{entry['measured'] / entry['predicted'] - 1:+.1%}",
+        ]
+        for entry in sorted(
+            memory,
+            key=lambda e: (e["stages"], e["schedule"], e["microbatches"], e["rank"]),
+        )
+    ]
+    header = ["schedule", "micro-batches", "rank", "plan, MiB", "simulated with the loss, MiB"]
+    header += ["counted, MiB", "counted over plan", "counted over simulated"]
+    lines += table(header, rows)
+    lines += [
+        "The plan is `placer.make_plan(model, spec, args, processes=True)`: torch's engine on fake",
+        "tensors with a stand-in for the loss, which a plan does not know. Simulated is",
+        "`placer.simulate(…, loss_fn=…, processes=True)`, with the cross-entropy that is counted.",
+        "It counts the target of each micro-batch in flight as the last rank's, where in the job it is",
+        "the caller's own.",
+        "",
+    ]
+    write_page(
+        "distributed_memory",
+        "One process per device: memory of a rank",
+        f"{COMMAND} memory",
+        lines,
+    )
+
+
+def plot(stages: Mapping[str, Sequence[Seconds]]) -> None:
+    """Measured efficiency beside the schedule's own, over the number of micro-batches."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    counts = [int(count) for count in stages]
+    ideal = [1 - bubble(make_schedule("GPipe", 2, count)) for count in counts]
+    axes.plot(counts, ideal, color="0.5", linestyle="--", label="1 - bubble")
+    for schedule, marker in (("GPipe", "o"), ("1F1B", "s")):
+        known = [c for c in counts if f"placer {schedule}" in stages[str(c)][0]]
+        found = [ratio(stages[str(c)], "one process", f"placer {schedule}") / 2 for c in known]
+        axes.plot(known, found, marker=marker, label=f"placer, {schedule}")
+    axes.set(xlabel="micro-batches", ylabel="efficiency of 2 stages", xscale="log", ylim=(0, 1))
+    axes.set_xticks(counts, [str(count) for count in counts])
+    axes.minorticks_off()
+    axes.legend()
+    figure.savefig(RESULTS / "distributed.png", dpi=120)
+
+
+def by_case(jobs: Sequence[Mapping[str, Seconds]]) -> dict[str, list[Seconds]]:
+    """Per case what each job found."""
+    return {name: [job[name] for job in jobs] for name in jobs[0]}
+
+
+def table(header: list[str], rows: list[list[str]]) -> list[str]:
+    lines = [f"| {' | '.join(header)} |", f"|{' --- |' * len(header)}"]
+    return [*lines, *(f"| {' | '.join(row)} |" for row in rows), ""]
