@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.distributed.contestants import (
+    LONG_ROWS,
     MICROBATCHES,
     overhead_cases,
     replica_cases,
@@ -45,6 +46,9 @@ def compare(kind: str, rounds: int, seed: int) -> dict[str, Seconds]:
     elif kind == "stages":
         model = stage_model()
         cases = {str(count): stage_contestants(count, *model) for count in MICROBATCHES}
+    elif kind == "long stages":
+        model = stage_model(rows=LONG_ROWS)
+        cases = {str(count): stage_contestants(count, *model) for count in MICROBATCHES[-2:]}
     else:
         cases = overhead_cases()
         rounds *= 20  # they take milliseconds
@@ -85,6 +89,7 @@ def main() -> None:
     parser.add_argument("what", nargs="?", choices=("speed", "memory"), default="speed")
     parser.add_argument("--replica-jobs", type=int, default=4)
     parser.add_argument("--stage-jobs", type=int, default=12)
+    parser.add_argument("--long-jobs", type=int, default=6)
     parser.add_argument("--overhead-jobs", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=6, help="of each job")
     parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
@@ -102,13 +107,14 @@ def main() -> None:
         counts = {
             "replicas": options.replica_jobs,
             "stages": options.stage_jobs,
+            "long stages": options.long_jobs,
             "overhead": options.overhead_jobs,
         }
         found = {
             kind: [run_job(kind, 2, options.rounds, seed) for seed in range(count)]
             for kind, count in counts.items()
         }
-        write_speed(found["replicas"], found["stages"], found["overhead"], load)
+        write_speed(found, load)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from benchmarks.distributed.timing import Step
 from examples.unet3d import unet3d
 
 MICROBATCHES = (1, 2, 4, 8)
+LONG_ROWS = 1024  # of a step that takes a second
 loss_of = nn.CrossEntropyLoss()
 
 

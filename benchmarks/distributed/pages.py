@@ -21,44 +21,42 @@ from placer.schedule import bubble, make_schedule
 COMMAND = "python -m benchmarks.distributed"
 
 
-def write_speed(
-    replicas: Sequence[Mapping[str, Seconds]],
-    stages: Sequence[Mapping[str, Seconds]],
-    overhead: Sequence[Mapping[str, Seconds]],
-    load: float,
-) -> None:
+def write_speed(found: Mapping[str, Sequence[Mapping[str, Seconds]]], load: float) -> None:
+    """``found`` are the jobs of each comparison; ``load`` is the load average at the start."""
     kept = ", ".join(f"`{name}={value}`" for name, value in KEEP_FREED_MEMORY.items())
-    rounds = len(stages[0]["1"]["one process"])
+    rounds = len(found["stages"][0]["1"]["one process"])
+    counts = ", ".join(f"{kind} {len(jobs)}" for kind, jobs in found.items())
     lines = [
-        f"Two processes of one thread each, gloo on loopback; {len(replicas)} and {len(stages)} jobs of",
-        f"{rounds} rounds, contestants in turn. A ratio is the median over all rounds (in brackets: where",
-        "it is with 95 % confidence); beside it the ratio of the fastest steps of each, which others on",
-        f"this machine disturbed least. Load average at the start: {load:.1f}.",
+        f"Two processes of one thread each, gloo on loopback; jobs of {rounds} rounds, contestants in turn",
+        f"({counts} jobs). A ratio is the median over all rounds (in brackets: where it is with 95 %",
+        "confidence); beside it the ratio of the fastest steps of each, which others on this machine",
+        f"disturbed least. Load average at the start: {load:.1f}.",
         "",
         f"Freed memory stays with its process ({kept}): else glibc gives some back and takes it anew,",
         "thousands of page faults a step, for one contestant or another by what lies above it on the heap.",
         "",
         "## Two replicas: throughput, the whole batch of the same size",
         "",
-        *replica_table(by_case(replicas)),
+        *replica_table(by_case(found["replicas"])),
         "No communication: two processes, each training by itself on half of the batch. What is over",
         "one process there is what this machine's two cores can do; no way to sum gradients is faster.",
         "",
         "## Two stages: step time over the same stages by hand; efficiency",
         "",
-        *stage_table(by_case(stages)),
+        *stage_table(by_case(found["stages"])),
         "Efficiency is the time of one process for the same micro-batches over twice the step's; that",
-        "of the schedule is 1 - bubble. [Plot](distributed.png).",
+        "of the schedule is 1 - bubble. [Plot](distributed.png). The same with four times the rows:",
         "",
+        *stage_table(by_case(found["long stages"])),
         "## What a step costs beside its kernels",
         "",
         "The same with tensors of a few kB: what placer does more than the program by hand (it asks the",
         "other ranks whether they were called alike, gives the loss to all, looks for what was changed).",
         "",
-        *overhead_table(by_case(overhead)),
+        *overhead_table(by_case(found["overhead"])),
     ]
     write_page("distributed", "One process per device: speed", COMMAND, lines)
-    plot(by_case(stages))
+    plot(by_case(found["stages"]))
 
 
 def replica_table(cases: Mapping[str, Sequence[Seconds]]) -> list[str]:
