@@ -131,11 +131,16 @@ def _compare(model: nn.Module, plan: placer.Plan, x: Tensor, device: str) -> dic
     """Bytes on ``device``: predicted, simulated, measured."""
     name = f"{device}:0"
     (simulated,) = (
-        d for d in placer.simulate(model, plan, (x,), loss_fn=_loss).devices if d.device == name
+        d
+        for d in placer.simulate(model, plan, (x,), loss_fn=stand_in_loss).devices
+        if d.device == name
     )
     found = {"predicted": simulated.predicted, "simulated": simulated.peak}
     if device == "cpu":
-        return {**found, "measured": allocator_peaks(model, plan, (x,), loss_fn=_loss).tensors}
+        return {
+            **found,
+            "measured": allocator_peaks(model, plan, (x,), loss_fn=stand_in_loss).tensors,
+        }
     return {**found, **_cuda_peak(model, plan, x)}
 
 
@@ -151,7 +156,7 @@ def _cuda_peak(model: nn.Module, plan: placer.Plan, x: Tensor) -> dict[str, int]
     for _ in range(2):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        placed.step(x, loss_fn=_loss)
+        placed.step(x, loss_fn=stand_in_loss)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     torch.cuda.synchronize()
@@ -161,10 +166,6 @@ def _cuda_peak(model: nn.Module, plan: placer.Plan, x: Tensor) -> dict[str, int]
         "taken": total - torch.cuda.mem_get_info()[0],
         "taken_before": total - free,
     }
-
-
-def _loss(output: Any) -> Tensor:
-    return stand_in_loss([output])
 
 
 def run(cases: Mapping[str, Case], device: str, *, done: Callable[[], None] = lambda: None) -> None:

@@ -517,14 +517,14 @@ def count_bytes(plan: placer.Plan) -> int:
     model, x = memory_case()
     placed = placer.compile(model, plan, x)
     optimizer = torch.optim.Adam(placed.parameters())
-    placed.step(x, loss_fn=lambda y: stand_in_loss([y]))  # finds what crosses, on fake tensors
+    placed.step(x, loss_fn=stand_in_loss)  # finds what crosses, on fake tensors
     optimizer.zero_grad()
     ledger = RankLedger()
     ledger.add_state((*placed.parameters(), *placed.buffers()))
     ledger.add(x, CALLER)
     with ledger:
         for _ in range(2):
-            placed.step(x, loss_fn=lambda y: stand_in_loss([y]))
+            placed.step(x, loss_fn=stand_in_loss)
             optimizer.step()
             optimizer.zero_grad()
     return ledger.peak.nbytes

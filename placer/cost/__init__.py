@@ -3,16 +3,10 @@
 `estimate` makes the table from one run on fake tensors (`record`), which notes every storage
 (`storages`) and whose backward runs (`owners`); `gradients` says what of a backward waits for what.
 `kernels` and `autocast` have that run save what a CUDA device would, `workspaces` says what a CPU's
-kernels take besides; `devices` is the catalogue.
+kernels take besides; `devices` says what kind a device is (`placer.catalogue`).
 """
 
-from placer.cost.devices import (
-    DeviceKind,
-    device_kind,
-    device_type,
-    kinds_with_memory,
-    updates_together,
-)
+from placer.cost.devices import device_kind, device_type, updates_together
 from placer.cost.estimate import estimate_costs
 from placer.cost.kernels import device_kernels
 from placer.cost.record import stand_in_loss
@@ -23,7 +17,6 @@ from placer.cost.workspaces import cpu_result, workspace_nbytes
 __all__ = [
     "AddedGradient",
     "CostTable",
-    "DeviceKind",
     "NodeCost",
     "PendingGradient",
     "StoredValue",
@@ -32,7 +25,6 @@ __all__ = [
     "device_kind",
     "device_type",
     "estimate_costs",
-    "kinds_with_memory",
     "stand_in_loss",
     "updates_together",
     "with_regions",

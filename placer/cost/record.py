@@ -44,14 +44,14 @@ class NodeFailed(Exception):
         self.node = node
 
 
-def stand_in_loss(leaves: Sequence[Any]) -> Tensor:
-    """A scalar that depends on every floating-point result: the sum of their mean squares.
+def stand_in_loss(output: Any) -> Tensor:
+    """A scalar that depends on every floating-point tensor in ``output``: the sum of mean squares.
 
     Like a usual loss it needs a gradient of the size of the results.
     """
     terms = [
         leaf.square().mean()
-        for leaf in leaves
+        for leaf in tree_leaves(output)
         if isinstance(leaf, Tensor) and leaf.is_floating_point()
     ]
     return torch.stack([term.float() for term in terms]).sum() if terms else torch.zeros(())

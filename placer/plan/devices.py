@@ -6,7 +6,8 @@ import os
 
 import torch
 
-from placer.cost import device_kind, device_type, kinds_with_memory
+from placer.catalogue import kinds_with_memory
+from placer.cost import device_kind, device_type
 from placer.errors import SpecError
 from placer.partition import DeviceSlot
 from placer.spec import DeviceSpec, PlacementSpec

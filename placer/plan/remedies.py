@@ -19,7 +19,7 @@ from placer.spec import DeviceSpec, PlacementSpec
 from placer.units import format_bytes
 
 _MOST_DEVICES = 8
-_MOST_ROUNDS = 3
+_MOST_ROUNDS = 4
 _MICROBATCHES = (2, 4, 8, 16)
 
 
@@ -204,9 +204,8 @@ def memory_needed(spec: PlacementSpec, make: PlanMaker) -> str:
 
 
 def _memory_needed(spec: PlacementSpec, make: PlanMaker) -> int | None:
-    """Bytes per device, reserve included, under which ``spec`` was planned and fits."""
+    """Bytes per device, reserve included, under which ``spec`` was planned and fits; None: not found."""
     made = _plan(make, spec)
-    needed = None
     for _ in range(_MOST_ROUNDS):
         if made is None:
             return None
@@ -214,8 +213,8 @@ def _memory_needed(spec: PlacementSpec, make: PlanMaker) -> int | None:
         devices = [d.model_copy(update={"memory": needed}) for d in spec.devices]
         made = _plan(make, spec.with_devices(devices))
         if made is not None and made.fits:
-            break
-    return needed
+            return needed
+    return None
 
 
 def _next_device(devices: Sequence[DeviceSpec]) -> DeviceSpec:

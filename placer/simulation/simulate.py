@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from placer.capture import Capture, FakeWorld
 from placer.capture.call import placeholder_names
@@ -116,7 +115,7 @@ def _train(
     loss_fn: Callable[[Any], Tensor] | None,
     optimizers: Sequence[torch.optim.Optimizer],
 ) -> None:
-    loss_of = loss_fn or (lambda output: stand_in_loss(tree_leaves(output)))
+    loss_of = loss_fn or stand_in_loss
     for _ in range(2):
         placed.step_leaves(leaves, loss_fn=loss_of)
         step.in_optimizer = True

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, PlainSerializer, PlainValidator, WithJsonSchema
 
+from placer.catalogue import CATALOGUE
 from placer.errors import nearest
 from placer.units import parse_bytes
 
@@ -45,6 +46,22 @@ def _nearest_device(name: str) -> str | None:
     kind = match[1].lower()
     kind = _ALIASES.get(kind) or nearest(kind, DEVICE_TYPES) or ""
     return (f"{kind}:{int(match[2])}" if match[2] else kind) if kind else None
+
+
+def device_kind_name(value: Any) -> str:
+    """``value`` as the catalogue spells it; case does not matter.
+
+    >>> device_kind_name("H100")
+    'h100'
+    """
+    if not isinstance(value, str) or value.lower() not in CATALOGUE:
+        near = nearest(value.lower(), CATALOGUE) if isinstance(value, str) else None
+        hint = f"did you mean {near!r}? " if near else ""
+        raise ValueError(
+            f"{value!r} is no kind of device in the catalogue; {hint}it has {', '.join(CATALOGUE)}; "
+            "or leave the kind out and give the memory"
+        )
+    return value.lower()
 
 
 def _size(value: Any) -> int:
@@ -107,6 +124,9 @@ _COUNT_SCHEMA = {"anyOf": [{"type": "integer", "minimum": 1, "maximum": MOST}, {
 _PATTERNS_SCHEMA = {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"const": "auto"}]}
 
 DeviceName = Annotated[str, PlainValidator(device_name), WithJsonSchema(_NAME_SCHEMA)]
+KindName = Annotated[
+    str, PlainValidator(device_kind_name), WithJsonSchema({"enum": list(CATALOGUE)})
+]
 DeviceMemory = Annotated[int, PlainValidator(device_memory), WithJsonSchema(_MEMORY_SCHEMA)]
 ByteSize = Annotated[int, PlainValidator(_size), WithJsonSchema(_SIZE_SCHEMA)]
 Count = Annotated[int | Literal["auto"], PlainValidator(_count), WithJsonSchema(_COUNT_SCHEMA)]

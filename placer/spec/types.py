@@ -32,6 +32,7 @@ from placer.spec.fields import (
     Count,
     DeviceMemory,
     DeviceName,
+    KindName,
     Patterns,
     ScheduleName,
 )
@@ -52,7 +53,7 @@ class DeviceSpec(BaseModel):
         description="Bytes it may hold: '16GiB', '500 MB' or a number. Without it the memory of "
         "the kind, or of the device if this machine has it.",
     )
-    kind: str | None = Field(
+    kind: KindName | None = Field(
         default=None, description="Its kind in the device catalogue, such as 'a100' or 'h100'."
     )
 

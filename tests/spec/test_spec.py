@@ -49,6 +49,14 @@ def test_sizes_names_and_case() -> None:
     assert spec.reserve == 2**30
 
 
+def test_kinds_of_devices_are_those_of_the_catalogue() -> None:
+    spec = load_spec({"devices": [{"name": "cuda:0", "kind": "H100"}]})
+    assert spec.devices[0].kind == "h100"
+    found = _problems({"devices": ["cuda:0", {"name": "cuda:1", "kind": "h10"}], "replicas": 0})
+    assert [where for where, *_ in found] == ["/devices/1/kind", "/replicas"]
+    assert "'h10' is no kind of device in the catalogue; did you mean 'h100'? it has" in found[0][1]
+
+
 def test_every_problem_at_once_with_its_place_and_the_nearest_choice() -> None:
     problems = _problems(
         {

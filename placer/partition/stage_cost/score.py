@@ -31,7 +31,8 @@ from functools import partial
 
 import numpy as np
 
-from placer.cost import CostTable, DeviceKind
+from placer.catalogue import DeviceKind
+from placer.cost import CostTable
 from placer.partition.stage_cost.tables import LOSS_NBYTES, IntervalTables, Table
 from placer.schedule import Counts, InFlight
 

@@ -16,7 +16,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from placer.cost import CostTable, DeviceKind
+from placer.catalogue import DeviceKind
+from placer.cost import CostTable
 from placer.partition.stage_cost.waiting import waiting_gradients
 from placer.regions import RegionBorders
 

@@ -42,9 +42,11 @@ class Run:
     losses: list[Tensor] = field(default_factory=list)
     results: dict[int, list[Any]] = field(default_factory=dict)
 
-    def weight(self, microbatch: Microbatch) -> float:
-        """What the loss of a micro-batch counts in the loss of the batch."""
-        return 1.0 if self.total is None else microbatch.rows / self.total
+    def add_loss(self, microbatch: Microbatch, loss: Tensor) -> Tensor:
+        """Take the loss of a micro-batch as a part of the batch's; returns what backward starts from."""
+        weighted = loss * (1.0 if self.total is None else microbatch.rows / self.total)
+        self.losses.append(weighted.detach())
+        return weighted if self.scale == 1.0 else weighted * self.scale
 
 
 class StageModule(nn.Module):
@@ -97,8 +99,13 @@ class StageModule(nn.Module):
             phase = "boundary"
             self._compare(values, given.crossings, run)
             if self.after is None:
+                phase = "result"
+                if run.loss_of is None:
+                    run.results[microbatch] = values
+                    return torch.zeros(1)
+                output = unflatten_output(given.crossings.staged.call, values)
                 phase = "loss_fn"
-                return self._finish(run, given, given.crossings, microbatch, values)
+                return run.add_loss(given, run.loss_of(given, output))
         except Exception as error:
             code = given.crossings.staged.stages[self._index]
             raise locate_failure(code, phase, error) from error
@@ -156,22 +163,6 @@ class StageModule(nn.Module):
                     f"{list(wire.shape)}: it depends on the data; place the layers that make it, "
                     "and all after them, on the last device, and have them return other shapes"
                 )
-
-    def _finish(
-        self,
-        run: Run,
-        given: Microbatch,
-        crossings: Crossings,
-        microbatch: int,
-        result: list[Any],
-    ) -> Tensor:
-        if run.loss_of is None:
-            run.results[microbatch] = result
-            return torch.zeros(1)
-        output = unflatten_output(crossings.staged.call, result)
-        weighted = run.loss_of(given, output) * run.weight(given)
-        run.losses.append(weighted.detach())
-        return weighted if run.scale == 1.0 else weighted * run.scale
 
     def _nothing(self, run: Run) -> Any:
         grad = run.loss_of is not None
