@@ -207,7 +207,9 @@ class DistributedModule(PlacedModule):
         own_rows: bool = False,
         scaler: torch.amp.GradScaler | None = None,
     ) -> Tensor:
+        # Before the others are asked: a rank that is called alone is told at once, not left waiting.
         check_scaler(scaler, num_devices=self.seat.num_devices)
+        trained = check_parameters(self, self._holdings.first_name, self._frozen)
         agreement = self._ask(
             programs.call,
             "placed.step",
@@ -225,7 +227,6 @@ class DistributedModule(PlacedModule):
         try:
             with self._own_random_state():
                 with agreement:
-                    trained = check_parameters(self, self._holdings.first_name, self._frozen)
                     share = self._take_share(
                         programs.call, leaves, target=target, own_rows=own_rows, grad=True
                     )
