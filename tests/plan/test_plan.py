@@ -12,7 +12,7 @@ import torchvision
 from torch import nn
 
 import placer
-from placer import BudgetError, CaptureError, DeviceError, PlacementSpec, PlanError, SpecError
+from placer import BudgetError, CaptureError, PlacementSpec, PlanError, SpecError
 from placer.units import parse_bytes
 
 GIB = 2**30
@@ -158,7 +158,7 @@ def test_budget_comes_from_the_named_kind() -> None:
     (device,) = _small(devices=[{"name": "cuda:0", "kind": "H100"}]).devices
     assert device.budget == 80 * GIB
     assert device.reserve == parse_bytes("1GiB")
-    with pytest.raises(DeviceError, match="did you mean 'h100'"):
+    with pytest.raises(SpecError, match="did you mean 'h100'"):
         _small(devices=[{"name": "cuda:0", "kind": "h10"}])
 
 
