@@ -184,6 +184,7 @@ def call_unlike_the_others(spec: placer.PlacementSpec) -> dict[str, str]:
         "reduction": lambda: step(reduction="sum" if odd else "mean"),
         "mode": lambda: (placed.train(not odd), step()),
         "method": lambda: placed.eval()(x) if odd else step(),
+        "no graph": lambda: placed.step(x, loss_fn=lambda y: y.square().mean().detach()),
         "no rows": lambda: step(x[:0]),
         "no rows anywhere": lambda: step(x[:0], own_rows=True),
     }

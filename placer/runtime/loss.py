@@ -25,13 +25,17 @@ class WatchedLoss:
 
     def require_graph(self) -> None:
         """Raise ``PlacerError`` when there was nothing to go backward through, as eager would."""
-        if self._has_graph is not False:
-            return
-        remedy = "do not detach it, and leave some parameters unfrozen"
-        if not torch.is_grad_enabled():
-            remedy = "call step outside torch.no_grad(), or placed(x) where no gradient is wanted"
-        problem = "the loss depends on nothing that requires a gradient, so there is none"
-        raise PlacerError("loss_fn", problem, remedy)
+        if self._has_graph is False:
+            raise without_graph()
+
+
+def without_graph() -> PlacerError:
+    """That there is nothing to go backward through."""
+    remedy = "do not detach it, and leave some parameters unfrozen"
+    if not torch.is_grad_enabled():
+        remedy = "call step outside torch.no_grad(), or placed(x) where no gradient is wanted"
+    problem = "the loss depends on nothing that requires a gradient, so there is none"
+    return PlacerError("loss_fn", problem, remedy)
 
 
 def call_loss(loss_fn: Callable[..., Tensor], output: Any, target: Any) -> Tensor:

@@ -266,7 +266,7 @@ class PlacedModule(nn.Module):
             own_rows=own_rows,
             scaler=scaler,
         )
-        self._require_graph(watched)
+        watched.require_graph()
         return loss
 
     def step_leaves(
@@ -300,9 +300,6 @@ class PlacedModule(nn.Module):
         home = self._replicas[0].output_place
         loss = torch.stack([loss.to(home.device) for loss in losses]).sum()
         return loss if scale == 1.0 else loss / scale
-
-    def _require_graph(self, loss_fn: WatchedLoss) -> None:
-        loss_fn.require_graph()
 
     @property
     def own_share(self) -> tuple[int, int]:

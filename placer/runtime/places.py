@@ -45,17 +45,23 @@ def resolve_places(plan: Plan, run_on: str | None = None) -> list[list[Place]]:
     ]
 
 
-def _resolve(name: str) -> torch.device | None:
-    """The torch device called ``name``; None where the machine has none of its type."""
-    kind, _, number = name.partition(":")
+def torch_type(name: str) -> str:
+    """The type of the device called ``name``. Raises ``DeviceError`` where nothing can run on it."""
+    kind = name.partition(":")[0]
     try:
         torch.device(kind)
     except RuntimeError as error:
         raise DeviceError(f"device {name}", "not a torch device", "use cuda:0, cpu:0, …") from error
-    if kind == "cpu":
-        return torch.device("cpu")
     if kind == "meta":
         raise DeviceError(f"device {name}", "nothing can run on meta", "name a real device")
+    return kind
+
+
+def _resolve(name: str) -> torch.device | None:
+    """The torch device called ``name``; None where the machine has none of its type."""
+    kind, number = torch_type(name), name.partition(":")[2]
+    if kind == "cpu":
+        return torch.device("cpu")
     count = device_count(kind)
     if count == 0:
         return None

@@ -144,6 +144,7 @@ def test_ranks_that_are_not_called_alike_say_so(
         "reduction": "call: is another one, or with another reduction or scaler, on rank 1 than",
         "mode": "mode (placed.train(), placed.eval()): is another on rank 1 than on rank 0",
         "method": "call: is another one, or with another reduction or scaler, on rank 1 than",
+        "no graph": "loss_fn: the loss depends on nothing that requires a gradient",
         "no rows": "batch: has no rows",
         "no rows anywhere": "batch: has no rows",
     }

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from placer.errors import DeviceError, PlacerError
 from placer.plan.types import Plan
 from placer.runtime.distributed.rendezvous import fresh_store
-from placer.runtime.places import SimulatedDeviceWarning, device_count
+from placer.runtime.places import SimulatedDeviceWarning, device_count, torch_type
 
 _START_TIMEOUT = timedelta(minutes=30)
 
@@ -96,9 +96,9 @@ def choose_device(plan: Plan, job: Job, run_on: str | None) -> torch.device:
 
     Where the machine has no device of that type the CPU stands for it, with a
     ``SimulatedDeviceWarning``; ``run_on`` names the type on purpose. Raises ``DeviceError`` when
-    there are fewer devices than local ranks.
+    there are fewer devices than local ranks, and for a ``run_on`` that is no device.
     """
-    kind = torch.device(run_on or plan.stages[0].devices[0]).type
+    kind = torch_type(run_on or plan.stages[0].devices[0])
     if kind == "cpu":
         return torch.device("cpu")
     count = device_count(kind)

@@ -33,7 +33,7 @@ from placer.runtime.distributed.stage import Microbatch, Run
 from placer.runtime.distributed.statistics import SharedMoments
 from placer.runtime.distributed.sync_norm import synchronise_norms
 from placer.runtime.hooks import run_forward_hooks
-from placer.runtime.loss import WatchedLoss, call_loss
+from placer.runtime.loss import call_loss, without_graph
 from placer.runtime.module import PlacedModule
 from placer.runtime.place import CALLER, Place, is_on
 from placer.runtime.programs import Calls, Programs
@@ -243,6 +243,7 @@ class DistributedModule(PlacedModule):
                 reducer.send_rest()  # the next messages go the same way
                 losses = LossSum(
                     run.losses,
+                    without_graph=bool(run.losses) and not run.has_graph,
                     source=self._last_device if self.num_replicas == 1 else None,
                     world=self.process_groups.world,
                     device=self.device,
@@ -267,13 +268,9 @@ class DistributedModule(PlacedModule):
             buffers.wait()
             if moments is not None:
                 moments.wait()
+            if losses.without_graph:
+                raise without_graph()
             return loss
-
-    def _require_graph(self, loss_fn: WatchedLoss) -> None:
-        try:
-            super()._require_graph(loss_fn)
-        except PlacerError as error:  # only the ranks of the last stage know
-            self._fail(error)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over the whole model is at most ``max_norm``.

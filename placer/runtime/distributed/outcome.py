@@ -14,23 +14,26 @@ _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 class LossSum:
     """The loss of the whole batch on its way to every rank; it is computed where the last stages are.
 
-    ``source`` is the rank that alone has all ``losses``, where there is but one last stage.
+    ``source`` is the rank that alone has all ``losses``, where there is but one last stage. Whether any
+    rank has its own ``without_graph`` goes with it.
     """
 
     def __init__(
         self,
         losses: Sequence[Tensor],
         *,
+        without_graph: bool,
         source: int | None,
         world: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        # The loss, and per data type how many ranks have theirs in it.
-        self._message = torch.zeros(1 + len(_DTYPES), dtype=torch.float64, device=device)
+        # The loss, how many ranks have it without a graph, and how many in each data type.
+        self._message = torch.zeros(2 + len(_DTYPES), dtype=torch.float64, device=device)
         if losses:
             loss = torch.stack(list(losses)).sum()
             self._message[0] = loss
-            self._message[1 + _DTYPES.index(loss.dtype)] = 1
+            self._message[1] = without_graph
+            self._message[2 + _DTYPES.index(loss.dtype)] = 1
         work: dist.Work | None
         if source is None:
             work = dist.all_reduce(self._message, group=world, async_op=True)
@@ -38,11 +41,13 @@ class LossSum:
             work = dist.broadcast(self._message, source, group=world, async_op=True)
         assert work is not None  # this rank is in the group
         self._work = work
+        self.without_graph = False  # of any rank; not known before `wait`
 
     def wait(self) -> Tensor:
         """The sum, in the data type that most ranks have."""
         self._work.wait()
-        _, *counts = self._message.tolist()
+        _, without_graph, *counts = self._message.tolist()
+        self.without_graph = without_graph > 0
         return self._message[0].to(_DTYPES[counts.index(max(counts))])
 
 
