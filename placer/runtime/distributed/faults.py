@@ -6,8 +6,8 @@ import gc
 import json
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -206,20 +206,19 @@ def _lost(rank: int, error: BaseException) -> dict[str, str]:
     }
 
 
-def close_groups(error: BaseException, groups: Iterable[dist.ProcessGroup]) -> None:
+def close_groups(error: BaseException, groups: list[dist.ProcessGroup]) -> None:
     """Close the connections of ``groups``, so that ranks that wait for this one are woken up.
 
-    Gloo closes them when the last reference goes: those in the frames of ``error`` are let go too.
+    Gloo closes them when the last reference goes: those in the frames of ``error`` are let go too, and
+    the list is emptied, for its owner's frame is in the traceback of what is raised next.
     """
     seen: BaseException | None = error
     while seen is not None:
         traceback.clear_frames(seen.__traceback__)
         seen = seen.__cause__
-    for group in groups:
-        try:
-            dist.destroy_process_group(group)
-        except (ValueError, AssertionError, RuntimeError):
-            continue  # it is closed already
+    while groups:
+        with suppress(ValueError, AssertionError, RuntimeError):  # it is closed already
+            dist.destroy_process_group(groups.pop())
     gc.collect()
 
 
