@@ -52,7 +52,7 @@ class DistributedModule(PlacedModule):
 
     seat: Seat
     device: torch.device
-    mesh: DeviceMesh
+    mesh: DeviceMesh  # gone once this module has failed, as its groups
     _holdings: Holdings
     _groups: Groups | None  # None once this module has failed; gloo closes what nobody refers to
     _finder: BoundaryFinder
@@ -431,6 +431,7 @@ class DistributedModule(PlacedModule):
                 self._reducer.close()
             groups = [] if self._groups is None else self._groups.each()
             self.__dict__.update(_groups=None, _reducer=None)
+            self.__dict__.pop("mesh", None)  # it keeps its groups
             close_groups(error, groups)
 
 
