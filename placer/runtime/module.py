@@ -248,7 +248,8 @@ class PlacedModule(nn.Module):
         gradient is that of the loss over the whole batch, also when the cuts are uneven. A mean over
         something else (``ignore_index``, class weights) is none over rows: give the sum, divided by
         the count of the whole batch, and ``reduction="sum"``. Tensors of
-        ``target`` are cut along dim 0 like the inputs. ``own_rows`` says that inputs and target are
+        ``target`` are cut along dim 0 like the inputs; one with another number of rows goes to every
+        micro-batch whole. ``own_rows`` says that inputs and target are
         this process's rows only, where there are several (`placer.runtime.distributed`); ``scaler``
         scales the gradients, as for fp16. Returns the loss of the whole batch, unscaled: a detached
         scalar on ``output_device``.
