@@ -23,9 +23,14 @@ def write_result(
     note: str = "",
 ) -> Path:
     """Write ``results/<name>.md`` with one table, and print it."""
+    lines = [*table(header, rows), *([note, ""] if note else [])]
+    return write_page(name, title, command, lines)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    """The lines of a Markdown table, and an empty one after it."""
     lines = [f"| {' | '.join(header)} |", f"|{' --- |' * len(header)}"]
-    lines += [f"| {' | '.join(str(cell) for cell in row)} |" for row in rows]
-    return write_page(name, title, command, [*lines, "", *([note, ""] if note else [])])
+    return [*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows), ""]
 
 
 def write_page(name: str, title: str, command: str, lines: Sequence[str]) -> Path:

@@ -106,7 +106,7 @@ def replica_contestants(
 def stage_model(
     *, rows: int = 256, channels: int = 32, edge: int = 16
 ) -> tuple[nn.Sequential, Tensor, Tensor]:
-    """Eight equal blocks; four of them are half of the work, and the boundary is 8 MiB."""
+    """Eight equal blocks; four of them are half of the work, and the boundary of 256 rows is 8 MiB."""
     torch.manual_seed(0)
     blocks = [
         nn.Sequential(

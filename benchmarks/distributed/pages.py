@@ -15,7 +15,7 @@ from benchmarks.distributed.timing import (
     ratio,
     with_bounds,
 )
-from benchmarks.record import RESULTS, write_page
+from benchmarks.record import RESULTS, table, write_page
 from placer.schedule import bubble, make_schedule
 
 COMMAND = "python -m benchmarks.distributed"
@@ -183,8 +183,3 @@ def plot(stages: Mapping[str, Sequence[Seconds]]) -> None:
 def by_case(jobs: Sequence[Mapping[str, Seconds]]) -> dict[str, list[Seconds]]:
     """Per case what each job found."""
     return {name: [job[name] for job in jobs] for name in jobs[0]}
-
-
-def table(header: list[str], rows: list[list[str]]) -> list[str]:
-    lines = [f"| {' | '.join(header)} |", f"|{' --- |' * len(header)}"]
-    return [*lines, *(f"| {' | '.join(row)} |" for row in rows), ""]
