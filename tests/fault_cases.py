@@ -204,6 +204,37 @@ def call_unlike_the_others(spec: placer.PlacementSpec) -> dict[str, str]:
     return found
 
 
+KEPT: list[object] = []  # what a program holds on to for as long as its process lives
+
+
+def fail_and_go_on(rank: int, fault: str, *, keep: bool) -> list[str]:
+    """What every rank raised when ``rank`` failed, told to all over the program's own group.
+
+    ``keep``: the program keeps the error, with its traceback, and the failed module.
+    """
+    torch.manual_seed(0)
+    layers = UsesFragile(), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2), UsesFragile()
+    spec = make_spec(2, 2, 2, "1F1B")
+    if fault == "norm":  # one whose backward talks to the other replicas itself
+        spec = make_spec(2, 2, 1, "1F1B", batch_norm="sync")
+    x, y = torch.randn(8, 4, dtype=D, requires_grad=True), torch.randn(8, 2, dtype=D)
+    placed = placer.compile(nn.Sequential(*layers).double(), spec, (x,))
+    failing = dist.get_rank() == rank
+    Fragile.broken = failing and fault != "loss"
+    try:
+        placed.step(x, target=None if failing and fault == "loss" else y, loss_fn=F.mse_loss)
+        said = "no error"
+    except placer.PlacerError as error:
+        said = f"{type(error).__name__}: {error}"
+        if keep:
+            KEPT.extend((placed, error))
+    finally:
+        Fragile.broken = False
+    found: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(found, said)
+    return found
+
+
 class Fragile(torch.autograd.Function):
     """The identity; its backward raises while ``broken``."""
 

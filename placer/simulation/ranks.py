@@ -152,7 +152,6 @@ def _simulate_rank(
                 del run
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
-    engine.close()
     return ledger
 
 

@@ -58,7 +58,7 @@ class Engine:
         self._schedule_name = schedule
         self._microbatches = microbatches
         self._stage_indices = stage_indices
-        self._group: dist.ProcessGroup | None = group
+        self._group = group
         self._device = device
         # By whether there is a backward, and by what kinds of tensors cross:
         self._schedules: dict[Any, Any] = {}
@@ -94,17 +94,8 @@ class Engine:
         finally:
             for stage in self._stages[key]:
                 stage.run = None
-        for pipeline_stage in self._pipeline_stages:
-            pipeline_stage.clear_runtime_states()
-
-    def close(self) -> None:
-        """Let go of everything that keeps the process group alive."""
-        for stage in self._pipeline_stages:
-            stage.group = None
-        self._schedules.clear()
-        self._stages.clear()
-        self._pipeline_stages.clear()
-        self._group = None
+            for pipeline_stage in self._pipeline_stages:
+                pipeline_stage.clear_runtime_states()
 
     def _widen(self, training: bool, crossings: Sequence[Crossings]) -> Any:
         """Make the wires wide enough; returns the key of the schedule to use."""
@@ -127,7 +118,6 @@ class Engine:
     def _build(self, key: Any, widths: Widths) -> None:
         training = key[0]
         num_stages = len(self._replica.staged.stages)
-        assert self._group is not None
         modules, stages = [], []
         for index in self._stage_indices:
             before = widths[index - 1] if index else ()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -129,18 +128,19 @@ class Alarm:
         only lost a neighbour by it.
         """
         failure = _find_cause(error, LayerFailure)
-        if failure is None:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        if failure is None or _is_of_messages(cause):
             told = self._listen()
             if told is not None:
                 raise PeerError(**told) from error
+        if failure is None:
             if isinstance(error, PlacerError):
                 raise error
             lost = _lost(self._rank, error)
             self._tell(lost)
             raise PeerError(**lost) from error
-        cause: BaseException = error
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
         stage, culprit = failure.stage_index, find_culprit(failure)
         layer = culprit.layers[0] if len(culprit.layers) == 1 else ""
         phase = "backward of loss_fn" if culprit.after else failure.phase
@@ -206,20 +206,11 @@ def _lost(rank: int, error: BaseException) -> dict[str, str]:
     }
 
 
-def close_groups(error: BaseException, groups: list[dist.ProcessGroup]) -> None:
-    """Close the connections of ``groups``, so that ranks that wait for this one are woken up.
-
-    Gloo closes them when the last reference goes: those in the frames of ``error`` are let go too, and
-    the list is emptied, for its owner's frame is in the traceback of what is raised next.
-    """
-    seen: BaseException | None = error
-    while seen is not None:
-        traceback.clear_frames(seen.__traceback__)
-        seen = seen.__cause__
-    while groups:
-        with suppress(ValueError, AssertionError, RuntimeError):  # it is closed already
-            dist.destroy_process_group(groups.pop())
-    gc.collect()
+def _is_of_messages(error: BaseException) -> bool:
+    """Did a message between ranks raise it, as one of a layer that talks to other replicas does?"""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    names = [frame.f_globals.get("__name__", "") for frame in frames]
+    return isinstance(error, RuntimeError) and names[-1:] == [dist.distributed_c10d.__name__]
 
 
 def _find_cause(error: BaseException, kind: type[Any]) -> Any:

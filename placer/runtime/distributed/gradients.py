@@ -205,12 +205,9 @@ class GradientReducer:
         return [count != 0 for count in counts.tolist()]
 
     def close(self) -> None:
-        """Take the hooks off the parameters, and let go of all that keeps process groups alive."""
+        """Take the hooks off the parameters."""
         for hook in self._hooks:
             hook.remove()
-        self._buckets.clear()
-        self._home.clear()
-        self._left.clear()
 
 
 def _flat_grad(parameter: nn.Parameter) -> Tensor:

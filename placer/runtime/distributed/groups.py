@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from placer._torch import default_timeout
+from placer._torch import abort_group, default_timeout
 from placer.plan.types import Plan
 from placer.runtime.distributed.job import Seat
 from placer.runtime.distributed.part import Holdings
+
+_NEVER_SENT = 2**31 - 1  # the tag of a message that nobody sends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +72,25 @@ def make_groups(mesh: DeviceMesh, holdings: Holdings, device: torch.device) -> G
         for holders in shared
     }
     return Groups(dp=dp, pp=pp, world=world, tied=tied)
+
+
+def close_groups(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Break the connections of ``groups``, so that ranks that wait for this one are woken up.
+
+    Gloo has no abort (github.com/pytorch/pytorch/issues/130345), and by itself closes connections with
+    the last reference to a group, which may be in the frames of a traceback that the program keeps. But
+    a receive that times out closes all of them (gloo, transport/tcp/unbound_buffer.cc): one is posted
+    to every rank, for those whose connections are broken already fail without it.
+    """
+    for group in groups:
+        ranks = dist.get_process_group_ranks(group)
+        for rank in ranks:
+            if rank != dist.get_rank():
+                with suppress(RuntimeError):  # as it is meant to, or a group without gloo
+                    never_sent = dist.irecv(torch.empty(1), rank, group, tag=_NEVER_SENT)
+                    assert never_sent is not None  # this rank is in the group
+                    never_sent.wait(timedelta(milliseconds=1))
+        abort_group(group)
 
 
 def _make_group(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup:

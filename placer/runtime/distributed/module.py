@@ -21,9 +21,9 @@ from placer.runtime.distributed.batch import Share, count_rows, gather_result, t
 from placer.runtime.distributed.boundary import BoundaryFinder, Crossings
 from placer.runtime.distributed.checks import check_inference, check_parameters, check_scaler
 from placer.runtime.distributed.engine import Engine
-from placer.runtime.distributed.faults import Alarm, close_groups
+from placer.runtime.distributed.faults import Alarm
 from placer.runtime.distributed.gradients import GradientReducer, find_shared
-from placer.runtime.distributed.groups import Groups, make_groups
+from placer.runtime.distributed.groups import Groups, close_groups, make_groups
 from placer.runtime.distributed.job import Seat
 from placer.runtime.distributed.outcome import LossSum, SharedBuffers
 from placer.runtime.distributed.part import Holdings
@@ -52,9 +52,9 @@ class DistributedModule(PlacedModule):
 
     seat: Seat
     device: torch.device
-    mesh: DeviceMesh  # gone once this module has failed, as its groups
+    mesh: DeviceMesh
     _holdings: Holdings
-    _groups: Groups | None  # None once this module has failed; gloo closes what nobody refers to
+    _groups: Groups | None  # None once this module has failed
     _finder: BoundaryFinder
     _alarm: Alarm
     _layer_of: Mapping[str, str]
@@ -424,15 +424,11 @@ class DistributedModule(PlacedModule):
                 replica_index=self.replica_index,
             )
         finally:
-            self._engine.close()
-            if self.plan.batch_norm == "sync":
-                synchronise_norms(self._tree, None)
             if self._reducer is not None:
                 self._reducer.close()
-            groups = [] if self._groups is None else self._groups.each()
-            self.__dict__.update(_groups=None, _reducer=None)
-            self.__dict__.pop("mesh", None)  # it keeps its groups
-            close_groups(error, groups)
+            if self._groups is not None:
+                close_groups(self._groups.each())
+            self._groups = self._reducer = None
 
 
 def _written_names(capture: Capture, holdings: Holdings, seat: Seat) -> tuple[str, ...]:

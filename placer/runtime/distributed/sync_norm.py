@@ -41,13 +41,13 @@ class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     gradients are summed the same way. Replicas may have different numbers of rows.
     """
 
-    process_group: dist.ProcessGroup | None
+    process_group: dist.ProcessGroup
 
     def _check_input_dim(self, input: Tensor) -> None:
         return
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.training or self.process_group is None:
+        if not self.training:
             return super().forward(input)
         axes = [axis for axis in range(input.dim()) if axis != 1]
         shape = [1, -1] + [1] * (input.dim() - 2)
@@ -74,8 +74,8 @@ class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         self.running_var.lerp_(var.to(self.running_var.dtype), share)
 
 
-def synchronise_norms(part: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Have every BatchNorm layer of ``part`` take its statistics over ``group``; None lets go of it.
+def synchronise_norms(part: nn.Module, group: dist.ProcessGroup) -> None:
+    """Have every BatchNorm layer of ``part`` take its statistics over ``group``.
 
     The layers stay the same objects, with their tensors, names and hooks.
     """
