@@ -23,9 +23,14 @@ class WatchedLoss:
         self._has_graph = bool(self._has_graph or getattr(loss, "requires_grad", False))
         return loss
 
+    @property
+    def lacks_graph(self) -> bool:
+        """Was it called, and is there nothing to go backward through?"""
+        return self._has_graph is False
+
     def require_graph(self) -> None:
         """Raise ``PlacerError`` when there was nothing to go backward through, as eager would."""
-        if self._has_graph is False:
+        if self.lacks_graph:
             raise without_graph()
 
 

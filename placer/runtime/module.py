@@ -274,14 +274,14 @@ class PlacedModule(nn.Module):
         self, leaves: list[torch.Tensor], *, loss_fn: Callable[..., torch.Tensor]
     ) -> torch.Tensor:
         """`step` for inputs of the captured call that are flattened already, without a target."""
-        return self._step(self._programs, leaves, loss_fn=loss_fn)
+        return self._step(self._programs, leaves, loss_fn=WatchedLoss(loss_fn))
 
     def _step(
         self,
         programs: Programs,
         leaves: list[torch.Tensor],
         *,
-        loss_fn: Callable[..., torch.Tensor],
+        loss_fn: WatchedLoss,
         target: Any = None,
         reduction: Literal["mean", "sum"] = "mean",
         own_rows: bool = False,

@@ -33,7 +33,7 @@ from placer.runtime.distributed.stage import Microbatch, Run
 from placer.runtime.distributed.statistics import SharedMoments
 from placer.runtime.distributed.sync_norm import synchronise_norms
 from placer.runtime.hooks import run_forward_hooks
-from placer.runtime.loss import call_loss, without_graph
+from placer.runtime.loss import WatchedLoss, call_loss, without_graph
 from placer.runtime.module import PlacedModule
 from placer.runtime.place import CALLER, Place, is_on
 from placer.runtime.programs import Calls, Programs
@@ -201,7 +201,7 @@ class DistributedModule(PlacedModule):
         programs: Programs,
         leaves: list[Tensor],
         *,
-        loss_fn: Callable[..., Tensor],
+        loss_fn: WatchedLoss,
         target: Any = None,
         reduction: Literal["mean", "sum"] = "mean",
         own_rows: bool = False,
@@ -243,7 +243,7 @@ class DistributedModule(PlacedModule):
                 reducer.send_rest()  # the next messages go the same way
                 losses = LossSum(
                     run.losses,
-                    without_graph=bool(run.losses) and not run.has_graph,
+                    without_graph=loss_fn.lacks_graph,
                     source=self._last_device if self.num_replicas == 1 else None,
                     world=self.process_groups.world,
                     device=self.device,

@@ -40,14 +40,12 @@ class Run:
     total: int | None = None  # the rows over which losses are means; None: they are sums
     scale: float = 1.0
     losses: list[Tensor] = field(default_factory=list)
-    has_graph: bool = False  # does any of the losses have a gradient?
     results: dict[int, list[Any]] = field(default_factory=dict)
 
     def add_loss(self, microbatch: Microbatch, loss: Tensor) -> Tensor:
         """Take the loss of a micro-batch as a part of the batch's; returns what backward starts from."""
         weighted = loss * (1.0 if self.total is None else microbatch.rows / self.total)
         self.losses.append(weighted.detach())
-        self.has_graph = self.has_graph or weighted.requires_grad
         return weighted if self.scale == 1.0 else weighted * self.scale
 
 
