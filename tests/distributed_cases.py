@@ -178,8 +178,9 @@ def fail_in_a_step(
         elif fault == "killed":
             os._exit(3)
     target = ids + 17 if fault == "loss" else ids
+    loss_fn = token_losses if fault == "rows" else token_loss
     try:
-        placed.step(ids, target=target, loss_fn=token_loss)
+        placed.step(ids, target=target, loss_fn=loss_fn)
     except placer.StageError as error:
         _require_end(placed)
         return "StageError", str(error), error.layer, str(error.stage), str(error.rank)
@@ -205,6 +206,11 @@ def _explode(*_: Any) -> None:
 
 def token_loss(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def token_losses(output: Tensor, target: Tensor) -> Tensor:
+    """No loss: there are two."""
+    return token_loss(output, target).expand(2, 1)
 
 
 def compile_unlike_the_others(what: str) -> str:

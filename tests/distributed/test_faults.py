@@ -32,6 +32,7 @@ SPLIT = "InterleavedZeroBubble"
             "backward: ArithmeticError: boom",
         ),
         ("1F1B", "loss", 1, "1", "", "loss_fn: IndexError: Target"),
+        ("1F1B", "rows", 1, "1", "", "loss_fn: returned a tensor of [2, 1], not a scalar"),
     ],
 )
 def test_an_exception_in_a_stage_ends_every_rank_with_its_place(
@@ -50,6 +51,7 @@ def test_an_exception_in_a_stage_ends_every_rank_with_its_place(
     assert kind == "StageError"
     assert fields == [layer, stage, str(rank)]
     assert said in message
+    assert message.count(" -> ") == 1
     kind, message = found[1 - rank]
     assert kind == "PeerError"
     assert f"rank {rank}" in message

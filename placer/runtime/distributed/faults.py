@@ -148,17 +148,15 @@ class Alarm:
         if phase == "backward" and not place and layers[stage]:
             place = f"one of its layers ({_span(layers[stage])}), "
         where = f"stage {stage}, {place}rank {self._rank} (replica {replica_index}), {phase}"
-        problem = f"{type(cause).__name__}: {cause}"
-        told = {
-            "where": where,
-            "problem": problem,
-            "remedy": "the traceback is above, on that rank",
-        }
-        self._tell(told)
+        problem, remedy = f"{type(cause).__name__}: {cause}", ""
+        if isinstance(cause, PlacerError):
+            problem, remedy = cause.problem, cause.remedy
+        there = remedy or "the traceback is above, on that rank"
+        self._tell({"where": where, "problem": problem, "remedy": there})
         raise StageError(
             where,
             problem,
-            "the exception above is the cause; the other ranks end with PeerError",
+            remedy or "the exception above is the cause; the other ranks end with PeerError",
             stage=stage,
             layer=layer,
             rank=self._rank,
