@@ -313,3 +313,15 @@ def _hook_output(_: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
 def _overwrite(_: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
     with torch.no_grad():
         inputs[0].mul_(2.0)
+
+
+def leave_the_job() -> str:
+    """What a step says after the program destroyed the process group."""
+    x = torch.randn(4, 3)
+    placed = placer.compile(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), make_spec(2, 1, 1), x)
+    dist.destroy_process_group()
+    try:
+        placed.step(x, loss_fn=lambda y: y.square().mean())
+    except placer.PeerError as error:
+        return str(error)
+    return "no error"

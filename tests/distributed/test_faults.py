@@ -112,6 +112,11 @@ def test_a_failed_rank_keeps_none_waiting_while_its_program_goes_on(
         assert all(f"rank {rank}" in said for said in found), found
 
 
+def test_a_step_after_the_process_group_is_destroyed_says_so(job_of: Callable[[int], Job]) -> None:
+    for said in job_of(2).run(fault_cases.leave_the_job):
+        assert said.startswith("this process: has left the job"), said
+
+
 @pytest.mark.parametrize("what", ["model", "plan"])
 def test_another_model_or_plan_on_one_rank_is_found_at_start_up(
     job_of: Callable[[int], Job], what: str

@@ -82,6 +82,8 @@ def close_groups(groups: Iterable[dist.ProcessGroup]) -> None:
     a receive that times out closes all of them (gloo, transport/tcp/unbound_buffer.cc): one is posted
     to every rank, for those whose connections are broken already fail without it.
     """
+    if not dist.is_initialized():
+        return  # the program has closed all
     for group in groups:
         ranks = dist.get_process_group_ranks(group)
         for rank in ranks:

@@ -132,7 +132,13 @@ class DistributedModule(PlacedModule):
 
     @property
     def process_groups(self) -> Groups:
-        """Whom this rank talks to. Raises ``PeerError`` when this module has failed: they are closed."""
+        """Whom this rank talks to. Raises ``PeerError`` when they are closed, as when this module failed."""
+        if not dist.is_initialized():
+            raise PeerError(
+                "this process",
+                "has left the job: its process group is destroyed",
+                "call dist.destroy_process_group() last, after all use of this module",
+            )
         if self._groups is None:
             raise PeerError(
                 f"rank {dist.get_rank()}",
