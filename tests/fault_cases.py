@@ -167,7 +167,7 @@ def nan_in_one_stage() -> dict[str, Any]:
     return found
 
 
-def call_unlike_the_others(spec: placer.PlacementSpec) -> dict[str, str]:
+def call_unlike_the_others(spec: placer.PlacementSpec, folder: Path) -> dict[str, str]:
     """What is said, in a fresh job, when rank 1 is called in another way; a good step comes after each."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(6, 4)
@@ -177,6 +177,9 @@ def call_unlike_the_others(spec: placer.PlacementSpec) -> dict[str, str]:
     def step(x: Tensor = x, **options: Any) -> Tensor:
         return placed.step(x, loss_fn=lambda y: y.square().mean(), **options)
 
+    def save(name: str = "last") -> None:
+        placer.save(placed, None, folder / name)
+
     calls: dict[str, Callable[[], object]] = {
         "rows": lambda: step(x[: 5 if odd else 6]),
         "shapes": lambda: step(x.double() if odd else x),
@@ -184,6 +187,11 @@ def call_unlike_the_others(spec: placer.PlacementSpec) -> dict[str, str]:
         "reduction": lambda: step(reduction="sum" if odd else "mean"),
         "mode": lambda: (placed.train(not odd), step()),
         "method": lambda: placed.eval()(x) if odd else step(),
+        "clip": lambda: placed.clip_grad_norm_(1.0) if odd else step(),
+        "norm": lambda: placed.clip_grad_norm_(2.0 if odd else 1.0),
+        "save": lambda: save() if odd else step(),
+        "load": lambda: placer.load(placed, None, folder / "last") if odd else save(),
+        "path": lambda: save(f"rank_{dist.get_rank()}"),
         "no graph": lambda: placed.step(x, loss_fn=lambda y: y.square().mean().detach()),
         "no rows": lambda: step(x[:0]),
         "no rows anywhere": lambda: step(x[:0], own_rows=True),

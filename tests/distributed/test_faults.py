@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import distributed_cases as cases
 import fault_cases
@@ -159,18 +160,24 @@ def test_inputs_that_require_gradients_on_one_rank_are_an_error_on_all(
 
 @pytest.mark.parametrize(("stages", "replicas"), [(2, 1), (1, 2)])
 def test_ranks_that_are_not_called_alike_say_so(
-    job_of: Callable[[int], Job], stages: int, replicas: int
+    job_of: Callable[[int], Job], stages: int, replicas: int, tmp_path: Path
 ) -> None:
     """All with one error, before anything is computed, and the job can go on."""
     spec = cases.make_spec(stages, replicas, 2)
-    found = job_of(2).run(fault_cases.call_unlike_the_others, spec)
+    found = job_of(2).run(fault_cases.call_unlike_the_others, spec, tmp_path)
     told = {
         "rows": "batch: has another number of rows on rank 1 than on rank 0",
         "shapes": "inputs: have other shapes or types on rank 1 than on rank 0",
         "own_rows": "own_rows: is another on rank 1 than on rank 0",
-        "reduction": "call: is another one, or with another reduction or scaler, on rank 1 than",
+        "reduction": "placed.step: has other options (reduction, scaler) on rank 1 than on rank 0",
         "mode": "mode (placed.train(), placed.eval()): is another on rank 1 than on rank 0",
-        "method": "call: is another one, or with another reduction or scaler, on rank 1 than",
+        "method": "call: is not the same on all ranks: rank 0 at placed.step, rank 1 at placed(x)",
+        "clip": "call: is not the same on all ranks: rank 0 at placed.step, rank 1 at "
+        "placed.clip_grad_norm_",
+        "norm": "placed.clip_grad_norm_: has other options (max_norm, norm_type) on rank 1",
+        "save": "call: is not the same on all ranks: rank 0 at placed.step, rank 1 at placer.save",
+        "load": "call: is not the same on all ranks: rank 0 at placer.save, rank 1 at placer.load",
+        "path": "placer.save: has other options (path, optimizer) on rank 1 than on rank 0",
         "no graph": "loss_fn: the loss depends on nothing that requires a gradient",
         "no rows": "batch: has no rows",
         "no rows anywhere": "batch: has no rows",

@@ -52,7 +52,8 @@ def save(
     path, extra = Path(path), dict(extra or {})
     saving = folders.saving_folder(path)
     own: Entries = {}
-    with crew_of(module) as crew:
+    told = {"path": path.name, "optimizer": optimizer is not None}
+    with crew_of(module, "placer.save", **told) as crew:
 
         def collect() -> None:
             require_plain(extra, "extra")
@@ -88,7 +89,8 @@ def load(
     whether ``path`` exists: a kill may have left the last one beside it, and this finds it). Load
     only checkpoints that you trust: DCP's table of contents is a pickle.
     """
-    with crew_of(module) as crew:
+    told = {"path": Path(path).name, "optimizer": optimizer is not None}
+    with crew_of(module, "placer.load", missing_ok=missing_ok, **told) as crew:
         if missing_ok and not any(crew.gather(folders.exists(Path(path)))):
             return {}
         return _load(module, optimizer, Path(path), crew)

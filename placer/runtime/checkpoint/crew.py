@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -53,10 +53,13 @@ class Crew:
 
 
 @contextmanager
-def crew_of(module: nn.Module) -> Iterator[Crew]:
+def crew_of(
+    module: nn.Module, method: Literal["placer.save", "placer.load"], **options: object
+) -> Iterator[Crew]:
     """Who saves or loads ``module``: all ranks of its job, or this process, which holds all of it.
 
-    In a job, what goes wrong between the ranks in the block is raised as ``PeerError``.
+    In a job, what goes wrong between the ranks in the block is raised as ``PeerError``, and
+    ``PlacerError`` when not all are at this ``method`` with these ``options``.
     """
     tensors = [t for t in module.state_dict().values() if isinstance(t, torch.Tensor)]
     devices = tuple(dict.fromkeys(t.device for t in tensors))
@@ -65,6 +68,7 @@ def crew_of(module: nn.Module) -> Iterator[Crew]:
 
         if isinstance(module, DistributedModule):
             stages, replicas = len(module.plan.stages), module.num_replicas
+            module.announce(method, **options)
             with module.watch():
                 yield Crew(
                     rank=dist.get_rank(),

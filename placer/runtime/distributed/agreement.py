@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,9 @@ from torch import Tensor
 
 from placer.errors import PlacerError
 
-_REMEDY = "call placed.step and placed(x) on all ranks, with the same options"
+Method = Literal["placed(x)", "placed.step", "placed.clip_grad_norm_", "placer.save", "placer.load"]
+_METHODS: tuple[Method, ...] = get_args(Method)
+_REMEDY = "make all these calls on all ranks, in the same order and with the same options"
 _SAME_BATCH = (
     "give every rank the whole batch, or with own_rows=True all ranks of a replica the rows of that "
     "replica (placed.sampler deals them out)"
@@ -26,29 +29,33 @@ _SAME_BATCH = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Called:
-    """What this rank was called with; ``inputs`` are the tensors, with their ``names``."""
+    """What this rank was called with.
 
-    method: str
-    inputs: Sequence[Tensor]
+    ``names`` are those of the model's inputs, ``inputs`` the tensors for them, of calls that have any.
+    """
+
+    method: Method
     names: Sequence[str]
-    rows: int | None  # None: the call has no batch
-    training: bool
+    options: Mapping[str, object] = field(default_factory=dict)
+    inputs: Sequence[Tensor] = ()
+    rows: int | None = None  # None: the call has no batch
+    training: bool = False
     own_rows: bool = False
-    reduction: str = "mean"
-    scaled: bool = False
 
     def numbers(self) -> list[int]:
-        """What ranks compare, in the order of `Agreement`."""
+        """What ranks compare, in the order of `Agreement`; as many for every method."""
         shapes = [(tuple(x.shape), str(x.dtype)) for x in self.inputs]
-        options = (self.method, self.reduction, self.scaled)
+        wanted = [x.requires_grad for x in self.inputs]
         return [
-            _number(options),
+            _METHODS.index(self.method),
+            _number(sorted(self.options.items())),
             self.own_rows,
             self.training,
             -1 if self.rows is None else self.rows,
             _number(shapes),
             _number([_sample(x) for x in self.inputs]),
-            *(x.requires_grad for x in self.inputs),
+            *wanted,
+            *[False] * (len(self.names) - len(wanted)),
         ]
 
 
@@ -102,8 +109,12 @@ class Agreement:
     def _rows_if_alike(self) -> list[int]:
         """The rows that each replica was given."""
         ranks = self._numbers.view(dist.get_world_size(self._world), -1).tolist()
-        options, own_rows, training, rows, shapes, values, *wanted = zip(*ranks, strict=True)
-        _compare(options, "call", "is another one, or with another reduction or scaler,", _REMEDY)
+        methods, options, own_rows, training, rows, shapes, values, *wanted = zip(
+            *ranks, strict=True
+        )
+        _compare_methods([_METHODS[number] for number in methods])
+        method, names = self._called.method, ", ".join(self._called.options)
+        _compare(options, method, f"has other options ({names})", _REMEDY)
         _compare(own_rows, "own_rows", "is another", _REMEDY)
         _compare(training, "mode (placed.train(), placed.eval())", "is another", _REMEDY)
         whole = self._num_devices if self._called.own_rows else len(ranks)
@@ -126,6 +137,14 @@ class Agreement:
                 f"rank {rank} was given other inputs than rank {first}: {_SAME_BATCH}", stacklevel=5
             )
         return list(rows[:: self._num_devices])
+
+
+def _compare_methods(methods: Sequence[str]) -> None:
+    """Raise when the ranks do not all call the same of ``methods``."""
+    ranks = {method: [r for r, m in enumerate(methods) if m == method] for method in methods}
+    if len(ranks) > 1:
+        said = ", ".join(f"{name_ranks(those)} at {method}" for method, those in ranks.items())
+        raise PlacerError("call", f"is not the same on all ranks: {said}", _REMEDY)
 
 
 def _compare(values: Sequence[int], what: str, problem: str, remedy: str, first: int = 0) -> None:

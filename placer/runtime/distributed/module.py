@@ -16,7 +16,7 @@ from placer.capture import CallFormat, Capture, rebuild_call
 from placer.emit import StagedModel
 from placer.errors import PeerError, PlacerError
 from placer.plan.types import Plan
-from placer.runtime.distributed.agreement import Agreement, Called
+from placer.runtime.distributed.agreement import Agreement, Called, Method
 from placer.runtime.distributed.batch import Share, count_rows, gather_result, take_share
 from placer.runtime.distributed.boundary import BoundaryFinder, Crossings
 from placer.runtime.distributed.checks import check_inference, check_parameters, check_scaler
@@ -221,8 +221,7 @@ class DistributedModule(PlacedModule):
             "placed.step",
             leaves,
             own_rows=own_rows,
-            reduction=reduction,
-            scaled=scaler is not None,
+            options={"reduction": reduction, "scaler": scaler is not None},
             count=partial(
                 count_rows,
                 own_rows=own_rows,
@@ -282,8 +281,9 @@ class DistributedModule(PlacedModule):
         """Scale all gradients so that their norm over the whole model is at most ``max_norm``.
 
         Returns the norm before, the same on every rank. A tied parameter counts once. Raises
-        ``PeerError`` when another rank is lost.
+        ``PlacerError`` when not all ranks call it alike, ``PeerError`` when another rank is lost.
         """
+        self.announce("placed.clip_grad_norm_", max_norm=float(max_norm), norm_type=norm_type)
         index = self.seat.device_index
         names = self.tensor_names
         own = [
@@ -308,10 +308,30 @@ class DistributedModule(PlacedModule):
 
         return ShardedGradScaler(self.device.type, **options)
 
+    def announce(self, method: Method, **options: object) -> None:
+        """Tell the other ranks that this one is at ``method``, and wait for what they say.
+
+        What comes next may go between other ranks, or be of another size, than what a rank that is
+        elsewhere waits for. Raises ``PlacerError``, on all ranks, when any is at another method, or has
+        other ``options``; nothing is sent then.
+        """
+        called = Called(method=method, names=self._staged.graph_inputs, options=options)
+        with self.watch(), self._agree(called):
+            pass
+
+    def _agree(self, called: Called, count: Callable[..., int | None] | None = None) -> Agreement:
+        return Agreement(
+            called,
+            num_devices=self.seat.num_devices,
+            world=self.process_groups.world,
+            device=self.device,
+            count=count,
+        )
+
     def _ask(
         self,
         call: CallFormat,
-        method: str,
+        method: Method,
         leaves: Sequence[Tensor],
         *,
         count: Callable[[Sequence[int]], int | None] | None = None,
@@ -327,13 +347,7 @@ class DistributedModule(PlacedModule):
             **options,
         )
         with self.watch():
-            return Agreement(
-                called,
-                num_devices=self.seat.num_devices,
-                world=self.process_groups.world,
-                device=self.device,
-                count=count,
-            )
+            return self._agree(called, count)
 
     def _take_share(self, call: CallFormat, leaves: Sequence[Tensor], **options: Any) -> Share:
         self._finder.follow(self._tree)
