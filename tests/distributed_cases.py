@@ -438,9 +438,12 @@ def try_what_needs_one_process(spec: placer.PlacementSpec) -> list[str]:
         finally:
             del holder.made_later
 
+    lbfgs = torch.optim.LBFGS(placed.parameters())
     tries: list[Callable[[], Any]] = [
         lambda: placed(x),
         lambda: placed.eval()(given),
+        lambda: torch.no_grad()(placed.step)(x, loss_fn=mean_square),
+        lambda: lbfgs.step(lambda: placed.step(x, loss_fn=mean_square)),
         freeze,
         extend,
         lambda: (
@@ -486,6 +489,35 @@ def list_part(spec: placer.PlacementSpec) -> dict[str, list[str]]:
         "modules": [name for name, _ in placed.named_children()],
         "owned": sorted(placed.owned_names),
     }
+
+
+def use_names_of_other_ranks(spec: placer.PlacementSpec) -> list[str]:
+    """Load the whole model's state into a part; what is said of layers and keys that are not here."""
+    torch.manual_seed(dist.get_rank())
+    plain, x = models.ConvNet(), torch.randn(4, 1, 8, 8)
+    state = plain.state_dict()
+    placed = placer.compile(models.ConvNet(), spec, x)
+    placed.load_state_dict(state)
+    own = placed.state_dict()
+    assert own.keys() == placed.tensor_names.keys()
+    for name, tensor in own.items():
+        assert torch.equal(tensor, state[name])
+    elsewhere = next(name for name in state if name not in own)
+    tries: list[Callable[[], Any]] = [
+        lambda: getattr(placed, elsewhere.partition(".")[0]),
+        lambda: placed.get_submodule(elsewhere.rpartition(".")[0]),
+        lambda: placed.get_parameter(elsewhere),
+        lambda: placed.get_parameter("nowhere.weight"),
+        lambda: placed.load_state_dict({**state, "misspelt": x}),
+        lambda: placed.load_state_dict({n: t for n, t in state.items() if n != next(iter(own))}),
+    ]
+    found = []
+    for attempt in tries:
+        try:
+            attempt()
+        except (AttributeError, RuntimeError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
 
 
 def train_with_synchronised_norms(spec: placer.PlacementSpec) -> None:

@@ -15,6 +15,7 @@ from jobs import TIMEOUT_SECONDS, Job
 from torch import nn
 
 import placer
+from placer.runtime.distributed.job import find_job
 
 SPLIT = "InterleavedZeroBubble"
 
@@ -136,6 +137,19 @@ def test_a_job_of_the_wrong_size_is_refused_before_any_communication(
     with pytest.raises(placer.PlacerError, match="the job has 3 processes, the plan needs 4"):
         placer.compile(model, spec, torch.randn(2, 4))
     assert not dist.is_initialized()
+
+
+def test_other_launchers_than_torchrun_make_a_job_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``mpirun`` or ``srun`` with the variables that torch reads; one process of it is no job."""
+    found = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in found.items():
+        monkeypatch.setenv(name, value)
+    job = find_job()
+    assert job is not None and (job.rank, job.world_size, job.local_rank) == (2, 4, 2)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert find_job() is None
+    monkeypatch.delenv("WORLD_SIZE")
+    assert find_job() is None
 
 
 def test_stages_that_cannot_be_dealt_out_are_refused(

@@ -78,6 +78,8 @@ def test_what_needs_one_process_is_said(job_of: Callable[[int], Job]) -> None:
             (
                 "gives results without gradients",
                 "none come out of placed(x)",
+                "call step outside torch.no_grad()",
+                "torch.optim.LBFGS: computes with all parameters of the model together",
                 "requires_grad was changed after placer.compile",
                 "made_later: was made after placer.compile",
                 "the model itself has full backward hooks",
@@ -93,6 +95,23 @@ def test_dropout_differs_per_replica_and_comes_again(job_of: Callable[[int], Job
     assert found[1] == found[1][:2] * 2
     assert found[0][0] != found[0][1]  # another step
     assert found[0][0] != found[1][0]  # the same rows in another replica
+
+
+def test_names_of_the_rest_of_the_model_are_known(job_of: Callable[[int], Job]) -> None:
+    found = job_of(4).run(cases.use_names_of_other_ranks, cases.make_spec(2, 2, 1))
+    for rank, messages in enumerate(found):
+        there = f"is on rank {rank ^ 1}, not on this one"
+        said = (
+            there,
+            there,
+            there,
+            "nowhere",
+            'Unexpected key(s) in state_dict: "misspelt"',
+            "Missing",
+        )
+        for message, part in zip(messages, said, strict=True):
+            assert part in message, message
+        assert "is on rank" not in messages[3]
 
 
 def test_only_this_ranks_part_is_held(job_of: Callable[[int], Job]) -> None:

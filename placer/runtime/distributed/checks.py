@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from placer.errors import PlacerError
+from placer.runtime.loss import without_graph
 
 
 def check_inference(leaves: Sequence[Tensor], *, training: bool) -> None:
@@ -28,6 +32,38 @@ def check_inference(leaves: Sequence[Tensor], *, training: bool) -> None:
             "placed(x), which gives results without",
             "give x.detach(), or take the gradient with placed.step, where inputs get theirs",
         )
+
+
+def check_training() -> None:
+    """Raise ``PlacerError`` where gradients are switched off, before other ranks are asked for theirs."""
+    if not torch.is_grad_enabled():
+        raise without_graph()
+
+
+def refuse_joint_optimizers(part: nn.Module) -> None:
+    """Have ``torch.optim.LBFGS`` over parameters of ``part`` raise ``PlacerError`` when it steps.
+
+    Of torch's optimizers it alone computes with all parameters together (their inner products), and
+    would go another way on every rank, without an error.
+    """
+    reference = weakref.ref(part)
+
+    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        part = reference()
+        if part is None or not isinstance(optimizer, torch.optim.LBFGS):
+            return
+        own = {id(parameter) for parameter in part.parameters()}
+        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            raise PlacerError(
+                "torch.optim.LBFGS",
+                "computes with all parameters of the model together, and this rank has those of its "
+                "stages only",
+                "use an optimizer that updates every parameter by itself (SGD, Adam, …), or one device "
+                "per replica",
+            )
+
+    handle = register_optimizer_step_pre_hook(check)
+    weakref.finalize(part, handle.remove)
 
 
 def check_parameters(
@@ -51,7 +87,8 @@ def check_parameters(
         raise PlacerError(
             changed,
             "requires_grad was changed after placer.compile, and the other ranks cannot know",
-            "freeze parameters of the model before placer.compile",
+            "freeze parameters of the model before placer.compile; in the middle of training save, "
+            "freeze, compile and load",
         )
     return tuple(id(parameter) for _, parameter in named if parameter.requires_grad)
 

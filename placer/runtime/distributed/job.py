@@ -39,16 +39,25 @@ class Seat:
 
 
 def find_job() -> Job | None:
-    """The job this process is part of: started by ``torchrun``, or its process group exists; else None."""
+    """The job this process is part of; None where it is alone.
+
+    Its process group exists, or ``torchrun`` started it, or another launcher (``mpirun``, ``srun``) that
+    left what ``torch.distributed`` looks for in the environment, with more than one process.
+    """
     if not dist.is_available():
         return None
     if dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
-    elif dist.is_torchelastic_launched():
+    elif dist.is_torchelastic_launched() or _is_launched():
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     else:
         return None
     return Job(rank=rank, world_size=world_size, local_rank=int(os.environ.get("LOCAL_RANK", rank)))
+
+
+def _is_launched() -> bool:
+    wanted = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    return wanted <= os.environ.keys() and os.environ["WORLD_SIZE"] != "1"
 
 
 def take_seat(plan: Plan, job: Job) -> Seat:

@@ -19,7 +19,13 @@ from placer.plan.types import Plan
 from placer.runtime.distributed.agreement import Agreement, Called, Method
 from placer.runtime.distributed.batch import Share, count_rows, gather_result, take_share
 from placer.runtime.distributed.boundary import BoundaryFinder, Crossings
-from placer.runtime.distributed.checks import check_inference, check_parameters, check_scaler
+from placer.runtime.distributed.checks import (
+    check_inference,
+    check_parameters,
+    check_scaler,
+    check_training,
+    refuse_joint_optimizers,
+)
 from placer.runtime.distributed.engine import Engine
 from placer.runtime.distributed.faults import Alarm
 from placer.runtime.distributed.gradients import GradientReducer, find_shared
@@ -27,6 +33,7 @@ from placer.runtime.distributed.groups import Groups, close_groups, make_groups
 from placer.runtime.distributed.job import Seat
 from placer.runtime.distributed.outcome import LossSum, SharedBuffers
 from placer.runtime.distributed.part import Holdings
+from placer.runtime.distributed.partial import PartialModule
 from placer.runtime.distributed.randomness import own_random_state
 from placer.runtime.distributed.rehearse import find_culprit
 from placer.runtime.distributed.stage import Microbatch, Run
@@ -34,7 +41,6 @@ from placer.runtime.distributed.statistics import SharedMoments
 from placer.runtime.distributed.sync_norm import synchronise_norms
 from placer.runtime.hooks import run_forward_hooks
 from placer.runtime.loss import WatchedLoss, call_loss, without_graph
-from placer.runtime.module import PlacedModule
 from placer.runtime.place import CALLER, Place, is_on
 from placer.runtime.programs import Calls, Programs
 from placer.runtime.scaling import scale_of
@@ -43,17 +49,15 @@ from placer.runtime.statistics import NormCall
 from placer.runtime.transfer import transfer
 
 
-class DistributedModule(PlacedModule):
+class DistributedModule(PartialModule):
     """One rank's stages of a placed model, with the original's names; see `placer.runtime.distributed`.
 
     ``part`` holds the parameters and buffers of this rank, already on ``device``. All ranks of the
     job construct it together.
     """
 
-    seat: Seat
     device: torch.device
     mesh: DeviceMesh
-    _holdings: Holdings
     _groups: Groups | None  # None once this module has failed
     _finder: BoundaryFinder
     _alarm: Alarm
@@ -64,7 +68,7 @@ class DistributedModule(PlacedModule):
     _reducer: GradientReducer | None
     _reduced: tuple[int, ...]  # ids of the parameters that the reducer watches
     _frozen: frozenset[str]
-    _FIELDS = PlacedModule._FIELDS | frozenset(__annotations__)
+    _FIELDS = PartialModule._FIELDS | frozenset(__annotations__)
 
     def __init__(
         self,
@@ -105,6 +109,8 @@ class DistributedModule(PlacedModule):
         self._reducer = None
         self._reduced = ()
         self._frozen = frozenset(n for n, p in self.named_parameters() if not p.requires_grad)
+        if seat.num_devices > 1:
+            refuse_joint_optimizers(self)
 
     def __reduce__(self) -> NoReturn:
         raise PlacerError(
@@ -166,20 +172,6 @@ class DistributedModule(PlacedModule):
         """Which device of a replica has the last stage."""
         return (len(self._staged.stages) - 1) % self.seat.num_devices
 
-    @property
-    def tensor_names(self) -> Mapping[str, str]:
-        """This rank's name of a tensor -> the first of that tensor's names in the model."""
-        names = self._holdings.names[self.seat.device_index]
-        return {name: self._holdings.first_name[name] for name in names}
-
-    @property
-    def owned_names(self) -> frozenset[str]:
-        """First names of the tensors that this rank is to save; each is owned by one rank of the job."""
-        if self.replica_index:
-            return frozenset()
-        index = self.seat.device_index
-        return frozenset(n for n, holders in self._holdings.holders.items() if holders[0] == index)
-
     def _run(self, programs: Programs, leaves: list[Tensor]) -> Any:
         """The whole batch in, the whole result out."""
         check_inference(leaves, training=self.training)
@@ -214,6 +206,7 @@ class DistributedModule(PlacedModule):
         scaler: torch.amp.GradScaler | None = None,
     ) -> Tensor:
         # Before the others are asked: a rank that is called alone is told at once, not left waiting.
+        check_training()
         check_scaler(scaler, num_devices=self.seat.num_devices)
         trained = check_parameters(self, self._holdings.first_name, self._frozen)
         agreement = self._ask(
