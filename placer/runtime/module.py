@@ -245,7 +245,9 @@ class PlacedModule(nn.Module):
 
         ``loss_fn(output, target)``, or ``loss_fn(output)`` without a target, gives a scalar for one
         micro-batch; ``reduction`` says whether it is a mean or a sum over its rows, so that the
-        gradient is that of the loss over the whole batch, also when the cuts are uneven. A mean over
+        gradient is that of the loss over the whole batch, also when the cuts are uneven. It is called
+        outside of the autocast of the plan's ``precision``: ``F.cross_entropy(output.float(), target)``
+        is what torch makes of it inside (or call all of `step` under ``torch.autocast``). A mean over
         something else (``ignore_index``, class weights) is none over rows: give the sum, divided by
         the count of the whole batch, and ``reduction="sum"``. Tensors of
         ``target`` are cut along dim 0 like the inputs; one with another number of rows goes to every

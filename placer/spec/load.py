@@ -41,6 +41,8 @@ def parse_spec(text: str, source: str) -> PlacementSpec:
         raise SpecError(
             source, [("/", f"{spell(data)} was found where an object was expected", remedy)]
         )
+    if "fingerprint" in data and "stages" in data:
+        raise SpecError(source, [("/", "is a plan, not a spec", "read it with placer.load_plan")])
     return PlacementSpec.model_validate(data, context={"source": source})
 
 

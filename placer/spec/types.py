@@ -162,7 +162,7 @@ class PlacementSpec(BaseModel):
         default="GPipe", description="Order of micro-batch forwards and backwards, by torch's name."
     )
     precision: Literal["fp32", "bf16", "fp16"] = Field(
-        default="fp32", description="bf16 and fp16 run the stages under autocast."
+        default="fp32", description="bf16 and fp16 run the stages under autocast, not the loss."
     )
     checkpoint: Patterns = Field(
         default=(), description="Patterns of layers to recompute in backward, or 'auto'."

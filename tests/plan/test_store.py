@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from placer.errors import PlanError
+from placer.errors import PlanError, SpecError
 from placer.plan.store import load_plan, plan_from_json, plan_text, plan_to_json, save_plan
 from placer.plan.types import DevicePeak, Plan, StageMemory, StagePlan, Transfer
+from placer.spec import load_spec
 
 
 def make_plan() -> Plan:
@@ -193,6 +194,14 @@ def test_files_that_are_no_plan(tmp_path: Path, text: str, message: str) -> None
     with pytest.raises(PlanError, match=message) as caught:
         load_plan(path)
     assert "plan.json" in str(caught.value)
+
+
+def test_a_plan_given_as_a_spec_says_how_to_read_it(tmp_path: Path) -> None:
+    save_plan(make_plan(), tmp_path / "plan.json")
+    with pytest.raises(SpecError, match="is a plan, not a spec") as caught:
+        load_spec(tmp_path / "plan.json")
+    assert len(caught.value.problems) == 1
+    assert "placer.load_plan" in str(caught.value)
 
 
 def test_a_missing_file_names_the_nearest(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """The same spec under ``torchrun``: one process per device, on PyTorch's own engine.
 
-Inside a job (``torchrun`` set the environment, or the default process group exists already)
+Inside a job (``torchrun``, or a launcher that sets the same RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT,
+or the default process group exists already)
 ``placer.compile(model, spec, args)`` returns a `DistributedModule` instead of a `PlacedModule`; it
-builds only this rank's stages. Everything below works in both, so that one script serves both.
+builds only this rank's stages. What is above the line works in both, so that one script serves both.
 
 ==================================================  ==============================================
 ``placed.step(x, target=t, loss_fn=f)``             forward and backward under the plan's schedule,
@@ -14,10 +15,11 @@ builds only this rank's stages. Everything below works in both, so that one scri
 ``placed.clip_grad_norm_(max_norm)``                by the norm over all ranks; returns that norm
 ``placed.grad_scaler()``                            a ``GradScaler`` whose ranks agree
 ``placed.sampler(dataset, batch_size, shuffle=…)``  all stages of a replica see the same rows
+``placed.plan``                                     the whole plan, the same on every rank
+--------------------------------------------------  ----------------------------------------------
 ``placed.mesh``                                     ``DeviceMesh`` of dims ``("dp", "pp")``
 ``placed.replica_index``, ``placed.num_replicas``   the row of the mesh, and how many there are
 ``placed.stage_indices``, ``placed.device``         what this rank runs, and where
-``placed.plan``                                     the whole plan, the same on every rank
 ``placed.tensor_names``                             local name -> the first of the tensor's names
 ``placed.owned_names``                              what this rank saves: each tensor on one rank of
                                                     the job, by the first of its names
@@ -32,10 +34,12 @@ hangs (half an hour by default; ``init_process_group(timeout=…)`` before ``com
 ``torchrun --max-restarts`` starts all anew; a program that loads its last checkpoint goes on there.
 
 Rank ``r * P + p`` is device ``p`` of replica ``r``; ``P`` devices per replica. With an interleaved
-schedule, stage ``s`` runs on device ``s % P``. All ranks of a job call ``compile``, ``step`` and
-``forward`` alike, which they tell each other before each: a rank that is called in another way, or
-given another number of rows or other shapes, is an error on all. Without ``own_rows`` every rank is
-given the whole batch and uses its rows. The weights are those of rank 0's model.
+schedule, stage ``s`` runs on device ``s % P``. All ranks of a job make the calls of the table alike,
+and ``compile`` before them. They tell each other so before a step, an inference, clipping, saving and
+loading: a rank that is elsewhere, or given other options, another number of rows or other shapes, is an
+error on all, and the job can go on. (A rank that is alone in ``compile``, or in a message of the program's
+own, cannot be told: it waits for the others, as with torch.) Without ``own_rows`` every rank is given the
+whole batch and uses its rows. The weights are those of rank 0's model.
 
 How it is done: the plan's stages are `PipelineStage`s with static shapes, found on fake tensors; a
 boundary is a chain, so skips are relayed. Every rank has the model's own inputs, they do not travel.
@@ -48,12 +52,25 @@ that ``compile`` makes inside a job has estimates; give it a plan made before fo
 As in one process: inputs of other sizes and modes after ``compile``; hooks, those on the whole module
 too (forward hooks in a step run where the last stage is, for each micro-batch); inputs that require
 gradients get theirs in ``placed.step``, on every rank (all ranks' must require them, or none's: else
-every rank raises ``PlacerError``). What differs: no graph comes out of
-``placed(x)``, which is an error; ``requires_grad`` of parameters is fixed at ``compile``;
-``nn.utils.clip_grad_norm_`` sees this rank's part only, and so does a plain ``GradScaler``, which is
-an error where a replica has several ranks; full
-backward hooks on the whole module are refused in a step, as they are in one process;
-``batch_norm: "sync"`` works here (one micro-batch, every replica needs a row). ``"deferred"`` is as
-in one process: the moments of every replica's rows go to all of them, in a message at the end of the
-step. What norms update running statistics is known from shapes; it may not depend on the data.
+every rank raises ``PlacerError``); full backward hooks on the whole module are refused in a step.
+
+What differs:
+
+ * ``placed(x)`` gives results without a graph. In train mode with gradients enabled that is an error.
+ * ``loss_fn`` is called where the last stage is, for each micro-batch: what it collects for metrics is
+   on those ranks only.
+ * A rank has its part of the parameters. ``placed.parameters()`` always has one for the optimizer; a
+   selection of them may have none, which goes as a group: ``Adam([{"params": selected}])``. An optimizer
+   that computes with all parameters together (LBFGS) is an error where a replica has several ranks.
+ * ``nn.utils.clip_grad_norm_`` sees this rank's part only, and so does a plain ``GradScaler``, which is
+   an error where a replica has several ranks. ``placed`` has its own of both.
+ * ``requires_grad`` of parameters is fixed at ``compile``: freeze before; in the middle of training save,
+   freeze, compile and load.
+ * ``placed.load_state_dict`` takes the state of the whole model, or of this part.
+ * No ``deepcopy``, no pickling: ``placer.save`` has the whole; a moving average of the weights is one of
+   ``placed.state_dict()``, by name.
+ * Dropout: every rank has random numbers of its own, the same again when the program is run again.
+ * ``batch_norm: "sync"`` works here (one micro-batch, every replica needs a row). ``"deferred"`` is as in
+   one process: the moments of every replica's rows go to all of them, in a message at the end of the
+   step. What norms update running statistics is known from shapes; it may not depend on the data.
 """

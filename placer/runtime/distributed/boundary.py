@@ -180,7 +180,9 @@ class BoundaryFinder:
                         f"stage {stage.index}",
                         f"fails for a micro-batch of inputs {[list(s) for s, *_ in shapes]}: "
                         f"{type(error).__name__}: {error}",
-                        "see whether the plain model takes such inputs in this mode",
+                        "see whether the plain model takes such inputs in this mode; a batch that is "
+                        "cut into fewer micro-batches or replicas has larger ones (drop_last=True "
+                        "leaves a small last batch out)",
                     ) from error
                 values.update(zip(stage.outputs, outputs, strict=True))
                 norms.append(self._take_norms())

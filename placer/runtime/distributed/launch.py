@@ -112,7 +112,8 @@ def compare_plans(plan: Plan, model: nn.Module) -> None:
         raise PlanError(
             f"rank {dist.get_rank()}",
             f"the plan of {name_ranks(plans)} is another than that of rank 0",
-            "give every rank the same spec, or a plan made once (placer plan … , placer.load_plan)",
+            "give every rank the same spec and example inputs of the same shapes, or a plan made once "
+            "(placer plan -o plan.json, placer.load_plan)",
         )
 
 
