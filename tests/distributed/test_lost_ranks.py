@@ -36,7 +36,7 @@ def test_a_rank_killed_in_a_step_ends_the_others_with_one_error(tmp_path: Path, 
         ok, found = answer
         assert ok, found
         assert found["type"] == "PeerError", found
-        assert "lost the connection to another rank" in found["text"]
+        assert f"lost the connection to rank {rank}, which ended" in found["text"]
         assert found["seconds"] < TIMEOUT_SECONDS / 2  # the connection, not its timeout, tells
 
 

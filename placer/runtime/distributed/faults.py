@@ -15,6 +15,7 @@ from torch import nn
 from placer._torch import default_store
 from placer.emit import StageCode, node_lines
 from placer.errors import PeerError, PlacerError, StageError
+from placer.runtime.distributed.agreement import name_ranks
 from placer.runtime.distributed.split import SplitStage
 from placer.runtime.distributed.suspects import Culprit, Suspects, find_suspects
 
@@ -116,13 +117,15 @@ class Alarm:
         self,
         error: Exception,
         *,
+        find_lost: Callable[[], Sequence[int]],
         find_culprit: Callable[[LayerFailure], Culprit],
         layers: Sequence[Sequence[str]],
         replica_index: int,
     ) -> NoReturn:
         """Tell the others of ``error`` if it arose here, and raise it as what it is.
 
-        ``find_culprit`` says whose code failed, ``layers`` are those of every stage.
+        ``find_lost`` says which ranks are gone, ``find_culprit`` whose code failed; ``layers`` are those
+        of every stage.
 
         Raises ``StageError`` on the rank where the exception arose, ``PeerError`` on those that
         only lost a neighbour by it.
@@ -132,13 +135,14 @@ class Alarm:
         while cause.__cause__ is not None:
             cause = cause.__cause__
         if failure is None or _is_of_messages(cause):
+            lost_ranks = find_lost()  # before others close theirs
             told = self._listen()
             if told is not None:
                 raise PeerError(**told) from error
         if failure is None:
             if isinstance(error, PlacerError):
                 raise error
-            lost = _lost(self._rank, error)
+            lost = _lost(self._rank, error, lost_ranks)
             self._tell(lost)
             raise PeerError(**lost) from error
         stage, culprit = failure.stage_index, find_culprit(failure)
@@ -192,14 +196,17 @@ def lost_peers(rank: int) -> Iterator[None]:
     except PlacerError:
         raise
     except RuntimeError as error:
-        raise PeerError(**_lost(rank, error)) from error
+        raise PeerError(**_lost(rank, error, ())) from error
 
 
-def _lost(rank: int, error: BaseException) -> dict[str, str]:
+def _lost(rank: int, error: BaseException, lost_ranks: Sequence[int]) -> dict[str, str]:
+    if lost_ranks:
+        problem = f"lost the connection to {name_ranks(lost_ranks)}, which ended"
+    else:
+        problem = "lost the connection to another rank, which ended or does not answer"
     return {
         "where": f"rank {rank}",
-        "problem": "lost the connection to another rank, which ended or does not answer "
-        f"({_last_line(error)})",
+        "problem": f"{problem} ({_last_line(error)})",
         "remedy": "look at that rank's own output for the first error",
     }
 

@@ -74,25 +74,45 @@ def make_groups(mesh: DeviceMesh, holdings: Holdings, device: torch.device) -> G
     return Groups(dp=dp, pp=pp, world=world, tied=tied)
 
 
+def find_lost(group: dist.ProcessGroup) -> list[int]:
+    """The ranks of ``group`` whose connections to this one are closed, as when they ended (gloo only)."""
+    return _await_in_vain(group)[1]
+
+
 def close_groups(groups: Iterable[dist.ProcessGroup]) -> None:
     """Break the connections of ``groups``, so that ranks that wait for this one are woken up.
 
     Gloo has no abort (github.com/pytorch/pytorch/issues/130345), and by itself closes connections with
     the last reference to a group, which may be in the frames of a traceback that the program keeps. But
-    a receive that times out closes all of them (gloo, transport/tcp/unbound_buffer.cc): one is posted
-    to every rank, for those whose connections are broken already fail without it.
+    a receive that times out closes all of them (gloo, transport/tcp/unbound_buffer.cc).
     """
     if not dist.is_initialized():
         return  # the program has closed all
     for group in groups:
-        ranks = dist.get_process_group_ranks(group)
-        for rank in ranks:
-            if rank != dist.get_rank():
-                with suppress(RuntimeError):  # as it is meant to, or a group without gloo
-                    never_sent = dist.irecv(torch.empty(1), rank, group, tag=_NEVER_SENT)
-                    assert never_sent is not None  # this rank is in the group
-                    never_sent.wait(timedelta(milliseconds=1))
+        for never_comes in _await_in_vain(group)[0]:
+            with suppress(RuntimeError):  # as it is meant to
+                never_comes.wait(timedelta(milliseconds=1))
         abort_group(group)
+
+
+def _await_in_vain(group: dist.ProcessGroup) -> tuple[list[dist.Work], list[int]]:
+    """Receives of what nobody sends, from each rank of ``group``, and the ranks that refuse one.
+
+    None where the group has no gloo.
+    """
+    works, refused = [], []
+    if "cpu:gloo" in dist.get_backend_config(group):
+        for rank in dist.get_process_group_ranks(group):
+            if rank == dist.get_rank():
+                continue
+            try:
+                work = dist.irecv(torch.empty(1), rank, group, tag=_NEVER_SENT)
+            except RuntimeError:
+                refused.append(rank)
+            else:
+                assert work is not None  # this rank is in the group
+                works.append(work)
+    return works, refused
 
 
 def _make_group(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup:

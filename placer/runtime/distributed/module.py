@@ -29,7 +29,7 @@ from placer.runtime.distributed.checks import (
 from placer.runtime.distributed.engine import Engine
 from placer.runtime.distributed.faults import Alarm
 from placer.runtime.distributed.gradients import GradientReducer, find_shared
-from placer.runtime.distributed.groups import Groups, close_groups, make_groups
+from placer.runtime.distributed.groups import Groups, close_groups, find_lost, make_groups
 from placer.runtime.distributed.job import Seat
 from placer.runtime.distributed.outcome import LossSum, SharedBuffers
 from placer.runtime.distributed.part import Holdings
@@ -432,6 +432,7 @@ class DistributedModule(PartialModule):
         try:
             self._alarm.raise_for(
                 error,
+                find_lost=partial(find_lost, self._groups.world) if self._groups else list,
                 find_culprit=partial(find_culprit, self._finder, self._layer_of, self._tree),
                 layers=[stage.layers for stage in self.plan.stages],
                 replica_index=self.replica_index,
