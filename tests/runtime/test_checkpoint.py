@@ -195,8 +195,12 @@ def test_errors_say_what_does_not_go_together(tmp_path: Path) -> None:
         placer.save(model, SGD(nn.Linear(2, 2).parameters(), lr=0.1), tmp_path / "good")
     groups = [{"params": [model[0].weight], "lr": 0.1}, {"params": [model[0].bias], "lr": 0.2}]
     placer.save(model, SGD(groups), tmp_path / "good")
+    alike = copy.deepcopy(model).requires_grad_(False)
+    for parameter in alike.parameters():
+        parameter.zero_()
     with pytest.raises(placer.PlacerError, match="saved in groups with other options"):
-        placer.load(model, SGD(model[0].parameters(), lr=0.1), tmp_path / "good")
+        placer.load(alike, SGD(alike[0].parameters(), lr=0.1), tmp_path / "good")
+    assert not any(parameter.any() for parameter in alike.parameters())  # nothing was loaded
     data = next((tmp_path / "good").glob("*.distcp"))
     data.write_bytes(data.read_bytes()[:100])
     with pytest.raises(placer.PlacerError, match="cannot be read"):

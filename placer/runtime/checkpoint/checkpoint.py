@@ -21,6 +21,7 @@ from placer.runtime.checkpoint.entries import (
     optimizer_entries,
     parameter_names,
     random_entry,
+    require_alike_groups,
     restore_optimizer,
     restore_random,
 )
@@ -121,12 +122,18 @@ def _load(module: nn.Module, optimizer: Optimizer | None, path: Path, crew: Crew
     all_problems |= {f"{_name(e)} is not in the model" for e in saved - known}
     if all_problems:
         _refuse(path, sorted(all_problems))
+    groups: Entries = {e: entries.pop(e) for e in list(entries) if e.startswith("group/")}
+    read_entries(
+        groups, found, group=crew.group
+    )  # first: what does not go together changes nothing
+    if optimizer is not None:
+        crew.agree(lambda: require_alike_groups(module, contents, optimizer, groups))
     random = f"random/{crew.rank}"
     entries.update({e: None for e in ("extra", random) if e in table.state_dict_metadata})
     read_entries(entries, found, group=crew.group)
     _restore_extra_state(module, contents, model, entries)
     if optimizer is not None:
-        crew.agree(lambda: restore_optimizer(module, contents, optimizer, entries))
+        crew.agree(lambda: restore_optimizer(module, contents, optimizer, {**entries, **groups}))
     restore_random(entries.get(random), crew.devices, crew.layout)
     return dict(entries.get("extra") or {})
 

@@ -91,12 +91,10 @@ def restore_optimizer(
     groups = []
     saved = by_parameter(entries)
     index = 0
-    for number, group in enumerate(optimizer.param_groups):
+    for group in optimizer.param_groups:
         own = [names[id(p)][0] if id(p) in names else None for p in group["params"]]
-        known = [name for name in own if name is not None]
-        options = [entries[f"group/{name}"] for name in known]
-        _require_one(number, known, options)
-        groups.append({**(options[0] if options else group), "params": []})
+        options = next((entries[f"group/{name}"] for name in own if name is not None), group)
+        groups.append({**options, "params": []})
         for name in own:
             if name is not None and name in saved:
                 state[index] = saved[name]
@@ -120,15 +118,22 @@ def by_parameter(entries: Entries) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _require_one(number: int, names: list[str], options: list[Any]) -> None:
-    for name, option in zip(names, options, strict=True):
-        if not _same(option, options[0]):
-            raise PlacerError(
-                f"optimizer, group {number}",
-                f"{names[0]!r} and {name!r} were saved in groups with other options: "
-                f"{_show(options[0])} and {_show(option)}",
-                "make the parameter groups as they were when the checkpoint was saved",
-            )
+def require_alike_groups(
+    module: nn.Module, contents: Contents, optimizer: Optimizer, entries: Entries
+) -> None:
+    """Raise ``PlacerError`` when parameters of one group were saved with other options."""
+    names = parameter_names(module, contents, optimizer)
+    for number, group in enumerate(optimizer.param_groups):
+        known = [names[id(p)][0] for p in group["params"] if id(p) in names]
+        for name in known:
+            first, option = entries[f"group/{known[0]}"], entries[f"group/{name}"]
+            if not _same(option, first):
+                raise PlacerError(
+                    f"optimizer, group {number}",
+                    f"{known[0]!r} and {name!r} were saved in groups with other options: "
+                    f"{_show(first)} and {_show(option)}",
+                    "make the parameter groups as they were when the checkpoint was saved",
+                )
 
 
 def _same(one: Any, other: Any) -> bool:
