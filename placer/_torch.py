@@ -245,7 +245,8 @@ def abort_group(group: dist.ProcessGroup) -> None:
     """End what ``group`` does, without waiting for its other ranks, and forget it.
 
     ``dist.destroy_process_group`` is for one that is at rest. Checked with 2.15 over gloo, which has
-    nothing to abort.
+    nothing to abort; not run with NCCL, of which torch says that aborts of several groups, one after
+    the other, may wait for each other on different ranks (pytorch#119797).
     """
     dist.distributed_c10d._abort_process_group(group)
 

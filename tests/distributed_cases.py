@@ -491,6 +491,18 @@ def list_part(spec: placer.PlacementSpec) -> dict[str, list[str]]:
     }
 
 
+class Versioned(nn.Linear):
+    """A layer with state that is no tensor."""
+
+    version = 1
+
+    def get_extra_state(self) -> Any:
+        return {"version": self.version}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.version = state["version"]
+
+
 def use_names_of_other_ranks(spec: placer.PlacementSpec) -> list[str]:
     """Load the whole model's state into a part; what is said of layers and keys that are not here."""
     torch.manual_seed(dist.get_rank())
@@ -502,6 +514,11 @@ def use_names_of_other_ranks(spec: placer.PlacementSpec) -> list[str]:
     assert own.keys() == placed.tensor_names.keys()
     for name, tensor in own.items():
         assert torch.equal(tensor, state[name])
+    old = nn.Sequential(Versioned(4, 4), Versioned(4, 4))
+    old[0].version = old[1].version = 2
+    part = placer.compile(nn.Sequential(Versioned(4, 4), Versioned(4, 4)), spec, torch.randn(4, 4))
+    part.load_state_dict(old.state_dict())
+    assert [layer.version for layer in part.children()] == [2]
     elsewhere = next(name for name in state if name not in own)
     tries: list[Callable[[], Any]] = [
         lambda: getattr(placed, elsewhere.partition(".")[0]),

@@ -323,13 +323,71 @@ def _overwrite(_: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
         inputs[0].mul_(2.0)
 
 
-def leave_the_job() -> str:
-    """What a step says after the program destroyed the process group."""
+def leave_the_job(folder: Path) -> list[str]:
+    """What is said of each use after the program destroyed the process group, or made another."""
     x = torch.randn(4, 3)
     placed = placer.compile(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), make_spec(2, 1, 1), x)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    uses: list[Callable[[], object]] = [
+        lambda: placed.step(x, loss_fn=lambda y: y.square().mean()),
+        lambda: placed.eval()(x),
+        lambda: placer.save(placed, None, folder / "last"),
+        lambda: placer.load(placed, None, folder / "last"),
+        lambda: placed.clip_grad_norm_(1.0),
+    ]
+    found = []
     dist.destroy_process_group()
+    for again in (False, True):
+        if again:
+            store = f"file://{folder / 'store'}"
+            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+        assert not hasattr(placed, "2")
+        for use in uses:
+            try:
+                use()
+                found.append("no error")
+            except placer.PeerError as error:
+                found.append(str(error))
+    return found
+
+
+def wait_too_long(rank: int) -> tuple[str, str]:
+    """The error of a step in which ``rank`` takes longer than the groups wait."""
+    x = torch.randn(4, 3)
+    placed = placer.compile(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), make_spec(1, 3, 1), x)
+
+    def loss_of(y: Tensor) -> Tensor:
+        time.sleep(8.0 if dist.get_rank() == rank else 0.0)
+        return y.square().mean()
+
+    try:
+        placed.step(x, loss_fn=loss_of)
+    except placer.PlacerError as error:
+        return type(error).__name__, str(error)
+    return "none", ""
+
+
+def refuse_own_rows() -> tuple[str, str]:
+    """The error of every rank when the rows that replica 1 was given are refused by it alone."""
+    x = torch.randn(4, 5 if dist.get_rank() // 2 else 3)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    placed = placer.compile(model, make_spec(2, 2, 1), torch.randn(4, 3))
+    try:
+        placed.step(x, loss_fn=lambda y: y.square().mean(), own_rows=True)
+    except placer.PlacerError as error:
+        return type(error).__name__, str(error)
+    return "none", ""
+
+
+def lose_a_rank_in_a_layer(rank: int) -> tuple[str, str]:
+    """The error of the others when ``rank`` is killed, of which the layers' own messages tell first."""
+    layers = nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3), nn.BatchNorm1d(3)
+    x, spec = torch.randn(6, 3), make_spec(1, 3, 1, batch_norm="sync")
+    placed = placer.compile(nn.Sequential(*layers), spec, x)
+    if dist.get_rank() == rank:
+        placed.get_submodule("2").register_forward_hook(lambda *_: os._exit(3))
     try:
         placed.step(x, loss_fn=lambda y: y.square().mean())
-    except placer.PeerError as error:
-        return str(error)
-    return "no error"
+    except placer.PlacerError as error:
+        return type(error).__name__, str(error)
+    return "none", ""

@@ -114,9 +114,22 @@ def test_a_failed_rank_keeps_none_waiting_while_its_program_goes_on(
         assert all(f"rank {rank}" in said for said in found), found
 
 
-def test_a_step_after_the_process_group_is_destroyed_says_so(job_of: Callable[[int], Job]) -> None:
-    for said in job_of(2).run(fault_cases.leave_the_job):
-        assert said.startswith("this process: has left the job"), said
+def test_a_module_whose_process_group_is_destroyed_says_so(
+    job_of: Callable[[int], Job], tmp_path: Path
+) -> None:
+    for rank, found in enumerate(job_of(2).run(fault_cases.leave_the_job, tmp_path)):
+        assert len(found) == 10
+        assert all(said.startswith(f"rank {rank}: has left the job") for said in found), found
+    assert not (tmp_path / "last").exists()
+
+
+def test_what_one_replica_refuses_is_told_to_all(job_of: Callable[[int], Job]) -> None:
+    found = job_of(4).run(fault_cases.refuse_own_rows)
+    kinds, messages = zip(*found, strict=True)
+    assert kinds[:2] == ("PeerError", "PeerError")
+    assert kinds[2] == kinds[3] != "PeerError"
+    assert len(set(messages)) == 1, messages
+    assert "5" in messages[0]
 
 
 @pytest.mark.parametrize("what", ["model", "plan"])

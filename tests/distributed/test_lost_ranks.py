@@ -70,6 +70,33 @@ def test_a_rank_that_hangs_is_found_by_the_timeout_of_the_process_group(tmp_path
     assert ok and found["type"] == "PeerError", found
 
 
+def test_a_rank_that_takes_too_long_is_not_said_to_have_ended() -> None:
+    job = Job(3, timeout_seconds=4.0)
+    try:
+        found = job.run(cases.wait_too_long, 1)
+    finally:
+        job.close()
+    assert {kind for kind, _ in found} == {"PeerError"}
+    for _, text in found:
+        assert "another rank, which ended or does not answer" in text, text
+        assert "imed out" in text, text
+
+
+def test_a_rank_killed_while_layers_talk_is_named() -> None:
+    """By the synchronised norms of the others, whose own messages fail first."""
+    job = Job(3)
+    try:
+        answers = job.ask(cases.lose_a_rank_in_a_layer, 1)
+    finally:
+        job.close()
+    assert answers.pop(1) is None
+    for answer in answers.values():
+        assert answer is not None
+        ok, found = answer
+        assert ok and found[0] == "PeerError", found
+        assert "lost the connection to rank 1, which ended" in found[1], found
+
+
 def test_torchrun_restarts_from_the_last_checkpoint_to_the_same_weights(
     job_of: Callable[[int], Job], tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from placer.errors import PlacerError
 from placer.runtime.checkpoint.entries import Contents, contents_of
+from placer.runtime.distributed.partial import PartialModule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,21 +64,21 @@ def crew_of(
     """
     tensors = [t for t in module.state_dict().values() if isinstance(t, torch.Tensor)]
     devices = tuple(dict.fromkeys(t.device for t in tensors))
-    if dist.is_available() and dist.is_initialized():
-        from placer.runtime.distributed.module import DistributedModule
+    if isinstance(module, PartialModule):
+        from placer.runtime.distributed.module import DistributedModule  # pipelining takes a while
 
-        if isinstance(module, DistributedModule):
-            stages, replicas = len(module.plan.stages), module.num_replicas
-            module.announce(method, **options)
-            with module.watch():
-                yield Crew(
-                    rank=dist.get_rank(),
-                    group=module.process_groups.world,
-                    layout=f"{dist.get_world_size()} processes, {replicas} x {stages} stages",
-                    contents=Contents(first_name=module.tensor_names, owned=module.owned_names),
-                    devices=devices,
-                )
-            return
+        assert isinstance(module, DistributedModule)
+        stages, replicas = len(module.plan.stages), module.num_replicas
+        module.announce(method, **options)
+        with module.watch():
+            yield Crew(
+                rank=module.seat.rank,
+                group=module.process_groups.world,
+                layout=f"{dist.get_world_size()} processes, {replicas} x {stages} stages",
+                contents=Contents(first_name=module.tensor_names, owned=module.owned_names),
+                devices=devices,
+            )
+        return
     yield Crew(
         rank=0,
         group=None,

@@ -1,9 +1,9 @@
 """The same spec under ``torchrun``: one process per device, on PyTorch's own engine.
 
-Inside a job (``torchrun``, or a launcher that sets the same RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT,
-or the default process group exists already)
-``placer.compile(model, spec, args)`` returns a `DistributedModule` instead of a `PlacedModule`; it
-builds only this rank's stages. What is above the line works in both, so that one script serves both.
+Inside a job (``torchrun``, or a launcher that sets the same RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and
+MASTER_PORT, or the default process group exists already) ``placer.compile(model, spec, args)`` returns a
+`DistributedModule` instead of a `PlacedModule`; it builds only this rank's stages. What is above the
+line works in both, so that one script serves both.
 
 ==================================================  ==============================================
 ``placed.step(x, target=t, loss_fn=f)``             forward and backward under the plan's schedule,
@@ -37,8 +37,9 @@ Rank ``r * P + p`` is device ``p`` of replica ``r``; ``P`` devices per replica. 
 schedule, stage ``s`` runs on device ``s % P``. All ranks of a job make the calls of the table alike,
 and ``compile`` before them. They tell each other so before a step, an inference, clipping, saving and
 loading: a rank that is elsewhere, or given other options, another number of rows or other shapes, is an
-error on all, and the job can go on. (A rank that is alone in ``compile``, or in a message of the program's
-own, cannot be told: it waits for the others, as with torch.) Without ``own_rows`` every rank is given the
+error on all, and the job can go on. (A rank that is alone in ``compile``, in a call of another placed
+module, or in a message of the program's own, cannot be told: it waits for the others, as with torch. One
+that was refused a call by itself tells the others at its next.) Without ``own_rows`` every rank is given the
 whole batch and uses its rows. The weights are those of rank 0's model.
 
 How it is done: the plan's stages are `PipelineStage`s with static shapes, found on fake tensors; a

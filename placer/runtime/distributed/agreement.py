@@ -104,7 +104,6 @@ class Agreement:
         except PlacerError as error:
             raise error from None
         self.alike = True
-        del self._numbers, self._work, self._world
 
     def _rows_if_alike(self) -> list[int]:
         """The rows that each replica was given."""

@@ -131,20 +131,15 @@ class Alarm:
         only lost a neighbour by it.
         """
         failure = _find_cause(error, LayerFailure)
+        if failure is None and isinstance(error, PlacerError):
+            self._tell({"where": error.where, "problem": error.problem, "remedy": error.remedy})
+            raise error
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
         if failure is None or _is_of_messages(cause):
-            lost_ranks = find_lost()  # before others close theirs
-            told = self._listen()
-            if told is not None:
-                raise PeerError(**told) from error
-        if failure is None:
-            if isinstance(error, PlacerError):
-                raise error
-            lost = _lost(self._rank, error, lost_ranks)
-            self._tell(lost)
-            raise PeerError(**lost) from error
+            self._raise_if_lost(error, cause, find_lost, certain=failure is None)
+        assert failure is not None
         stage, culprit = failure.stage_index, find_culprit(failure)
         layer = culprit.layers[0] if len(culprit.layers) == 1 else ""
         phase = "backward of loss_fn" if culprit.after else failure.phase
@@ -154,7 +149,8 @@ class Alarm:
         where = f"stage {stage}, {place}rank {self._rank} (replica {replica_index}), {phase}"
         problem, remedy = f"{type(cause).__name__}: {cause}", ""
         if isinstance(cause, PlacerError):
-            problem, remedy = cause.problem, cause.remedy
+            inside = "" if cause.where == failure.phase else f"{cause.where}: "
+            problem, remedy = f"{inside}{cause.problem}", cause.remedy
         there = remedy or "the traceback is above, on that rank"
         self._tell({"where": where, "problem": problem, "remedy": there})
         raise StageError(
@@ -166,23 +162,50 @@ class Alarm:
             rank=self._rank,
         ) from cause
 
-    def _tell(self, told: Mapping[str, str]) -> None:
-        """Leave the message, unless another rank was first; silent when the store is gone."""
-        try:
-            default_store().compare_set(self._key, "", json.dumps(dict(told)))
-        except (dist.DistError, RuntimeError):
-            return
+    def _raise_if_lost(
+        self,
+        error: Exception,
+        cause: BaseException,
+        find_lost: Callable[[], Sequence[int]],
+        *,
+        certain: bool,
+    ) -> None:
+        """Raise ``PeerError`` for messages between ranks that failed, if ``certain`` or some are gone.
 
-    def _listen(self) -> dict[str, str] | None:
-        """The message of the rank that failed first, if there is one within a moment."""
-        end = time.monotonic() + _PATIENCE_SECONDS
+        A rank that waited too long tells so at once: its connections are closed, and who sees that
+        would take it for the one that ended.
+        """
+        timed_out = "timed out" in str(cause).lower()
+        lost_ranks = [] if timed_out else find_lost()  # before others close theirs
+        told = self._listen(0 if timed_out else _PATIENCE_SECONDS)
+        if told is None:
+            lost_ranks = lost_ranks or ([] if timed_out else find_lost())
+            if certain or timed_out or lost_ranks:
+                told = self._tell(_lost(self._rank, cause, lost_ranks))
+        if told is not None:
+            raise PeerError(**told) from error
+
+    def _tell(self, told: Mapping[str, str]) -> dict[str, str]:
+        """Leave the message, unless another rank was first; the one that is there then.
+
+        ``told`` itself when the store is gone.
+        """
+        try:
+            store = default_store()
+            return dict(json.loads(store.compare_set(self._key, "", json.dumps(dict(told)))))
+        except (dist.DistError, RuntimeError, ValueError):
+            return dict(told)
+
+    def _listen(self, seconds: float) -> dict[str, str] | None:
+        """The message of the rank that failed first, if there is one within ``seconds``."""
+        end = time.monotonic() + seconds
         while True:
             try:
                 if default_store().check([self._key]):
                     told: dict[str, str] = json.loads(default_store().get(self._key))
                     return told
-            except (dist.DistError, RuntimeError):
-                return None  # the store's own process is gone
+            except (dist.DistError, RuntimeError, ValueError):
+                return None  # the store's own process is gone, or the program left the job
             if time.monotonic() > end:
                 return None
             time.sleep(0.05)
@@ -212,7 +235,10 @@ def _lost(rank: int, error: BaseException, lost_ranks: Sequence[int]) -> dict[st
 
 
 def _is_of_messages(error: BaseException) -> bool:
-    """Did a message between ranks raise it, as one of a layer that talks to other replicas does?"""
+    """Did a function of torch.distributed raise it, called by a layer that talks to other replicas?
+
+    What a layer waits for by itself (``async_op=True``) does not count.
+    """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     names = [frame.f_globals.get("__name__", "") for frame in frames]
     return isinstance(error, RuntimeError) and names[-1:] == [dist.distributed_c10d.__name__]

@@ -18,6 +18,7 @@ from placer.runtime.distributed.job import Seat
 from placer.runtime.distributed.part import Holdings
 
 _NEVER_SENT = 2**31 - 1  # the tag of a message that nobody sends
+_OWN_DOING = "timeout caused pair closure"  # gloo's words when it was this rank that closed them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +76,7 @@ def make_groups(mesh: DeviceMesh, holdings: Holdings, device: torch.device) -> G
 
 
 def find_lost(group: dist.ProcessGroup) -> list[int]:
-    """The ranks of ``group`` whose connections to this one are closed, as when they ended (gloo only)."""
+    """The ranks of ``group`` whose connections to this one they closed, as when they ended (gloo only)."""
     return _await_in_vain(group)[1]
 
 
@@ -86,8 +87,6 @@ def close_groups(groups: Iterable[dist.ProcessGroup]) -> None:
     the last reference to a group, which may be in the frames of a traceback that the program keeps. But
     a receive that times out closes all of them (gloo, transport/tcp/unbound_buffer.cc).
     """
-    if not dist.is_initialized():
-        return  # the program has closed all
     for group in groups:
         for never_comes in _await_in_vain(group)[0]:
             with suppress(RuntimeError):  # as it is meant to
@@ -96,7 +95,7 @@ def close_groups(groups: Iterable[dist.ProcessGroup]) -> None:
 
 
 def _await_in_vain(group: dist.ProcessGroup) -> tuple[list[dist.Work], list[int]]:
-    """Receives of what nobody sends, from each rank of ``group``, and the ranks that refuse one.
+    """Receives of what nobody sends, from each rank of ``group``, and the ranks that have closed theirs.
 
     None where the group has no gloo.
     """
@@ -106,9 +105,10 @@ def _await_in_vain(group: dist.ProcessGroup) -> tuple[list[dist.Work], list[int]
             if rank == dist.get_rank():
                 continue
             try:
-                work = dist.irecv(torch.empty(1), rank, group, tag=_NEVER_SENT)
-            except RuntimeError:
-                refused.append(rank)
+                work = dist.irecv(torch.empty(1, device="cpu"), rank, group, tag=_NEVER_SENT)
+            except RuntimeError as error:
+                if _OWN_DOING not in str(error):
+                    refused.append(rank)
             else:
                 assert work is not None  # this rank is in the group
                 works.append(work)

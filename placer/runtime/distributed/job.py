@@ -37,12 +37,18 @@ class Seat:
     num_devices: int
     stage_indices: tuple[int, ...]
 
+    @property
+    def rank(self) -> int:
+        """The rank in the job."""
+        return self.replica_index * self.num_devices + self.device_index
+
 
 def find_job() -> Job | None:
     """The job this process is part of; None where it is alone.
 
     Its process group exists, or ``torchrun`` started it, or another launcher (``mpirun``, ``srun``) that
-    left what ``torch.distributed`` looks for in the environment, with more than one process.
+    left what ``torch.distributed`` looks for in the environment, with more than one process. On a
+    machine with several devices that is LOCAL_RANK, too.
     """
     if not dist.is_available():
         return None
@@ -124,7 +130,8 @@ def choose_device(plan: Plan, job: Job, run_on: str | None) -> torch.device:
         raise DeviceError(
             f"local rank {job.local_rank}",
             f"this machine has only {count} {kind} devices",
-            f"start at most {count} processes on it (--nproc-per-node)",
+            f"start at most {count} processes on it (--nproc-per-node); a launcher other than torchrun "
+            "has to set LOCAL_RANK, which counts on each machine",
         )
     return torch.device(kind, job.local_rank if count > 1 else 0)
 

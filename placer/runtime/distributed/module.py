@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from placer._torch import default_group
 from placer.capture import CallFormat, Capture, rebuild_call
 from placer.emit import StagedModel
 from placer.errors import PeerError, PlacerError
@@ -58,6 +59,7 @@ class DistributedModule(PartialModule):
 
     device: torch.device
     mesh: DeviceMesh
+    _job_group: Any  # the default process group in which it was made
     _groups: Groups | None  # None once this module has failed
     _finder: BoundaryFinder
     _alarm: Alarm
@@ -89,6 +91,7 @@ class DistributedModule(PartialModule):
         self.device = device
         self.mesh = mesh
         self._holdings = holdings
+        self._job_group = default_group()
         self._groups = make_groups(mesh, holdings, device)
         self._finder = BoundaryFinder(capture.model, plan, staged, device)
         self._alarm = Alarm(dist.get_rank())
@@ -114,7 +117,7 @@ class DistributedModule(PartialModule):
 
     def __reduce__(self) -> NoReturn:
         raise PlacerError(
-            f"rank {dist.get_rank()}",
+            f"rank {self.seat.rank}",
             "a rank's part of a job cannot be pickled or copied",
             "use placer.save(placed, optimizer, path), or state_dict() and named_parameters()",
         )
@@ -137,17 +140,21 @@ class DistributedModule(PartialModule):
         return self.plan.replicas
 
     @property
+    def _in_job(self) -> bool:
+        return dist.is_initialized() and default_group() is self._job_group
+
+    @property
     def process_groups(self) -> Groups:
         """Whom this rank talks to. Raises ``PeerError`` when they are closed, as when this module failed."""
-        if not dist.is_initialized():
+        if not self._in_job:
             raise PeerError(
-                "this process",
-                "has left the job: its process group is destroyed",
+                f"rank {self.seat.rank}",
+                "has left the job: the process group of this module is destroyed",
                 "call dist.destroy_process_group() last, after all use of this module",
             )
         if self._groups is None:
             raise PeerError(
-                f"rank {dist.get_rank()}",
+                f"rank {self.seat.rank}",
                 "an earlier call failed, and the connections of this module are closed",
                 "end the job; torchrun --max-restarts starts it anew",
             )
@@ -276,6 +283,7 @@ class DistributedModule(PartialModule):
         Returns the norm before, the same on every rank. A tied parameter counts once. Raises
         ``PlacerError`` when not all ranks call it alike, ``PeerError`` when another rank is lost.
         """
+        norm_type = float(norm_type)
         self.announce("placed.clip_grad_norm_", max_norm=float(max_norm), norm_type=norm_type)
         index = self.seat.device_index
         names = self.tensor_names
@@ -429,10 +437,11 @@ class DistributedModule(PartialModule):
 
     def _fail(self, error: Exception) -> NoReturn:
         """Tell the other ranks, close the connections so that none waits for this one, and raise."""
+        groups = self._groups if self._in_job else None  # else the program has closed them
         try:
             self._alarm.raise_for(
                 error,
-                find_lost=partial(find_lost, self._groups.world) if self._groups else list,
+                find_lost=list if groups is None else partial(find_lost, groups.world),
                 find_culprit=partial(find_culprit, self._finder, self._layer_of, self._tree),
                 layers=[stage.layers for stage in self.plan.stages],
                 replica_index=self.replica_index,
@@ -440,9 +449,9 @@ class DistributedModule(PartialModule):
         finally:
             if self._reducer is not None:
                 self._reducer.close()
-            if self._groups is not None:
-                close_groups(self._groups.each())
             self._groups = self._reducer = None
+            if groups is not None:
+                close_groups(groups.each())
 
 
 def _written_names(capture: Capture, holdings: Holdings, seat: Seat) -> tuple[str, ...]:

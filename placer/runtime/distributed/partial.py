@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import copy
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from placer.runtime.distributed.agreement import name_ranks
 from placer.runtime.distributed.job import Seat
 from placer.runtime.distributed.part import Holdings
 from placer.runtime.module import PlacedModule
+
+_EXTRA_STATE = "_extra_state"  # nn.Module's key for what ``get_extra_state`` returns
 
 
 class PartialModule(PlacedModule):
@@ -39,11 +40,23 @@ class PartialModule(PlacedModule):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """As of ``nn.Module``; tensors of the model that other ranks hold may be there, and are left."""
-        own = copy.copy(state_dict)  # with its attributes: torch keeps versions there
-        for name in self._holdings.first_name.keys() - self.tensor_names.keys():
-            own.pop(name, None)  # type: ignore[attr-defined]
-        return super().load_state_dict(own, strict, assign)
+        """As of ``nn.Module``; what of the model other ranks hold may be there, and is left."""
+        if isinstance(state_dict, Mapping):  # else torch says what is wrong
+            state_dict = self._own_entries(state_dict)
+        return super().load_state_dict(state_dict, strict, assign)
+
+    def _own_entries(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        elsewhere = self._holdings.first_name.keys() - self.tensor_names.keys()
+        modules = dict(self.named_modules(remove_duplicate=False)).keys()
+        own: OrderedDict[str, Any] = OrderedDict()
+        for name, value in state_dict.items():
+            path, _, leaf = name.rpartition(".")
+            if name not in elsewhere and (leaf != _EXTRA_STATE or path in modules):
+                own[name] = value
+        metadata = getattr(state_dict, "_metadata", None)  # torch keeps versions of modules there
+        if metadata is not None:
+            own._metadata = metadata  # type: ignore[attr-defined]
+        return own
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -74,12 +87,12 @@ class PartialModule(PlacedModule):
         holdings = self.__dict__.get("_holdings")
         if holdings is None:
             return error
-        first = self.seat.replica_index * self.seat.num_devices
+        first = self.seat.rank - self.seat.device_index
         ranks = [
             first + index
             for index, names in enumerate(holdings.names)
             if any(f"{name}.".startswith(f"{path}.") for name in names)
         ]
-        if not ranks or dist.get_rank() in ranks:
+        if not ranks or self.seat.rank in ranks:
             return error
         return AttributeError(f"{path!r} is on {name_ranks(ranks)}, not on this one: {error}")
