@@ -10,6 +10,16 @@ import torch
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def autocast_state(device_type: str) -> tuple[str, ...]:
+    """The data types of the autocast that the program is in: on the CPU, on devices of that type."""
+    kinds = dict.fromkeys(("cpu", device_type))
+    return tuple(
+        f"{kind} {torch.get_autocast_dtype(kind)}"
+        for kind in kinds
+        if torch.is_autocast_enabled(kind)
+    )
+
+
 def precision_context(precision: str, device_type: str) -> AbstractContextManager[Any]:
     """Autocast on devices of that type for ``"bf16"`` and ``"fp16"``, nothing for ``"fp32"``."""
     if precision == "fp32":

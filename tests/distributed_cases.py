@@ -329,6 +329,38 @@ def train_bf16(spec: placer.PlacementSpec) -> None:
         torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-4, atol=1e-6)
 
 
+def step_in_and_out_of_autocast(spec: placer.PlacementSpec) -> None:
+    """Of the program's own, for inputs of one shape: what crosses is of other data types."""
+    torch.manual_seed(0)
+    model, (x,), _ = CASES["convnet"](8)
+    plain = copy.deepcopy(model)
+    x = x.float()
+    placed = placer.compile(model, spec, x)
+
+    def loss_of(y: Tensor) -> Tensor:
+        return y.float().square().mean()
+
+    for enabled in (False, True, False):
+        placed.zero_grad()
+        plain.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            loss = placed.step(x, loss_fn=loss_of)
+            result = placed.eval()(x)
+            placed.train()
+            total = torch.zeros(())
+            for cut in x.chunk(4):
+                part = loss_of(plain(cut)) / 4
+                part.backward()
+                total += part.detach()
+            expected_result = plain.eval()(x)
+            plain.train()
+        assert result.dtype == expected_result.dtype
+        torch.testing.assert_close(loss, total, rtol=1e-5, atol=0, check_dtype=False)
+        expected = dict(plain.named_parameters())
+        for name, parameter in placed.named_parameters():
+            torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-3, atol=1e-5)
+
+
 def train_with_a_scaler(spec: placer.PlacementSpec) -> tuple[float, ...]:
     """The scale before and after a good step, and after one that overflows on the last rank."""
     torch.manual_seed(0)

@@ -185,6 +185,7 @@ def call_unlike_the_others(spec: placer.PlacementSpec, folder: Path) -> dict[str
         "shapes": lambda: step(x.double() if odd else x),
         "own_rows": lambda: step(own_rows=odd),
         "reduction": lambda: step(reduction="sum" if odd else "mean"),
+        "autocast": lambda: torch.autocast("cpu", torch.bfloat16, enabled=odd)(step)(),
         "mode": lambda: (placed.train(not odd), step()),
         "method": lambda: placed.eval()(x) if odd else step(),
         "clip": lambda: placed.clip_grad_norm_(1.0) if odd else step(),
@@ -209,6 +210,89 @@ def call_unlike_the_others(spec: placer.PlacementSpec, folder: Path) -> dict[str
         warnings.simplefilter("always")
         step(x + 1 if odd else x)
     found["values"] = " ".join(str(warning.message) for warning in caught)
+    return found
+
+
+def miss_weights_on_one_rank(folder: Path) -> tuple[str, str]:
+    """The error of a compile for which rank 1 alone has no file; the next one works."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    x, spec = torch.randn(8, 4), make_spec(2, 1, 1)
+    path = folder / f"weights_{dist.get_rank()}.pt"
+    found = "none", ""
+    if dist.get_rank() == 0:
+        torch.save(model.state_dict(), path)
+    with torch.device("meta"):
+        empty = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    try:
+        placer.compile(empty, spec, x, weights=path)
+    except placer.PlacerError as error:
+        found = type(error).__name__, str(error)
+    placed = placer.compile(empty, spec, x, weights=folder / "weights_0.pt")
+    placed.step(x, loss_fn=lambda y: y.square().mean())
+    return found
+
+
+class Unreducible:
+    def __reduce__(self) -> Any:
+        raise ValueError("cannot be reduced")
+
+
+def _to_float(*given: Any) -> Tensor:
+    result: Tensor = given[-1].float()
+    return result
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _raise_from_itself(*_: Any) -> None:
+    error = ValueError("its own cause")
+    raise error from error
+
+
+def _raise_from_another(*_: Any) -> None:
+    try:
+        {}["rate"]
+    except KeyError as error:
+        raise ValueError("needs a rate") from error
+
+
+def _divide(*_: Any) -> None:
+    1 / 0  # noqa: B018
+
+
+def raise_oddly(what: str, folder: Path) -> tuple[str, str]:
+    """The error of this rank when one of two does ``what``; a message of the program's own goes on."""
+    x = torch.randn(8, 4, dtype=D)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    placed = placer.compile(
+        model, make_spec(2, 1, 2, "1F1B", layers={"0": "cpu:0", "1": "cpu:0", "2": "cpu:1"}), x
+    )
+    hooks: dict[str, tuple[str, Callable[..., Any]]] = {
+        "dtype": ("0", _to_float),
+        "result": ("2", _to_float),
+        "cycle": ("2", _raise_from_itself),
+        "chained": ("2", _raise_from_another),
+        "interrupt": ("2", _interrupt),
+    }
+    path, hook = hooks.get(what, ("", _divide))
+    if path and dist.get_rank() == int(path) // 2:
+        placed.get_submodule(path).register_forward_hook(hook)
+    if what == "state" and dist.get_rank() == 1:
+        placed.register_state_dict_post_hook(_divide)
+    extra = {"value": Unreducible()} if dist.get_rank() == 1 else {}
+    found = "none", ""
+    try:
+        if what in ("extra", "state"):
+            placer.save(placed, None, folder / "last", extra=extra if what == "extra" else None)
+        elif what == "result":
+            placed.eval()(x)
+        else:
+            placed.step(x, loss_fn=lambda y: y.square().mean())
+    except (placer.PlacerError, KeyboardInterrupt) as error:
+        found = type(error).__name__, str(error)
+    dist.barrier()
     return found
 
 

@@ -132,6 +132,46 @@ def test_what_one_replica_refuses_is_told_to_all(job_of: Callable[[int], Job]) -
     assert "5" in messages[0]
 
 
+@pytest.mark.parametrize(
+    ("what", "kind", "said"),
+    [
+        (
+            "dtype",
+            "StageError",
+            "hands on a tensor of torch.float32 where others expect torch.float64",
+        ),
+        (
+            "result",
+            "StageError",
+            "hands on a tensor of torch.float32 where others expect torch.float64",
+        ),
+        ("cycle", "StageError", "ValueError: its own cause"),
+        ("chained", "StageError", "ValueError: needs a rate"),
+        ("interrupt", "KeyboardInterrupt", "KeyboardInterrupt"),
+        ("extra", "PlacerError", "ValueError: cannot be reduced"),
+        ("state", "PlacerError", "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_what_a_rank_raises_is_told_as_it_is(
+    job_of: Callable[[int], Job], tmp_path: Path, what: str, kind: str, said: str
+) -> None:
+    found = job_of(2).run(fault_cases.raise_oddly, what, tmp_path)
+    failing = 0 if what == "dtype" else 1
+    assert found[failing][0] == kind
+    assert kind == "KeyboardInterrupt" or said in found[failing][1]
+    assert found[1 - failing][0] == "PeerError"
+    assert said in found[1 - failing][1] and f"rank {failing}" in found[1 - failing][1]
+
+
+def test_a_part_that_cannot_be_built_is_told_to_all(
+    job_of: Callable[[int], Job], tmp_path: Path
+) -> None:
+    found = job_of(2).run(fault_cases.miss_weights_on_one_rank, tmp_path)
+    assert [kind for kind, _ in found] == ["PeerError", "PlacerError"]
+    assert all("weights_1.pt: no such file" in said for _, said in found), found
+    assert found[0][1].startswith("rank 1: ")
+
+
 @pytest.mark.parametrize("what", ["model", "plan"])
 def test_another_model_or_plan_on_one_rank_is_found_at_start_up(
     job_of: Callable[[int], Job], what: str
@@ -196,7 +236,8 @@ def test_ranks_that_are_not_called_alike_say_so(
         "rows": "batch: has another number of rows on rank 1 than on rank 0",
         "shapes": "inputs: have other shapes or types on rank 1 than on rank 0",
         "own_rows": "own_rows: is another on rank 1 than on rank 0",
-        "reduction": "placed.step: has other options (reduction, scaler) on rank 1 than on rank 0",
+        "reduction": "placed.step: has other options (autocast, reduction, scaler) on rank 1 than",
+        "autocast": "placed.step: has other options (autocast, reduction, scaler) on rank 1 than",
         "mode": "mode (placed.train(), placed.eval()): is another on rank 1 than on rank 0",
         "method": "call: is not the same on all ranks: rank 0 at placed.step, rank 1 at placed(x)",
         "clip": "call: is not the same on all ranks: rank 0 at placed.step, rank 1 at "

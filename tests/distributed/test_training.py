@@ -36,6 +36,10 @@ def test_bf16_equals_the_same_cuts_under_autocast(job_of: Callable[[int], Job]) 
     job_of(4).run(cases.train_bf16, cases.make_spec(2, 2, 2, "1F1B", precision="bf16"))
 
 
+def test_autocast_of_the_program_may_change_between_steps(job_of: Callable[[int], Job]) -> None:
+    job_of(4).run(cases.step_in_and_out_of_autocast, cases.make_spec(2, 2, 2, "1F1B"))
+
+
 def test_fp16_skips_a_step_on_every_rank_when_one_overflows(job_of: Callable[[int], Job]) -> None:
     found = job_of(4).run(
         cases.train_with_a_scaler, cases.make_spec(2, 2, 2, "1F1B", precision="fp16")

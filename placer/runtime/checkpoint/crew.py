@@ -62,8 +62,6 @@ def crew_of(
     In a job, what goes wrong between the ranks in the block is raised as ``PeerError``, and
     ``PlacerError`` when not all are at this ``method`` with these ``options``.
     """
-    tensors = [t for t in module.state_dict().values() if isinstance(t, torch.Tensor)]
-    devices = tuple(dict.fromkeys(t.device for t in tensors))
     if isinstance(module, PartialModule):
         from placer.runtime.distributed.module import DistributedModule  # pipelining takes a while
 
@@ -76,7 +74,7 @@ def crew_of(
                 group=module.process_groups.world,
                 layout=f"{dist.get_world_size()} processes, {replicas} x {stages} stages",
                 contents=Contents(first_name=module.tensor_names, owned=module.owned_names),
-                devices=devices,
+                devices=_devices(module),
             )
         return
     yield Crew(
@@ -84,5 +82,10 @@ def crew_of(
         group=None,
         layout="one process",
         contents=contents_of(module),
-        devices=devices,
+        devices=_devices(module),
     )
+
+
+def _devices(module: nn.Module) -> tuple[torch.device, ...]:
+    tensors = [t for t in module.state_dict().values() if isinstance(t, torch.Tensor)]
+    return tuple(dict.fromkeys(t.device for t in tensors))

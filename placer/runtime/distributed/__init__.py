@@ -70,6 +70,10 @@ What differs:
  * ``placed.load_state_dict`` takes the state of the whole model, or of this part.
  * No ``deepcopy``, no pickling: ``placer.save`` has the whole; a moving average of the weights is one of
    ``placed.state_dict()``, by name.
+ * Under InterleavedZeroBubble torch computes the gradients of weights outside of autograd's accumulation:
+   ``register_post_accumulate_grad_hook`` does not fire.
+ * Every ``compile`` makes process groups, which stay until the job ends (gloo: some 9 file descriptors and
+   6 threads each time), also where the module goes.
  * Dropout: every rank has random numbers of its own, the same again when the program is run again.
  * ``batch_norm: "sync"`` works here (one micro-batch, every replica needs a row). ``"deferred"`` is as in
    one process: the moments of every replica's rows go to all of them, in a message at the end of the

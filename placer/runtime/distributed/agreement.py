@@ -104,6 +104,7 @@ class Agreement:
         except PlacerError as error:
             raise error from None
         self.alike = True
+        del self._numbers, self._work  # a step should not hold them
 
     def _rows_if_alike(self) -> list[int]:
         """The rows that each replica was given."""

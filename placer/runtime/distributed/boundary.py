@@ -21,6 +21,7 @@ from placer.capture import FakeWorld, copy_module, copy_settings, tensors_of
 from placer.emit import StagedModel
 from placer.errors import PlacerError
 from placer.plan.types import Plan
+from placer.precision import autocast_state
 from placer.runtime.place import Place
 from placer.runtime.programs import Programs
 from placer.runtime.replica import Replica
@@ -139,7 +140,7 @@ class BoundaryFinder:
         they hand on with what is said here. Raises ``PlacerError`` when a stage does not run.
         """
         shapes = tuple((leaf.shape, leaf.dtype, grad and leaf.requires_grad) for leaf in leaves)
-        key = (shapes, self._modes, grad)
+        key = (shapes, self._modes, grad, autocast_state(self.device.type))
         if key not in self._found:
             staged = self._programs.find([leaf.detach() for leaf in leaves])
             self._found[key] = self._run(staged, shapes, grad)

@@ -19,6 +19,8 @@ from placer.runtime.distributed.agreement import name_ranks
 from placer.runtime.distributed.split import SplitStage
 from placer.runtime.distributed.suspects import Culprit, Suspects, find_suspects
 
+# It wraps what a stage's backward raises, with all its tensors in the message.
+_TORCHS_BACKWARD = "torch.distributed.pipelining._backward"
 _PATIENCE_SECONDS = 2.0  # how long a rank that lost its neighbour waits to be told why
 
 
@@ -93,24 +95,20 @@ def _failing_node(code: StageCode, error: BaseException) -> str:
     In backward such lines are run by what is recomputed.
     """
     lines = {piece.forward.__code__: node_lines(piece) for piece in code.pieces}
-    cause: BaseException | None = error
-    while cause is not None:
+    for cause in _chain(error):
         for frame, number in traceback.walk_tb(cause.__traceback__):
             found = lines.get(frame.f_code)
             if found is not None:
                 return found.get(number, "")
-        cause = cause.__cause__
     return ""
 
 
 class Alarm:
     """One message of one failed rank to all others, in the job's key-value store."""
 
-    _count = 0  # every placed module of a process has a number of its own, the same on every rank
-
-    def __init__(self, rank: int) -> None:
-        Alarm._count += 1
-        self._key = f"placer/alarm/{Alarm._count}"
+    def __init__(self, rank: int, name: str) -> None:
+        """``name`` is that of the placed module, the same on every rank and of no other one."""
+        self._key = f"placer/alarm/{name}"
         self._rank = rank
 
     def raise_for(
@@ -134,12 +132,20 @@ class Alarm:
         if failure is None and isinstance(error, PlacerError):
             self._tell({"where": error.where, "problem": error.problem, "remedy": error.remedy})
             raise error
-        cause: BaseException = error
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
-        if failure is None or _is_of_messages(cause):
-            self._raise_if_lost(error, cause, find_lost, certain=failure is None)
-        assert failure is not None
+        *_, root = _chain(error)
+        if _is_of_messages(root) or (failure is None and isinstance(root, RuntimeError)):
+            self._raise_if_lost(error, root, find_lost)
+        if failure is None:
+            told = {
+                "where": f"rank {self._rank}",
+                "problem": f"{type(root).__name__}: {root}",
+                "remedy": "the traceback is above, on that rank",
+            }
+            self._tell(told)
+            raise PlacerError(*told.values()) from error
+        cause = failure.__cause__ or root
+        if _raised_in(cause, _TORCHS_BACKWARD):
+            cause = cause.__cause__ or cause
         stage, culprit = failure.stage_index, find_culprit(failure)
         layer = culprit.layers[0] if len(culprit.layers) == 1 else ""
         phase = "backward of loss_fn" if culprit.after else failure.phase
@@ -167,10 +173,8 @@ class Alarm:
         error: Exception,
         cause: BaseException,
         find_lost: Callable[[], Sequence[int]],
-        *,
-        certain: bool,
     ) -> None:
-        """Raise ``PeerError`` for messages between ranks that failed, if ``certain`` or some are gone.
+        """Raise ``PeerError`` if ``cause`` is that messages to other ranks failed.
 
         A rank that waited too long tells so at once: its connections are closed, and who sees that
         would take it for the one that ended.
@@ -180,10 +184,17 @@ class Alarm:
         told = self._listen(0 if timed_out else _PATIENCE_SECONDS)
         if told is None:
             lost_ranks = lost_ranks or ([] if timed_out else find_lost())
-            if certain or timed_out or lost_ranks:
+            if timed_out or lost_ranks:
                 told = self._tell(_lost(self._rank, cause, lost_ranks))
         if told is not None:
             raise PeerError(**told) from error
+
+    def tell_end(self, error: BaseException) -> None:
+        """Tell the others that this rank ends by ``error``, such as ``KeyboardInterrupt``."""
+        remedy = "start the job anew"
+        self._tell(
+            {"where": f"rank {self._rank}", "problem": type(error).__name__, "remedy": remedy}
+        )
 
     def _tell(self, told: Mapping[str, str]) -> dict[str, str]:
         """Leave the message, unless another rank was first; the one that is there then.
@@ -239,16 +250,26 @@ def _is_of_messages(error: BaseException) -> bool:
 
     What a layer waits for by itself (``async_op=True``) does not count.
     """
+    return isinstance(error, RuntimeError) and _raised_in(error, dist.distributed_c10d.__name__)
+
+
+def _raised_in(error: BaseException, module_name: str) -> bool:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    names = [frame.f_globals.get("__name__", "") for frame in frames]
-    return isinstance(error, RuntimeError) and names[-1:] == [dist.distributed_c10d.__name__]
+    return bool(frames) and frames[-1].f_globals.get("__name__") == module_name
 
 
 def _find_cause(error: BaseException, kind: type[Any]) -> Any:
-    seen: BaseException | None = error
-    while seen is not None and not isinstance(seen, kind):
-        seen = seen.__cause__
-    return seen
+    return next((cause for cause in _chain(error) if isinstance(cause, kind)), None)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """``error`` and its causes; one may be its own."""
+    seen: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in seen:
+        seen.append(cause)
+        yield cause
+        cause = cause.__cause__
 
 
 def _span(layers: Sequence[str]) -> str:

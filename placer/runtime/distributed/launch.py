@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import uuid
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,7 +15,7 @@ from torch import nn
 from placer._torch import takes_microbatches
 from placer.capture import Capture, named_state
 from placer.emit import emit_stages
-from placer.errors import PlacerError, PlanError
+from placer.errors import PeerError, PlacerError, PlanError
 from placer.plan.store import plan_text
 from placer.plan.types import Plan
 from placer.runtime.distributed.agreement import name_ranks
@@ -51,10 +53,11 @@ def launch(
     device = choose_device(plan, job, run_on)
     join_job(device, job)
     with lost_peers(job.rank):
-        compare_plans(plan, model)
+        name = compare_plans(plan, model)
     staged = emit_stages(capture, *plan.parts)
     holdings = find_holdings(model, staged, seat.num_devices)
-    part = build_part(
+    build = partial(
+        build_part,
         model,
         staged,
         holdings,
@@ -63,6 +66,7 @@ def launch(
         weights=weights,
         initialize=initialize,
     )
+    part = build_together(build, job.rank)
     with lost_peers(job.rank):
         if weights is None:
             share_weights(model, part, holdings, device)
@@ -75,6 +79,7 @@ def launch(
             seat=seat,
             device=device,
             mesh=make_mesh(plan, seat, device),
+            name=name,
         )
 
 
@@ -92,11 +97,14 @@ def _check_norms(model: nn.Module, plan: Plan) -> None:
             )
 
 
-def compare_plans(plan: Plan, model: nn.Module) -> None:
-    """Raise ``PlanError`` on every rank, naming those that differ from rank 0, if any does."""
+def compare_plans(plan: Plan, model: nn.Module) -> str:
+    """Raise ``PlanError`` on every rank, naming those that differ from rank 0, if any does.
+
+    Returns a name that no other call gets, the same on all ranks.
+    """
     without_data = sorted(name for name, tensor in named_state(model) if tensor.is_meta)
-    mine = (_digest(plan.fingerprint, *without_data), _digest(plan_text(plan)))
-    everyone: list[tuple[str, str] | None] = [None] * dist.get_world_size()
+    mine = _digest(plan.fingerprint, *without_data), _digest(plan_text(plan)), uuid.uuid4().hex
+    everyone: list[tuple[str, str, str] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     first = everyone[0]
     assert first is not None
@@ -115,6 +123,34 @@ def compare_plans(plan: Plan, model: nn.Module) -> None:
             "give every rank the same spec and example inputs of the same shapes, or a plan made once "
             "(placer plan -o plan.json, placer.load_plan)",
         )
+    return first[2]
+
+
+def build_together(build: Callable[[], nn.Module], rank: int) -> nn.Module:
+    """What ``build`` makes here; a collective call.
+
+    Where it fails on one rank, all raise: that rank what it was, the others ``PeerError``.
+    """
+    part: nn.Module | None = None
+    failure: Exception | None = None
+    told = None
+    try:
+        part = build()
+    except Exception as error:
+        failure = error
+        told = f"rank {rank}", f"{type(error).__name__}: {error}"
+    everyone: list[tuple[str, str] | None] = [None] * dist.get_world_size()
+    with lost_peers(rank):
+        dist.all_gather_object(everyone, told)
+    if part is None:
+        assert failure is not None
+        raise failure
+    for found in everyone:
+        if found is not None:
+            raise PeerError(
+                *found, "its part of the model was not built; mend that and compile anew"
+            )
+    return part
 
 
 def _digest(*texts: str) -> str:

@@ -17,6 +17,7 @@ from placer.capture import CallFormat, Capture, rebuild_call
 from placer.emit import StagedModel
 from placer.errors import PeerError, PlacerError
 from placer.plan.types import Plan
+from placer.precision import autocast_state
 from placer.runtime.distributed.agreement import Agreement, Called, Method
 from placer.runtime.distributed.batch import Share, count_rows, gather_result, take_share
 from placer.runtime.distributed.boundary import BoundaryFinder, Crossings
@@ -54,7 +55,7 @@ class DistributedModule(PartialModule):
     """One rank's stages of a placed model, with the original's names; see `placer.runtime.distributed`.
 
     ``part`` holds the parameters and buffers of this rank, already on ``device``. All ranks of the
-    job construct it together.
+    job construct it together, with one ``name`` that no other module has.
     """
 
     device: torch.device
@@ -83,6 +84,7 @@ class DistributedModule(PartialModule):
         seat: Seat,
         device: torch.device,
         mesh: DeviceMesh,
+        name: str,
     ) -> None:
         place = Place(str(device), device)
         super().__init__(part, plan=plan, staged=staged, places=[[place] * len(staged.stages)])
@@ -94,7 +96,7 @@ class DistributedModule(PartialModule):
         self._job_group = default_group()
         self._groups = make_groups(mesh, holdings, device)
         self._finder = BoundaryFinder(capture.model, plan, staged, device)
-        self._alarm = Alarm(dist.get_rank())
+        self._alarm = Alarm(seat.rank, name)
         self._layer_of = dict(plan.node_layers)
         self._written = _written_names(capture, holdings, seat)
         if plan.batch_norm == "sync" and plan.replicas > 1:
@@ -221,7 +223,8 @@ class DistributedModule(PartialModule):
             "placed.step",
             leaves,
             own_rows=own_rows,
-            options={"reduction": reduction, "scaler": scaler is not None},
+            reduction=reduction,
+            scaler=scaler is not None,
             count=partial(
                 count_rows,
                 own_rows=own_rows,
@@ -260,7 +263,7 @@ class DistributedModule(PartialModule):
             if own_rows and agreement.alike:  # others may have found nothing wrong with theirs
                 self._fail(error)
             raise
-        except Exception as error:
+        except BaseException as error:
             self._fail(error)
         with self.watch():
             loss = losses.wait()
@@ -336,7 +339,8 @@ class DistributedModule(PartialModule):
         leaves: Sequence[Tensor],
         *,
         count: Callable[[Sequence[int]], int | None] | None = None,
-        **options: Any,
+        own_rows: bool = False,
+        **options: object,
     ) -> Agreement:
         """Ask the other ranks whether they were called alike; this one may prepare meanwhile."""
         called = Called(
@@ -345,7 +349,8 @@ class DistributedModule(PartialModule):
             names=self._staged.graph_inputs,
             rows=batch_size(call, leaves),
             training=self.training,
-            **options,
+            own_rows=own_rows,
+            options={"autocast": autocast_state(self.device.type), **options},
         )
         with self.watch():
             return self._agree(called, count)
@@ -426,19 +431,22 @@ class DistributedModule(PartialModule):
     def watch(self) -> Iterator[None]:
         """Raise what goes wrong between the ranks inside the block as ``PeerError``.
 
-        What a rank says itself (``PlacerError``) is raised as it is.
+        What a rank says itself (``PlacerError``) is raised as it is, and so is what ends a program.
         """
         try:
             yield
         except PlacerError:
             raise
-        except Exception as error:
+        except BaseException as error:
             self._fail(error)
 
-    def _fail(self, error: Exception) -> NoReturn:
+    def _fail(self, error: BaseException) -> NoReturn:
         """Tell the other ranks, close the connections so that none waits for this one, and raise."""
         groups = self._groups if self._in_job else None  # else the program has closed them
         try:
+            if not isinstance(error, Exception):
+                self._alarm.tell_end(error)
+                raise error
             self._alarm.raise_for(
                 error,
                 find_lost=list if groups is None else partial(find_lost, groups.world),

@@ -106,10 +106,10 @@ class StageModule(nn.Module):
                 output = unflatten_output(given.crossings.staged.call, values)
                 phase = "loss_fn"
                 return run.add_loss(given, run.loss_of(given, output))
+            return tuple(to_wire(t, w.numel) for t, w in zip(values, self.after, strict=True))
         except Exception as error:
             code = given.crossings.staged.stages[self._index]
             raise locate_failure(code, phase, error) from error
-        return tuple(to_wire(t, w.numel) for t, w in zip(values, self.after, strict=True))
 
     def _compute(
         self, wires: tuple[Tensor, ...], given: Microbatch, crossings: Crossings
@@ -151,17 +151,27 @@ class StageModule(nn.Module):
         return [leaf for value in after for leaf in _tensors(values[value.name])]
 
     def _compare(self, values: list[Any], crossings: Crossings, run: Run) -> None:
-        """Raise ``ValueError`` when the others expect tensors of other shapes, found without data."""
+        """Raise ``ValueError`` when the others expect other tensors, as found without data."""
         if self.after is None:  # a result is sent in inference only
             expected: Sequence[Any] = crossings.result if run.loss_of is None else ()
         else:
             expected = crossings.wires[self._index]
         for value, wire in zip(values, expected, strict=False):
-            if isinstance(wire, Wire) and tuple(value.shape) != wire.shape:
+            if not isinstance(wire, Wire):
+                continue
+            if not isinstance(value, Tensor):
+                raise ValueError(f"hands on a {type(value).__name__} where others expect a tensor")
+            if tuple(value.shape) != wire.shape:
                 raise ValueError(
                     f"hands on a tensor of shape {list(value.shape)} where shapes alone say "
-                    f"{list(wire.shape)}: it depends on the data; place the layers that make it, "
-                    "and all after them, on the last device, and have them return other shapes"
+                    f"{list(wire.shape)}: a hook changed it, or it depends on the data; place the layers "
+                    "that make it, and all after them, on the last device, and have them return other "
+                    "shapes"
+                )
+            if value.dtype != wire.dtype:
+                raise ValueError(
+                    f"hands on a tensor of {value.dtype} where others expect {wire.dtype}: a hook changed "
+                    "it; convert in the model, before placer.compile"
                 )
 
     def _nothing(self, run: Run) -> Any:
