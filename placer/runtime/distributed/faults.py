@@ -176,6 +176,7 @@ class Alarm:
     ) -> None:
         """Raise ``PeerError`` if ``cause`` is that messages to other ranks failed.
 
+        Gloo raises plain ``RuntimeError``s: then some connection is closed. Others raise ``DistError``.
         A rank that waited too long tells so at once: its connections are closed, and who sees that
         would take it for the one that ended.
         """
@@ -184,7 +185,7 @@ class Alarm:
         told = self._listen(0 if timed_out else _PATIENCE_SECONDS)
         if told is None:
             lost_ranks = lost_ranks or ([] if timed_out else find_lost())
-            if timed_out or lost_ranks:
+            if timed_out or lost_ranks or isinstance(cause, dist.DistError):
                 told = self._tell(_lost(self._rank, cause, lost_ranks))
         if told is not None:
             raise PeerError(**told) from error
