@@ -23,6 +23,8 @@ from torch import Tensor, fx, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
+from placer.errors import causes
+
 
 def clone_shallow(
     module: nn.Module, parameters: dict[str, Tensor | None], buffers: dict[str, Tensor | None]
@@ -107,8 +109,7 @@ class EngineCall:
 
 def failed_engine_call(error: BaseException) -> EngineCall | None:
     """The backward in which ``error``, or what caused it, was raised; None outside. Checked with 2.15."""
-    cause: BaseException | None = error
-    while cause is not None:
+    for cause in causes(error):
         frames = [frame for frame, _ in traceback.walk_tb(cause.__traceback__)]
         for position, frame in enumerate(frames):
             if frame.f_code is torch.autograd.graph._engine_run_backward.__code__:
@@ -120,7 +121,6 @@ def failed_engine_call(error: BaseException) -> EngineCall | None:
                     inputs=tuple(inputs),
                     frames=tuple(frames[position + 1 :]),
                 )
-        cause = cause.__cause__
     return None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,3 +140,15 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
     by_lower = {choice.lower(): choice for choice in sorted(set(choices), reverse=True)}
     matches = difflib.get_close_matches(word.lower(), sorted(by_lower), n=1, cutoff=0.5)
     return by_lower[matches[0]] if matches else None
+
+
+def causes(error: BaseException | None, *, implicit: bool = False) -> Iterator[BaseException]:
+    """``error`` and what it was raised from, one after the other; an error may be its own cause.
+
+    With ``implicit`` also what was being handled when an error without a cause was raised.
+    """
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or (error.__context__ if implicit else None)

@@ -309,12 +309,24 @@ def step_on_own_rows(spec: placer.PlacementSpec) -> None:
         compare_state(placed, plain, f"{first} rows on replica 0")
 
 
-def train_bf16(spec: placer.PlacementSpec) -> None:
+def _float_convnet(
+    spec: placer.PlacementSpec,
+) -> tuple[placer.PlacedModule, nn.Module, Tensor]:
+    """Placed and plain, with the same weights, and inputs."""
     torch.manual_seed(0)
     model, (x,), _ = CASES["convnet"](8)
-    plain = copy.deepcopy(model)
-    x = x.float()
-    placed = placer.compile(model, spec, x)
+    plain, x = copy.deepcopy(model), x.float()
+    return placer.compile(model, spec, x), plain, x
+
+
+def _compare_gradients(placed: nn.Module, plain: nn.Module, *, rtol: float, atol: float) -> None:
+    expected = dict(plain.named_parameters())
+    for name, parameter in placed.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=rtol, atol=atol)
+
+
+def train_bf16(spec: placer.PlacementSpec) -> None:
+    placed, plain, x = _float_convnet(spec)
     loss = placed.step(x, loss_fn=lambda y: y.float().square().mean())
     total = torch.zeros(())
     for cut in x.chunk(4):
@@ -324,18 +336,12 @@ def train_bf16(spec: placer.PlacementSpec) -> None:
         part.backward()
         total += part.detach()
     torch.testing.assert_close(loss, total)
-    expected = dict(plain.named_parameters())
-    for name, parameter in placed.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-4, atol=1e-6)
+    _compare_gradients(placed, plain, rtol=1e-4, atol=1e-6)
 
 
 def step_in_and_out_of_autocast(spec: placer.PlacementSpec) -> None:
     """Of the program's own, for inputs of one shape: what crosses is of other data types."""
-    torch.manual_seed(0)
-    model, (x,), _ = CASES["convnet"](8)
-    plain = copy.deepcopy(model)
-    x = x.float()
-    placed = placer.compile(model, spec, x)
+    placed, plain, x = _float_convnet(spec)
 
     def loss_of(y: Tensor) -> Tensor:
         return y.float().square().mean()
@@ -356,9 +362,7 @@ def step_in_and_out_of_autocast(spec: placer.PlacementSpec) -> None:
             plain.train()
         assert result.dtype == expected_result.dtype
         torch.testing.assert_close(loss, total, rtol=1e-5, atol=0, check_dtype=False)
-        expected = dict(plain.named_parameters())
-        for name, parameter in placed.named_parameters():
-            torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-3, atol=1e-5)
+        _compare_gradients(placed, plain, rtol=1e-3, atol=1e-5)
 
 
 def train_with_a_scaler(spec: placer.PlacementSpec) -> tuple[float, ...]:

@@ -279,6 +279,8 @@ def raise_oddly(what: str, folder: Path) -> tuple[str, str]:
     path, hook = hooks.get(what, ("", _divide))
     if path and dist.get_rank() == int(path) // 2:
         placed.get_submodule(path).register_forward_hook(hook)
+    if what == "backward" and dist.get_rank() == 1:
+        placed.get_parameter("2.weight").register_hook(_raise_from_itself)
     if what == "state" and dist.get_rank() == 1:
         placed.register_state_dict_post_hook(_divide)
     extra = {"value": Unreducible()} if dist.get_rank() == 1 else {}

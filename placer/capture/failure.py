@@ -11,7 +11,7 @@ from types import CodeType
 
 import torch
 
-from placer.errors import CaptureError
+from placer.errors import CaptureError, causes
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep  # noqa: PTH120 - compared with frame file names
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep  # noqa: PTH120
@@ -72,9 +72,7 @@ def describe(error: BaseException) -> str:
 
 def leads_to(error: BaseException | None, cause: BaseException | None) -> bool:
     """Is ``error`` what was raised for ``cause``, or ``cause`` itself?"""
-    while error is not None and error is not cause:
-        error = error.__cause__ or error.__context__
-    return error is not None
+    return any(one is cause for one in causes(error, implicit=True))
 
 
 def locate(error: BaseException) -> str:

@@ -146,6 +146,7 @@ def test_what_one_replica_refuses_is_told_to_all(job_of: Callable[[int], Job]) -
             "hands on a tensor of torch.float32 where others expect torch.float64",
         ),
         ("cycle", "StageError", "ValueError: its own cause"),
+        ("backward", "StageError", "backward: ValueError: its own cause"),
         ("chained", "StageError", "ValueError: needs a rate"),
         ("interrupt", "KeyboardInterrupt", "KeyboardInterrupt"),
         ("extra", "PlacerError", "ValueError: cannot be reduced"),

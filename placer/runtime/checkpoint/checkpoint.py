@@ -123,10 +123,8 @@ def _load(module: nn.Module, optimizer: Optimizer | None, path: Path, crew: Crew
     if all_problems:
         _refuse(path, sorted(all_problems))
     groups: Entries = {e: entries.pop(e) for e in list(entries) if e.startswith("group/")}
-    read_entries(
-        groups, found, group=crew.group
-    )  # first: what does not go together changes nothing
-    if optimizer is not None:
+    if optimizer is not None:  # read first: what does not go together changes nothing
+        read_entries(groups, found, group=crew.group)
         crew.agree(lambda: require_alike_groups(module, contents, optimizer, groups))
     random = f"random/{crew.rank}"
     entries.update({e: None for e in ("extra", random) if e in table.state_dict_metadata})

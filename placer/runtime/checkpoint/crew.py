@@ -13,6 +13,7 @@ from torch import nn
 
 from placer.errors import PlacerError
 from placer.runtime.checkpoint.entries import Contents, contents_of
+from placer.runtime.distributed.groups import gather_objects
 from placer.runtime.distributed.partial import PartialModule
 
 
@@ -30,9 +31,7 @@ class Crew:
         """Every rank's value, in order of rank."""
         if self.group is None:
             return [value]
-        values: list[Any] = [None] * self.group.size()
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        return gather_objects(value, self.group)
 
     def agree(self, action: Callable[[], object]) -> None:
         """Run ``action`` everywhere; where it fails on one rank, raise its error on all."""

@@ -14,7 +14,7 @@ from torch import nn
 
 from placer._torch import default_store
 from placer.emit import StageCode, node_lines
-from placer.errors import PeerError, PlacerError, StageError
+from placer.errors import PeerError, PlacerError, StageError, causes
 from placer.runtime.distributed.agreement import name_ranks
 from placer.runtime.distributed.split import SplitStage
 from placer.runtime.distributed.suspects import Culprit, Suspects, find_suspects
@@ -95,7 +95,7 @@ def _failing_node(code: StageCode, error: BaseException) -> str:
     In backward such lines are run by what is recomputed.
     """
     lines = {piece.forward.__code__: node_lines(piece) for piece in code.pieces}
-    for cause in _chain(error):
+    for cause in causes(error):
         for frame, number in traceback.walk_tb(cause.__traceback__):
             found = lines.get(frame.f_code)
             if found is not None:
@@ -132,7 +132,7 @@ class Alarm:
         if failure is None and isinstance(error, PlacerError):
             self._tell({"where": error.where, "problem": error.problem, "remedy": error.remedy})
             raise error
-        *_, root = _chain(error)
+        *_, root = causes(error)
         if _is_of_messages(root) or (failure is None and isinstance(root, RuntimeError)):
             self._raise_if_lost(error, root, find_lost)
         if failure is None:
@@ -260,17 +260,7 @@ def _raised_in(error: BaseException, module_name: str) -> bool:
 
 
 def _find_cause(error: BaseException, kind: type[Any]) -> Any:
-    return next((cause for cause in _chain(error) if isinstance(cause, kind)), None)
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """``error`` and its causes; one may be its own."""
-    seen: list[BaseException] = []
-    cause: BaseException | None = error
-    while cause is not None and cause not in seen:
-        seen.append(cause)
-        yield cause
-        cause = cause.__cause__
+    return next((cause for cause in causes(error) if isinstance(cause, kind)), None)
 
 
 def _span(layers: Sequence[str]) -> str:

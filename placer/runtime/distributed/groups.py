@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from placer.plan.types import Plan
 from placer.runtime.distributed.job import Seat
 from placer.runtime.distributed.part import Holdings
 
+_T = TypeVar("_T")
 _NEVER_SENT = 2**31 - 1  # the tag of a message that nobody sends
 _OWN_DOING = "timeout caused pair closure"  # gloo's words when it was this rank that closed them
 
@@ -92,6 +93,13 @@ def close_groups(groups: Iterable[dist.ProcessGroup]) -> None:
             with suppress(RuntimeError):  # as it is meant to
                 never_comes.wait(timedelta(milliseconds=1))
         abort_group(group)
+
+
+def gather_objects(value: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
+    """Every rank's ``value``, pickled, in order of rank; of the default group without ``group``."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def _await_in_vain(group: dist.ProcessGroup) -> tuple[list[dist.Work], list[int]]:

@@ -20,7 +20,7 @@ from placer.plan.store import plan_text
 from placer.plan.types import Plan
 from placer.runtime.distributed.agreement import name_ranks
 from placer.runtime.distributed.faults import lost_peers
-from placer.runtime.distributed.groups import make_mesh
+from placer.runtime.distributed.groups import gather_objects, make_mesh
 from placer.runtime.distributed.job import Job, choose_device, join_job, take_seat
 from placer.runtime.distributed.module import DistributedModule
 from placer.runtime.distributed.part import build_part, find_holdings, share_weights
@@ -104,12 +104,9 @@ def compare_plans(plan: Plan, model: nn.Module) -> str:
     """
     without_data = sorted(name for name, tensor in named_state(model) if tensor.is_meta)
     mine = _digest(plan.fingerprint, *without_data), _digest(plan_text(plan)), uuid.uuid4().hex
-    everyone: list[tuple[str, str, str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    first = everyone[0]
-    assert first is not None
-    models = [r for r, found in enumerate(everyone) if found and found[0] != first[0]]
-    plans = [r for r, found in enumerate(everyone) if found and found[1] != first[1]]
+    first, *_ = everyone = gather_objects(mine)
+    models = [r for r, found in enumerate(everyone) if found[0] != first[0]]
+    plans = [r for r, found in enumerate(everyone) if found[1] != first[1]]
     if models:
         raise PlanError(
             f"rank {dist.get_rank()}",
@@ -139,9 +136,8 @@ def build_together(build: Callable[[], nn.Module], rank: int) -> nn.Module:
     except Exception as error:
         failure = error
         told = f"rank {rank}", f"{type(error).__name__}: {error}"
-    everyone: list[tuple[str, str] | None] = [None] * dist.get_world_size()
     with lost_peers(rank):
-        dist.all_gather_object(everyone, told)
+        everyone = gather_objects(told)
     if part is None:
         assert failure is not None
         raise failure
