@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # for type checkers, what `_NAMES` says
     from placer.errors import PlanError as PlanError
     from placer.errors import SpecError as SpecError
     from placer.errors import StageError as StageError
+    from placer.errors import VersionError as VersionError
     from placer.plan.store import load_plan as load_plan
     from placer.plan.types import Plan as Plan
     from placer.runtime.checkpoint import load as load
@@ -42,7 +43,7 @@ _NAMES = {
     "api": ("auto_spec", "compile", "make_plan", "simulate"),
     "errors": (
         *("BudgetError", "CaptureError", "DeviceError", "PeerError"),
-        *("PlacerError", "PlanError", "SpecError", "StageError"),
+        *("PlacerError", "PlanError", "SpecError", "StageError", "VersionError"),
     ),
     "plan.store": ("load_plan",),
     "plan.types": ("Plan",),
@@ -57,7 +58,13 @@ __all__ = sorted(_HOME_OF)
 
 
 def __getattr__(name: str) -> Any:
-    """Import public names when first used, so that reading a spec does not import torch."""
+    """Import public names when first used, so that reading a spec does not import torch.
+
+    Raises ``VersionError`` where the installed torch is too old to import them.
+    """
     if name not in _HOME_OF:
         raise AttributeError(f"module 'placer' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"placer.{_HOME_OF[name]}"), name)
+    from placer.versions import explain_failed_import
+
+    with explain_failed_import():
+        return getattr(importlib.import_module(f"placer.{_HOME_OF[name]}"), name)

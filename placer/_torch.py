@@ -1,12 +1,16 @@
-"""The only file that calls private functions of torch; beside each, the versions it was checked with.
+"""The only file that calls private functions of torch. `PRIVATE_NAMES` lists them.
 
 Not counted as private, and used where they are needed: the tables of a module (``_parameters``,
 ``_buffers``, ``_modules``, its hooks), a tensor's ``_version``, an operator's ``_schema``, and the
 public names of ``torch.utils._pytree``, ``torch.utils._python_dispatch``, ``torch._subclasses``.
+
+The file can be imported on any torch: private names are looked up when they are used, and
+`missing_names` says which ones this torch does not have.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,16 +18,131 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor, fx, nn
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.utils._python_dispatch import _disable_current_modes
 
 from placer.errors import causes
+
+Feature = Literal["planning", "running", "a process per replica", "a process per stage"]
+"""What a private name is needed for. Several stages per process count as "a process per stage"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrivateName:
+    """A name that torch does not promise to keep, and the releases of torch it was run with."""
+
+    name: str  # from ``torch`` down
+    feature: Feature  # what placer cannot do without it
+    lowest: str = "2.11"
+    highest: str = "2.15"
+
+
+def _private(feature: Feature, *names: str, **releases: str) -> list[PrivateName]:
+    return [PrivateName(name=name, feature=feature, **releases) for name in names]
+
+
+PRIVATE_NAMES: tuple[PrivateName, ...] = (
+    *_private(
+        "planning",
+        "torch.UntypedStorage._cdata",
+        "torch._C._functorch.is_functorch_wrapped_tensor",
+        "torch._C._functorch.get_unwrapped",
+        "torch.fx.graph_module._forward_from_src",
+        "torch.utils._python_dispatch._disable_current_modes",
+        "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack",
+        "torch._C._autograd._top_saved_tensors_default_hooks",
+        "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message",
+        "torch._C._autograd._saved_tensors_hooks_enable",
+        "torch._C._autograd._saved_tensors_hooks_disable",
+        "torch._C.DisableTorchFunction",
+        "torch.nn.Module._apply",
+        "torch.library._scoped_library",
+        "torch._C.DispatchKey.CompositeImplicitAutograd",
+        "torch._C.DispatchKey.AutocastCPU",
+        "torch._C.DispatchKeySet",
+        "torch._C._dispatch_get_all_op_names",
+        "torch._C._dispatch_has_kernel_for_dispatch_key",
+        "torch._C._dispatch_keyset_full_after",
+        "torch._C._ExcludeDispatchKeyGuard",
+    ),
+    *_private(
+        "running",
+        "torch.nn.Module._replicate_for_data_parallel",
+        "torch.autograd.forward_ad._current_level",
+        "torch._C._are_functorch_transforms_active",
+        "torch._C._autograd._get_sequence_nr",
+        "torch._C._current_autograd_node",
+    ),
+    *_private(
+        "a process per replica",
+        "torch.autograd.graph._engine_run_backward",
+        "torch.distributed.distributed_c10d._get_default_store",
+        "torch.distributed.distributed_c10d._abort_process_group",
+        "torch.distributed.ProcessGroup._get_backend",
+        lowest="2.14",
+    ),
+    *_private(
+        "a process per stage",
+        "torch.distributed.pipelining.stage._ForwardChunkState",
+        "torch.distributed.pipelining.PipelineStage._output_slot_is_releasable",
+        "torch.testing._internal.distributed.fake_pg.FakeStore",
+        "torch.ops.aten._unsafe_view",
+        lowest="2.15",
+    ),
+)
+# Attributes of objects cannot be looked for without the object, so they are listed here only:
+# ``_op_dk`` (of an operator); ``_sequence_nr``, ``_set_sequence_nr`` and ``_raw_saved_*`` (of autograd's
+# nodes); ``_timeout`` (of a backend's options); ``_forward_chunk_states`` (of a pipeline stage).
+
+_BUILDS_ON: Mapping[Feature, tuple[Feature, ...]] = {
+    "planning": (),
+    "running": ("planning",),
+    "a process per replica": ("planning", "running"),
+    "a process per stage": ("planning", "running", "a process per replica"),
+}
+
+
+def missing_names(feature: Feature) -> tuple[str, ...]:
+    """The names of torch that ``feature`` needs and this torch does not have, in the table's order."""
+    features = (*_BUILDS_ON[feature], feature)
+    missing = [
+        each.name for each in PRIVATE_NAMES if each.feature in features and not _is_there(each.name)
+    ]
+    if "a process per replica" in features and not _takes_microbatches():
+        missing.append("torch.distributed.pipelining.ScheduleGPipe.step(arg_mbs=...)")
+    return tuple(missing)
+
+
+def _is_there(name: str) -> bool:
+    """Can ``name`` be reached from the longest part of it that is a module?"""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:end]))
+        except ImportError:
+            continue
+        for part in parts[end:]:
+            if not hasattr(found, part):
+                return False
+            found = getattr(found, part)
+        return True
+    return False
+
+
+def _takes_microbatches() -> bool:
+    """Do the schedules of ``torch.distributed.pipelining`` take micro-batches that are cut already?
+
+    Public, since torch 2.14.
+    """
+    try:
+        from torch.distributed.pipelining import ScheduleGPipe
+    except ImportError:  # a torch built without torch.distributed
+        return False
+    return "arg_mbs" in inspect.signature(ScheduleGPipe.step).parameters
 
 
 def clone_shallow(
@@ -33,7 +152,6 @@ def clone_shallow(
 
     ``nn.DataParallel`` makes its replicas by ``_replicate_for_data_parallel``. The tensors need not
     be leaves, so they go straight into ``_parameters``; RNNs keep a second list of their weights.
-    Checked with torch 2.11 and 2.15.
     """
     clone: nn.Module = module._replicate_for_data_parallel()
     clone._parameters = parameters  # type: ignore[assignment]
@@ -44,7 +162,7 @@ def clone_shallow(
 
 
 def storage_key(tensor: Tensor) -> int:
-    """One number per storage: what tensors that are views of one another share. Checked with 2.15."""
+    """One number per storage: what tensors that are views of one another share."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return int(tensor.untyped_storage()._cdata)
@@ -54,7 +172,7 @@ def compile_graph(graph: fx.Graph) -> tuple[Callable[..., Any], str]:
     """The function ``forward(self, …)`` of ``graph``, and its source.
 
     An ``fx.GraphModule`` would make it too, and be in the way of layers named as its own properties
-    are (``code``, ``graph``). Checked with torch 2.11 and 2.15.
+    are (``code``, ``graph``).
     """
     made = graph.python_code(root_module="self")
     return fx.graph_module._forward_from_src(made.src, made.globals), made.src
@@ -63,19 +181,19 @@ def compile_graph(graph: fx.Graph) -> tuple[Callable[..., Any], str]:
 def is_transformed() -> bool:
     """Does a ``torch.func`` transform (grad, vmap, jvp) run, or forward-mode AD?
 
-    There an ``autograd.Function`` needs rules that torch's own operations have. Checked with 2.15.
+    There an ``autograd.Function`` needs rules that torch's own operations have.
     """
     level: int = torch.autograd.forward_ad._current_level
     return level >= 0 or bool(torch._C._are_functorch_transforms_active())
 
 
 def next_sequence_number() -> int:
-    """The number that the next autograd node made in this thread will get. Checked with 2.15."""
+    """The number that the next autograd node made in this thread will get."""
     return torch._C._autograd._get_sequence_nr()
 
 
 def running_sequence_number() -> int | None:
-    """The number of the autograd node whose backward runs now; None outside backward. Checked with 2.15.
+    """The number of the autograd node whose backward runs now; None outside backward.
 
     -1 for one that `run_at_once` was told of.
     """
@@ -88,7 +206,7 @@ def run_at_once(node: torch.autograd.graph.Node) -> None:
     """Have autograd run ``node`` before all that waits, when its gradient has come.
 
     Of the nodes that are ready, autograd runs the one with the highest number, the last made one.
-    Checked with 2.15.
+
     """
     node._set_sequence_nr(_FIRST_IN_LINE)  # type: ignore[attr-defined]
 
@@ -108,7 +226,7 @@ class EngineCall:
 
 
 def failed_engine_call(error: BaseException) -> EngineCall | None:
-    """The backward in which ``error``, or what caused it, was raised; None outside. Checked with 2.15."""
+    """The backward in which ``error``, or what caused it, was raised; None outside."""
     for cause in causes(error):
         frames = [frame for frame, _ in traceback.walk_tb(cause.__traceback__)]
         for position, frame in enumerate(frames):
@@ -125,20 +243,15 @@ def failed_engine_call(error: BaseException) -> EngineCall | None:
 
 
 def run_engine(call: EngineCall) -> None:
-    """The same call of autograd's engine again, which does not keep its graph. Checked with 2.15."""
-    torch.autograd.graph._engine_run_backward(
-        call.roots,
-        call.gradients,
-        False,
-        False,
-        call.inputs,
-        allow_unreachable=True,
-        accumulate_grad=not call.inputs,
-    )
+    """The same call of autograd's engine again, which does not keep its graph."""
+    if call.inputs:
+        torch.autograd.grad(call.roots, call.inputs, call.gradients, allow_unused=True)
+    else:
+        torch.autograd.backward(call.roots, call.gradients)
 
 
 def sequence_number(node: torch.autograd.graph.Node) -> int | None:
-    """When ``node`` was made; None for one that accumulates into a leaf. Checked with 2.15."""
+    """When ``node`` was made; None for one that accumulates into a leaf."""
     number: int = node._sequence_nr()
     return None if number == 2**64 - 1 else number
 
@@ -147,7 +260,7 @@ def has_run(node: torch.autograd.graph.Node) -> bool | None:
     """Has the backward of ``node`` been run? None where it keeps nothing, and so frees nothing.
 
     A backward frees what a node saved when the node is done. Saved tensors are not unpacked to find
-    out (that could recompute them), so the graph is of no use afterwards. Checked with 2.15.
+    out (that could recompute them), so the graph is of no use afterwards.
     """
     if hasattr(type(node), "maybe_clear_saved_tensors"):  # a Python function's
         try:
@@ -174,39 +287,44 @@ def _keep(value: Any) -> Any:
 
 
 def default_store() -> Any:
-    """The key-value store of the default process group. Checked with 2.15."""
+    """The key-value store of the default process group."""
     return dist.distributed_c10d._get_default_store()
 
 
 def default_timeout(device: torch.device) -> timedelta:
-    """How long the default process group waits for a rank on ``device``. Checked with 2.15."""
-    backend = default_group()._get_backend(device)
+    """How long the default process group waits for a rank on ``device``."""
+    assert dist.group.WORLD is not None
+    backend = dist.group.WORLD._get_backend(device)
     timeout: timedelta = backend.options._timeout
     return timeout
 
 
 def is_checkpointing(hooks: object) -> bool:
-    """Are these the saved-tensor hooks of non-reentrant ``torch.utils.checkpoint``? Checked with 2.15."""
+    """Are these the saved-tensor hooks of non-reentrant ``torch.utils.checkpoint``?"""
     return isinstance(hooks, tuple) and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
 REENTRANT_CHECKPOINT: type = torch.utils.checkpoint.CheckpointFunction
-"""What reentrant ``torch.utils.checkpoint`` applies: function, keep RNG state, inputs. Checked with 2.15."""
+"""What reentrant ``torch.utils.checkpoint`` applies: function, keep RNG state, inputs."""
 
 
 def saved_tensor_hooks() -> object:
-    """The pack and unpack hooks in force, None outside of any. Checked with 2.15."""
+    """The pack and unpack hooks in force, None outside of any."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def without_modes() -> AbstractContextManager[object]:
-    """Outside of every dispatch mode that is active (a ledger, fake tensors). Checked with 2.15."""
+    """Outside of every dispatch mode that is active (a ledger, fake tensors)."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
     return _disable_current_modes()
 
 
 @contextmanager
 def without_transforms() -> Iterator[None]:
-    """Outside of every ``torch.func`` transform that is active. Checked with 2.15."""
+    """Outside of every ``torch.func`` transform that is active."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
     autograd = torch._C._autograd
     refusal = autograd._saved_tensors_hooks_get_disabled_error_message()
     with temporarily_clear_interpreter_stack():
@@ -220,13 +338,13 @@ def without_transforms() -> Iterator[None]:
 
 
 def without_torch_function() -> AbstractContextManager[object]:
-    """Outside of every torch-function mode that is active. Checked with 2.15."""
+    """Outside of every torch-function mode that is active."""
     return torch._C.DisableTorchFunction()
 
 
 @contextmanager
 def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
-    """A default process group in which this process is ``rank`` and nothing is sent. Checked with 2.15."""
+    """A default process group in which this process is ``rank`` and nothing is sent."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
@@ -236,29 +354,24 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def default_group() -> Any:
-    """The default process group itself, not the name it goes by. Checked with 2.15."""
-    return dist.distributed_c10d._get_default_group()
-
-
 def abort_group(group: dist.ProcessGroup) -> None:
     """End what ``group`` does, without waiting for its other ranks, and forget it.
 
-    ``dist.destroy_process_group`` is for one that is at rest. Checked with 2.15 over gloo, which has
-    nothing to abort; not run with NCCL, of which torch says that aborts of several groups, one after
+    ``dist.destroy_process_group`` is for one that is at rest. Over gloo there is nothing
+    to abort; not run with NCCL, of which torch says that aborts of several groups, one after
     the other, may wait for each other on different ranks (pytorch#119797).
     """
     dist.distributed_c10d._abort_process_group(group)
 
 
 def chunk_state(stage: Any, chunk: int) -> tuple[Sequence[Any], Sequence[Any]]:
-    """What the backward of a pipeline stage's micro-batch starts from, and the inputs. Checked with 2.15."""
+    """What the backward of a pipeline stage's micro-batch starts from, and the inputs."""
     state = stage._forward_chunk_states[chunk]
     return state.stage_output_for_backward(), state.input_values
 
 
 def releasing_fakes(stage_class: Any) -> Any:
-    """A ``PipelineStage`` that lets go of sent fake outputs too, as of real ones. Checked with 2.15."""
+    """A ``PipelineStage`` that lets go of sent fake outputs too, as of real ones."""
 
     class FakeStage(stage_class):  # type: ignore[misc]
         def _output_slot_is_releasable(self, output: Any) -> tuple[bool, str]:
@@ -268,32 +381,19 @@ def releasing_fakes(stage_class: Any) -> Any:
 
 
 def reshape_in_place(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """``tensor`` in another shape and in the same memory, no view of it for autograd. Checked with 2.15.
+    """``tensor`` in another shape and in the same memory, no view of it for autograd.
 
     So it may be written to where ``tensor`` is a leaf, and be detached in place. Raises
     ``RuntimeError`` where ``tensor.view(shape)`` does.
     """
-    return _unsafe_view(tensor, shape)  # type: ignore[no-any-return]
-
-
-_unsafe_view = torch.ops.aten._unsafe_view.default
-
-
-def takes_microbatches() -> bool:
-    """Do the schedules of ``torch.distributed.pipelining`` take micro-batches that are cut already?
-
-    Public in 2.15; 2.11 does not have it.
-    """
-    from torch.distributed.pipelining import ScheduleGPipe
-
-    return "arg_mbs" in inspect.signature(ScheduleGPipe.step).parameters
+    return torch.ops.aten._unsafe_view.default(tensor, shape)  # type: ignore[no-any-return]
 
 
 @contextmanager
 def override_operators(
     key: str, kernels: Mapping[Any, Callable[..., Any]], *, with_keyset: bool = False
 ) -> Iterator[None]:
-    """Have the dispatcher call ``kernels`` for these aten operators at ``key``. Checked with 2.15."""
+    """Have the dispatcher call ``kernels`` for these aten operators at ``key``."""
     with torch.library._scoped_library("aten", "IMPL") as library:
         for op, kernel in kernels.items():
             name = op.name().removeprefix("aten::")
@@ -302,12 +402,12 @@ def override_operators(
 
 
 def call_composite(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """What a composite operator does where no device has a kernel of its own. Checked with 2.15."""
+    """What a composite operator does where no device has a kernel of its own."""
     return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
 def autocast_operators(device_type: str) -> set[Any]:
-    """The aten operators that autocast of ``device_type`` treats. Checked with 2.15."""
+    """The aten operators that autocast of ``device_type`` treats."""
     key = f"Autocast{device_type.upper()}"
     found = set()
     for name in torch._C._dispatch_get_all_op_names():
@@ -317,16 +417,15 @@ def autocast_operators(device_type: str) -> set[Any]:
     return found
 
 
-_AUTOCAST_CPU = torch._C.DispatchKey.AutocastCPU
-
-
 def call_below_autocast(op: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call ``op`` as if autocast did not know it; what it calls is cast still. Checked with 2.15."""
-    after = keyset & torch._C._dispatch_keyset_full_after(_AUTOCAST_CPU)
+    """Call ``op`` as if autocast did not know it; what it calls is cast still."""
+    after = keyset & torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.AutocastCPU)
     return op.redispatch(after, *args, **kwargs)
 
 
 def call_without_autocast(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call ``op`` with nothing cast in it, as autocast's own kernels do. Checked with 2.15."""
-    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_AUTOCAST_CPU)):
+    """Call ``op`` with nothing cast in it, as autocast's own kernels do."""
+    with torch._C._ExcludeDispatchKeyGuard(
+        torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    ):
         return op(*args, **kwargs)

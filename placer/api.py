@@ -17,12 +17,13 @@ from placer.plan.build import build_plan
 from placer.plan.check import check_fingerprint, require_fit
 from placer.plan.remedies import misfit_error
 from placer.plan.types import Plan
-from placer.runtime.distributed.job import find_job
+from placer.runtime.distributed.job import Job, find_job
 from placer.runtime.module import PlacedModule
 from placer.runtime.places import resolve_places
 from placer.simulation import SimulationReport, simulate_plan
 from placer.simulation.judge import plan_maker
 from placer.spec import DeviceSpec, PlacementSpec, load_spec
+from placer.versions import require, require_processes
 
 SpecSource = PlacementSpec | Mapping[str, Any] | str | Path
 
@@ -42,10 +43,13 @@ def make_plan(
     each its bytes, where one process copies it once, and peaks are those of a dry run of every rank.
     `compile` plans so by itself inside a job, with estimated peaks. A plan that overflows a budget
     has ``fits`` False; where an estimate is near its budget, a dry run decides. Raises
-    ``SpecError``, ``CaptureError``.
+    ``SpecError``, ``CaptureError``, and ``VersionError`` when the installed torch cannot do this.
     """
+    wanted = as_spec(spec)
+    if processes:
+        require_processes(len(wanted.devices))
     capture, leaves = _capture(model, args, kwargs)
-    return plan_maker(capture, leaves, processes=processes)(as_spec(spec))
+    return plan_maker(capture, leaves, processes=processes)(wanted)
 
 
 def compile(
@@ -67,16 +71,19 @@ def compile(
     the model, and every rank makes the call: see `placer.runtime.distributed`.
 
     Raises ``SpecError``, ``CaptureError``, ``DeviceError``, ``PlanError`` when a plan belongs to
-    another model, and ``BudgetError`` when the placement does not fit.
+    another model, ``BudgetError`` when the placement does not fit, and ``VersionError`` when the
+    installed torch cannot run it, before anything else is done.
     """
-    capture, leaves = _capture(model, args, kwargs)
+    wanted = spec_or_plan if isinstance(spec_or_plan, Plan) else as_spec(spec_or_plan)
     job = find_job()
-    if isinstance(spec_or_plan, Plan):
-        plan = spec_or_plan
+    _require_torch(wanted, job)
+    capture, leaves = _capture(model, args, kwargs)
+    if isinstance(wanted, Plan):
+        plan = wanted
         check_fingerprint(plan, capture)
         require_fit(plan)
     else:
-        spec = as_spec(spec_or_plan)
+        spec = wanted
         # In a job estimates have to do: a dry run of every rank is not for each rank to make.
         make = (
             partial(build_plan, capture, inputs=leaves, processes=True)
@@ -135,6 +142,8 @@ def auto_spec(
         **options,
     }
     spec = PlacementSpec.model_validate(fields)
+    if processes:
+        require_processes(len(spec.devices))
     capture, leaves = _capture(model, args, kwargs)
     return choose_spec(capture, spec, leaves, plan_maker(capture, leaves, processes=processes))
 
@@ -157,9 +166,14 @@ def simulate(
     With ``processes`` every device has a process of its own, as under ``torchrun``: torch's
     pipeline engine keeps more than the plan's figures say, which are for one process.
     """
+    wanted = plan if isinstance(plan, Plan) else as_spec(plan)
+    if processes:
+        require_processes(len(wanted.stages if isinstance(wanted, Plan) else wanted.devices))
     capture, leaves = _capture(model, args, kwargs)
-    if not isinstance(plan, Plan):
-        plan = plan_maker(capture, leaves, processes=processes)(as_spec(plan))
+    if isinstance(wanted, PlacementSpec):
+        plan = plan_maker(capture, leaves, processes=processes)(wanted)
+    else:
+        plan = wanted
     return simulate_captured(
         capture, plan, leaves, loss_fn=loss_fn, run_on=run_on, processes=processes
     )
@@ -216,6 +230,22 @@ def example_call(
             "write several inputs as one tuple: (x, y)",
         )
     return tuple(args), dict(kwargs or {})
+
+
+def _require_torch(wanted: PlacementSpec | Plan, job: Job | None) -> None:
+    """Raise ``VersionError`` for a torch that cannot run ``wanted``, in ``job`` if there is one.
+
+    How many stages there will be is not known before planning; a job with more processes than
+    replicas has several.
+    """
+    if job is None:
+        require("running")
+    elif isinstance(wanted, Plan):
+        require_processes(len(wanted.stages))
+    elif wanted.replicas == "auto":  # asked again when it is planned
+        require("a process per replica")
+    else:
+        require_processes(2 if job.world_size > wanted.replicas else 1)
 
 
 def _check_one_process(plan: Plan) -> None:

@@ -54,6 +54,10 @@ class PlanError(PlacerError):
     """A plan does not belong to the model, or cannot be read."""
 
 
+class VersionError(PlacerError):
+    """An installed package is of a release that cannot do what was asked for."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tried:
     """A change of a spec that was planned: does it fit, and the largest peak of a device, in bytes."""

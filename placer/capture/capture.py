@@ -20,6 +20,7 @@ from placer.capture.state import named_state
 from placer.capture.types import Capture, Conditions, WholeModule, training_flags
 from placer.capture.whole import record_whole
 from placer.errors import CaptureError
+from placer.versions import require
 
 _CHECKPOINTED = "the model checkpoints its activations, so backward runs it again as a whole"
 
@@ -39,8 +40,9 @@ def capture_model(
     may be on any device, ``meta`` included. A submodule that cannot be recorded becomes one node
     (``whole_modules`` says why) and the recording starts again, so there are at most as many
     recordings as modules. A second recording with twice the batch finds out what depends on the
-    batch size. Raises ``CaptureError``.
+    batch size. Raises ``CaptureError``, and ``VersionError`` when the installed torch cannot do this.
     """
+    require("planning")
     _check_model(model)
     bound = bind_call(model, args, kwargs)
     world = FakeWorld()

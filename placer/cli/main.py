@@ -7,13 +7,14 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import typer
 from typer.core import TyperGroup
 
 from placer.cli.options import with_subject
 from placer.errors import BudgetError, PlacerError, SpecError
+from placer.versions import explain_failed_import
 
 _COMMANDS = (
     "auto",
@@ -25,6 +26,7 @@ _COMMANDS = (
     "report",
     "profile",
     "demo",
+    "doctor",
 )
 EXIT_USAGE, EXIT_NO_FIT = 2, 3
 _TRACEBACK = "PLACER_TRACEBACK"  # set: exceptions of the model's own code keep their traceback
@@ -56,7 +58,8 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
         try:
-            command(*args, **kwargs)
+            with explain_failed_import():
+                command(*args, **kwargs)
         except PlacerError as error:
             print(f"error: {_with_source(error, kwargs.get('spec'))}", file=sys.stderr)
             raise typer.Exit(
@@ -104,8 +107,24 @@ app = typer.Typer(
 )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from placer import __version__
+        from placer.versions import found_release
+
+        print(f"placer {__version__} (torch {found_release('torch') or 'is not installed'})")
+        raise typer.Exit
+
+
 @app.callback()
-def _root() -> None:
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
     """Here so that typer makes a group although no command is registered."""
 
 

@@ -37,9 +37,12 @@ def plan(
     from placer.report import plan_table, write_html
     from placer.simulation.judge import plan_maker
     from placer.spec import load_spec
+    from placer.versions import require_processes
 
     wanted = load_spec(spec)
     console = people(as_json=as_json)
+    if processes:
+        require_processes(len(wanted.devices))
     loaded = subject.load()
     capture, leaves = loaded.capture()
     make = plan_maker(capture, leaves, processes=processes)

@@ -31,9 +31,12 @@ def simulate(
     from placer.plan.types import Plan
     from placer.report import moment_text
     from placer.simulation.judge import plan_maker
+    from placer.versions import require_processes
 
     wanted = load_spec_or_plan(spec)
     console = people(as_json=as_json)
+    if processes:
+        require_processes(len(wanted.stages if isinstance(wanted, Plan) else wanted.devices))
     loaded = subject.load()
     capture, leaves = loaded.capture()
     plan = wanted

@@ -208,8 +208,38 @@ def _gru_cell(
     b_ih: Tensor | None = None,
     b_hh: Tensor | None = None,
 ) -> Any:
-    gates = x.matmul(w_ih.t()), hx.matmul(w_hh.t())
-    return aten._thnn_fused_gru_cell.default(*gates, hx, b_ih, b_hh)[0]
+    return _FusedGruCell.apply(x.matmul(w_ih.t()), hx.matmul(w_hh.t()), hx, b_ih, b_hh)
+
+
+class _FusedGruCell(torch.autograd.Function):
+    """What `_thnn_fused_gru_cell` makes and keeps: torch before 2.15 cannot say it without data.
+
+    Gates are rows x 3 units, the state is rows x units, the workspace rows x 5 units (ATen's
+    ``native/cuda/RNN.cu``). All inputs are saved, because the backward can be differentiated itself
+    (``derivatives.yaml``).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input_gates: Tensor,
+        hidden_gates: Tensor,
+        hx: Tensor,
+        b_ih: Tensor | None,
+        b_hh: Tensor | None,
+    ) -> Tensor:
+        rows, units = hx.shape
+        workspace = hx.new_empty(rows, 5 * units)
+        ctx.save_for_backward(input_gates, hidden_gates, hx, b_ih, b_hh, workspace)
+        return torch.empty_like(hx, memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors  # all are there until the kernel is done
+        input_gates, hidden_gates, _, b_ih, _, _ = saved
+        gates = [torch.empty_like(g) for g in (input_gates, hidden_gates)]
+        biases = [None if b_ih is None else gate.sum(0) for gate in gates]
+        return *gates, torch.empty_like(grads[0]), *biases
 
 
 def _lstm(x: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], *options: Any) -> Any:

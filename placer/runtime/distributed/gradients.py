@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from placer._torch import storage_key
 from placer.emit import StagedModel
 from placer.runtime.distributed.part import Holdings
 
@@ -172,7 +173,7 @@ class GradientReducer:
         if len(grads) > 1 or storage.nbytes() != grads[0].nbytes:
             return False
         flying = (b.flat for b in self._buckets[: self._next - 1] if b.flat is not None)
-        return all(flat.untyped_storage()._cdata != storage._cdata for flat in flying)
+        return all(storage_key(flat) != storage_key(grads[0]) for flat in flying)
 
     def send_rest(self) -> None:
         """Send what is left: after this all ranks of a group have sent the same, with rows or without."""

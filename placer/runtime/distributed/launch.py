@@ -8,11 +8,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
-from placer._torch import takes_microbatches
 from placer.capture import Capture, named_state
 from placer.emit import emit_stages
 from placer.errors import PeerError, PlacerError, PlanError
@@ -24,6 +22,7 @@ from placer.runtime.distributed.groups import gather_objects, make_mesh
 from placer.runtime.distributed.job import Job, choose_device, join_job, take_seat
 from placer.runtime.distributed.module import DistributedModule
 from placer.runtime.distributed.part import build_part, find_holdings, share_weights
+from placer.versions import require_processes
 
 
 def launch(
@@ -38,16 +37,11 @@ def launch(
 ) -> DistributedModule:
     """This rank's part of ``model`` under ``plan``; all ranks of the job call it together.
 
-    Raises ``PlacerError`` when torch is too old or the job has not one process per device of the
-    plan, before any communication, and ``PlanError`` when another rank has another model or plan,
-    before anything is built. Weights that are not read from a file are those of rank 0.
+    Raises ``VersionError`` when torch is too old, and ``PlacerError`` when the job has not one process
+    per device of the plan, before any communication; ``PlanError`` when another rank has another
+    model or plan, before anything is built. Weights that are not read from a file are those of rank 0.
     """
-    if not takes_microbatches():
-        raise PlacerError(
-            f"torch {torch.__version__}",
-            "one process per device needs schedules that take micro-batches",
-            "use torch 2.15, or run the spec in one process",
-        )
+    require_processes(len(plan.stages))
     _check_norms(model, plan)
     seat = take_seat(plan, job)
     device = choose_device(plan, job, run_on)

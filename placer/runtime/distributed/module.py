@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from placer._torch import default_group
 from placer.capture import CallFormat, Capture, rebuild_call
 from placer.emit import StagedModel
 from placer.errors import PeerError, PlacerError
@@ -93,7 +92,7 @@ class DistributedModule(PartialModule):
         self.device = device
         self.mesh = mesh
         self._holdings = holdings
-        self._job_group = default_group()
+        self._job_group = dist.group.WORLD
         self._groups = make_groups(mesh, holdings, device)
         self._finder = BoundaryFinder(capture.model, plan, staged, device)
         self._alarm = Alarm(seat.rank, name)
@@ -143,7 +142,7 @@ class DistributedModule(PartialModule):
 
     @property
     def _in_job(self) -> bool:
-        return dist.is_initialized() and default_group() is self._job_group
+        return dist.is_initialized() and dist.group.WORLD is self._job_group
 
     @property
     def process_groups(self) -> Groups:

@@ -1,0 +1,151 @@
+"""The releases of the packages placer stands on: which were run, and what is said about others.
+
+A release outside its range is not refused for its number: what it can do goes on working. `require`
+refuses what this torch cannot do, by looking for the names that are needed.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from packaging.version import Version
+
+from placer.errors import VersionError
+
+if TYPE_CHECKING:
+    from placer._torch import Feature
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Range:
+    """The lowest and the highest release of a package that the test suite was run with.
+
+    ``pyproject.toml`` allows all releases from ``lowest`` up to, not including, ``below``.
+    """
+
+    package: str
+    lowest: str
+    highest: str
+    below: str
+
+    def __contains__(self, release: str) -> bool:
+        """Is ``release`` one that ``pyproject.toml`` allows? A local part (``+cu130``) does not count.
+
+        >>> "2.15.0+cu130" in Range(package="torch", lowest="2.11", highest="2.15", below="2.16")
+        True
+        """
+        public = Version(Version(release).public)
+        return Version(self.lowest) <= public < Version(self.below)
+
+    def __str__(self) -> str:
+        return f"{self.lowest} to {self.highest}"
+
+    @property
+    def requirement(self) -> str:
+        """As pip and ``pyproject.toml`` write it."""
+        return f"{self.package}>={self.lowest},<{self.below}"
+
+
+# Run by `make versions`; a test holds pyproject.toml to this table.
+PYTHON = Range(package="python", lowest="3.11", highest="3.13", below="3.14")
+RANGES: tuple[Range, ...] = (
+    # torch's private names change with its minor releases, so the next one is not allowed unseen.
+    Range(package="torch", lowest="2.11", highest="2.15", below="2.16"),
+    Range(package="torchvision", lowest="0.26", highest="0.29", below="1"),
+    Range(package="networkx", lowest="3.2", highest="3.6", below="4"),
+    Range(package="numpy", lowest="1.26", highest="2.4", below="3"),
+    Range(package="packaging", lowest="23.0", highest="26.3", below="27"),
+    Range(package="pydantic", lowest="2.7", highest="2.14", below="3"),
+    Range(package="rich", lowest="13.0", highest="15.0", below="16"),
+    Range(package="safetensors", lowest="0.4", highest="0.8", below="1"),
+    Range(package="typer", lowest="0.12", highest="0.29", below="1"),
+)
+TORCH = RANGES[0]
+
+# Of which release of torch each feature can be had; `placer._torch.PRIVATE_NAMES` says why.
+_FIRST_TORCH: dict[Feature, str] = {
+    "planning": "2.11",
+    "running": "2.11",
+    "a process per replica": "2.14",
+    "a process per stage": "2.15",
+}
+_DOES: dict[Feature, str] = {
+    "planning": "cannot capture and plan models",
+    "running": "cannot run placed models",
+    "a process per replica": "cannot run replicas in processes of their own",
+    "a process per stage": "cannot run stages in processes of their own",
+}
+
+
+def found_release(package: str) -> str | None:
+    """The installed release of ``package``; None when it is not installed.
+
+    >>> found_release("no-such-package") is None
+    True
+    """
+    if package == "python":
+        return platform.python_version()
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def repair_command(feature: Feature = "planning") -> str:
+    """The command that installs a torch which has ``feature``."""
+    return f"python -m pip install 'torch>={_FIRST_TORCH[feature]},<{TORCH.below}' torchvision"
+
+
+def require(feature: Feature) -> None:
+    """Raise ``VersionError`` when the installed torch lacks a name that ``feature`` needs."""
+    from placer._torch import missing_names
+
+    missing = missing_names(feature)
+    if not missing:
+        return
+    others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    remedy = f"{repair_command(feature)}"
+    if feature.startswith("a process"):
+        remedy += "; or run the spec in one process, without torchrun, which this torch can do"
+    raise VersionError(
+        f"torch {found_release('torch')}",
+        f"{_DOES[feature]}: it has no {missing[0]}{others}; that needs torch "
+        f"{_FIRST_TORCH[feature]} or newer (placer runs on torch {TORCH})",
+        remedy,
+    )
+
+
+def require_processes(num_stages: int) -> None:
+    """`require` what one process per device needs for ``num_stages`` stages per replica."""
+    require("a process per stage" if num_stages > 1 else "a process per replica")
+
+
+@contextmanager
+def explain_failed_import() -> Iterator[None]:
+    """Turn an import that fails under a torch outside the range into a ``VersionError``."""
+    try:
+        yield
+    except (ImportError, AttributeError) as error:
+        release = found_release("torch")
+        if release is None:
+            raise VersionError(
+                "torch", f"is not installed (placer runs on torch {TORCH})", repair_command()
+            ) from error
+        if release in TORCH or not _while_importing(error):
+            raise
+        raise VersionError(
+            f"torch {release}",
+            f"cannot be used: {error} (placer runs on torch {TORCH})",
+            repair_command(),
+        ) from error
+
+
+def _while_importing(error: BaseException) -> bool:
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code.co_name == "_find_and_load" for frame, _ in frames)

@@ -1,0 +1,71 @@
+"""``placer doctor`` and ``--version``: what is here, and what is missing for what."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import placer as package
+from placer import _torch, doctor
+from placer.versions import RANGES
+
+
+def test_version(placer: Callable[..., Any]) -> None:
+    result = placer("--version")
+    assert result.exit_code == 0
+    torch_release = torch.__version__.split("+")[0]
+    assert result.stdout.startswith(f"placer {package.__version__} (torch {torch_release}")
+
+
+def test_doctor_names_every_package_device_and_feature(placer: Callable[..., Any]) -> None:
+    result = placer("doctor")
+    assert result.exit_code == 0
+    for each in RANGES:
+        assert each.package in result.stdout
+    assert "run a placed model in one process" in result.stdout
+    assert "gloo" in result.stdout
+    assert "cpu" in result.stdout
+
+
+def test_doctor_as_json(placer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    result = placer("doctor", "--json")
+    found = json.loads(result.stdout)
+    assert found["ok"] is True
+    packages = {each["package"]: each for each in found["packages"]}
+    assert packages["torch"]["release"].split("+")[0] == torch.__version__.split("+")[0]
+    assert found["devices"][0]["name"] == "cpu"
+    assert found["devices"][0]["memory"] > found["devices"][0]["free"] > 0
+    assert found["allocator"] == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert found["backends"]["gloo"] is True
+
+
+def test_doctor_says_what_is_missing_for_which_feature(
+    placer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = _torch._is_there
+    lost = "torch.distributed.pipelining.stage._ForwardChunkState"
+    monkeypatch.setattr(_torch, "_is_there", lambda name: name != lost and there(name))
+    result = placer("doctor", "--json")
+    assert result.exit_code == 0  # one process still works
+    states = {each["feature"]: each for each in json.loads(result.stdout)["features"]}
+    assert lost in states["a process per stage"]["missing"]
+    assert states["running"] == {"feature": "running", "available": True, "missing": []}
+    lost = "torch.library._scoped_library"
+    result = placer("doctor", "--json")
+    assert result.exit_code == 2
+    assert json.loads(result.stdout)["ok"] is False
+
+
+def test_doctor_works_without_torch(
+    placer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A torch that is not there, or whose libraries cannot be loaded."""
+    monkeypatch.setattr(doctor, "_import_torch", lambda: "OSError: libcudart.so.13: not found")
+    result = placer("doctor")
+    assert result.exit_code == 2
+    assert "torch cannot be imported: OSError: libcudart.so.13" in result.stdout
