@@ -4,13 +4,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check lint benchmarks multi_node clean
+.PHONY: demo test check lint lock versions multi_node clean
 
-$(READY): pyproject.toml
+$(READY): pyproject.toml requirements.lock .ci/install.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -e '.[examples,test]'
+	$(BIN)/python .ci/install.py examples test
 	touch $(READY)
+
+UV := $(BIN)/uv
+$(UV): $(READY)
+	$(BIN)/python -m pip install --quiet uv
 
 demo: $(READY)
 	$(BIN)/placer demo
@@ -25,6 +29,16 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 check: lint test
+
+# Exact releases for every supported Python, from the ranges of pyproject.toml.
+lock: $(UV)
+	$(UV) pip compile --quiet --upgrade --universal --python-version 3.11 --no-annotate \
+	    --custom-compile-command 'make lock' --extra examples --extra test pyproject.toml \
+	    --output-file requirements.lock
+
+# The suite's chosen part over the ranges of pyproject.toml: an environment per row, some 3 GB each.
+versions: $(UV)
+	$(BIN)/python -m benchmarks.versions --uv $(UV)
 
 # Two hosts on this machine (network namespaces); needs root or user namespaces.
 multi_node: $(READY)

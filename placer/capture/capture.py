@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from placer.capture.settings import tensor_paths
 from placer.capture.state import named_state
 from placer.capture.types import Capture, Conditions, WholeModule, training_flags
 from placer.capture.whole import record_whole
-from placer.errors import CaptureError
+from placer.errors import CaptureError, causes
 from placer.versions import require
 
 _CHECKPOINTED = "the model checkpoints its activations, so backward runs it again as a whole"
@@ -52,6 +53,17 @@ def capture_model(
     return _assemble(model, recording, aliasing, bound, session)
 
 
+def _end_frames(failure: Exception) -> None:
+    """Let go of the variables of all functions that ``failure`` ended.
+
+    What they have entered would stay in force as long as the exception is referred to:
+    ``torch.utils.checkpoint`` enters its saved-tensor hooks in a generator, which it does not close
+    when the function fails (torch 2.11 and 2.12; the next recording was then saved by its hooks).
+    """
+    for cause in causes(failure, implicit=True):
+        traceback.clear_frames(cause.__traceback__)
+
+
 class _Session:
     """One capture: which modules are whole so far, and why."""
 
@@ -74,6 +86,7 @@ class _Session:
                 recording = self._run(self.inputs)
                 self._compare_batches(recording)
             except TraceFailure as failure:
+                _end_frames(failure)
                 self._keep_whole(failure)
             else:
                 return recording
@@ -104,6 +117,7 @@ class _Session:
                 return record_whole(*call, guess=self.guess)
             return record_model(*call, frozenset(self.whole), guess=self.guess)
         except ForwardFailure as failure:
+            _end_frames(failure)
             if failure.guessed and self.guess:
                 self.guess = 0
                 return self._run(inputs)

@@ -133,7 +133,7 @@ def sparse(net: Net, x: Tensor) -> Tensor:
     ],
     ids=["sparse", "script"],
 )
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_what_cannot_be_planned_says_so(model: Any, message: str) -> None:
     with pytest.raises(placer.CaptureError, match=message):
         placer.make_plan(model(), SPEC, (torch.randn(4, 8),))
