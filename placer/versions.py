@@ -58,13 +58,13 @@ RANGES: tuple[Range, ...] = (
     # torch's private names change with its minor releases, so the next one is not allowed unseen.
     Range(package="torch", lowest="2.11", highest="2.15", below="2.16"),
     Range(package="torchvision", lowest="0.26", highest="0.29", below="1"),
-    Range(package="networkx", lowest="3.2", highest="3.6", below="4"),
-    Range(package="numpy", lowest="1.26", highest="2.4", below="3"),
+    Range(package="networkx", lowest="3.3", highest="3.7", below="4"),
+    Range(package="numpy", lowest="2.0", highest="2.5", below="3"),
     Range(package="packaging", lowest="23.0", highest="26.3", below="27"),
-    Range(package="pydantic", lowest="2.7", highest="2.14", below="3"),
+    Range(package="pydantic", lowest="2.10", highest="2.14", below="3"),
     Range(package="rich", lowest="13.0", highest="15.0", below="16"),
     Range(package="safetensors", lowest="0.4", highest="0.8", below="1"),
-    Range(package="typer", lowest="0.12", highest="0.29", below="1"),
+    Range(package="typer", lowest="0.26", highest="0.29", below="1"),
 )
 TORCH = RANGES[0]
 
