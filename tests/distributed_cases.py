@@ -12,8 +12,8 @@ from typing import Any
 import models
 import torch
 import torch.distributed as dist
-import torchvision
 from oracle import assert_close, gradient_noise, mean_square, reference_step
+from thin import thin_resnet18
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from unet3d import unet3d
@@ -32,21 +32,10 @@ D = torch.float64
 Case = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
 
-class ThinResNet18(torchvision.models.ResNet):
-    """torchvision's ResNet-18 with an eighth of the channels after the stem."""
-
-    def __init__(self) -> None:
-        super().__init__(torchvision.models.resnet.BasicBlock, [2, 2, 2, 2])
-        self.fc = nn.Linear(64, 5)
-
-    def _make_layer(self, block: Any, planes: int, *args: Any, **kwargs: Any) -> nn.Sequential:
-        return super()._make_layer(block, planes // 8, *args, **kwargs)
-
-
 CASES: dict[str, Callable[[int], Case]] = {
     "convnet": lambda rows: (models.ConvNet(p=0.0), (torch.randn(rows, 1, 8, 8, dtype=D),), {}),
     "resnet18": lambda rows: (
-        ThinResNet18(),
+        thin_resnet18(classes=5),
         (torch.randn(rows, 3, 64, 64, dtype=D),),
         {},
     ),

@@ -16,42 +16,16 @@ from placer import BudgetError, CaptureError, PlacementSpec, PlanError, SpecErro
 from placer.units import parse_bytes
 
 GIB = 2**30
-BACK = ["layer3", "layer4", "avgpool", "fc"]
-FRONT = ["conv1", "bn1", "relu", "maxpool", "layer1", "layer2"]
-
-
-def _resnet50() -> tuple[nn.Module, tuple[torch.Tensor]]:
-    with torch.device("meta"):
-        return torchvision.models.resnet50(), (torch.empty(10, 3, 1024, 1024),)
-
 
 def _small(**fields: Any) -> placer.Plan:
     spec = {"devices": ["cpu:0", "cpu:1"], **fields}
     return placer.make_plan(models.ConvNet(), spec, (torch.randn(8, 1, 8, 8),))
 
 
-def test_resnet50_by_hand_and_by_auto_as_measured_in_the_design() -> None:
-    model, args = _resnet50()
-    devices = ["cuda:0", "cuda:1"]
-    split = {**dict.fromkeys(FRONT, "cuda:0"), **dict.fromkeys(BACK, "cuda:1")}
-    hand = placer.make_plan(
-        model,
-        {"devices": devices, "layers": split, "optimizer": "sgd"},
-        args,
-    )
-    assert [len(stage.devices) for stage in hand.stages] == [1, 1]
-    peaks = [stage.memory.peak / GIB for stage in hand.stages]
-    assert peaks == pytest.approx([13.25, 4.67], rel=0.02)
-    budgets = [{"name": name, "memory": "16GiB"} for name in devices]
-    auto = placer.auto_spec(model, args, devices=budgets, optimizer="sgd")
-    plan = placer.make_plan(model, auto, args)
-    assert max(device.peak for device in plan.devices) <= 9.6 * GIB
-    assert {layer for stage in plan.stages for layer in stage.layers} >= {"conv1", "fc"}
-
-
 def test_planning_allocates_no_tensor_of_the_model() -> None:
-    model, args = _resnet50()
-    plan = placer.make_plan(model, {"devices": ["cpu"], "optimizer": "sgd"}, args)
+    with torch.device("meta"):
+        model, images = torchvision.models.resnet50(), torch.empty(10, 3, 1024, 1024)
+    plan = placer.make_plan(model, {"devices": ["cpu"], "optimizer": "sgd"}, images)
     assert plan.stages[0].memory.peak == pytest.approx(16.98 * GIB, rel=0.002)
     assert all(p.is_meta and p.grad is None for p in model.parameters())
 

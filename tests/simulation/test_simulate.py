@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import models
 import pytest
 import torch
 import torchvision
+from captured import captured_once
 from torch import nn
 from torch.nn import functional as F
 from unet3d import unet3d
@@ -16,6 +18,12 @@ from unet3d import unet3d
 import placer
 
 ROWS = 12
+
+
+@pytest.fixture(autouse=True)
+def _one_capture() -> Iterator[None]:
+    with captured_once():
+        yield
 
 
 def _cases() -> dict[str, tuple[nn.Module, tuple[torch.Tensor, ...]]]:
