@@ -7,6 +7,7 @@ import dataclasses
 import os
 import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import models
@@ -19,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from unet3d import unet3d
 
 import placer
-from placer.capture import capture_model
+from placer.capture import Capture, capture_model
 from placer.cost import stand_in_loss
 from placer.emit import materialize
 from placer.runtime.distributed.job import find_job
@@ -64,6 +65,19 @@ CASES: dict[str, Callable[[int], Case]] = {
 }
 
 
+@cache
+def make_case(name: str, rows: int) -> Case:
+    """The same model for all who do not change it."""
+    torch.manual_seed(0)
+    model, args, kwargs = CASES[name](rows)
+    return model.double(), args, kwargs
+
+
+@cache
+def capture_case(name: str, rows: int) -> Capture:
+    return capture_model(*make_case(name, rows))
+
+
 def _no_dropout(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -90,11 +104,9 @@ def check_equality(
 
     All schedules cut the batch alike, so one reference serves them all.
     """
-    torch.manual_seed(0)
-    model, args, kwargs = CASES[name](batches[0])
-    model = model.double()
+    model, args, kwargs = make_case(name, batches[0])
     plans = [dataclasses.replace(plan, schedule=schedule) for schedule in schedules]
-    trained = _compile_all(model, plans, args, kwargs)
+    trained = _compile_all(model, plans, capture_case(name, batches[0]))
     plain = copy.deepcopy(model)
     ours = [torch.optim.SGD(placed.parameters(), lr=0.02, momentum=0.9) for placed in trained]
     theirs = torch.optim.SGD(plain.parameters(), lr=0.02, momentum=0.9)
@@ -125,10 +137,10 @@ def check_equality(
 
 
 def _compile_all(
-    model: nn.Module, plans: list[placer.Plan], args: Any, kwargs: Any
+    model: nn.Module, plans: list[placer.Plan], capture: Capture
 ) -> list[DistributedModule]:
     """``placer.compile`` for plans that differ in their schedule; what they share is done once."""
-    capture, job = capture_model(model, args, kwargs), find_job()
+    job = find_job()
     assert job is not None
     trained = [launch(model, capture, plan, job) for plan in plans]
     for placed in trained[1:]:

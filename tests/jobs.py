@@ -14,7 +14,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-_PRELOAD = ["torch", "torch.distributed.pipelining", "placer.api", "distributed_cases"]
+# Imported by the process that the others are forked from, which so have what is in there.
+_PRELOAD = ["torch", "torch.distributed.pipelining", "placer.runtime.checkpoint", "captured_cases"]
 TIMEOUT_SECONDS = 120
 
 

@@ -7,17 +7,25 @@ import io
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import models
 import pytest
 import torch
+from captured import captured_once
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from placements import assert_valid_plan
 from torch import Tensor, nn
 
 import placer
+
+
+@pytest.fixture(autouse=True)
+def _one_capture() -> Iterator[None]:
+    with captured_once():
+        yield
 
 
 class Branches(nn.Module):

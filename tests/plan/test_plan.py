@@ -9,6 +9,7 @@ import models
 import pytest
 import torch
 import torchvision
+from captured import captured_once
 from torch import nn
 
 import placer
@@ -16,6 +17,7 @@ from placer import BudgetError, CaptureError, PlacementSpec, PlanError, SpecErro
 from placer.units import parse_bytes
 
 GIB = 2**30
+
 
 def _small(**fields: Any) -> placer.Plan:
     spec = {"devices": ["cpu:0", "cpu:1"], **fields}
@@ -88,6 +90,7 @@ def test_unknown_layers_are_one_error_that_names_the_nearest() -> None:
     assert "'conv1'" in str(error.value) and "/layers/fcc" in str(error.value)
 
 
+@captured_once()
 def test_a_plan_over_budget_does_not_fit_and_compile_refuses_it() -> None:
     spec = PlacementSpec(devices=[{"name": "cpu:0", "memory": "20 kB"}], optimizer="adam")  # type: ignore[arg-type]
     model, x = models.ConvNet(), torch.randn(8, 1, 8, 8)
@@ -109,6 +112,7 @@ def test_the_reserve_counts() -> None:
     assert tight.devices[0].headroom == -1
 
 
+@captured_once()
 def test_auto_uses_as_few_devices_as_it_needs() -> None:
     blocks = (layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh()))
     model, x = nn.Sequential(*blocks), torch.randn(256, 64)
@@ -167,6 +171,7 @@ def test_a_plan_of_given_stages_needs_no_memory_and_says_that_it_is_not_judged()
     assert least.devices[0].budget is None  # down to the least peak: no budget decides
 
 
+@captured_once()
 def test_1f1b_needs_less_memory_than_gpipe_and_early_stages_get_a_smaller_share() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(12)))
     x = torch.randn(256, 64)

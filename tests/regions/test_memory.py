@@ -21,6 +21,7 @@ def _one_capture() -> Iterator[None]:
     with captured_once():
         yield
 
+
 CASES: dict[str, tuple[nn.Module, tuple[torch.Tensor, ...], list[list[str]]]] = {
     "unet": (
         unet3d(width=8, depth=3),

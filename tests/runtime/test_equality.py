@@ -40,7 +40,7 @@ LARGE: dict[str, Callable[[], Case]] = {
     "3D U-Net, instance norm": lambda: _unet("instance"),
     "resnet18": lambda: (
         thin_resnet18(classes=5),
-        (torch.randn(6, 3, 64, 64, dtype=D),),
+        (torch.randn(6, 3, 48, 48, dtype=D),),
         {},
     ),
     "lraspp": lambda: (
