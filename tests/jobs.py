@@ -85,6 +85,7 @@ def _work(rank: int, world_size: int, store: str, timeout_seconds: float, end: C
     import torch
     import torch.distributed as dist
 
+    gc.freeze()  # what was there at the fork stays; to look for garbage in it takes long
     torch.set_num_threads(1)
     os.environ["LOCAL_RANK"] = str(rank)
     for number in itertools.count():
