@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 # Imported by the process that the others are forked from, which so have what is in there.
-_PRELOAD = ["torch", "torch.distributed.pipelining", "placer.runtime.checkpoint", "captured_cases"]
+_PRELOAD = ["torch.distributed.pipelining", "placer.runtime.checkpoint", "sklearn.datasets"]
+_PRELOAD += ["captured_cases"]
 TIMEOUT_SECONDS = 120
 
 
