@@ -20,7 +20,7 @@ demo: $(READY)
 	$(BIN)/placer demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 3 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist loadgroup
 
 lint: $(READY)
 	$(BIN)/ruff check placer tests examples benchmarks

@@ -7,19 +7,20 @@ import dataclasses
 import os
 import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import models
 import torch
 import torch.distributed as dist
-import torchvision
 from oracle import assert_close, gradient_noise, mean_square, reference_step
+from thin import thin_resnet18
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from unet3d import unet3d
 
 import placer
-from placer.capture import capture_model
+from placer.capture import Capture, capture_model
 from placer.cost import stand_in_loss
 from placer.emit import materialize
 from placer.runtime.distributed.job import find_job
@@ -32,21 +33,10 @@ D = torch.float64
 Case = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
 
-class ThinResNet18(torchvision.models.ResNet):
-    """torchvision's ResNet-18 with an eighth of the channels after the stem."""
-
-    def __init__(self) -> None:
-        super().__init__(torchvision.models.resnet.BasicBlock, [2, 2, 2, 2])
-        self.fc = nn.Linear(64, 5)
-
-    def _make_layer(self, block: Any, planes: int, *args: Any, **kwargs: Any) -> nn.Sequential:
-        return super()._make_layer(block, planes // 8, *args, **kwargs)
-
-
 CASES: dict[str, Callable[[int], Case]] = {
     "convnet": lambda rows: (models.ConvNet(p=0.0), (torch.randn(rows, 1, 8, 8, dtype=D),), {}),
     "resnet18": lambda rows: (
-        ThinResNet18(),
+        thin_resnet18(classes=5),
         (torch.randn(rows, 3, 64, 64, dtype=D),),
         {},
     ),
@@ -75,6 +65,19 @@ CASES: dict[str, Callable[[int], Case]] = {
 }
 
 
+@cache
+def make_case(name: str, rows: int) -> Case:
+    """The same model for all who do not change it."""
+    torch.manual_seed(0)
+    model, args, kwargs = CASES[name](rows)
+    return model.double(), args, kwargs
+
+
+@cache
+def capture_case(name: str, rows: int) -> Capture:
+    return capture_model(*make_case(name, rows))
+
+
 def _no_dropout(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -101,11 +104,9 @@ def check_equality(
 
     All schedules cut the batch alike, so one reference serves them all.
     """
-    torch.manual_seed(0)
-    model, args, kwargs = CASES[name](batches[0])
-    model = model.double()
+    model, args, kwargs = make_case(name, batches[0])
     plans = [dataclasses.replace(plan, schedule=schedule) for schedule in schedules]
-    trained = _compile_all(model, plans, args, kwargs)
+    trained = _compile_all(model, plans, capture_case(name, batches[0]))
     plain = copy.deepcopy(model)
     ours = [torch.optim.SGD(placed.parameters(), lr=0.02, momentum=0.9) for placed in trained]
     theirs = torch.optim.SGD(plain.parameters(), lr=0.02, momentum=0.9)
@@ -136,10 +137,10 @@ def check_equality(
 
 
 def _compile_all(
-    model: nn.Module, plans: list[placer.Plan], args: Any, kwargs: Any
+    model: nn.Module, plans: list[placer.Plan], capture: Capture
 ) -> list[DistributedModule]:
     """``placer.compile`` for plans that differ in their schedule; what they share is done once."""
-    capture, job = capture_model(model, args, kwargs), find_job()
+    job = find_job()
     assert job is not None
     trained = [launch(model, capture, plan, job) for plan in plans]
     for placed in trained[1:]:

@@ -14,7 +14,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-_PRELOAD = ["torch", "torch.distributed.pipelining", "placer.api", "distributed_cases"]
+# Imported by the process that the others are forked from, which so have what is in there.
+_PRELOAD = ["torch.distributed.pipelining", "placer.runtime.checkpoint", "sklearn.datasets"]
+_PRELOAD += ["captured_cases"]
 TIMEOUT_SECONDS = 120
 
 
@@ -84,6 +86,7 @@ def _work(rank: int, world_size: int, store: str, timeout_seconds: float, end: C
     import torch
     import torch.distributed as dist
 
+    gc.freeze()  # what was there at the fork stays; to look for garbage in it takes long
     torch.set_num_threads(1)
     os.environ["LOCAL_RANK"] = str(rank)
     for number in itertools.count():

@@ -6,9 +6,11 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from captured import captured_once
 from torch import Tensor, nn
 
 import placer
+from placer import api
 from placer.capture import capture_model
 from placer.plan.build import build_plan
 from placer.spec import PlacementSpec, resolve_layers
@@ -37,10 +39,11 @@ def assert_valid_plan(
     Every node on one stage, edges forward, what belongs together together, pins honoured, `fits`
     as the budgets say, transfers as the graph has them, a bound that is one, boundaries in order.
     """
-    plan = plan or placer.make_plan(model, spec, args, processes=processes)
+    with captured_once():
+        plan = plan or placer.make_plan(model, spec, args, processes=processes)
+        capture, _ = api._capture(model, args, None)
     assert plan.processes == processes
     spec = spec if isinstance(spec, PlacementSpec) else PlacementSpec(**spec)
-    capture = capture_model(model, args)
     stage_of = {node: stage.index for stage in plan.stages for node in stage.nodes}
     assert sorted(stage_of) == sorted(capture.order)
     assert len(stage_of) == sum(len(stage.nodes) for stage in plan.stages)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import placer
 from placer.demo.brain import CLASSES, Brain, load_brain, padded_shape
 from placer.demo.network import build_unet
-from placer.demo.train import STEPS, Training
+from placer.demo.train import PATCH, STEPS, Training
 from placer.errors import BudgetError, PlacerError
 from placer.plan.store import save_plan
 from placer.plan.types import DevicePeak
@@ -24,8 +24,12 @@ BUDGET = "16GiB"
 _MOST_DEVICES = 8
 
 
-def run_demo(folder: Path, console: Console, *, steps: int = STEPS) -> None:
+def run_demo(
+    folder: Path, console: Console, *, steps: int = STEPS, width: int = 16, patch: int = PATCH
+) -> None:
     """Plan the full volume, train a small network, and leave spec, plan and report in ``folder``.
+
+    ``width`` is that of the small network's first level, ``patch`` the side of what it is trained on.
 
     Raises ``PlacerError`` when the placed model's first step differs from the plain model's, or
     when training does not learn.
@@ -63,7 +67,7 @@ def run_demo(folder: Path, console: Console, *, steps: int = STEPS) -> None:
     )
 
     console.rule("[bold]3. Training: 2 stages x 2 replicas, on patches", align="left")
-    _train(brain, console, steps)
+    _train(brain, console, steps, width, patch)
 
     console.rule("[bold]Files", align="left")
     for name, what in (
@@ -100,19 +104,21 @@ def _fewest_devices(model: nn.Module, image: Tensor) -> tuple[placer.PlacementSp
     raise AssertionError("the loop returns or raises")
 
 
-def _train(brain: Brain, console: Console, steps: int) -> None:
+def _train(brain: Brain, console: Console, steps: int, width: int, patch: int) -> None:
     torch.manual_seed(0)
     # InstanceNorm's statistics are a sample's own, so that the whole batch on the plain model is
     # what the replicas together must equal.
-    model = build_unet(width=16, depth=3, out_channels=len(CLASSES), norm="instance")
-    training = Training(brain, model)
+    model = build_unet(width=width, depth=3, out_channels=len(CLASSES), norm="instance")
+    training = Training(brain, model, patch=patch)
     images, _ = training.batch()
     spec = {"devices": _devices(2), "replicas": 2, "objective": "memory"}
     gpus = torch.cuda.device_count()
     placed = placer.compile(model, spec, (images,), run_on=None if gpus >= 4 else "cpu")
     rows = [" | ".join(stage.devices) for stage in placed.plan.stages]
     where = "" if gpus >= 4 else f" (this machine has {gpus} GPUs: simulated devices on the CPU)"
-    console.print(f"Stages on {' and '.join(rows)}{where}; width 16, depth 3, patches of 32^3 mm.")
+    console.print(
+        f"Stages on {' and '.join(rows)}{where}; width {width}, depth 3, patches of {patch}^3 mm."
+    )
     with Progress(
         TextColumn("training"),
         BarColumn(),

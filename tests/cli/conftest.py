@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from captured import captured_once
 from typer.testing import CliRunner
 
 NET = '''
@@ -173,7 +174,8 @@ def placer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     monkeypatch.setenv("COLUMNS", "160")
 
     def run(*arguments: str) -> Any:
-        result = CliRunner().invoke(app, list(arguments))
+        with captured_once():
+            result = CliRunner().invoke(app, list(arguments))
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception
         return result

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from captured import captured_once
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -216,6 +217,7 @@ class Mixed(nn.Module):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("second", ["cuda:1", "cpu:0"])
+@captured_once()
 def test_predicted_is_simulated_with_the_kernels_of_each_device(
     precision: str, second: str
 ) -> None:

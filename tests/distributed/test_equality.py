@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import distributed_cases as cases
 import pipeline_cases
 import pytest
-import torch
+from captured import captured_once
 from jobs import Job
 
 import placer
@@ -16,6 +16,12 @@ SHAPES = [(2, 1), (1, 2), (2, 2), (4, 1)]  # stages, replicas
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
 SPLIT = "InterleavedZeroBubble"
 OTHERS = ["3D U-Net, batch norm", "keywords and dict results", "in place", "recurrent"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_capture() -> Iterator[None]:
+    with captured_once():
+        yield
 
 
 def check(
@@ -29,10 +35,9 @@ def check(
 ) -> None:
     """Batches of 8, 5 and 3: the second divides into nothing, the third leaves micro-batches empty."""
     stages, replicas = shape
-    torch.manual_seed(0)
-    model, args, kwargs = cases.CASES[name](batches[0])
+    model, args, kwargs = cases.make_case(name, batches[0])
     spec = cases.make_spec(stages, replicas, microbatches).model_copy(update=fields)
-    plan = placer.make_plan(model.double(), spec, args, kwargs)
+    plan = placer.make_plan(model, spec, args, kwargs)
     found = job_of(stages * replicas).run(cases.check_equality, name, plan, schedules, batches)
     assert [rank["stages"] for rank in found] == [(s,) for s in range(stages)] * replicas
     assert {name for rank in found for name in rank["names"]} == set(model.state_dict())

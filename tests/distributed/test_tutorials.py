@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -73,12 +76,36 @@ def test_pipeline_trains_as_one_process_and_goes_on_from_its_checkpoint(
     assert [*both, *one_process] == pytest.approx(straight, rel=1e-9)
 
 
-def test_spawn(capfd: pytest.CaptureFixture[str]) -> None:
+def _run_as_spawned(*args: object) -> str:
+    """What ``digits_spawn.worker`` prints in a process that is in no process group yet."""
     sys.path.insert(0, str(EXAMPLES))
     import digits_spawn
 
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    del os.environ["LOCAL_RANK"]
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            digits_spawn.worker(rank, *args)
+    finally:
+        os.environ["LOCAL_RANK"] = str(rank)
+    return printed.getvalue()
+
+
+def test_spawn(job_of: Callable[[int], Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In processes that are there already, and have imported torch."""
+    sys.path.insert(0, str(EXAMPLES))
+    import digits_spawn
+
+    printed: list[str] = []
+
+    def spawn(function: object, args: tuple[object, ...], nprocs: int) -> None:
+        assert function is digits_spawn.worker
+        printed.extend(job_of(nprocs).run(_run_as_spawned, *args))
+
+    monkeypatch.setattr(digits_spawn.mp, "spawn", spawn)
     digits_spawn.main(steps=2)
-    lines = capfd.readouterr().out.splitlines()
+    lines = "".join(printed).splitlines()
     assert [line.split(":")[0] for line in lines] == [
         *(f"two replicas, step {i}" for i in range(2)),
         *(f"two stages, step {i}" for i in range(2, 4)),

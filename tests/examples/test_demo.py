@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from captured import captured_once
 from rich.console import Console
 
 import placer
@@ -21,6 +22,8 @@ from placer.demo.brain import (
     training_and_held_out_centers,
 )
 from placer.demo.run import run_demo
+
+pytestmark = pytest.mark.xdist_group("brain")  # it is loaded once
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +61,13 @@ def test_dice() -> None:
     assert dice_scores(perfect, labels) == [1.0, 1.0]
 
 
-def test_the_whole_demo_with_few_steps(tmp_path: Path) -> None:
+def test_the_whole_demo_with_few_steps(
+    brain: Brain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("placer.demo.run.load_brain", lambda: brain)
     text = io.StringIO()
-    run_demo(tmp_path, Console(file=text, width=100), steps=12)
+    with captured_once():
+        run_demo(tmp_path, Console(file=text, width=100), steps=12, width=8, patch=16)
     said = " ".join(text.getvalue().split())
     assert "It does not fit" in said
     assert "EQUAL" in said

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from captured import captured_once
 from oracle import assert_close
 from torch import nn
 from torch.nn import functional as F
@@ -58,11 +59,16 @@ def test_data_parallel_sizes_are_those_of_the_tutorial(
     )
 
 
-def test_resnet50_by_hand_and_by_auto() -> None:
-    hand, auto = _example("resnet50_two_devices").plans()
-    assert [d.peak / GIB for d in hand.devices] == pytest.approx([13.25, 4.67], rel=0.02)
+def test_resnet50_by_hand_and_by_auto_as_measured_in_the_design() -> None:
+    with captured_once():
+        hand, auto = _example("resnet50_two_devices").plans()
+    assert [len(stage.devices) for stage in hand.stages] == [1, 1]
+    peaks = [13.25, 4.67]
+    assert [stage.memory.peak / GIB for stage in hand.stages] == pytest.approx(peaks, rel=0.02)
+    assert [d.peak / GIB for d in hand.devices] == pytest.approx(peaks, rel=0.02)
     assert max(d.peak for d in auto.devices) <= 9.6 * GIB
     assert hand.fits and auto.fits
+    assert {layer for stage in auto.stages for layer in stage.layers} >= {"conv1", "fc"}
     losses = _example("resnet50_two_devices").train(batch=2, size=32, steps=1)
     assert 0 < losses[0] < 10
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from captured import captured_once
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -20,6 +22,12 @@ from placer.plan.build import build_plan
 from placer.spec import PlacementSpec
 
 _WIDTH = 16
+
+
+@pytest.fixture(autouse=True)
+def _one_capture() -> Iterator[None]:
+    with captured_once():
+        yield
 
 
 class Drawn(nn.Module):

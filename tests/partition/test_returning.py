@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
+from captured import captured_once
 from oracle import assert_same
 from placements import assert_valid_plan, pinned_plan
 from torch import nn
@@ -19,6 +21,12 @@ from placer.partition.fold import nested_devices, spans_of
 from placer.partition.stage_cost.shared import SharedPeaks
 
 DEVICES = ["cpu:0", "cpu:1", "cpu:2"]
+
+
+@pytest.fixture(autouse=True)
+def _one_capture() -> Iterator[None]:
+    with captured_once():
+        yield
 
 
 def _unet(norm: str = "group") -> nn.Module:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pickle
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from captured import captured_once
 from models import ConvNet
 from unet3d import unet3d
 
@@ -18,6 +20,13 @@ from placer.simulation.judge import plan_maker
 
 MODEL = unet3d(width=4, depth=3)
 X = torch.randn(4, 1, 16, 16, 16)
+pytestmark = pytest.mark.xdist_group("remedies")  # they share a capture
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_capture() -> Iterator[None]:
+    with captured_once():
+        yield
 
 
 def _spec(memory: int, **fields: Any) -> dict[str, Any]:

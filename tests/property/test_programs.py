@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from captured import captured_once
 from hypothesis import assume, given, note
 from hypothesis import strategies as st
 from oracle import assert_close, assert_same, mean_square
@@ -85,6 +86,7 @@ _SCALARS = 64  # bytes: numbers that autograd makes on the way, on models of a f
 
 
 @given(st.data())
+@captured_once()
 def test_plan_keeps_its_budget_or_says_no(data: st.DataObject) -> None:
     model = data.draw(programs())
     batch = inputs(data.draw(st.integers(1, 7), "rows"), scaled=False)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import models
 import pytest
 import torch
+from captured import captured_once
 from oracle import assert_same
 from torch import nn
 from unet3d import unet3d
@@ -27,6 +29,13 @@ from placer.schedule import InFlight
 
 D = torch.float64
 UNET = (unet3d(width=8, depth=3), (torch.randn(4, 1, 32, 32, 32),))
+pytestmark = pytest.mark.xdist_group("regions, auto")  # they share captures
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_capture() -> Iterator[None]:
+    with captured_once():
+        yield
 
 
 def _plan(

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import models
 import pytest
 import torch
+from captured import captured_once
 from torch import nn
 from unet3d import unet3d
 
 import placer
+
+pytestmark = pytest.mark.xdist_group("regions, memory")  # they share captures
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_capture() -> Iterator[None]:
+    with captured_once():
+        yield
+
 
 CASES: dict[str, tuple[nn.Module, tuple[torch.Tensor, ...], list[list[str]]]] = {
     "unet": (

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import models
 import pytest
 import torch
 import torchvision
+from captured import captured_once
 from oracle import assert_same
+from thin import thin_resnet18, thin_video_model
 from torch import nn
 from unet3d import unet3d
 
@@ -36,8 +39,8 @@ LARGE: dict[str, Callable[[], Case]] = {
     "3D U-Net, batch norm": lambda: _unet("batch"),
     "3D U-Net, instance norm": lambda: _unet("instance"),
     "resnet18": lambda: (
-        torchvision.models.resnet18(num_classes=5),
-        (torch.randn(6, 3, 64, 64, dtype=D),),
+        thin_resnet18(classes=5),
+        (torch.randn(6, 3, 48, 48, dtype=D),),
         {},
     ),
     "lraspp": lambda: (
@@ -51,7 +54,7 @@ LARGE: dict[str, Callable[[], Case]] = {
 
 CUTS = [(4, 1, 1), (2, 2, 1), (3, 1, 2)]  # stages, replicas, micro-batches; two rows per cut
 
-# 33 million weights in float64 each: one cut per model.
+# One cut per model.
 VIDEO: dict[str, tuple[int, int, int]] = {
     "r3d_18": CUTS[0],
     "mc3_18": CUTS[1],
@@ -61,7 +64,25 @@ VIDEO: dict[str, tuple[int, int, int]] = {
 
 def _video(name: str) -> Case:
     build = getattr(torchvision.models.video, name)
-    return build(num_classes=4), (torch.randn(4, 3, 4, 24, 24, dtype=D),), {}
+    return thin_video_model(build, classes=4), (torch.randn(4, 3, 4, 24, 24, dtype=D),), {}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_capture() -> Iterator[None]:
+    with captured_once():
+        yield
+
+
+@cache
+def _case(name: str) -> Case:
+    """The same model for all tests of a name; they leave it as it is, and run on one worker."""
+    torch.manual_seed(0)
+    model, args, kwargs = (SMALL | LARGE)[name]()
+    return model.double(), args, kwargs
+
+
+def _by_name(names: dict[str, Any]) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in names]
 
 
 def _unet(norm: str) -> Case:
@@ -77,23 +98,21 @@ def _spec(stages: int, replicas: int, microbatches: int, schedule: str = "GPipe"
     )
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", _by_name(SMALL))
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_small_models_over_all_cuts(name: str, stages: int) -> None:
-    torch.manual_seed(0)
-    model, args, kwargs = SMALL[name]()
+    model, args, kwargs = _case(name)
     for replicas, microbatches in itertools.product([1, 2, 3], [1, 2, 4]):
         schedule = "1F1B" if microbatches == 4 else "GPipe"
         spec = _spec(stages, replicas, microbatches, schedule)
-        placed = assert_same(model.double(), spec, args, kwargs)
+        placed = assert_same(model, spec, args, kwargs)
         assert len(placed.plan.stages) == stages
 
 
 @pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("name", _by_name(LARGE))
 def test_larger_models(name: str, cut: tuple[int, int, int]) -> None:
-    torch.manual_seed(0)
-    _train_alike(LARGE[name](), cut)
+    _train_alike(_case(name), cut)
 
 
 @pytest.mark.parametrize("name", VIDEO)

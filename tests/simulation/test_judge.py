@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from captured import captured_once
 from torch import nn
 
 import placer
@@ -15,9 +18,17 @@ from placer.plan.build import build_plan
 from placer.simulation import judge
 
 X = torch.empty(2, 8, 16, 16, device="meta")
+pytestmark = pytest.mark.xdist_group("judge")  # they share a capture
 SHARE = 0.1  # how much too low, or too high, the estimates of these tests are
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _one_capture() -> Iterator[None]:
+    with captured_once():
+        yield
+
+
+@cache
 def chain() -> nn.Module:
     with torch.device("meta"):
         return nn.Sequential(*(nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU()) for _ in range(6)))

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import models
 import pytest
 import torch
 import torchvision
+from captured import captured_once
 from programs import Program, Step, inputs
 from torch import nn
 from unet3d import unet3d
 
 import placer
+
+
+@pytest.fixture(autouse=True)
+def _one_capture() -> Iterator[None]:
+    with captured_once():
+        yield
 
 
 def check(model: nn.Module, args: Any, kwargs: Any = None, **fields: Any) -> None:

@@ -3,28 +3,43 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import models
 import pytest
 import torch
 import torchvision
+from captured import captured_once
 from torch import nn
 from torch.nn import functional as F
+from torchvision.models.resnet import BasicBlock
 from unet3d import unet3d
 
 import placer
 
 ROWS = 12
+Case = tuple[nn.Module, tuple[torch.Tensor, ...]]
 
 
-def _cases() -> dict[str, tuple[nn.Module, tuple[torch.Tensor, ...]]]:
-    return {
-        "convnet": (models.ConvNet(), (torch.randn(ROWS, 1, 8, 8),)),
-        "tied": (models.TiedTransformer(width=32), (torch.randint(0, 17, (ROWS, 6)),)),
-        "unet": (unet3d(width=8, depth=4), (torch.randn(4, 1, 32, 32, 32),)),
-        "resnet18": (torchvision.models.resnet18(num_classes=5), (torch.randn(ROWS, 3, 64, 64),)),
-    }
+@pytest.fixture(autouse=True)
+def _one_capture() -> Iterator[None]:
+    with captured_once():
+        yield
+
+
+def _resnet(*blocks: int) -> Case:
+    """A residual network of torchvision's; ResNet-18 has two blocks in each of its four layers."""
+    model = torchvision.models.ResNet(BasicBlock, list(blocks), num_classes=5)
+    return model, (torch.randn(ROWS, 3, 64, 64),)
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "convnet": lambda: (models.ConvNet(), (torch.randn(ROWS, 1, 8, 8),)),
+    "unet": lambda: (unet3d(width=8, depth=4), (torch.randn(4, 1, 32, 32, 32),)),
+    "resnet18": lambda: _resnet(2, 2, 2, 2),
+    "resnet10": lambda: _resnet(1, 1, 1, 1),
+}
 
 
 def _plan(model: nn.Module, args: Any, **fields: Any) -> placer.Plan:
@@ -35,7 +50,7 @@ def _plan(model: nn.Module, args: Any, **fields: Any) -> placer.Plan:
 
 @pytest.mark.parametrize("name", ["convnet", "unet", "resnet18"])
 def test_prediction_is_within_one_percent(name: str) -> None:
-    model, args = _cases()[name]
+    model, args = CASES[name]()
     optimizers = itertools.cycle(["sgd", "sgd_momentum", "adam"])
     schedules = itertools.cycle(["GPipe", "1F1B"])
     for stages, microbatches in ((1, 1), (1, 3), (2, 2), (3, 1), (3, 4), (4, 3)):
@@ -56,7 +71,7 @@ def test_prediction_is_within_one_percent(name: str) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("training", [True, False])
 def test_prediction_for_inference_and_autocast(precision: str, training: bool) -> None:
-    model, args = _cases()["resnet18"]
+    model, args = CASES["resnet10"]()
     if not training:
         model.eval()
     for stages in (1, 2, 3):
@@ -66,7 +81,7 @@ def test_prediction_for_inference_and_autocast(precision: str, training: bool) -
 
 
 def test_replicas_are_predicted_too() -> None:
-    model, args = _cases()["convnet"]
+    model, args = CASES["convnet"]()
     plan = _plan(model, args, stages=2, replicas=3)
     report = placer.simulate(model, plan, args)
     assert [d.device for d in report.devices] == [f"cuda:{i}" for i in range(6)]
@@ -75,7 +90,7 @@ def test_replicas_are_predicted_too() -> None:
 
 
 def test_the_peaks_moment_names_the_layer_and_the_largest_tensors() -> None:
-    model, args = _cases()["resnet18"]
+    model, args = CASES["resnet18"]()
     plan = _plan(model, args, stages=1, optimizer="sgd")
     (device,) = placer.simulate(model, plan, args).devices
     assert device.phase == "backward"
@@ -94,7 +109,7 @@ def test_the_optimizer_can_be_the_peak() -> None:
 
 def test_a_real_step_holds_what_the_simulation_says() -> None:
     """The CPU allocator's own events, which share no code with the ledger."""
-    model, (x,) = _cases()["resnet18"]
+    model, (x,) = CASES["resnet18"]()
     model = model.train()
     target = torch.randint(0, 5, (ROWS,))
     plan = _plan(model, (x,), stages=1, optimizer="sgd_momentum")

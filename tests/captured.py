@@ -1,0 +1,56 @@
+"""One capture of a model, and its costs, for everything that a test does with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from placer import api
+from placer.capture import Capture
+from placer.cost import CostTable, estimate
+from placer.plan import build
+
+Call = tuple[Capture, list[Tensor]]
+
+
+@contextmanager
+def captured_once() -> Iterator[None]:
+    """A model that comes again with the same inputs is captured for the first call only.
+
+    So are the costs of its nodes for a micro-batch of one size. Both are most of what ``make_plan``,
+    ``compile``, ``auto_spec`` and ``simulate`` take for the small models of tests. The test does not
+    change the model in between, but for its mode and what it trains.
+    """
+    capture, estimate_costs = api._capture, estimate.estimate_costs
+    captures = dict[Any, tuple[Any, Call]]()
+    costs = dict[Any, tuple[Capture, CostTable]]()
+
+    def look_up(
+        model: nn.Module, args: Sequence[Any] | Tensor, kwargs: Mapping[str, Any] | None
+    ) -> Call:
+        leaves = tree_leaves((args, kwargs))
+        state = [module.training for module in model.modules()]
+        state += [parameter.requires_grad for parameter in model.parameters()]
+        key = id(model), *state, *map(id, leaves)
+        if key not in captures:  # kept with what the ids are of, so that they stay theirs
+            captures[key] = (model, leaves), capture(model, args, kwargs)
+        return captures[key][1]
+
+    def look_up_costs(captured: Capture, inputs: Sequence[Tensor], **fields: Any) -> CostTable:
+        shapes = [(x.shape, x.stride(), x.dtype, x.requires_grad) for x in inputs]
+        key = id(captured), str(shapes), str(sorted(fields.items()))
+        if key not in costs:
+            costs[key] = captured, estimate_costs(captured, inputs, **fields)
+        return costs[key][1]
+
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(api, "_capture", look_up))
+        for module in (estimate, build):  # whichever calls it
+            if hasattr(module, "estimate_costs"):
+                patches.enter_context(mock.patch.object(module, "estimate_costs", look_up_costs))
+        yield
