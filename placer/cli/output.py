@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rich import box
@@ -36,3 +38,15 @@ def print_text(text: str) -> None:
     """``text`` on stdout as it is."""
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+@contextmanager
+def progress(doing: str) -> Iterator[None]:
+    """Say on stderr what takes a while: a moving line on a terminal, a plain one elsewhere."""
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        print(f"{doing} …", file=sys.stderr, flush=True)
+        yield
+        return
+    with console.status(f"{doing} …"):
+        yield

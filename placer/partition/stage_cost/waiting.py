@@ -222,26 +222,33 @@ def largest_up_to(
     O(starts * (columns + sum over ends of the columns whose gradients cross them)).
     """
     first, columns = np.asarray(starts), np.arange(table.shape[1])
-    current = np.where(columns[None, :] >= first[:, None], table, -np.inf)
-    pending = sorted(elsewhere, key=lambda item: -item.sender)
-    areas = [
-        (slice(*np.searchsorted(first, [e.first, e.last + 1])), slice(e.begin, e.until))
-        for e in pending
-    ]
-    settled_at = np.full(len(columns), -1)
-    for item, area in zip(pending, areas, strict=True):
+    # A row per column: those of a few columns are next to each other in memory.
+    current = np.where(columns[:, None] >= first[None, :], table.T, -np.inf)
+    last_sender = columns.copy()
+    pending: list[tuple[int, tuple[slice, slice], float]] = []
+    rows = np.searchsorted(first, [(item.first, item.last + 1) for item in elsewhere])
+    for item, (top, bottom) in zip(elsewhere, rows.reshape(-1, 2).tolist(), strict=True):
+        begin = max(item.begin, int(first[top])) if top < bottom else item.until
+        if begin >= item.until:  # the stages that it speaks of have none of these columns
+            continue
+        area = slice(begin, item.until), slice(top, bottom)
         current[area] += item.nbytes
-        settled_at[area[1]] = np.maximum(settled_at[area[1]], item.sender)
-    found = np.empty((len(starts), len(ends)))
+        last_sender[area[0]] = np.maximum(last_sender[area[0]], item.sender)
+        pending.append((item.sender, area, item.nbytes))
+    pending.sort(key=lambda entry: -entry[0])
+    # By index of the end: from where on a column is there, and from where on it is settled.
+    there_from = np.searchsorted(ends, columns, side="right")
+    settled_from = np.searchsorted(ends, last_sender, side="right")
+    found = np.full((len(starts), len(ends)), -np.inf)
     settled = np.full(len(starts), -np.inf)
-    known = np.zeros(len(columns), dtype=np.bool_)
     for index, end in enumerate(ends):
-        while pending and pending[-1].sender < end:
-            current[areas.pop()] -= pending.pop().nbytes
-        is_settled = settled_at[:end] < end
-        new = np.flatnonzero(is_settled & ~known[:end])
-        known[new] = True
-        settled = np.maximum(settled, current[:, new].max(axis=1, initial=-np.inf))
-        others = np.flatnonzero(~is_settled)
-        found[:, index] = np.maximum(settled, current[:, others].max(axis=1, initial=-np.inf))
+        while pending and pending[-1][0] < end:
+            _, area, nbytes = pending.pop()
+            current[area] -= nbytes
+        new = np.flatnonzero(settled_from == index)
+        settled = np.maximum(settled, current[new].max(axis=0, initial=-np.inf))
+        others = np.flatnonzero((there_from <= index) & (settled_from > index))
+        begun = int(np.searchsorted(first, end))
+        open_ = current[others, :begun].max(axis=0, initial=-np.inf)
+        found[:begun, index] = np.maximum(settled[:begun], open_)
     return found
