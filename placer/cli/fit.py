@@ -39,9 +39,11 @@ def report_misfit(
     ``as_json`` it goes to stdout.
     """
     if error is None:
-        console.print(f"it needs {describe_overflow(plan.tightest)}", style="bold red", markup=False)
+        console.print(
+            f"it needs {describe_overflow(plan.tightest)}", style="bold red", markup=False
+        )
         console.print("what would make it fit:")
-        with progress("planning changes that may make it fit"):
+        with progress(console, "planning changes that may make it fit"):
             error = misfit_error(
                 capture, spec, inputs, plan, make, found=partial(_print_tried, console)
             )
@@ -50,7 +52,7 @@ def report_misfit(
         console.print("what would make it fit:")
         for tried in error.tried:
             _print_tried(console, tried)
-    with progress("planning with other amounts of memory"):
+    with progress(console, "planning with other amounts of memory"):
         needed = memory_needed(spec, make)
     console.print(f"  - {needed}", markup=False)
     if reason := lacks_room(spec):

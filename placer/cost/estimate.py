@@ -45,7 +45,10 @@ def estimate_costs(
     if not (offloads and training):
         return table
     return _with_sending(
-        table, _record(capture, inputs, training=True, precision=precision, kernels=kernels, offloads=True)
+        table,
+        _record(
+            capture, inputs, training=True, precision=precision, kernels=kernels, offloads=True
+        ),
     )
 
 

@@ -30,6 +30,7 @@ from placer.plan.types import Plan
 from placer.regions import RegionKey
 from placer.spec import PlacementSpec
 
+
 class PlanMaker(Protocol):
     """How specs are planned for one model and its inputs, by whoever judges the plans."""
 
