@@ -12,7 +12,7 @@ from placer.capture import Capture, capture_model, flatten_call
 from placer.emit import emit_stages, materialize
 from placer.errors import CaptureError, PlacerError
 from placer.plan.auto import choose_spec
-from placer.plan.check import check_fingerprint, require_fit
+from placer.plan.check import check_plan, require_fit
 from placer.plan.remedies import misfit_error
 from placer.plan.types import Plan
 from placer.runtime.distributed.job import find_job
@@ -71,7 +71,7 @@ def compile(
     job = find_job()
     if isinstance(spec_or_plan, Plan):
         plan = spec_or_plan
-        check_fingerprint(plan, capture)
+        check_plan(plan, capture)
         require_fit(plan)
     else:
         spec = as_spec(spec_or_plan)
@@ -170,7 +170,7 @@ def simulate_captured(
     processes: bool = False,
 ) -> SimulationReport:
     """`simulate` for a model that is captured already, called with the tensors ``inputs``."""
-    check_fingerprint(plan, capture)
+    check_plan(plan, capture)
     if processes:
         from placer.simulation.ranks import simulate_ranks  # pipelining takes a while to import
 

@@ -45,6 +45,11 @@ class Net(nn.Module):
         return self.head(x)
 
 
+class Leaves(nn.Module):
+    def forward(self, x):
+        sys.exit("no data set")
+
+
 class Words(nn.Module):
     """Looks at the value of a tensor in its constructor, so meta is not enough."""
 
@@ -92,11 +97,6 @@ class Chooser(nn.Module):
         if x.sum() > 0:
             return self.a(x)
         return self.a(-x)
-
-
-class Leaves(nn.Module):
-    def forward(self, x):
-        sys.exit("no data set")
 
 
 def leaving():

@@ -101,5 +101,14 @@ def test_the_shell_completes_commands_and_options() -> None:
 
     assert completed("placer pl") == ["plan"]
     assert "--explain" in completed("placer plan --exp")
-    script = _run("-c", code, "--show-completion", "bash")
+    # With this typer takes the shell's name as an argument instead of looking at its parent process.
+    named = os.environ | {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    script = subprocess.run(
+        [sys.executable, "-c", code, "--show-completion", "bash"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=named,
+    )
     assert "_PLACER_COMPLETE=complete_bash" in script.stdout, script.stderr
