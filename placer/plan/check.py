@@ -29,9 +29,7 @@ def check_plan(plan: Plan, capture: Capture) -> None:
 
 def _wrong_stages(plan: Plan, capture: Capture) -> Iterator[str]:
     """What is wrong with the nodes of the stages, for this model."""
-    place = {
-        name: (stage.index, i) for stage in plan.stages for i, name in enumerate(stage.nodes)
-    }
+    place = {name: (stage.index, i) for stage in plan.stages for i, name in enumerate(stage.nodes)}
     if place.keys() != set(capture.order):
         odd = sorted(place.keys() ^ set(capture.order))
         yield f"{odd[0]!r} is " + ("no node of the model" if odd[0] in place else "on no stage")

@@ -135,7 +135,7 @@ def test_stages_in_an_order_that_would_compute_something_else_are_refused(
             stage["nodes"] = [swap.get(name, name) for name in stage["nodes"]]
             stage["regions"] = []
         spoilt["transfers"], spoilt["boundaries"] = [], []
-        with pytest.raises(PlanError, match="comes before|one stage"):
+        with pytest.raises(PlanError, match=r"comes before|one stage"):
             check_plan(plan_from_json(spoilt), capture)
 
 
