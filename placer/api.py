@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,14 @@ from placer.capture import Capture, capture_model, flatten_call
 from placer.emit import emit_stages, materialize
 from placer.errors import CaptureError, PlacerError
 from placer.plan.auto import choose_spec
-from placer.plan.build import build_plan
-from placer.plan.check import check_fingerprint, require_fit
+from placer.plan.check import check_plan, require_fit
 from placer.plan.remedies import misfit_error
 from placer.plan.types import Plan
 from placer.runtime.distributed.job import Job, find_job
 from placer.runtime.module import PlacedModule
 from placer.runtime.places import resolve_places
 from placer.simulation import SimulationReport, simulate_plan
-from placer.simulation.judge import plan_maker
+from placer.simulation.judge import Planner, plan_maker
 from placer.spec import DeviceSpec, PlacementSpec, load_spec
 from placer.versions import require, require_processes
 
@@ -80,16 +78,13 @@ def compile(
     capture, leaves = _capture(model, args, kwargs)
     if isinstance(wanted, Plan):
         plan = wanted
-        check_fingerprint(plan, capture)
+        check_plan(plan, capture)
         require_fit(plan)
     else:
         spec = wanted
         # In a job estimates have to do: a dry run of every rank is not for each rank to make.
-        make = (
-            partial(build_plan, capture, inputs=leaves, processes=True)
-            if job is not None
-            else plan_maker(capture, leaves)
-        )
+        in_job = job is not None
+        make = Planner(capture, leaves, processes=in_job, judged=not in_job)
         plan = make(spec)
         if not plan.fits:
             raise misfit_error(capture, spec, leaves, plan, make)
@@ -189,7 +184,7 @@ def simulate_captured(
     processes: bool = False,
 ) -> SimulationReport:
     """`simulate` for a model that is captured already, called with the tensors ``inputs``."""
-    check_fingerprint(plan, capture)
+    check_plan(plan, capture)
     if processes:
         from placer.simulation.ranks import simulate_ranks  # pipelining takes a while to import
 

@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from placer.errors import PlacerError
+
+
+def check_writable(*paths: Path | None) -> None:
+    """Raise ``PlacerError`` where it is plain that a file cannot be written; None is no file.
+
+    For the beginning of work that takes a while: `writing` has the last word.
+    """
+    for path in paths:
+        if path is None:
+            continue
+        folder = path.parent
+        reason = ""
+        if not folder.is_dir():
+            reason = f"there is no folder {folder}"
+        elif path.is_dir():
+            reason = "it is a folder"
+        elif not os.access(path if path.exists() else folder, os.W_OK):
+            reason = "Permission denied"
+        if reason:
+            raise PlacerError(str(path), f"cannot be written: {reason}", "check the path")
 
 
 @contextmanager

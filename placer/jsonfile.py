@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,8 @@ def parse_json(text: str) -> tuple[Any, list[str]]:
     twice: list[str] = []
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        twice.extend(sorted({key for key in keys if keys.count(key) > 1}))
+        counts = Counter(key for key, _ in pairs)
+        twice.extend(sorted(key for key, count in counts.items() if count > 1))
         return dict(pairs)
 
     if not text.strip():

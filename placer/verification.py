@@ -50,6 +50,14 @@ class Verification:
     comparisons: tuple[Comparison, ...]
     reference: str
 
+    def __repr__(self) -> str:
+        """The verdict, and the tensors that are furthest off where some differ."""
+        off = sorted((c for c in self.comparisons if not c.ok), key=lambda c: -c.relative_error)
+        lines = [f"Verification({self.summary})"]
+        lines += [f"  {c.kind} of {c.name}: relative error {c.relative_error:.2e}" for c in off[:5]]
+        lines += [f"  … and {len(off) - 5} more tensors that differ"] * (len(off) > 5)
+        return "\n".join(lines)
+
     @property
     def ok(self) -> bool:
         return all(c.ok for c in self.comparisons)

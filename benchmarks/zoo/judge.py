@@ -167,7 +167,7 @@ def _phase(name: str) -> Iterator[None]:
 def _shared_passes() -> Iterator[None]:
     """Capture each model once per mode, and cost each capture once: pure functions, so only faster."""
     captures: dict[Any, tuple[nn.Module, Any, Capture]] = {}
-    costs: dict[Any, tuple[Capture, Any]] = {}
+    costs: dict[int, tuple[Capture, CostEstimates]] = {}
 
     @functools.wraps(capture_model)
     def capture_once(model: nn.Module, args: Any, kwargs: Any = None) -> Capture:
@@ -177,15 +177,13 @@ def _shared_passes() -> Iterator[None]:
             captures[key] = (model, args, capture_model(model, args, kwargs))
         return captures[key][2]
 
-    @functools.wraps(estimate_costs)
-    def cost_once(capture: Capture, inputs: Any, **options: Any) -> Any:
-        key = (id(capture), str([(t.shape, t.dtype) for t in inputs]), str(options))
-        if key not in costs:
-            costs[key] = (capture, estimate_costs(capture, inputs, **options))
-        return costs[key][1]
+    def estimates_once(capture: Capture) -> CostEstimates:
+        if id(capture) not in costs:
+            costs[id(capture)] = (capture, CostEstimates(capture))
+        return costs[id(capture)][1]
 
     placer.api.capture_model = capture_once
-    placer.plan.build.estimate_costs = cost_once
+    placer.simulation.judge.CostEstimates = estimates_once  # type: ignore[assignment, misc]
     try:
         yield
     finally:
@@ -235,9 +233,7 @@ def _largest_share(plan: placer.Plan) -> float:
 def _best_share(capture: Capture, args: Any, kwargs: Any) -> float:
     """The least largest share over all cuts of the program's order of units into two stages."""
     inputs = [t for t in tree_leaves((args, kwargs)) if is_tensor(t)]
-    costs = placer.plan.build.estimate_costs(
-        capture, inputs, training=True, precision="fp32", kernels="cuda"
-    )
+    costs = placer.simulation.judge.CostEstimates(capture)(inputs, kernels="cuda")
     units = unit_graph(capture)
     order = program_order(units)
     cuts = [0, *itertools.accumulate(len(units.nodes[unit]["nodes"]) for unit in order)]

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from placer.cli.options import AsJson, SubjectOptions
-from placer.cli.output import people, print_text
+from placer.cli.output import people, print_text, progress
 
 Devices = Annotated[
     list[str],
@@ -56,6 +56,9 @@ Reserve = Annotated[
 ]
 
 
+EXAMPLE = "placer auto net.py:Net --input 8x64 -d cuda:0=16GiB -o spec.json"
+
+
 def auto(
     subject: SubjectOptions,
     devices: Devices,
@@ -78,13 +81,7 @@ def auto(
 
     Without -o the spec goes to stdout, and the table to stderr.
     """
-    from placer.cli.fit import report_misfit
-    from placer.errors import BudgetError
-    from placer.files import writing
-    from placer.plan.auto import choose_spec
-    from placer.plan.store import save_plan
-    from placer.report import plan_table
-    from placer.simulation.judge import plan_maker
+    from placer.files import check_writable, writing
     from placer.spec import PlacementSpec
 
     given = {
@@ -104,17 +101,29 @@ def auto(
         {field: value for field, value in given.items() if value is not None},
         context={"source": "placer auto"},
     )
+    subject.check()
+    check_writable(output, plan_output)
     console = people(as_json=as_json or output is None)
-    loaded = subject.load()
-    capture, leaves = loaded.capture()
+    with progress(console, "importing torch and the model"):
+        from placer.cli.fit import report_misfit
+        from placer.errors import BudgetError
+        from placer.plan.auto import choose_spec
+        from placer.plan.store import save_plan
+        from placer.report import plan_table
+        from placer.simulation.judge import plan_maker
+
+        loaded = subject.load()
+    with progress(console, "recording the operations of the model"):
+        capture, leaves = loaded.capture()
     make = plan_maker(capture, leaves)
     try:
-        chosen = choose_spec(capture, wanted, leaves, make)
+        with progress(console, "looking for a spec that fits"):
+            chosen = choose_spec(capture, wanted, leaves, make)
+            made = make(chosen)
     except BudgetError as error:
         closest = make(wanted)
         console.print(plan_table(closest))
         report_misfit(console, capture, wanted, leaves, closest, make, error=error, as_json=as_json)
-    made = make(chosen)
     console.print(plan_table(made))
     if plan_output is not None:
         save_plan(made, plan_output)

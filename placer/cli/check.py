@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from placer.cli.options import AsJson, SubjectOptions
-from placer.cli.output import people, print_json
+from placer.cli.output import people, print_json, progress
 from placer.errors import CaptureError, PlacerError, SpecError, nearest
 
 if TYPE_CHECKING:
@@ -40,6 +40,9 @@ Optimizer = Annotated[str, typer.Option("--optimizer", help="sgd, sgd_momentum, 
 Training = Annotated[bool, typer.Option("--training/--no-training", help="Count the backward.")]
 
 
+EXAMPLE = "placer check net.py:Net spec.json --input 8x64"
+
+
 def check(
     subject: SubjectOptions,
     memory: Memory,
@@ -54,8 +57,10 @@ def check(
     wanted = None if spec is None else load_spec(spec)
     sizes = _sizes(memory)
     _check_optimizer(optimizer)
-    loaded = subject.load(inputs_required=wanted is None)
+    subject.check(inputs_required=wanted is None)
     console = people(as_json=as_json)
+    with progress(console, "importing torch and the model"):
+        loaded = subject.load(inputs_required=wanted is None)
     if wanted is not None:
         _check_spec(console, loaded, wanted, source=str(spec), as_json=as_json)
     else:
@@ -91,9 +96,11 @@ def _check_spec(
         if as_json:
             print_json(result)
         return
-    capture, leaves = subject.capture()
+    with progress(console, "recording the operations of the model"):
+        capture, leaves = subject.capture()
     make = plan_maker(capture, leaves)
-    made = make(spec)
+    with progress(console, "planning"):
+        made = make(spec)
     console.print(plan_table(made))
     if as_json:
         print_json({**result, "fits": made.fits})
@@ -113,7 +120,8 @@ def _check_model(
     from placer.cli.limits import print_limits
     from placer.plan.pieces import count_pieces
 
-    capture, leaves = subject.capture()
+    with progress(console, "recording the operations of the model"):
+        capture, leaves = subject.capture()
     pieces = count_pieces(capture)
     operations = Counter(capture.layer_of.values())
     whole = [

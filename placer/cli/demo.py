@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+EXAMPLE = "placer demo --steps 50 -o demo_output"
+
 
 def demo(
     output: Annotated[

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from placer.cli.target import ModelError, find_callable, user_failure
-
-_TARGET = re.compile(r"(?!scalar:)[A-Za-z_./~][^=:]*:[A-Za-z_][\w.]*")
-
-
-def is_example(text: str) -> bool:
-    """Does ``text`` name a callable, rather than a shape?
-
-    >>> is_example("scenes.py:two_scenes"), is_example("8x64:int64"), is_example("scalar:int64")
-    (True, False, False)
-    """
-    return _TARGET.fullmatch(text) is not None
+from placer.cli.locate import ModelError
+from placer.cli.target import find_callable, user_failure
 
 
 def load_example(target: str, *, values_needed: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -32,7 +21,7 @@ def load_example(target: str, *, values_needed: bool) -> tuple[tuple[Any, ...], 
     make = find_callable(target)
     try:
         made = make()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise user_failure(target, "the example input", error) from error
     match made:
         case (tuple() as args, dict() as kwargs):

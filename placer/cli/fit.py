@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import typer
@@ -11,9 +12,10 @@ from torch import Tensor
 
 from placer.capture import Capture
 from placer.cli.main import EXIT_NO_FIT
-from placer.cli.output import print_json
-from placer.errors import BudgetError
+from placer.cli.output import print_json, progress
+from placer.errors import BudgetError, Tried
 from placer.plan.build import PlanMaker
+from placer.plan.check import describe_overflow
 from placer.plan.remedies import lacks_room, memory_needed, misfit_error
 from placer.plan.types import Plan
 from placer.spec import PlacementSpec
@@ -36,24 +38,37 @@ def report_misfit(
     ``make`` plans a changed spec. ``error`` has the tries, if they were made already. With
     ``as_json`` it goes to stdout.
     """
-    with console.status("looking for what would fit …"):
-        error = error or misfit_error(capture, spec, inputs, plan, make)
+    if error is None:
+        console.print(
+            f"it needs {describe_overflow(plan.tightest)}", style="bold red", markup=False
+        )
+        console.print("what would make it fit:")
+        with progress(console, "planning changes that may make it fit"):
+            error = misfit_error(
+                capture, spec, inputs, plan, make, found=partial(_print_tried, console)
+            )
+    else:  # the changes were tried before anything was printed
+        console.print(error.problem, style="bold red", markup=False)
+        console.print("what would make it fit:")
+        for tried in error.tried:
+            _print_tried(console, tried)
+    with progress(console, "planning with other amounts of memory"):
         needed = memory_needed(spec, make)
-    console.print(error.problem, style="bold red", markup=False)
-    console.print("what would make it fit:")
-    for change in [*(t.change for t in error.tried if t.fits), needed]:
-        console.print(f"  - {change}", markup=False)
+    console.print(f"  - {needed}", markup=False)
     if reason := lacks_room(spec):
         console.print(f"no change of the placement was tried: {reason}", markup=False)
-    short = [t for t in error.tried if not t.fits]
-    if short:
-        console.print("tried, and not enough:")
-    for tried in short:
-        line = f"  - {tried.change}: {format_bytes(tried.peak)}"
-        console.print(line, style="dim", markup=False)
     if as_json:
         print_json(_misfit(error, needed))
     raise typer.Exit(EXIT_NO_FIT)
+
+
+def _print_tried(console: Console, tried: Tried) -> None:
+    """A change on a line of its own; one that does not suffice says so."""
+    if tried.fits:
+        console.print(f"  - {tried.change}", markup=False)
+        return
+    line = f"  - not enough: {tried.change}: {format_bytes(tried.peak)}"
+    console.print(line, style="dim", markup=False)
 
 
 def _misfit(error: BudgetError, needed: str) -> Mapping[str, Any]:

@@ -1,27 +1,30 @@
-"""Example inputs from the command line: ``[name=]SHAPE[:DTYPE]``."""
+"""Example inputs from the command line: ``[name=]SHAPE[:DTYPE]``; read without importing torch."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from placer.errors import PlacerError, nearest
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+# By torch's name, the bytes of an element.
 _DTYPES = {
-    name: getattr(torch, name)
-    for name in (
-        "float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8",
-        "bool", "complex64",
-    )
+    "float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2,
+    "int8": 1, "uint8": 1, "bool": 1, "complex64": 8,
 }  # fmt: skip
+_MOST_BYTES = 2**63 - 1  # torch counts the bytes of a tensor in an int64
 _OTHER_NAMES = {
     "float": "float32", "double": "float64", "half": "float16", "long": "int64", "int": "int32",
     "fp32": "float32", "fp64": "float64", "fp16": "float16", "bf16": "bfloat16",
 }  # fmt: skip
+_EXAMPLE = re.compile(r"(?!scalar:)[A-Za-z_./~][^=:]*:[A-Za-z_][\w.]*")
 _INPUT = re.compile(
     r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<shape>[^:=]*)(?::(?P<dtype>[^:<]*)(?:<(?P<below>[^<]*))?)?"
 )
@@ -37,18 +40,39 @@ class InputSpec:
 
     name: str | None
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype_name: str
     below: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As torch has it."""
+        import torch
+
+        found: torch.dtype = getattr(torch, self.dtype_name)
+        return found
 
     def on_meta(self) -> Tensor:
         """The input without data."""
+        import torch
+
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     def random(self) -> Tensor:
         """The input with random data: normal, or whole numbers from 0 up to ``below``."""
+        import torch
+
         if self.dtype.is_floating_point or self.dtype.is_complex:
             return torch.randn(self.shape, dtype=self.dtype)
         return torch.randint(self.below, self.shape).to(self.dtype)
+
+
+def is_example(text: str) -> bool:
+    """Does ``text`` name a callable, rather than a shape?
+
+    >>> is_example("scenes.py:two_scenes"), is_example("8x64:int64"), is_example("scalar:int64")
+    (True, False, False)
+    """
+    return _EXAMPLE.fullmatch(text) is not None
 
 
 def parse_input(text: str) -> InputSpec:
@@ -68,18 +92,25 @@ def parse_input(text: str) -> InputSpec:
         raise PlacerError(where, f"{match['shape']!r} is not a shape", _FORM)
     given = "float32" if match["dtype"] is None else match["dtype"]
     given = given.removeprefix("torch.").lower()
-    dtype = _DTYPES.get(_OTHER_NAMES.get(given, given))
-    if dtype is None:
+    dtype_name = _OTHER_NAMES.get(given, given)
+    if dtype_name not in _DTYPES:
         near = nearest(given, [*_DTYPES, *_OTHER_NAMES])
         hint = f"did you mean {near!r}? " if near else ""
         raise PlacerError(where, f"no dtype {given!r}", f"{hint}dtypes: {', '.join(_DTYPES)}")
     below = match["below"] or "2"
     if not below.isdecimal() or int(below) < 1:
         raise PlacerError(where, f"{below!r} is not a bound above 0", _FORM)
+    shape = tuple(int(size) for size in sizes)
+    nbytes = math.prod(shape) * _DTYPES[dtype_name]
+    if nbytes > _MOST_BYTES:
+        problem = (
+            f"has {math.prod(shape):,} elements, more bytes than a tensor can have (2**63 - 1)"
+        )
+        raise PlacerError(where, problem, "check the sizes")
     return InputSpec(
         name=match["name"],
-        shape=tuple(int(size) for size in sizes),
-        dtype=dtype,
+        shape=shape,
+        dtype_name=dtype_name,
         below=int(below),
     )
 

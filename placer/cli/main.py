@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from placer.cli.options import with_subject
+from placer.cli.output import print_error_json
 from placer.errors import BudgetError, PlacerError, SpecError
 from placer.versions import explain_failed_import
 
@@ -29,6 +30,7 @@ _COMMANDS = (
     "doctor",
 )
 EXIT_USAGE, EXIT_NO_FIT = 2, 3
+EXIT_INTERRUPTED = 130  # as a shell has it for a command that Ctrl-C ended
 _TRACEBACK = "PLACER_TRACEBACK"  # set: exceptions of the model's own code keep their traceback
 
 
@@ -41,10 +43,26 @@ class _Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in _COMMANDS:
             return None
-        function = getattr(importlib.import_module(f"placer.cli.{cmd_name}"), cmd_name)
+        module = importlib.import_module(f"placer.cli.{cmd_name}")
+        function = getattr(module, cmd_name)
         single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        single.command(cmd_name)(_guarded(with_subject(function)))
+        example = f"Example:  {module.EXAMPLE}"
+        single.command(cmd_name, epilog=example)(_guarded(with_subject(function)))
         return typer.main.get_command(single)
+
+    def invoke(self, ctx: Any) -> Any:
+        """As in click; what is wrong with the arguments themselves is JSON too under ``--json``."""
+        arguments = [*getattr(ctx, "_protected_args", ()), *ctx.args]
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            usage = any(kind.__name__ == "UsageError" for kind in type(error).__mro__)
+            if not usage or "--json" not in arguments:
+                raise
+            message = cast(Any, error).format_message()
+            shown = PlacerError("arguments", message, "see placer COMMAND --help")
+            print_error_json(shown, EXIT_USAGE, kind="UsageError")
+            raise
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """As in click, with the nearest command named when there is none."""
@@ -53,30 +71,49 @@ class _Commands(TyperGroup):
 
 
 def _guarded(command: Callable[..., None]) -> Callable[..., None]:
-    """``command`` with errors as text on stderr and an exit code."""
+    """``command`` with errors as text on stderr (JSON on stdout under ``--json``) and an exit code."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
+        as_json = bool(kwargs.get("as_json"))
         try:
             with explain_failed_import():
                 command(*args, **kwargs)
         except PlacerError as error:
-            print(f"error: {_with_source(error, kwargs.get('spec'))}", file=sys.stderr)
-            raise typer.Exit(
-                EXIT_NO_FIT if isinstance(error, BudgetError) else EXIT_USAGE
-            ) from None
+            code = EXIT_NO_FIT if isinstance(error, BudgetError) else EXIT_USAGE
+            raise _told(_with_source(error, kwargs.get("spec")), code, as_json=as_json) from None
         except (typer.Exit, typer.Abort):
             raise
-        except Exception as error:
+        except KeyboardInterrupt:
+            interrupted = PlacerError("", "interrupted")
+            raise _told(interrupted, EXIT_INTERRUPTED, as_json=as_json) from None
+        except (Exception, SystemExit) as error:
             location = _model_location(error)
-            if not location or _TRACEBACK in os.environ:
+            if isinstance(error, SystemExit):
+                shown = _exited(location, error)
+            elif not location or _TRACEBACK in os.environ:
                 raise
-            text = f"error: {location}: {type(error).__name__}: {error}\n"
-            text += f"  -> set {_TRACEBACK}=1 to see the traceback"
-            print(text, file=sys.stderr)
-            raise typer.Exit(EXIT_USAGE) from None
+            else:
+                remedy = f"set {_TRACEBACK}=1 to see the traceback"
+                shown = PlacerError(location, f"{type(error).__name__}: {error}", remedy)
+            raise _told(shown, EXIT_USAGE, as_json=as_json, kind="ModelError") from None
 
     return run
+
+
+def _told(error: PlacerError, code: int, *, as_json: bool, kind: str = "") -> typer.Exit:
+    """Print ``error``; what to raise then."""
+    print(f"error: {error}", file=sys.stderr)
+    if as_json:
+        print_error_json(error, code, kind=kind)
+    return typer.Exit(code)
+
+
+def _exited(location: str, error: SystemExit) -> PlacerError:
+    """What is told where the model's own code called ``sys.exit``."""
+    code = "" if error.code is None else repr(error.code)
+    remedy = "have the model's code raise an error that says what is wrong"
+    return PlacerError(location or "the model", f"its code called sys.exit({code})", remedy)
 
 
 def _with_source(error: PlacerError, spec: object) -> PlacerError:
@@ -86,7 +123,7 @@ def _with_source(error: PlacerError, spec: object) -> PlacerError:
     return error
 
 
-def _model_location(error: Exception) -> str:
+def _model_location(error: BaseException) -> str:
     """Where the model's own code raised ``error``, "" when it was placer or no model is loaded."""
     if "torch" not in sys.modules:
         return ""
@@ -98,7 +135,6 @@ def _model_location(error: Exception) -> str:
 app = typer.Typer(
     cls=_Commands,
     name="placer",
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Place a PyTorch model on devices: model-parallel inside a replica, data-parallel across "
@@ -130,4 +166,8 @@ def _root(
 
 def main() -> None:
     """The entry point of the ``placer`` script."""
-    app(prog_name="placer")
+    try:
+        app(prog_name="placer")
+    except KeyboardInterrupt:  # before a command began
+        print("error: interrupted", file=sys.stderr)
+        raise SystemExit(EXIT_INTERRUPTED) from None

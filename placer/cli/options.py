@@ -11,6 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from placer.cli.inputs import is_example, parse_inputs
+from placer.cli.locate import check_target
+from placer.cli.values import parse_values
+from placer.errors import PlacerError
+
 if TYPE_CHECKING:
     from placer.cli.subject import Subject
 
@@ -81,6 +86,27 @@ class SubjectOptions:
     keywords: Keywords
     model_arguments: ModelArguments
     evaluation: Evaluation = False
+
+    def check(self, *, inputs_required: bool = True) -> None:
+        """Raise ``PlacerError`` for what is wrong with them as far as that shows without torch."""
+        shapes, examples = self.split_inputs()
+        parse_inputs(shapes, required=inputs_required and not examples)
+        parse_values("--kwarg", self.keywords)
+        parse_values("--model-arg", self.model_arguments)
+        for target in (self.model, *examples):
+            check_target(target)
+
+    def split_inputs(self) -> tuple[list[str], list[str]]:
+        """Inputs given as shapes, and the callable that makes all of them, if there is one."""
+        examples = [text for text in self.inputs if is_example(text)]
+        shapes = [text for text in self.inputs if not is_example(text)]
+        if len(examples) > 1 or (examples and shapes):
+            raise PlacerError(
+                f"--input {examples[0]}",
+                "makes all arguments of forward",
+                "leave out the other --input",
+            )
+        return shapes, examples
 
     def load(
         self,

@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+from placer.errors import BudgetError, PlacerError, SpecError
 
 _WIDTH = 100  # columns where the output is not a terminal
 
@@ -36,3 +41,38 @@ def print_text(text: str) -> None:
     """``text`` on stdout as it is."""
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+def print_error_json(error: PlacerError, exit_code: int, *, kind: str = "") -> None:
+    """``error`` as one JSON object on stdout: its kind, place, problem, remedy, and the exit code.
+
+    A `SpecError` has ``problems``, a list of these; a `BudgetError` what is missing and what was
+    tried.
+    """
+    found: dict[str, Any] = {
+        "kind": kind or type(error).__name__,
+        "place": error.where,
+        "problem": error.problem,
+        "remedy": error.remedy,
+    }
+    if isinstance(error, SpecError):
+        found["problem"] = f"{len(error.problems)} problem(s) in the placement spec"
+        found["problems"] = [
+            {"place": place, "problem": problem, "remedy": remedy}
+            for place, problem, remedy in error.problems
+        ]
+    if isinstance(error, BudgetError):
+        found["device"], found["missing_bytes"] = error.device, error.missing_bytes
+        found["tried"] = [asdict(tried) for tried in error.tried]
+    print_json({"error": found, "exit_code": exit_code})
+
+
+@contextmanager
+def progress(console: Console, doing: str) -> Iterator[None]:
+    """Say what takes a while: a moving line on a terminal, elsewhere a plain one on stderr."""
+    if not console.is_terminal:
+        print(f"{doing} …", file=sys.stderr, flush=True)
+        yield
+        return
+    with console.status(f"{doing} …"):
+        yield

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from placer.cli.options import AsJson, Processes, Spec, SubjectOptions
-from placer.cli.output import people, print_json
+from placer.cli.output import people, print_json, progress
 
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="PLAN", help="Save the plan here (JSON).")
@@ -22,6 +22,9 @@ Explain = Annotated[
 ]
 
 
+EXAMPLE = "placer plan net.py:Net spec.json --input 8x64 -o plan.json"
+
+
 def plan(
     subject: SubjectOptions,
     spec: Spec,
@@ -32,21 +35,28 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Show on which device everything goes and what it costs; nothing is allocated."""
-    from placer.cli.fit import report_misfit
-    from placer.plan.store import plan_to_json, save_plan
-    from placer.report import plan_table, write_html
-    from placer.simulation.judge import plan_maker
+    from placer.files import check_writable
     from placer.spec import load_spec
     from placer.versions import require_processes
 
     wanted = load_spec(spec)
+    subject.check()
+    check_writable(output, html)
     console = people(as_json=as_json)
-    if processes:
-        require_processes(len(wanted.devices))
-    loaded = subject.load()
-    capture, leaves = loaded.capture()
+    with progress(console, "importing torch and the model"):
+        from placer.cli.fit import report_misfit
+        from placer.plan.store import plan_to_json, save_plan
+        from placer.report import plan_table, write_html
+        from placer.simulation.judge import plan_maker
+
+        if processes:
+            require_processes(len(wanted.devices))
+        loaded = subject.load()
+    with progress(console, "recording the operations of the model"):
+        capture, leaves = loaded.capture()
     make = plan_maker(capture, leaves, processes=processes)
-    made = make(wanted)
+    with progress(console, "planning"):
+        made = make(wanted)
     console.print(plan_table(made))
     if explain:
         console.print("\n" + made.explain(), markup=False, highlight=False, soft_wrap=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from placer.cli.options import AsJson, SubjectOptions
-from placer.cli.output import people, plain_table, print_json
+from placer.cli.output import people, plain_table, print_json, progress
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -26,6 +26,9 @@ Precision = Annotated[str, typer.Option("--precision", help="fp32, bf16 or fp16.
 Training = Annotated[bool, typer.Option("--training/--no-training", help="Run the backward too.")]
 
 
+EXAMPLE = "placer profile net.py:Net --input 8x64 --depth 1"
+
+
 def profile(
     subject: SubjectOptions,
     depth: Depth = None,
@@ -34,19 +37,24 @@ def profile(
     as_json: AsJson = False,
 ) -> None:
     """Show bytes and FLOPs of every layer for one batch, estimated; nothing is allocated."""
-    from placer.cost import estimate_costs
     from placer.errors import PlacerError, nearest
 
     if precision not in ("fp32", "bf16", "fp16"):
         near = nearest(precision, ("fp32", "bf16", "fp16"))
         raise PlacerError("--precision", f"no precision {precision!r}", f"did you mean {near!r}?")
-    loaded = subject.load()
-    capture, leaves = loaded.capture()
+    subject.check()
+    console = people(as_json=as_json)
+    with progress(console, "importing torch and the model"):
+        from placer.cost import estimate_costs
+
+        loaded = subject.load()
+    with progress(console, "recording the operations of the model"):
+        capture, leaves = loaded.capture()
     costs = estimate_costs(capture, leaves, training=training, precision=precision)
     rows = layer_costs(capture, costs, depth)
     total = {column: sum(row[column] for row in rows.values()) for column in _COLUMNS}
     total["transient"] = max((row["transient"] for row in rows.values()), default=0)
-    people(as_json=as_json).print(_table(rows, total))
+    console.print(_table(rows, total))
     if as_json:
         layers = [{"layer": layer, **row} for layer, row in rows.items()]
         print_json({"layers": layers, "total": total})

@@ -21,16 +21,21 @@ Simulation = Annotated[
 ]
 
 
+EXAMPLE = "placer report plan.json -o report.html"
+
+
 def report(
     plan: Saved, output: Output = Path("report.html"), simulation: Simulation = None
 ) -> None:
     """Write a saved plan as one self-contained HTML page."""
     from placer.errors import PlacerError
+    from placer.files import check_writable
     from placer.jsonfile import read_json
     from placer.plan.store import load_plan
     from placer.report import write_html
 
     saved = load_plan(plan)
+    check_writable(output)
     simulated = None if simulation is None else read_json(simulation)
     try:
         write_html(saved, output, simulation=simulated)

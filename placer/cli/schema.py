@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from placer.cli.output import print_text
 
+EXAMPLE = "placer schema > placement.schema.json"
+
 
 def schema() -> None:
     """Print the JSON Schema of placement specs."""

@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from placer.cli.options import AsJson, Processes, SpecOrPlan, SubjectOptions
-from placer.cli.output import people, plain_table, print_json
+from placer.cli.output import people, plain_table, print_json, progress
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from placer.plan.types import Plan
     from placer.simulation import SimulationReport
+
+
+EXAMPLE = "placer simulate net.py:Net spec.json --input 8x64"
 
 
 def simulate(
@@ -25,24 +28,30 @@ def simulate(
     as_json: AsJson = False,
 ) -> None:
     """Run a training step on simulated devices and show the peak of each; nothing is allocated."""
-    from placer.api import simulate_captured
     from placer.cli.main import EXIT_NO_FIT
     from placer.cli.sources import load_spec_or_plan
     from placer.plan.types import Plan
     from placer.report import moment_text
-    from placer.simulation.judge import plan_maker
     from placer.versions import require_processes
 
     wanted = load_spec_or_plan(spec)
+    subject.check()
     console = people(as_json=as_json)
-    if processes:
-        require_processes(len(wanted.stages if isinstance(wanted, Plan) else wanted.devices))
-    loaded = subject.load()
-    capture, leaves = loaded.capture()
+    with progress(console, "importing torch and the model"):
+        from placer.api import simulate_captured
+        from placer.simulation.judge import plan_maker
+
+        if processes:
+            require_processes(len(wanted.stages if isinstance(wanted, Plan) else wanted.devices))
+        loaded = subject.load()
+    with progress(console, "recording the operations of the model"):
+        capture, leaves = loaded.capture()
     plan = wanted
     if not isinstance(plan, Plan):
-        plan = plan_maker(capture, leaves, processes=processes)(plan)
-    report = simulate_captured(capture, plan, leaves, processes=processes)
+        with progress(console, "planning"):
+            plan = plan_maker(capture, leaves, processes=processes)(plan)
+    with progress(console, "running a training step without data"):
+        report = simulate_captured(capture, plan, leaves, processes=processes)
     console.print(_table(plan, report))
     found = report.to_json()
     for name, device in found["devices"].items():

@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from placer.capture import Capture, capture_model, flatten_call
-from placer.cli.example import is_example, load_example
+from placer.cli.example import load_example
 from placer.cli.inputs import parse_inputs
 from placer.cli.options import SubjectOptions
 from placer.cli.target import build_model
 from placer.cli.values import parse_values
-from placer.errors import PlacerError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,14 +53,7 @@ def load_subject(
     Raises ``PlacerError`` for options that are not understood and for what the model's own code
     raises.
     """
-    examples = [text for text in options.inputs if is_example(text)]
-    shapes = [text for text in options.inputs if not is_example(text)]
-    if len(examples) > 1 or (examples and shapes):
-        raise PlacerError(
-            f"--input {examples[0]}",
-            "makes all arguments of forward",
-            "leave out the other --input",
-        )
+    shapes, examples = options.split_inputs()
     wanted = parse_inputs(shapes, required=inputs_required and not examples)
     kwargs = parse_values("--kwarg", options.keywords)
     torch.manual_seed(seed)

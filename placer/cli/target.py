@@ -16,14 +16,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from placer.errors import PlacerError, nearest
+from placer.cli.locate import (
+    ModelError,
+    find_source,
+    is_file,
+    no_callable,
+    no_module,
+    not_python,
+)
+from placer.errors import nearest
 
 _HERE = Path(__file__).parent.parent
 _TORCH = Path(torch.__file__).parent
-
-
-class ModelError(PlacerError):
-    """MODEL cannot be found, or the user's own code raised an exception."""
 
 
 def build_model(target: str, arguments: Mapping[str, Any], *, allocate: bool) -> nn.Module:
@@ -44,13 +48,16 @@ def build_model(target: str, arguments: Mapping[str, Any], *, allocate: bool) ->
                 return _module(target, make(**arguments))
         except ModelError:
             raise
-        except Exception:  # the user's code may raise anything; the real run below tells
+        except (
+            Exception,
+            SystemExit,
+        ):  # the user's code may raise anything; the real run below tells
             pass
     try:
         return _module(target, make(**arguments))
     except ModelError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise user_failure(target, "the model's constructor", error) from error
 
 
@@ -68,10 +75,7 @@ def find_callable(target: str) -> Callable[..., Any]:
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
-            near = nearest(part, _callables(found))
-            known = ", ".join(_callables(found)[:8])
-            hint = f"did you mean {place}:{near}?" if near else f"it has {known or 'none'}"
-            raise ModelError(target, f"{place} has no callable {part!r}", hint)
+            raise no_callable(place, part, _callables(found), target)
         found = getattr(found, part)
     if not callable(found):
         raise ModelError(target, f"{name!r} is a {type(found).__name__}, not a callable", "")
@@ -81,11 +85,15 @@ def find_callable(target: str) -> Callable[..., Any]:
 
 def user_failure(target: str, doing: str, error: BaseException) -> ModelError:
     """The exception that the user's code raised, with their file and line."""
-    location = user_location(error)
+    location = user_location(error) or target
+    if isinstance(error, SystemExit):
+        return ModelError(
+            location,
+            f"{doing} called sys.exit({'' if error.code is None else repr(error.code)})",
+            f"put what is a script's under 'if __name__ == \"__main__\":' ({target})",
+        )
     text = str(error).strip() or "no message"
-    return ModelError(
-        location or target, f"{doing} raised {type(error).__name__}: {text}", f"({target})"
-    )
+    return ModelError(location, f"{doing} raised {type(error).__name__}: {text}", f"({target})")
 
 
 def user_location(error: BaseException) -> str:
@@ -129,17 +137,11 @@ def _check_arguments(target: str, make: Callable[..., Any], arguments: Mapping[s
 
 
 def _load(place: str, target: str) -> ModuleType:
-    looks_like_file = place.endswith(".py") or "/" in place
-    return _load_file(Path(place), target) if looks_like_file else _import(place, target)
+    return _load_file(Path(place), target) if is_file(place) else _import(place, target)
 
 
 def _load_file(path: Path, target: str) -> ModuleType:
-    if not path.is_file():
-        folder = path.parent
-        beside = [p.name for p in folder.glob("*.py")] if folder.is_dir() else []
-        near = nearest(path.name, beside)
-        hint = f"did you mean {folder / near}?" if near else "check the path"
-        raise ModelError(target, f"no such file: {path}", hint)
+    find_source(str(path) if is_file(str(path)) else f"./{path}", target)
     path = path.resolve()
     name = path.stem if path.stem.isidentifier() and path.stem not in sys.modules else ""
     name = name or f"_placer_target_{path.stem}"
@@ -151,7 +153,7 @@ def _load_file(path: Path, target: str) -> ModuleType:
     _prefer(str(path.parent))
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise _import_failure(target, path.name, error) from error
     return module
@@ -165,30 +167,25 @@ def _import(name: str, target: str) -> ModuleType:
         missing = error.name or ""
         if missing != name and not name.startswith(missing + "."):
             raise _import_failure(target, name, error) from error
-        hint = _nearest_module(missing)
-        raise ModelError(target, f"no module named {missing!r}", hint) from None
-    except Exception as error:
+        raise no_module(missing, _nearest_module(missing), target) from None
+    except (Exception, SystemExit) as error:
         raise _import_failure(target, name, error) from error
 
 
-def _import_failure(target: str, name: str, error: Exception) -> ModelError:
+def _import_failure(target: str, name: str, error: BaseException) -> ModelError:
     if isinstance(error, SyntaxError):
-        where = f"{error.filename}:{error.lineno}"
-        return ModelError(where, f"is not Python: {error.msg}", f"({target})")
+        return not_python(error, target)
     return user_failure(target, f"importing {name}", error)
 
 
-def _nearest_module(missing: str) -> str:
+def _nearest_module(missing: str) -> str | None:
     """The module that was meant, among the neighbours of ``missing``."""
     parent, _, last = missing.rpartition(".")
     try:
         paths = importlib.import_module(parent).__path__ if parent else [str(Path.cwd())]
     except (ImportError, AttributeError):
-        return "check the name"
-    near = nearest(last, [module.name for module in pkgutil.iter_modules(paths)])
-    if near:
-        return f"did you mean {parent}.{near}?" if parent else f"did you mean {near}?"
-    return "check the name, and that it is installed"
+        return None
+    return nearest(last, [module.name for module in pkgutil.iter_modules(paths)])
 
 
 def _callables(place: Any) -> list[str]:

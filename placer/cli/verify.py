@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from placer.cli.options import AsJson, SpecOrPlan, SubjectOptions
-from placer.cli.output import people, plain_table, print_json
+from placer.cli.output import people, plain_table, print_json, progress
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -39,6 +39,9 @@ Tolerance = Annotated[
 ]
 
 
+EXAMPLE = "placer verify net.py:Net spec.json --input 8x64 --double"
+
+
 def verify(
     subject: SubjectOptions,
     spec: SpecOrPlan,
@@ -53,20 +56,24 @@ def verify(
     Exit code 1 when they differ.
     """
     from placer.cli.sources import load_spec_or_plan
-    from placer.verification import verify as compare
 
     wanted = load_spec_or_plan(spec)
+    subject.check()
     console = people(as_json=as_json)
-    loaded = subject.load(allocate=True, double=double, seed=seed)
-    result = compare(
-        loaded.model,
-        wanted,
-        loaded.args,
-        loaded.kwargs,
-        run_on=run_on or _stand_in(wanted),
-        seed=seed,
-        tolerance=tolerance,
-    )
+    with progress(console, "importing torch and the model"):
+        from placer.verification import verify as compare
+
+        loaded = subject.load(allocate=True, double=double, seed=seed)
+    with progress(console, "running a step of the placed model and one of the plain model"):
+        result = compare(
+            loaded.model,
+            wanted,
+            loaded.args,
+            loaded.kwargs,
+            run_on=run_on or _stand_in(wanted),
+            seed=seed,
+            tolerance=tolerance,
+        )
     console.print(_table(result))
     console.print()
     for line in _different(result):

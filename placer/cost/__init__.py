@@ -7,7 +7,7 @@ kernels take besides; `devices` says what kind a device is (`placer.catalogue`).
 """
 
 from placer.cost.devices import device_kind, device_type, updates_together
-from placer.cost.estimate import estimate_costs
+from placer.cost.estimate import CostEstimates, estimate_costs
 from placer.cost.kernels import device_kernels
 from placer.cost.record import stand_in_loss
 from placer.cost.regions import with_regions
@@ -16,6 +16,7 @@ from placer.cost.workspaces import cpu_result, workspace_nbytes
 
 __all__ = [
     "AddedGradient",
+    "CostEstimates",
     "CostTable",
     "NodeCost",
     "PendingGradient",

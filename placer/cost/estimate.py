@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -36,33 +38,101 @@ def estimate_costs(
     more forward run, for what nodes need whose savings go to the host at once. Raises
     ``CaptureError`` when the model does not run on such a micro-batch.
     """
+    recording = _record(
+        capture, inputs, training=training, precision=precision, kernels=kernels, offloads=False
+    )
+    table = _table(capture, inputs, recording, training=training)
+    if not (offloads and training):
+        return table
+    return _with_sending(
+        table,
+        _record(
+            capture, inputs, training=True, precision=precision, kernels=kernels, offloads=True
+        ),
+    )
+
+
+class CostEstimates:
+    """`estimate_costs` for one captured model, which makes no run of the model twice.
+
+    A search for a plan asks for the same micro-batch again and again, with other budgets, devices
+    or schedules; the costs depend on none of these.
+    """
+
+    def __init__(self, capture: Capture) -> None:
+        self._capture = capture
+        self._tables: dict[Any, CostTable] = {}
+
+    def __call__(
+        self,
+        inputs: Sequence[Tensor],
+        *,
+        training: bool = True,
+        precision: str = "fp32",
+        offloads: bool = False,
+        kernels: str | Mapping[str, str] = "",
+    ) -> CostTable:
+        """As `estimate_costs`."""
+        offloads = offloads and training
+        shapes = tuple((tuple(t.shape), t.stride(), t.dtype, t.requires_grad) for t in inputs)
+        of_nodes = kernels if isinstance(kernels, str) else tuple(sorted(kernels.items()))
+        key = shapes, training, precision, of_nodes
+        if (key, False) not in self._tables:
+            self._tables[key, False] = estimate_costs(
+                self._capture, inputs, training=training, precision=precision, kernels=kernels
+            )
+        if offloads and (key, True) not in self._tables:
+            sent = _record(
+                self._capture,
+                inputs,
+                training=True,
+                precision=precision,
+                kernels=kernels,
+                offloads=True,
+            )
+            self._tables[key, True] = _with_sending(self._tables[key, False], sent)
+        return self._tables[key, offloads]
+
+
+def _record(
+    capture: Capture,
+    inputs: Sequence[Tensor],
+    *,
+    training: bool,
+    precision: str,
+    kernels: str | Mapping[str, str],
+    offloads: bool,
+) -> Recording:
+    """One run on fake tensors. Raises ``CaptureError`` when the model does not run so."""
     world = FakeWorld()
     model = world.module(capture.model)
     constants = {name: world.tensor(t) for name, t in capture.constants.items()}
-
-    def run(*, offloads: bool) -> Recording:
-        return record_run(
-            capture.graph,
-            capture.order,
-            model,
-            [world.tensor(t) for t in inputs],
-            constants,
-            training=training,
-            run_context=partial(precision_context, precision, "cpu"),
-            offloads=offloads,
-            kernels=_kernels_of(capture, kernels),
-            half=precision != "fp32",
-            visible=capture.call.result.visible,
-        )
-
     try:
         with world.running(capture.conditions.guess):
-            recording = run(offloads=False)
-            sent = run(offloads=True) if offloads and training else recording
+            return record_run(
+                capture.graph,
+                capture.order,
+                model,
+                [world.tensor(t) for t in inputs],
+                constants,
+                training=training,
+                run_context=partial(precision_context, precision, "cpu"),
+                offloads=offloads,
+                kernels=_kernels_of(capture, kernels),
+                half=precision != "fp32",
+                visible=capture.call.result.visible,
+            )
     except NodeFailed as failure:
         raise _does_not_run(capture, failure, inputs) from failure.__cause__
-    sending = [tally.forward_transient for tally in sent.tallies]
-    return _table(capture, inputs, recording, sending, training=training)
+
+
+def _with_sending(table: CostTable, sent: Recording) -> CostTable:
+    """``table`` with what the nodes' forwards need where their savings go to the host at once."""
+    nodes = tuple(
+        replace(node, forward_sending=tally.forward_transient)
+        for node, tally in zip(table.nodes, sent.tallies, strict=True)
+    )
+    return replace(table, nodes=nodes)
 
 
 def _does_not_run(capture: Capture, failure: NodeFailed, inputs: Sequence[Tensor]) -> CaptureError:
@@ -88,7 +158,6 @@ def _table(
     capture: Capture,
     inputs: Sequence[Tensor],
     recording: Recording,
-    sending: Sequence[int],
     *,
     training: bool,
 ) -> CostTable:
@@ -108,7 +177,7 @@ def _table(
                 forward_traffic=tally.forward_traffic,
                 backward_traffic=tally.backward_traffic,
                 forward_transient=tally.forward_transient,
-                forward_sending=sending[i],
+                forward_sending=tally.forward_transient,
                 backward_transient=needs.alone[i],
                 backward_fetching=needs.fetched[i],
                 backward_incoming=needs.incoming[i],

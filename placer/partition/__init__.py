@@ -15,7 +15,7 @@ describe, types        the answer, and why each boundary is where it is
 =====================  ===========================================================================
 """
 
-from placer.partition.choose import choose_partition
+from placer.partition.choose import choose_partition, rate_partition
 from placer.partition.solver.problem import (
     PartitionProblem,
     SharedValue,
@@ -38,6 +38,7 @@ __all__ = [
     "Solution",
     "StageSlot",
     "choose_partition",
+    "rate_partition",
     "solve",
     "stage_loads",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from placer.partition.stage_cost.score import (
 )
 from placer.partition.stage_cost.tables import IntervalTables
 from placer.partition.types import Demands, DeviceSlot
-from placer.schedule import InFlight, in_flight, make_schedule
+from placer.schedule import InFlight, in_flight_by_stage, make_schedule
 
 SLACK = 1.005  # how far above the least peak the additive bounds of a proposal may go
 _TIE = 1e-9  # the next criterion decides among equals only
@@ -46,8 +47,17 @@ def waiting_at(demands: Demands, num_stages: int, stage_index: int) -> InFlight:
     """What waits at a stage under the schedule that is asked for."""
     if demands.microbatches == 1 or not demands.training:
         return InFlight(microbatches=demands.microbatches, last_share=demands.last_share)
-    schedule = make_schedule(demands.schedule, num_stages, demands.microbatches)
-    return in_flight(schedule, stage_index, last_share=demands.last_share)
+    waiting = _waiting(demands.schedule, num_stages, demands.microbatches, demands.last_share)
+    return waiting[stage_index]
+
+
+@functools.lru_cache(maxsize=64)
+def _waiting(
+    schedule: str, num_stages: int, microbatches: int, last_share: float
+) -> tuple[InFlight, ...]:
+    """`waiting_at` for every stage; searches ask for the same ones hundreds of times."""
+    table = make_schedule(schedule, num_stages, microbatches)
+    return in_flight_by_stage(table, last_share=last_share)
 
 
 def optimizer_on(demands: Demands, devices: Iterable[str]) -> OptimizerMemory:

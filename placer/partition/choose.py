@@ -81,8 +81,37 @@ def choose_partition(
         bound = search.add_solved(model)
         search.add_returning(bound)
         assert search.best is not None
-        best = search.best
+        best = search.with_all_borders(search.best)
     return describe_partition(best, capture, costs, search.pinned_nodes(best), demands, bound)
+
+
+def rate_partition(
+    capture: Capture,
+    costs: CostTable,
+    stages: Sequence[tuple[DeviceSlot, Sequence[str]]],
+    demands: Demands,
+) -> Partition:
+    """These stages, each a device with its nodes in the order it runs them, and what they cost.
+
+    No other placement is looked for, so its optimality is not known (the bound is 0), and of its
+    boundaries not where else they could be. O(nodes x stages), much less than `choose_partition`.
+    """
+    position = {name: i for i, name in enumerate(capture.order)}
+    nodes = [position[name] for _, names in stages for name in names]
+    cuts = list(itertools.accumulate((len(names) for _, names in stages), initial=0))
+    slots = [slot for slot, _ in stages]
+    pinned: list[str | None] = [slot.name for slot, names in stages for _ in names]
+    tables = _build(costs, nodes, cuts, demands)
+    rated = rate_stages(tables, nodes, slots, range(len(cuts)), pinned, demands)
+    return describe_partition(rated, capture, costs, pinned, demands, 0.0)
+
+
+def _build(
+    costs: CostTable, nodes: Sequence[int], cuts: Sequence[int], demands: Demands
+) -> IntervalTables:
+    return build_tables(
+        costs, nodes, cuts, relayed=demands.processes, later=demands.microbatches > 1
+    )
 
 
 class _Search:
@@ -129,7 +158,7 @@ class _Search:
                 break
             self._tried.add(tried)
             nodes, pinned = self._nodes(order)
-            tables = build_tables(self._costs, nodes, cuts, relayed=self._demands.processes)
+            tables = _build(self._costs, nodes, cuts, self._demands)
             if found is not None:  # the very stages that the order was made of
                 same = self._indices(tables, order, kept)
                 slots, demands = found.slots, self._demands
@@ -164,7 +193,7 @@ class _Search:
                 return
             order = restated
             nodes, pinned = self._nodes(order)
-            tables = self._tables(order, nodes, counts)
+            tables = self._tables_of(order, nodes, counts)
             same = self._indices(tables, order, counts)
             found = rate_stages(tables, nodes, nearer.slots, same, pinned, self._demands)
             self._offer(found)
@@ -173,7 +202,25 @@ class _Search:
         self, order: Sequence[int], nodes: Sequence[int], kept: Collection[int]
     ) -> IntervalTables:
         cuts = candidate_cuts(self._units, order, self._costs, self._pin_of, kept)
-        return build_tables(self._costs, nodes, cuts, relayed=self._demands.processes)
+        return _build(self._costs, nodes, cuts, self._demands)
+
+    def _tables_of(
+        self, order: Sequence[int], nodes: Sequence[int], counts: Collection[int]
+    ) -> IntervalTables:
+        """The tables for the stages that end after so many units, and no others."""
+        return _build(self._costs, nodes, sorted(set(self._borders(order, counts))), self._demands)
+
+    def with_all_borders(self, found: Candidate) -> Candidate:
+        """``found`` with tables that say where else its stages could end."""
+        if len(found.tables.cuts) > len(set(found.cuts)):
+            return found
+        unit_of = {node: u for u, nodes in self._units.nodes(data="nodes") for node in nodes}
+        order = list(dict.fromkeys(unit_of[node] for node in found.nodes))
+        ends = self._borders(order, range(len(order) + 1))
+        counts = [ends.index(found.tables.cuts[cut]) for cut in found.cuts]
+        tables = self._tables(order, found.nodes, counts)
+        same = self._indices(tables, order, counts)
+        return replace(found, tables=tables, cuts=tuple(same))
 
     def _solve(
         self, tables: IntervalTables, nodes: Sequence[int], pinned: Sequence[str | None]

@@ -37,6 +37,7 @@ _POWERS = (4.0, 16.0, 64.0)  # from the sum of all loads towards the largest
 _PRICE = 0.006  # of a stage: how much lower the loads must be for one more
 _SPARE = 0.004  # how much higher the largest load may be for fewer stages
 _MOST_STEPS = 200
+_ROUNDING = 1e-9  # sums of floats in another order
 
 
 def nested_devices(
@@ -91,28 +92,47 @@ def _pair(shared: SharedPeaks, at: np.ndarray, x: int, y: int) -> Table:
 
 
 def improved_devices(
-    device_of: Sequence[int], cuts: Sequence[int], free: Sequence[bool], devices: int, load: Load
+    device_of: Sequence[int],
+    cuts: Sequence[int],
+    free: Sequence[bool],
+    devices: int,
+    load: Load,
+    at_least: Load,
 ) -> list[int]:
-    """``device_of`` after moving stretches of it (only ``free`` places) from device to device."""
+    """``device_of`` after moving stretches of it (only ``free`` places) from device to device.
+
+    ``at_least`` bounds ``load`` from below: a move that is no better by that is not looked at.
+    """
     known: dict[tuple[int, tuple[Span, ...]], float] = {}
+    floors: dict[tuple[int, tuple[Span, ...]], float] = {}
     best = list(device_of)
     start = (load(device, spans) for device, spans in enumerate(spans_of(best, cuts, devices)))
     unit = max(start) or 1.0  # powers of bytes would overflow
     for power in _POWERS:
 
-        def value(tried: Sequence[int], power: float = power) -> float:
-            found = 0.0
-            for device, spans in enumerate(spans_of(tried, cuts, devices)):
-                if (device, spans) not in known:
-                    known[device, spans] = load(device, spans) / unit
-                found += known[device, spans] ** power * (1 + _PRICE * power * len(spans))
-            return found
+        def term(share: float, spans: tuple[Span, ...], power: float = power) -> float:
+            return float(share**power * (1 + _PRICE * power * len(spans)))
 
-        least = value(best)
+        def value(tried: Sequence[int], limit: float) -> float:
+            """The sum over the devices; ``inf`` where it is sure not to be below ``limit``."""
+            pairs = list(enumerate(spans_of(tried, cuts, devices)))
+            unknown = [pair for pair in pairs if pair not in known]
+            for pair in unknown:
+                if pair not in floors:
+                    floors[pair] = at_least(*pair) / unit * (1 - _ROUNDING)
+            bound = sum(term(known.get(pair, floors.get(pair, 0.0)), pair[1]) for pair in pairs)
+            for pair in unknown:
+                if bound >= limit:
+                    return math.inf
+                known[pair] = load(*pair) / unit
+                bound += term(known[pair], pair[1]) - term(floors[pair], pair[1])
+            return sum(term(known[pair], pair[1]) for pair in pairs)
+
+        least = value(best, math.inf)
         for _ in range(_MOST_STEPS):
             better: list[int] | None = None
             for tried in _moves(best, free, devices):
-                found = value(tried)
+                found = value(tried, least)
                 if found < least * (1 - 1e-9):
                     better, least = tried, found
             if better is None:
@@ -160,9 +180,10 @@ def _moves(device_of: list[int], free: Sequence[bool], devices: int) -> list[lis
 def spans_of(device_of: Sequence[int], cuts: Sequence[int], devices: int) -> list[tuple[Span, ...]]:
     """Per device its stages."""
     found: list[list[Span]] = [[] for _ in range(devices)]
-    at = 0
-    for device, run in itertools.groupby(device_of):
-        end = at + len(list(run))
-        found[device].append((cuts[at], cuts[end]))
-        at = end
+    begin, device = 0, device_of[0]
+    for end, other in enumerate(device_of):
+        if other != device:
+            found[device].append((cuts[begin], cuts[end]))
+            begin, device = end, other
+    found[device].append((cuts[begin], cuts[len(device_of)]))
     return [tuple(spans) for spans in found]

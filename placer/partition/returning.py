@@ -64,6 +64,11 @@ class ReturningChains:
         scale, offset = self.scales[device]
         return self.shared.peak(spans) * scale + offset if spans else 0.0
 
+    def load_at_least(self, device: int, spans: Sequence[Span]) -> float:
+        """A lower bound on `load` that is quick to find."""
+        scale, offset = self.scales[device]
+        return self.shared.at_least(spans) * scale + offset if spans else 0.0
+
     def candidate(self, chain: Sequence[DeviceSlot], cuts: Sequence[int]) -> Candidate:
         """The chain with its stages between ``cuts`` (indices)."""
         spans: list[list[Span]] = [[] for _ in self.slots]
@@ -131,7 +136,9 @@ def find_returning(
     device_of = np.searchsorted(best.cuts[1:-1], cuts[:-1], side="right").tolist()
     if all(free):
         device_of = nested_devices(chains.shared, cuts, chains.scales)
-    device_of = improved_devices(device_of, cuts, free, len(chains.slots), chains.load)
+    device_of = improved_devices(
+        device_of, cuts, free, len(chains.slots), chains.load, chains.load_at_least
+    )
     chain: list[DeviceSlot] = []
     ends = [0]
     for cut, device in zip(cuts[1:], device_of, strict=True):

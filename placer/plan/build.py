@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Protocol
 
 from torch import Tensor
 
 from placer.capture import Capture
-from placer.cost import CostTable, device_type, estimate_costs
+from placer.cost import CostEstimates, CostTable, device_type
 from placer.errors import CaptureError
 from placer.partition import Demands, DeviceSlot, Partition, choose_partition
 from placer.plan.assemble import assemble_plan
@@ -29,8 +30,20 @@ from placer.plan.types import Plan
 from placer.regions import RegionKey
 from placer.spec import PlacementSpec
 
-# How a spec is planned for one model and its inputs, by whoever judges the plan.
-PlanMaker = Callable[[PlacementSpec], Plan]
+
+class PlanMaker(Protocol):
+    """How specs are planned for one model and its inputs, by whoever judges the plans."""
+
+    @property
+    def costs(self) -> CostEstimates:
+        """The model's costs, shared by all plans that it makes."""
+
+    def __call__(self, spec: PlacementSpec, *, second_look: bool = True) -> Plan:
+        """The plan for ``spec``.
+
+        Without ``second_look`` a plan that does not fit by its estimates is returned as it is, even
+        if it is so near to fitting that a dry run might say otherwise.
+        """
 
 
 def build_plan(
@@ -40,12 +53,14 @@ def build_plan(
     *,
     pins: Mapping[str, str] | None = None,
     costs: CostTable | None = None,
+    estimate: CostEstimates | None = None,
     processes: bool = False,
 ) -> Plan:
     """The plan for ``capture`` under ``spec``, for a batch shaped like ``inputs`` (any device).
 
     ``pins`` are nodes and the devices they must be on, beyond what the spec's layers say; ``costs``
-    those of the spec's micro-batch, where they are known already. ``processes``: the plan is for one
+    those of the spec's micro-batch, where they are known already; ``estimate`` is shared by plans of
+    one capture, so that the model is run once per micro-batch. ``processes``: the plan is for one
     process per device, where values pass through the stages between. A plan
     that overflows a budget is returned with ``fits`` False. Raises ``SpecError`` when the spec's
     layers or devices do not go with the model, ``PlacerError`` for what is not supported.
@@ -56,6 +71,7 @@ def build_plan(
     replicas = count_replicas(spec)
     pins = {**wanted_devices(capture, spec), **(pins or {})}
     keys = wanted_regions(capture, spec)
+    estimate = estimate or CostEstimates(capture)
     plans: list[Plan] = []
     for microbatches in microbatch_choices(spec, capture, replicas):
         try:
@@ -68,6 +84,7 @@ def build_plan(
                 pins=pins,
                 keys=keys,
                 costs=costs,
+                estimate=estimate,
                 processes=processes,
             )
         except CaptureError:
@@ -88,6 +105,7 @@ def _plan_for(
     pins: Mapping[str, str],
     keys: Sequence[RegionKey | None],
     costs: CostTable | None,
+    estimate: CostEstimates,
     processes: bool,
 ) -> Plan:
     """The plan for this number of replicas and micro-batches."""
@@ -95,8 +113,7 @@ def _plan_for(
     sizes = microbatch_rows(capture, inputs, replicas, microbatches)
     demands = demands_of(spec, sizes, processes=processes)
     costs_of = partial(
-        estimate_costs,
-        capture,
+        estimate,
         microbatch_inputs(capture, inputs, replicas, microbatches),
         training=spec.training,
         precision=spec.precision,

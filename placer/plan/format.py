@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from placer.errors import PlanError, nearest
-from placer.jsonfile import json_pointer
+from placer.jsonfile import escape_token, json_pointer
+from placer.spec.fields import MOST, OPTIMIZERS, device_name
 
 VERSION = 1
 
@@ -22,6 +23,11 @@ _JSON_WORDS = {
 }
 _MOST_PROBLEMS = 20
 
+Bytes = Annotated[int, Field(ge=0, le=2**63 - 1)]  # torch counts them in an int64
+Index = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Count = Annotated[int, Field(ge=1, le=MOST)]
+Seconds = Annotated[float, Field(ge=0)]
+
 
 class _File(BaseModel):
     model_config = ConfigDict(
@@ -32,14 +38,14 @@ class _File(BaseModel):
 class MemoryFile(_File):
     """`StageMemory`, in bytes."""
 
-    parameters: NonNegativeInt
-    gradients: NonNegativeInt
-    optimizer: NonNegativeInt
-    buffers: NonNegativeInt
-    saved: NonNegativeInt
-    boundary: NonNegativeInt
-    transient: NonNegativeInt
-    peak: NonNegativeInt
+    parameters: Bytes
+    gradients: Bytes
+    optimizer: Bytes
+    buffers: Bytes
+    saved: Bytes
+    boundary: Bytes
+    transient: Bytes
+    peak: Bytes
 
 
 class RegionFile(_File):
@@ -54,15 +60,15 @@ class RegionFile(_File):
 class StageFile(_File):
     """`StagePlan`."""
 
-    index: NonNegativeInt
+    index: Index
     devices: list[str]
     layers: list[str]
     nodes: list[str]
     memory: MemoryFile
-    budget: NonNegativeInt | None
-    reserve: NonNegativeInt
-    forward_seconds: float
-    backward_seconds: float
+    budget: Bytes | None
+    reserve: Bytes
+    forward_seconds: Seconds
+    backward_seconds: Seconds
     regions: list[RegionFile] = []
 
 
@@ -70,18 +76,18 @@ class TransferFile(_File):
     """`Transfer`, with the words of the JSON."""
 
     value: str
-    source: NonNegativeInt = Field(alias="from")
-    target: NonNegativeInt = Field(alias="to")
-    nbytes: NonNegativeInt = Field(alias="bytes")
+    source: Index = Field(alias="from")
+    target: Index = Field(alias="to")
+    nbytes: Bytes = Field(alias="bytes")
 
 
 class DeviceFile(_File):
     """`DevicePeak`."""
 
     device: str
-    peak: NonNegativeInt
-    budget: NonNegativeInt | None
-    reserve: NonNegativeInt
+    peak: Bytes
+    budget: Bytes | None
+    reserve: Bytes
 
 
 class OptimalityFile(_File):
@@ -97,12 +103,12 @@ class OptimalityFile(_File):
 class BoundaryFile(_File):
     """`Boundary`."""
 
-    index: NonNegativeInt
+    index: Index
     last: str
     first: str
     left: float
     right: float
-    nbytes: NonNegativeInt
+    nbytes: Bytes
     next_best: str | None
     next_value: float | None
 
@@ -112,16 +118,16 @@ class PlanFile(_File):
 
     version: Literal[1]
     fits: bool
-    objective: str
+    objective: Literal["throughput", "memory", "latency"]
     processes: bool
-    replicas: int = Field(ge=1)
-    microbatches: int = Field(ge=1)
-    schedule: str
-    precision: str
-    batch_norm: str
-    optimizer: str | dict[str, NonNegativeInt]
+    replicas: Count
+    microbatches: Count
+    schedule: Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble"]
+    precision: Literal["fp32", "bf16", "fp16"]
+    batch_norm: Literal["per_microbatch", "deferred", "sync"]
+    optimizer: str | dict[str, Bytes]
     training: bool
-    step_seconds: float
+    step_seconds: Seconds
     fingerprint: str
     stages: list[StageFile] = Field(min_length=1)
     devices: list[DeviceFile]
@@ -191,9 +197,30 @@ def _keys_beside(loc: tuple[int | str, ...]) -> list[str]:
     return [field.alias or name for name, field in home.model_fields.items()]
 
 
-def _inconsistencies(file: PlanFile) -> Iterator[tuple[str, str]]:
+_Problems = Iterator[tuple[str, str]]
+
+
+def _inconsistencies(file: PlanFile) -> _Problems:
     """What no single field can say: counts and references that must agree."""
-    stage_of: dict[str, int] = {}
+    yield from _wrong_optimizer(file)
+    yield from _wrong_stages(file)
+    yield from _wrong_nodes(file)
+    yield from _wrong_devices(file)
+    yield from _wrong_transfers(file)
+    yield from _wrong_boundaries(file)
+
+
+def _wrong_optimizer(file: PlanFile) -> _Problems:
+    known = ", ".join(repr(name) for name in OPTIMIZERS)
+    if isinstance(file.optimizer, str):
+        if file.optimizer not in OPTIMIZERS:
+            yield "/optimizer", f"{file.optimizer!r} where one of {known} belongs"
+    elif set(file.optimizer) != {"bytes_per_parameter"}:
+        yield "/optimizer", f'one of {known}, or {{"bytes_per_parameter": n}}, belongs here'
+
+
+def _wrong_stages(file: PlanFile) -> _Problems:
+    layers = set(file.node_layers.values())
     for i, stage in enumerate(file.stages):
         if stage.index != i:
             yield f"/stages/{i}/index", f"{stage.index} where {i} belongs: stages are in order"
@@ -202,10 +229,9 @@ def _inconsistencies(file: PlanFile) -> Iterator[tuple[str, str]]:
                 f"/stages/{i}/devices",
                 f"{len(stage.devices)} device(s) where one for each of {file.replicas} belongs",
             )
-        for node in stage.nodes:
-            if node in stage_of:
-                yield f"/stages/{i}/nodes", f"{node!r} is on stage {stage_of[node]} as well"
-            stage_of[node] = i
+        for k, layer in enumerate(stage.layers):
+            if layer not in layers:
+                yield f"/stages/{i}/layers/{k}", f"{layer!r} is the layer of no node"
         place = {node: position for position, node in enumerate(stage.nodes)}
         reached = -1
         for number, region in enumerate(stage.regions):
@@ -217,11 +243,52 @@ def _inconsistencies(file: PlanFile) -> Iterator[tuple[str, str]]:
                     "region before it",
                 )
             reached = max(reached, last)
-    known = {device.device for device in file.devices}
+
+
+def _wrong_nodes(file: PlanFile) -> _Problems:
+    stage_of: dict[str, int] = {}
     for i, stage in enumerate(file.stages):
-        for name in stage.devices:
+        for k, node in enumerate(stage.nodes):
+            if node in stage_of:
+                yield f"/stages/{i}/nodes/{k}", f"{node!r} is on stage {stage_of[node]} as well"
+            elif node not in file.node_layers:
+                yield f"/stages/{i}/nodes/{k}", f"{node!r} is not among /node_layers"
+            stage_of.setdefault(node, i)
+    for node in file.node_layers:
+        if node not in stage_of:
+            yield f"/node_layers/{escape_token(node)}", f"{node!r} is on no stage"
+
+
+def _wrong_devices(file: PlanFile) -> _Problems:
+    """Names, a peak for every device, and which replica each serves."""
+    known: set[str] = set()
+    for i, device in enumerate(file.devices):
+        where = f"/devices/{i}/device"
+        if device.device in known:
+            yield where, f"{device.device!r} has a peak in /devices already"
+        known.add(device.device)
+        try:
+            if device_name(device.device) != device.device:
+                yield where, f"{device.device!r} where {device_name(device.device)!r} belongs"
+        except ValueError as error:
+            yield where, str(error)
+    used: dict[str, tuple[int, str]] = {}  # device -> its replica, and its place's first device
+    for i, stage in enumerate(file.stages):
+        for replica, name in enumerate(stage.devices):
+            where = f"/stages/{i}/devices/{replica}"
+            serves = replica, stage.devices[0]
             if name not in known:
-                yield f"/stages/{i}/devices", f"{name!r} has no peak in /devices"
+                yield where, f"{name!r} has no peak in /devices"
+            elif used.setdefault(name, serves) != serves:
+                yield where, f"{name!r} serves another place, or another replica, too"
+    for i, device in enumerate(file.devices):
+        if device.device not in used:
+            yield f"/devices/{i}/device", f"{device.device!r} is the device of no stage"
+
+
+def _wrong_transfers(file: PlanFile) -> _Problems:
+    stage_of = {node: i for i, stage in enumerate(file.stages) for node in stage.nodes}
+    seen: set[tuple[str, int]] = set()
     for i, transfer in enumerate(file.transfers):
         if not transfer.source < transfer.target < len(file.stages):
             yield (
@@ -229,6 +296,35 @@ def _inconsistencies(file: PlanFile) -> Iterator[tuple[str, str]]:
                 f"goes from stage {transfer.source} to {transfer.target}: a later stage of the "
                 f"{len(file.stages)} belongs there",
             )
+        elif transfer.value not in stage_of:
+            yield f"/transfers/{i}/value", f"{transfer.value!r} is a node of no stage"
+        elif stage_of[transfer.value] != transfer.source:
+            yield (
+                f"/transfers/{i}/from",
+                f"{transfer.source} where {stage_of[transfer.value]} belongs: that stage has "
+                f"{transfer.value!r}",
+            )
+        elif (transfer.value, transfer.target) in seen:
+            yield f"/transfers/{i}", f"{transfer.value!r} goes to stage {transfer.target} already"
+        seen.add((transfer.value, transfer.target))
+
+
+def _wrong_boundaries(file: PlanFile) -> _Problems:
+    nodes = [set(stage.nodes) for stage in file.stages]
+    for i, boundary in enumerate(file.boundaries):
+        if boundary.index != i or i + 1 >= len(nodes):
+            yield (
+                f"/boundaries/{i}/index",
+                f"{boundary.index}: the {len(nodes)} stage(s) have {len(nodes) - 1} boundaries, "
+                "in order",
+            )
+            continue
+        for field, stage in (("last", i), ("first", i + 1)):
+            node = getattr(boundary, field)
+            if node not in nodes[stage]:
+                yield f"/boundaries/{i}/{field}", f"{node!r} is no node of stage {stage}"
+        if boundary.next_best is not None and boundary.next_best not in file.node_layers:
+            yield f"/boundaries/{i}/next_best", f"{boundary.next_best!r} is a node of no stage"
 
 
 def _error(source: str, problems: list[tuple[str, str]]) -> PlanError:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
+from typing import Protocol
 
 from placer.capture import Capture
 from placer.cost import CostTable, with_regions
-from placer.partition import Demands, DeviceSlot, Partition
+from placer.partition import Demands, DeviceSlot, Partition, rate_partition
 from placer.partition.candidate import waiting_at
 from placer.partition.treatments.cheapest import Lightened, keys_of, lighten_stage
 from placer.partition.treatments.labels import KEEP, LabelledStage, StageLimits, Treatment
@@ -20,7 +22,10 @@ _MOVES = 4  # how often the borders are moved to where they are best for stages 
 _ROUNDS = 4  # how often a stage's limit is corrected by what the formula says of its answer
 
 
-Choose = Callable[[CostTable, Mapping[str, str]], Partition]  # costs, pins
+class Choose(Protocol):
+    """Partitions under these costs; ``more_pins`` are nodes and their devices."""
+
+    def __call__(self, costs: CostTable, more_pins: Mapping[str, str]) -> Partition: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +42,8 @@ class LightPlan:
 class _Found:
     """A partition with its regions, and the treatments that they come from.
 
-    ``own``: they are those of the partition's own stages, one each.
+    ``own``: they are those of the partition's own stages, one each; no other partition was looked
+    for under their costs.
     """
 
     costs: CostTable
@@ -77,9 +83,10 @@ def lighten(
     everything = list(range(len(costs.names)))
     unlimited = StageLimits(static=0.0, budget=0.0, held=1, grown=False)
     stage = search.labelled(everything, (), first.stages[0].device, unlimited)
+    unpinned = partial(choose, more_pins={})
     untreated = _Found(costs=plain, partition=first, stages=())
-    start = search.found([lighten_stage(stage, choices, unlimited)], {}, choose)
-    found = [search.improve(first, choose), start, search.improve(start.partition, choose)]
+    start = search.found([lighten_stage(stage, choices, unlimited)], unpinned)
+    found = [search.improve(first), start, search.improve(start.partition)]
     moved: set[object] = set()
     for _ in range(_MOVES):
         if limited and any(plan.partition.fits for plan in found):
@@ -90,15 +97,23 @@ def lighten(
             break
         now = min(ahead, key=_rank).partition
         moved.add(_borders(now))
-        found.append(search.found(search.lightest(now), {}, choose))
-        found.append(search.improve(found[-1].partition, choose))
+        found.append(search.found(search.lightest(now), unpinned))
+        found.append(search.improve(found[-1].partition))
     best = min([untreated, *found], key=_rank)
+    if best.own:  # what is known about other placements, for the plan to tell
+        described = choose(best.costs, _pins(best.partition))
+        if _borders(described) == _borders(best.partition):
+            best = replace(best, partition=described)
     return LightPlan(
         costs=best.costs,
         partition=best.partition,
         extra_seconds=best.extra_seconds,
         least_seconds=search.least(best) if limited and best.partition.fits else 0.0,
     )
+
+
+def _pins(partition: Partition) -> dict[str, str]:
+    return {name: stage.device.name for stage in partition.stages for name in stage.nodes}
 
 
 def _borders(partition: Partition) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -182,10 +197,12 @@ class _Search:
         ]
         return labelled, limits
 
-    def found(self, stages: Sequence[Lightened], pins: Mapping[str, str], choose: Choose) -> _Found:
+    def found(
+        self, stages: Sequence[Lightened], choose: Callable[[CostTable], Partition]
+    ) -> _Found:
         """The partition that is chosen when ``stages`` are treated so."""
         costs = self.costs_of(stages)
-        return _Found(costs=costs, partition=choose(costs, pins), stages=tuple(stages))
+        return _Found(costs=costs, partition=choose(costs), stages=tuple(stages))
 
     def lightest(self, partition: Partition) -> list[Lightened]:
         """What gives every stage of ``partition`` its least peak."""
@@ -194,10 +211,10 @@ class _Search:
             for stage, limit in zip(*self._stages(partition), strict=True)
         ]
 
-    def improve(self, partition: Partition, choose: Choose) -> _Found:
+    def improve(self, partition: Partition) -> _Found:
         """``partition`` with the regions that its stages need."""
-        stages = partition.stages
-        pins = {name: stage.device.name for stage in stages for name in stage.nodes}
+        stages = [(stage.device, stage.nodes) for stage in partition.stages]
+        rate = partial(rate_partition, self._capture, stages=stages, demands=self._demands)
         labelled, limits = self._stages(partition)
         targets = [limit.budget for limit in limits]
         best: _Found | None = None
@@ -206,18 +223,15 @@ class _Search:
                 lighten_stage(stage, self._choices, replace(limit, budget=target))
                 for stage, limit, target in zip(labelled, limits, targets, strict=True)
             ]
-            found = self.found(treated, pins, choose)
+            found = replace(self.found(treated, rate), own=True)
             again = found.partition
-            # The labels' sums may be a little off: correct each limit by what the formula says.
-            same = len(again.stages) == len(stages)
-            errors = [0.0] * len(stages)
-            if same:
-                rows = zip(again.stages, treated, limits, strict=True)
-                errors = [_peak(stage.memory, limit) - label.peak for stage, label, limit in rows]
-            corrected = [limit.budget - error for limit, error in zip(limits, errors, strict=True)]
             if best is None or _rank(found) < _rank(best):
-                best = replace(found, own=same)
-            if not same or not self._limited or corrected == targets:
+                best = found
+            # The labels' sums may be a little off: correct each limit by what the formula says.
+            rows = zip(again.stages, treated, limits, strict=True)
+            errors = [_peak(stage.memory, limit) - label.peak for stage, label, limit in rows]
+            corrected = [limit.budget - error for limit, error in zip(limits, errors, strict=True)]
+            if not self._limited or corrected == targets:
                 break
             targets = corrected
         assert best is not None

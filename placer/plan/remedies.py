@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from placer.capture import Capture
-from placer.cost import estimate_costs
+from placer.cost import CostEstimates
 from placer.errors import BudgetError, PlacerError, Tried
 from placer.plan.build import PlanMaker
 from placer.plan.check import describe_overflow
 from placer.plan.devices import device_slot, likely_kernels
+from placer.plan.resolve import microbatch_inputs
 from placer.plan.types import Plan
 from placer.spec import DeviceSpec, PlacementSpec
 from placer.units import format_bytes
@@ -31,6 +32,13 @@ class LargestNode:
     layer: str
     nbytes: int
 
+    def describe(self) -> str:
+        """In a clause."""
+        return (
+            f"the largest single node, {self.node} ({self.layer or 'the model'}), "
+            f"needs {format_bytes(self.nbytes)} by itself"
+        )
+
 
 def misfit_error(
     capture: Capture,
@@ -38,19 +46,24 @@ def misfit_error(
     inputs: Sequence[Tensor],
     plan: Plan,
     make: PlanMaker,
+    *,
+    found: Callable[[Tried], None] | None = None,
 ) -> BudgetError:
     """Why ``plan`` (the best under ``spec``) does not fit, and what would.
 
-    Every change that it names was planned by ``make``, as the spec itself.
+    Every change that it names was planned by ``make``, as the spec itself; ``found`` is told of each
+    as soon as it was.
     """
-    largest = find_largest_node(capture, spec, inputs)
-    tried = try_remedies(capture, spec, make)
+    largest = find_largest_node(capture, spec, inputs, make.costs)
+    tried = []
+    for change in try_remedies(capture, spec, plan, make):
+        tried.append(change)
+        if found is not None:
+            found(change)
     fitting = [t.change for t in tried if t.fits]
     return BudgetError(
         f"device {plan.tightest.device}",
-        f"the placement needs {describe_overflow(plan.tightest)}; "
-        f"the largest single node, {largest.node} "
-        f"({largest.layer or 'the model'}), needs {format_bytes(largest.nbytes)} by itself",
+        f"the placement needs {describe_overflow(plan.tightest)}; {largest.describe()}",
         "tried, and it would fit: " + "; or ".join(fitting)
         if fitting
         else lacks_room(spec) or describe_tries(tried),
@@ -74,12 +87,11 @@ def describe_tries(tried: Sequence[Tried]) -> str:
 
 
 def find_largest_node(
-    capture: Capture, spec: PlacementSpec, inputs: Sequence[Tensor]
+    capture: Capture, spec: PlacementSpec, inputs: Sequence[Tensor], estimate: CostEstimates
 ) -> LargestNode:
     """For the whole batch at once: what the node's parameters and its own run keep on a device."""
-    costs = estimate_costs(
-        capture,
-        inputs,
+    costs = estimate(
+        microbatch_inputs(capture, inputs, replicas=1, microbatches=1),
         training=spec.training,
         precision=spec.precision,
         kernels=likely_kernels(spec),
@@ -96,14 +108,20 @@ def find_largest_node(
     return LargestNode(node=name, layer=capture.layer_of[name], nbytes=nbytes)
 
 
-def try_remedies(capture: Capture, spec: PlacementSpec, make: PlanMaker) -> tuple[Tried, ...]:
-    """Changes of ``spec``, each planned: the smallest first; none where the reserve leaves no room."""
+def try_remedies(
+    capture: Capture, spec: PlacementSpec, plan: Plan, make: PlanMaker
+) -> Iterator[Tried]:
+    """Changes of ``spec``, each planned: the smallest first; none where the reserve leaves no room.
+
+    ``plan`` is the one that does not fit.
+    """
     if lacks_room(spec):
-        return ()
+        return
     rows = capture.call.batch_size or 1
-    found = [*_own_placement(make, spec), *_microbatches(make, spec, rows)]
-    found += [*_lighter(make, spec), *_devices(make, spec)]
-    return tuple(found)
+    yield from _own_placement(make, spec)
+    yield from _microbatches(make, spec, rows)
+    yield from _lighter(make, spec)
+    yield from _devices(make, spec, plan)
 
 
 def lacks_room(spec: PlacementSpec) -> str:
@@ -168,23 +186,51 @@ def _lighter(make: PlanMaker, spec: PlacementSpec) -> Iterator[Tried]:
             return
 
 
-def _devices(make: PlanMaker, spec: PlacementSpec) -> Iterator[Tried]:
-    """The fewest more devices that fit, up to eight; where none do, all eight."""
+def _devices(make: PlanMaker, spec: PlacementSpec, plan: Plan) -> Iterator[Tried]:
+    """The fewest more devices that fit, up to eight in all; where none do, all eight.
+
+    Looked for by halving from `_fewest_devices` on: more devices never need more memory each.
+    """
+    given = len(spec.devices)
+    fewest, most = max(given + 1, _fewest_devices(plan)), _MOST_DEVICES
+    if most <= given:
+        return
+    tried: Tried | None = None
+    fewest = min(fewest, most)
+    while fewest < most:
+        half = (fewest + most) // 2
+        now = _with_devices(make, spec, half)
+        if now is not None and now.fits:
+            tried, most = now, half
+        else:
+            fewest = half + 1
+    if tried is None:
+        tried = _with_devices(make, spec, most)
+    if tried is not None:
+        yield tried
+
+
+def _with_devices(make: PlanMaker, spec: PlacementSpec, count: int) -> Tried | None:
+    """With so many devices in all, the further ones like the last."""
     devices = list(spec.devices)
-    last: list[Tried] = []
-    while len(devices) < _MOST_DEVICES:
+    while len(devices) < count:
         devices.append(_next_device(devices))
-        added = ", ".join(d.name for d in devices[len(spec.devices) :])
-        more = len(devices) - len(spec.devices)
-        change = (
-            f"add {more} device{'s' * (more > 1)} like {spec.devices[-1].name} ({added})"
-            + " and leave out 'layers'" * bool(spec.layers)
-        )
-        wanted = _updated(spec.with_layers({}).with_devices(devices), replica_devices=())
-        last = list(_try(change, make, wanted)) or last
-        if last and last[0].fits:
-            break
-    yield from last
+    more = count - len(spec.devices)
+    added = ", ".join(device.name for device in devices[len(spec.devices) :])
+    change = (
+        f"add {more} device{'s' * (more > 1)} like {spec.devices[-1].name} ({added})"
+        + " and leave out 'layers'" * bool(spec.layers)
+    )
+    wanted = _updated(spec.with_layers({}).with_devices(devices), replica_devices=())
+    return next(_try(change, make, wanted), None)
+
+
+def _fewest_devices(plan: Plan) -> int:
+    """With fewer devices of the largest budget not even the sum of the plan's peaks has room."""
+    room = [device.budget - device.reserve for device in plan.devices if device.budget is not None]
+    largest = max(room, default=0)
+    row = plan.devices[: len(plan.devices) // plan.replicas]
+    return -(-sum(device.peak for device in row) // largest) if largest > 0 else 1
 
 
 def memory_needed(spec: PlacementSpec, make: PlanMaker) -> str:
@@ -231,14 +277,14 @@ def _updated(spec: PlacementSpec, **fields: Any) -> PlacementSpec:
 
 
 def _try(change: str, make: PlanMaker, spec: PlacementSpec) -> Iterator[Tried]:
-    made = _plan(make, spec)
+    made = _plan(make, spec, second_look=False)
     if made is not None:
         peak = max(device.peak for device in made.devices)
         yield Tried(change=change, fits=made.fits, peak=peak)
 
 
-def _plan(make: PlanMaker, spec: PlacementSpec) -> Plan | None:
+def _plan(make: PlanMaker, spec: PlacementSpec, *, second_look: bool = True) -> Plan | None:
     try:
-        return make(spec)
+        return make(spec, second_look=second_look)
     except PlacerError:  # the change does not go with the rest of the spec
         return None

@@ -45,6 +45,11 @@ class StagePlan:
     backward_seconds: float
     regions: tuple[Region, ...] = ()  # in the order of nodes; they do not overlap
 
+    def __repr__(self) -> str:
+        from placer.plan.summary import summarize_stage
+
+        return f"<{summarize_stage(self)}>"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
@@ -141,6 +146,11 @@ class Plan:
     boundaries: tuple[Boundary, ...] = ()
     node_layers: Mapping[str, str] = field(default_factory=dict)  # for the diff of a changed model
     processes: bool = False  # made for one process per device
+
+    def __repr__(self) -> str:
+        from placer.plan.summary import summarize_plan
+
+        return summarize_plan(self)
 
     @property
     def parts(self) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[Region, ...], ...]]:

@@ -20,7 +20,7 @@ from placer.capture import (
     training_flags,
 )
 from placer.emit import StagedModel, emit_stages
-from placer.plan.check import check_fingerprint
+from placer.plan.check import check_plan
 from placer.plan.types import Plan
 
 
@@ -77,7 +77,7 @@ def emit_again(model: nn.Module, plan: Plan, call: ExampleCall) -> StagedModel:
     model's code gives another graph than it did, and ``CaptureError``.
     """
     capture = capture_model(model, call.args, call.kwargs)
-    check_fingerprint(plan, capture)
+    check_plan(plan, capture)
     return emit_stages(capture, *plan.parts)
 
 

@@ -2,7 +2,7 @@
 
 from placer.schedule.batch import batch_cuts
 from placer.schedule.build import make_schedule
-from placer.schedule.in_flight import Counts, InFlight, in_flight
+from placer.schedule.in_flight import Counts, InFlight, in_flight, in_flight_by_stage
 from placer.schedule.order import bubble, linearize, merge_backward
 from placer.schedule.types import Action, Schedule
 
@@ -14,6 +14,7 @@ __all__ = [
     "batch_cuts",
     "bubble",
     "in_flight",
+    "in_flight_by_stage",
     "linearize",
     "make_schedule",
     "merge_backward",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from placer.schedule.order import linearize, merge_backward
-from placer.schedule.types import Schedule
+from placer.schedule.types import Action, Schedule
 
 Counts = tuple[tuple[float, ...], ...]
 Moments = tuple[tuple[float, float], ...]
@@ -48,6 +48,19 @@ def in_flight(schedule: Schedule, stage_index: int, *, last_share: float = 1.0) 
     >>> [in_flight(make_schedule("1F1B", 4, 8), stage).most for stage in range(4)]
     [4.0, 3.0, 2.0, 1.0]
     """
+    return _in_flight(linearize(merge_backward(schedule)), schedule, stage_index, last_share)
+
+
+def in_flight_by_stage(schedule: Schedule, *, last_share: float = 1.0) -> tuple[InFlight, ...]:
+    """`in_flight` for every stage; the schedule is put in order once for all of them."""
+    order = linearize(merge_backward(schedule))
+    stages = range(schedule.num_stages)
+    return tuple(_in_flight(order, schedule, stage, last_share) for stage in stages)
+
+
+def _in_flight(
+    order: Sequence[Action], schedule: Schedule, stage_index: int, last_share: float
+) -> InFlight:
     last = schedule.num_microbatches - 1
     waiting = dict.fromkeys(range(stage_index), 0.0)
     held: dict[int, float] = {}
@@ -55,7 +68,7 @@ def in_flight(schedule: Schedule, stage_index: int, *, last_share: float = 1.0) 
     backwards: list[set[tuple[float, ...]]] = [set(), set()]
     untaken: dict[str, set[tuple[float, ...]]] = {"F": set(), "B": set()}
     later = False
-    for action in linearize(merge_backward(schedule)):
+    for action in order:
         share = last_share if action.microbatch_index == last else 1.0
         if action.stage_index < stage_index and action.kind == "B":
             waiting[action.stage_index] -= share

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -13,23 +14,40 @@ def linearize(schedule: Schedule) -> tuple[Action, ...]:
 
     Of the actions that are ready, forwards that take over what another stage made go first, then
     the earliest micro-batch, its backward before its forward: no value waits longer than it must.
+    O(actions x log ranks).
 
     >>> from placer.schedule import make_schedule
     >>> print(*linearize(make_schedule("1F1B", 2, 2)))
     0F0 1F0 1B0 0F1 1F1 0B0 1B1 0B1
     """
-    waiting = [list(reversed(actions)) for actions in schedule.actions]
+    ranks = len(schedule.actions)
+    upcoming = [0] * ranks  # per rank, the index of its next action
+    queued = [False] * ranks  # is that one among the ready ones already?
+    ready: list[tuple[tuple[bool, int, bool, int], int]] = []  # urgency, rank; a heap
     done: set[tuple[int, str, int]] = set()
     order: list[Action] = []
-    while any(waiting):
-        ready = [
-            actions[-1] for actions in waiting if actions and _is_ready(actions[-1], done, schedule)
-        ]
-        assert ready, "the schedule waits for itself"
-        chosen = min(ready, key=_urgency)
-        waiting[chosen.stage_index % len(waiting)].pop()
-        done.add(_key(chosen))
-        order.append(chosen)
+
+    def queue_if_ready(rank: int) -> None:
+        if queued[rank] or upcoming[rank] == len(schedule.actions[rank]):
+            return
+        action = schedule.actions[rank][upcoming[rank]]
+        if _is_ready(action, done, schedule):
+            heapq.heappush(ready, (_urgency(action), rank))
+            queued[rank] = True
+
+    for rank in range(ranks):
+        queue_if_ready(rank)
+    while ready:
+        _, rank = heapq.heappop(ready)
+        action = schedule.actions[rank][upcoming[rank]]
+        upcoming[rank] += 1
+        queued[rank] = False
+        done.add(_key(action))
+        order.append(action)
+        # Only the same rank and those of the neighbouring stages can have waited for it.
+        for stage in (action.stage_index - 1, action.stage_index, action.stage_index + 1):
+            queue_if_ready(stage % ranks)
+    assert len(order) == sum(map(len, schedule.actions)), "the schedule waits for itself"
     return tuple(order)
 
 

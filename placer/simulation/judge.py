@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from placer.capture import Capture
+from placer.cost import CostEstimates
 from placer.plan.build import PlanMaker, build_plan
 from placer.plan.types import DevicePeak, Plan, StageMemory
-from placer.simulation.simulate import simulate_plan
+from placer.simulation.simulate import simulate_peaks
 from placer.spec import PlacementSpec
 
 _MOST_ROUNDS = 3
@@ -24,8 +25,8 @@ _DOUBTFUL_SHARE = 0.15
 _Budgets = Mapping[str, int | None]  # device -> bytes; None: not known
 
 
-def plan_maker(capture: Capture, inputs: Sequence[Tensor], *, processes: bool = False) -> PlanMaker:
-    """How specs for this model and these inputs are planned, and every plan's verdict judged.
+class Planner:
+    """Plans specs for one captured model and its inputs, and judges every plan's verdict.
 
     Where a judged plan does not fit, what its devices hold beyond their estimates is taken from
     their budgets and it is planned again, at most twice: a heuristic. The first plan that fits is
@@ -36,24 +37,57 @@ def plan_maker(capture: Capture, inputs: Sequence[Tensor], *, processes: bool = 
     those of `simulate_ranks`: estimates are of one process, and torch's engine holds more (whole
     boundaries with their gradients, both halves of a split backward, buckets; and every replica has
     its own optimizer); only for inference, and inside a job whose process group is there already,
-    estimates stay. Raises ``PlacerError`` when the stages cannot be dealt out to ranks in turn.
+    estimates stay. Without ``judged`` they stay always.
     """
-    build = partial(build_plan, capture, inputs=inputs, processes=processes)
-    if not processes:
-        return partial(_plan_judged, build, partial(_check_verdict, capture, inputs))
 
-    def make(spec: PlacementSpec) -> Plan:
-        if not spec.training or dist.is_initialized():
-            return build(spec)
-        return _plan_judged(build, partial(_run_ranks, capture, inputs), spec)
+    def __init__(
+        self,
+        capture: Capture,
+        inputs: Sequence[Tensor],
+        *,
+        processes: bool = False,
+        judged: bool = True,
+    ) -> None:
+        self.costs = CostEstimates(capture)
+        self._capture, self._inputs = capture, inputs
+        self._processes, self._judged = processes, judged
 
-    return make
+    def __call__(self, spec: PlacementSpec, *, second_look: bool = True) -> Plan:
+        """As `placer.plan.build.PlanMaker` says.
+
+        Raises ``PlacerError`` when the stages cannot be dealt out to ranks in turn.
+        """
+        build = partial(
+            build_plan,
+            self._capture,
+            inputs=self._inputs,
+            estimate=self.costs,
+            processes=self._processes,
+        )
+        judge = _check_verdict
+        if self._processes:
+            judge = _run_ranks
+            if not self._judged or not spec.training or dist.is_initialized():
+                return build(spec)
+        look = partial(judge, self._capture, self._inputs)
+        return _plan_judged(build, look, spec, second_look=second_look)
+
+
+def plan_maker(capture: Capture, inputs: Sequence[Tensor], *, processes: bool = False) -> PlanMaker:
+    """How specs for this model and these inputs are planned; see `Planner`."""
+    return Planner(capture, inputs, processes=processes)
 
 
 def _plan_judged(
-    build: PlanMaker, judge: Callable[[Plan, _Budgets], Plan], spec: PlacementSpec
+    build: Callable[[PlacementSpec], Plan],
+    judge: Callable[[Plan, _Budgets], Plan],
+    spec: PlacementSpec,
+    *,
+    second_look: bool,
 ) -> Plan:
     plan = build(spec)
+    if not plan.fits and not second_look:
+        return plan
     budgets = {stage.devices[0]: stage.budget for stage in plan.stages}
     less = dict.fromkeys(budgets, 0)
     judged: list[Plan] = []
@@ -88,7 +122,7 @@ def _check_verdict(
     estimated = _with_peaks(plan, [device.peak for device in plan.devices], budgets)
     if not any(map(_is_doubtful, estimated.devices)):
         return estimated
-    found = [device.peak for device in simulate_plan(capture, plan, inputs).devices]
+    found = simulate_peaks(capture, plan, inputs)
     run = _with_peaks(plan, found, budgets)
     if estimated.fits == run.fits:
         return estimated

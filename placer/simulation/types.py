@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from placer.simulation.ledger import LiveTensor
+from placer.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,11 @@ class DeviceSimulation:
     operation: str
     largest: tuple[LiveTensor, ...]
 
+    def __repr__(self) -> str:
+        ran = ", ".join(part for part in (self.phase, self.node) if part)
+        peaks = f"peak {format_bytes(self.peak)}, predicted {format_bytes(self.predicted)}"
+        return f"<{self.device}: {peaks}, in {ran}>"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationReport:
@@ -32,6 +38,10 @@ class SimulationReport:
 
     devices: tuple[DeviceSimulation, ...]
     step_ok: bool
+
+    def __repr__(self) -> str:
+        lines = [f"SimulationReport({'the step ran' if self.step_ok else 'the step failed'})"]
+        return "\n".join([*lines, *(f"  {device!r}" for device in self.devices)])
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON values; bytes are integers."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -37,8 +38,9 @@ from placer.spec.fields import (
     ScheduleName,
 )
 from placer.spec.rows import shifted_rows
-from placer.units import spell_bytes
+from placer.units import format_bytes, spell_bytes
 
+_SHOWN = 6  # layers, or devices, in a `repr`
 _MODEL = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
 
@@ -119,6 +121,23 @@ _OPTIMIZER_SCHEMA = {
 Optimizer = Annotated[
     str | OptimizerBytes, PlainValidator(_optimizer), WithJsonSchema(_OPTIMIZER_SCHEMA)
 ]
+
+
+def _shortened(value: Any) -> str:
+    """``value`` as Python writes it, devices by their names, of many items the first few."""
+    if isinstance(value, DeviceSpec):
+        memory = None if value.memory is None else format_bytes(value.memory)
+        return repr("=".join(filter(None, (value.name, memory or value.kind))))
+    if isinstance(value, Mapping):
+        items = [f"{key!r}: {item!r}" for key, item in itertools.islice(value.items(), _SHOWN)]
+        return "{" + ", ".join(items + _more(value)) + "}"
+    if isinstance(value, tuple):
+        return "[" + ", ".join([_shortened(item) for item in value[:_SHOWN]] + _more(value)) + "]"
+    return repr(value)
+
+
+def _more(items: Collection[Any]) -> list[str]:
+    return [f"… {len(items) - _SHOWN} more"] if len(items) > _SHOWN else []
 
 
 class PlacementSpec(BaseModel):
@@ -220,6 +239,17 @@ class PlacementSpec(BaseModel):
     def known_keys(cls) -> list[str]:
         """The keys that a spec may have, as JSON spells them."""
         return [field.alias or name for name, field in cls.model_fields.items()]
+
+    def __repr__(self) -> str:
+        """What was asked for, without what is so by default; of many layers the first few."""
+        given = [
+            f"{name}={_shortened(getattr(self, name))}"
+            for name, field in type(self).model_fields.items()
+            if getattr(self, name) != field.get_default(call_default_factory=True)
+        ]
+        return f"PlacementSpec({', '.join(given)})"
+
+    __str__ = __repr__
 
     def device_rows(self, replicas: int) -> list[list[str]]:
         """Device names per replica; row 0 is ``devices``. Raises ``SpecError`` on a clash."""

@@ -13,6 +13,8 @@ from captured import captured_once
 from typer.testing import CliRunner
 
 NET = '''
+import sys
+
 import torch
 from torch import nn
 
@@ -42,6 +44,11 @@ class Net(nn.Module):
         if scale is not None:
             x = x * scale
         return self.head(x)
+
+
+class Leaves(nn.Module):
+    def forward(self, x):
+        sys.exit("no data set")
 
 
 class Words(nn.Module):
@@ -93,6 +100,10 @@ class Chooser(nn.Module):
         return self.a(-x)
 
 
+def leaving():
+    sys.exit()
+
+
 def two_scenes():
     return [torch.randn(2, 4), torch.randn(3, 4)], {"scale": torch.tensor(2.0)}
 
@@ -131,6 +142,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("cli")
     (path / "net.py").write_text(NET, encoding="utf-8")
     (path / "broken.py").write_text("import torch\nraise RuntimeError('no licence')\n")
+    (path / "leaves.py").write_text("import sys\nsys.exit(3)\n")
     (path / "typo.py").write_text("def f(:\n")
     specs: dict[str, Any] = {
         "fits": {"devices": _devices("1GiB"), "reserve": 0},

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,6 @@ def test_plan_shows_a_table(placer: Run) -> None:
     assert result.exit_code == 0
     for word in ("cuda:0", "cuda:1", "blocks.", "head", "fits:"):
         assert word in result.stdout
-    assert result.stderr == ""
 
 
 def test_plan_json_is_only_json(placer: Run, tmp_path: Path) -> None:
@@ -290,3 +292,49 @@ def test_plan_explains_its_boundaries(placer: Run) -> None:
     assert result.exit_code == 0
     for words in ("seconds of the slowest stage", "stage 0 | stage 1: between", "next best: after"):
         assert words in result.stdout
+
+
+def test_progress_is_told_in_lines_where_nobody_watches(placer: Run) -> None:
+    result = placer("plan", "net.py:Net", "tight.json", *X)
+    lines = result.stderr.splitlines()
+    assert [line.endswith(" …") for line in lines] == [True] * len(lines)
+    assert "recording the operations of the model …" in lines
+    assert "planning changes that may make it fit …" in lines
+
+
+def test_what_would_fit_is_told_as_it_is_found(
+    placer: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from placer.plan import remedies
+
+    real = remedies._devices
+
+    def later(*args: Any) -> Any:
+        print("the last changes are tried")
+        yield from real(*args)
+
+    monkeypatch.setattr(remedies, "_devices", later)
+    text = placer("plan", "net.py:Net", "tight.json", *X).stdout
+    found = text.index("what would make it fit:")
+    assert found < text.index("leave out 'layers'") < text.index("the last changes are tried")
+
+
+COMMANDS = ("auto", "plan", "check", "simulate", "verify", "schema", "report", "profile", "demo")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_example_in_the_help_of_a_command_works(
+    placer: Run, command: str, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = importlib.import_module(f"placer.cli.{command}")
+    assert module.EXAMPLE in placer(command, "--help").stdout
+    program, name, *arguments = shlex.split(module.EXAMPLE.partition(" > ")[0])
+    assert (program, name) == ("placer", command)
+    if command == "demo":
+        return  # it trains for a minute; `tests/examples` runs it
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(folder / "net.py", tmp_path)
+    shutil.copy(folder / "fits.json", tmp_path / "spec.json")
+    if command == "report":
+        placer("plan", "net.py:Net", "spec.json", *X, "-o", "plan.json")
+    assert placer(name, *arguments).exit_code == 0

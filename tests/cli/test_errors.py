@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,12 @@ CASES = [
     (("plan", "broken.py:f", "fits.json", *X), "importing broken.py raised RuntimeError: no lic"),
     (("plan", "broken.py:f", "fits.json", *X), "broken.py:2"),
     (("plan", "typo.py:f", "fits.json", *X), "typo.py:1: is not Python"),
+    (("plan", "leaves.py:f", "fits.json", *X), "importing leaves.py called sys.exit(3)"),
+    (("plan", "leaves.py:f", "fits.json", *X), "leaves.py:2"),
     # the user's own code
+    (("plan", "net.py:leaving", "fits.json", *X), "the model's constructor called sys.exit()"),
+    (("plan", "net.py:Leaves", "fits.json", *X), "called sys.exit('no data set')"),
+    ((*PLAN, "--input", "net.py:leaving"), "the example input called sys.exit()"),
     ((*PLAN, *X, "-m", "boom=true"), "raised ValueError: the width must be even"),
     ((*PLAN, *X, "-m", "wdth=8"), "did you mean 'width'?"),
     ((*PLAN, *X, "-m", "width"), "is not key=value"),
@@ -36,6 +42,8 @@ CASES = [
     (PLAN, "an example input is needed"),
     ((*PLAN, "--input", "8y64"), "is not a shape"),
     ((*PLAN, "--input", "8x-1"), "is not a shape"),
+    ((*PLAN, "--input", "99999999999x99999999999"), "more bytes than a tensor can have"),
+    ((*PLAN, "--input", "999999999999999999x5:int16"), "has 4,999,999,999,999,999,995 elements"),
     ((*PLAN, "--input", "8x64:flot32"), "did you mean 'float32'?"),
     ((*PLAN, "--input", "8x64:int64<none"), "is not a bound"),
     ((*PLAN, "--input", "=8x64"), "is not an input"),
@@ -99,3 +107,53 @@ def test_the_users_line_is_named(placer: Run, folder: Path) -> None:
 def test_all_problems_of_auto_at_once(placer: Run) -> None:
     result = placer("auto", "net.py:Net", *X, "-d", "cda:0", "--objective", "fast")
     assert "2 problems" in result.stderr
+
+
+def _error(result: Any) -> dict[str, Any]:
+    """The one JSON object on stdout; the text is on stderr as ever."""
+    assert "error: " in result.stderr
+    found = json.loads(result.stdout)
+    assert found["exit_code"] == result.exit_code
+    error: dict[str, Any] = found["error"]
+    return error
+
+
+def test_errors_are_json_where_output_is(placer: Run) -> None:
+    error = _error(placer("plan", "net.py:Nett", "fits.json", *X, "--json"))
+    assert error["kind"] == "ModelError"
+    assert (error["place"], error["remedy"]) == ("net.py:Nett", "did you mean net.py:Net?")
+    assert "has no callable 'Nett'" in error["problem"]
+    error = _error(placer("plan", "net.py:Net", "unknown_key.json", *X, "--json"))
+    assert error["kind"] == "SpecError"
+    assert [problem["place"] for problem in error["problems"]] == ["/replica"]
+    result = placer("verify", "net.py:Net", "tiny.json", *X, "--json")
+    assert result.exit_code == 3
+    error = _error(result)
+    assert error["kind"] == "BudgetError"
+    assert error["missing_bytes"] > 0 and error["tried"]
+    assert _error(placer("plan", "net.py:Leaves", "fits.json", *X, "--json"))["problem"]
+
+
+def test_wrong_options_are_json_where_output_is(placer: Run) -> None:
+    result = placer("plan", "net.py:Net", "fits.json", "--inpt", "8x64", "--json")
+    assert result.exit_code == 2
+    found = json.loads(result.stdout)
+    assert found["error"]["kind"] == "UsageError"
+    assert "--inpt" in found["error"]["problem"]
+
+
+def test_an_interrupt_is_one_line_and_exit_code_130(
+    placer: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from placer.cli import subject
+
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subject, "capture_model", interrupted)
+    result = placer(*PLAN, *X)
+    assert result.exit_code == 130
+    assert result.stderr.splitlines()[-1] == "error: interrupted"
+    assert "Traceback" not in result.stderr and "Aborted" not in result.stderr
+    result = placer(*PLAN, *X, "--json")
+    assert json.loads(result.stdout)["exit_code"] == 130

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -42,3 +44,71 @@ def test_odd_inputs_are_refused(text: str) -> None:
 
     with pytest.raises(PlacerError):
         parse_input(text)
+
+
+WRONG = [
+    ("plan", "net.py:Net", "nothing.json", "--input", "8x64"),
+    ("plan", "net.py:Nett", "fits.json", "--input", "8x64"),
+    ("plan", "net.py:Net", "fits.json", "--input", "8y64"),
+    ("plan", "net.py:Net", "fits.json", "--input", "net.py:two_scene"),
+    ("plan", "net.py:Net", "fits.json", "--input", "8x64", "-m", "width"),
+    ("plan", "net.py:Net", "fits.json", "--input", "8x64", "-o", "no/where.json"),
+    ("plan", "torchvision.modls:resnet18", "fits.json", "--input", "8x64"),
+    ("plan", "typo.py:f", "fits.json", "--input", "8x64"),
+    ("simulate", "net.py:Nett", "fits.json", "--input", "8x64"),
+    ("verify", "net.py:Nett", "fits.json", "--input", "8x64"),
+    ("check", "net.py:Nett"),
+    ("profile", "net.py:Net"),
+    ("auto", "net.py:Net", "--input", "8x64", "-d", "cda:0"),
+    ("auto", "net.py:Net", "--input", "8x64", "-d", "cuda:0", "-o", "no/where.json"),
+]
+
+
+def test_what_is_wrong_with_arguments_is_told_before_torch_is_imported(folder: Path) -> None:
+    code = (
+        "import json, sys\nfrom typer.testing import CliRunner\nfrom placer.cli.main import app\n"
+        "for arguments in json.loads(sys.argv[1]):\n"
+        "    result = CliRunner().invoke(app, arguments)\n"
+        "    assert result.exit_code == 2, (arguments, result.output)\n"
+        "    assert 'torch' not in sys.modules, arguments\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(WRONG)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=folder,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_shell_completes_commands_and_options() -> None:
+    code = "from placer.cli.main import app; app(prog_name='placer')"
+
+    def completed(words: str) -> list[str]:
+        count = str(len(words.split(" ")) - 1)
+        asked = {"_PLACER_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": count}
+        result = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            env=os.environ | asked,
+        )
+        return result.stdout.split()
+
+    assert completed("placer pl") == ["plan"]
+    assert "--explain" in completed("placer plan --exp")
+    # With this typer takes the shell's name as an argument instead of looking at its parent process.
+    named = os.environ | {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    script = subprocess.run(
+        [sys.executable, "-c", code, "--show-completion", "bash"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=named,
+    )
+    assert "_PLACER_COMPLETE=complete_bash" in script.stdout, script.stderr

@@ -17,7 +17,7 @@ from unet3d import unet3d
 import placer
 from placer.capture import capture_model
 from placer.partition import choose
-from placer.partition.fold import nested_devices, spans_of
+from placer.partition.fold import improved_devices, nested_devices, spans_of
 from placer.partition.stage_cost.shared import SharedPeaks
 
 DEVICES = ["cpu:0", "cpu:1", "cpu:2"]
@@ -248,3 +248,27 @@ def test_a_stage_runs_its_branches_in_program_order() -> None:
         plan = assert_valid_plan(model, {"devices": devices, "objective": "memory"}, (x,))
         for stage in plan.stages:
             assert list(stage.nodes) == sorted(stage.nodes, key=place.__getitem__)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_moves_that_a_bound_rules_out_would_not_have_been_made(seed: int) -> None:
+    """With a bound that says nothing every move is looked at: the answer is the same, later."""
+    draw = np.random.default_rng(seed)
+    weight = draw.integers(1, 50, size=12)
+    cuts = list(range(13))
+    loads: list[int] = []
+
+    def load(device: int, spans: tuple[tuple[int, int], ...]) -> float:
+        loads.append(device)
+        return float(sum(weight[a:b].sum() + 7 for a, b in spans))
+
+    def at_least(device: int, spans: tuple[tuple[int, int], ...]) -> float:
+        return float(sum(weight[a:b].sum() for a, b in spans))
+
+    start = [0] * 4 + [1] * 4 + [2] * 4
+    free = [True] * 12
+    found = improved_devices(start, cuts, free, 3, load, at_least)
+    looked = len(loads)
+    loads.clear()
+    assert improved_devices(start, cuts, free, 3, load, lambda *_: 0.0) == found
+    assert looked < len(loads)

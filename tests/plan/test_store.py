@@ -138,7 +138,7 @@ WRONG = [
     ("stages/0/index", 3, r"/stages/0/index: 3 where 0 belongs"),
     ("stages/0/devices", ["cuda:0"], r"/stages/0/devices: 1 device"),
     ("stages/0/devices", ["cuda:0", "cuda:9"], r"'cuda:9' has no peak"),
-    ("stages/1/nodes", ["conv_0"], r"/stages/1/nodes: 'conv_0' is on stage 0"),
+    ("stages/1/nodes", ["conv_0"], r"/stages/1/nodes/0: 'conv_0' is on stage 0"),
     ("transfers/0/to", 7, r"/transfers/0: goes from stage 0 to 7"),
     ("transfers/0/form", 7, r"/transfers/0/form: is not a key of a plan; did you mean 'from'"),
     ("step_seconds", float("nan"), r"/step_seconds: nan where a finite number"),

@@ -13,9 +13,12 @@ from captured import captured_once
 from torch import nn
 
 import placer
+from placer.capture import capture_model
+from placer.cost import estimate
 from placer.errors import BudgetError
 from placer.plan.build import build_plan
-from placer.simulation import judge
+from placer.simulation import judge, simulate_plan
+from placer.simulation.simulate import simulate_peaks
 
 X = torch.empty(2, 8, 16, 16, device="meta")
 pytestmark = pytest.mark.xdist_group("judge")  # they share a capture
@@ -114,8 +117,51 @@ def test_far_from_the_budgets_no_dry_run_is_made(
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a dry run")
 
-    monkeypatch.setattr(judge, "simulate_plan", refuse)
+    monkeypatch.setattr(judge, "simulate_peaks", refuse)
     assert placer.make_plan(chain(), spec_of(2 * peak), (X,)).fits
     assert not placer.make_plan(chain(), spec_of(peak // 2), (X,)).fits
     with pytest.raises(AssertionError, match="a dry run"):
         placer.make_plan(chain(), spec_of(peak), (X,))
+
+
+@pytest.mark.parametrize(
+    ("fields", "device"),
+    [
+        ({"optimizer": "adam"}, "cuda"),
+        ({"optimizer": "sgd_momentum", "microbatches": 2, "schedule": "1F1B"}, "cuda"),
+        ({"optimizer": "sgd", "checkpoint": ["1", "2"], "offload": ["4"]}, "cuda"),
+        ({"optimizer": "adamw"}, "cpu"),
+        ({"training": False}, "cuda"),
+        ({"replicas": 2, "devices": ["cuda:0"], "replica_devices": [["cuda:1"]]}, "cuda"),
+    ],
+)
+def test_peaks_of_one_step_are_those_of_two(fields: dict[str, Any], device: str) -> None:
+    """Linear layers hold more state than activations: the optimizer's moment is a peak, too."""
+    x = torch.empty(4, 8, 16, 16, device="meta")
+    with torch.device("meta"):
+        wide = nn.Sequential(nn.Linear(16, 256), nn.ReLU(), nn.Linear(256, 16), nn.BatchNorm2d(8))
+    for model in (chain(), wide):
+        spec = placer.load_spec({"devices": [f"{device}:0", f"{device}:1"], **fields})
+        if model is wide:
+            spec = spec.model_copy(update={"checkpoint": (), "offload": ()})
+        capture = capture_model(model, (x,))
+        plan = build_plan(capture, spec, [x])
+        both = [found.peak for found in simulate_plan(capture, plan, [x]).devices]
+        assert simulate_peaks(capture, plan, [x]) == both
+
+
+def test_the_model_is_run_once_per_micro_batch_however_many_changes_are_planned(
+    monkeypatch: pytest.MonkeyPatch, peak: int
+) -> None:
+    runs: list[tuple[Any, ...]] = []
+    record_run = estimate.record_run
+
+    def counted(graph: Any, order: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        runs.append((inputs[0].shape, kwargs["offloads"]))
+        return record_run(graph, order, model, inputs, *args, **kwargs)
+
+    monkeypatch.setattr(estimate, "record_run", counted)
+    with pytest.raises(BudgetError) as caught:
+        placer.compile(chain(), spec_of(peak // 3), (X,))
+    assert len(caught.value.tried) >= 4
+    assert len(runs) == len(set(runs)) == 3  # two rows, one row, and what offloading takes

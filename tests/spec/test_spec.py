@@ -6,6 +6,7 @@ import json
 import pickle
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -241,3 +242,11 @@ def test_files_that_editors_and_slips_leave(tmp_path: Path) -> None:
     path.write_bytes(bytes(range(256)))
     assert "byte 128 is not UTF-8" in _problems(path)[0][1]
     assert "it is a folder" in _problems(tmp_path)[0][1]
+
+
+def test_a_spec_of_many_layers_is_read_in_linear_time() -> None:
+    layers = {f"blocks.{i}.attention": f"cuda:{i % 2}" for i in range(60_000)}
+    text = json.dumps({"devices": ["cuda:0", "cuda:1"], "layers": layers})
+    start = time.process_time()
+    assert load_spec(text).layers == layers
+    assert time.process_time() - start < 10  # CPU seconds: a quadratic scan takes over a minute

@@ -42,11 +42,19 @@ class PassedOn:
         self._copied = columns[2]
         self._savers = np.array(savers, dtype=np.int64).reshape(-1, 2).T
         self._nbytes = np.array([costs.values[value].nbytes for value in numbers], dtype=float)
+        # A search asks for the same stages over and over.
+        self._unsaved_at: dict[tuple[Span, int], float] = {}
+        self._saved_in: dict[Span, Flags] = {}
+        self._made_in: dict[Span, Flags] = {}
+        self._read_in: dict[tuple[int, int | None], Flags] = {}
 
     def unsaved(self, home: Span, later: int) -> float:
         """Bytes that the stage ``home`` does not save, and holds for readers from cut ``later`` on."""
-        held = self._storages(self._read([home], later, None)) & ~self._saved(home)
-        return float(self._nbytes[held].sum())
+        known = self._unsaved_at.get((home, later))
+        if known is None:
+            held = self._storages(self._read([home], later, None)) & ~self._saved(home)
+            known = self._unsaved_at[home, later] = float(self._nbytes[held].sum())
+        return known
 
     def beside_parts(self, before: Sequence[Span], stage: Span) -> tuple[float, float]:
         """Bytes by which ``stage`` has more of the stages ``before`` on its device than copies.
@@ -55,10 +63,13 @@ class PassedOn:
         well. The first answer is for its forward, the second for what it saves until its backward.
         """
         read = self._read(before, *stage)
-        parts = np.zeros(len(self._nbytes))
         at = read[self._result]
-        np.add.at(parts, self._storage[at], self._copied[at])
-        whole = self._storages(read)
+        if not at.any():
+            return 0.0, 0.0
+        storages = self._storage[at]
+        parts = np.bincount(storages, weights=self._copied[at], minlength=len(self._nbytes))
+        whole = np.zeros(len(self._nbytes), dtype=bool)
+        whole[storages] = True
         for home in before:
             whole &= ~self._saved(home)
         rest = np.where(whole, np.maximum(self._nbytes - parts, 0.0), 0.0)
@@ -66,12 +77,27 @@ class PassedOn:
 
     def _read(self, homes: Sequence[Span], begin: int, end: int | None) -> Flags:
         """Which results of ``homes`` are read from cut ``begin`` up to ``end``."""
-        result, at = self._reads
         found = np.zeros(len(self._made), dtype=bool)
-        found[result[(at >= begin) & (at < (np.inf if end is None else end))]] = True
-        made = [(self._made >= a) & (self._made < b) for a, b in homes]
-        found &= np.logical_or.reduce(made, initial=False)
+        for home in homes:
+            found |= self._made_by(home)
+        found &= self._read_from(begin, end)
         return found
+
+    def _made_by(self, stage: Span) -> Flags:
+        known = self._made_in.get(stage)
+        if known is None:
+            known = (self._made >= stage[0]) & (self._made < stage[1])
+            self._made_in[stage] = known
+        return known
+
+    def _read_from(self, begin: int, end: int | None) -> Flags:
+        known = self._read_in.get((begin, end))
+        if known is None:
+            result, at = self._reads
+            known = np.zeros(len(self._made), dtype=bool)
+            known[result[(at >= begin) & (at < (np.inf if end is None else end))]] = True
+            self._read_in[begin, end] = known
+        return known
 
     def _storages(self, results: Flags) -> Flags:
         found = np.zeros(len(self._nbytes), dtype=bool)
@@ -79,7 +105,10 @@ class PassedOn:
         return found
 
     def _saved(self, stage: Span) -> Flags:
-        storage, at = self._savers
-        found = np.zeros(len(self._nbytes), dtype=bool)
-        found[storage[(at >= stage[0]) & (at < stage[1])]] = True
-        return found
+        known = self._saved_in.get(stage)
+        if known is None:
+            storage, at = self._savers
+            known = np.zeros(len(self._nbytes), dtype=bool)
+            known[storage[(at >= stage[0]) & (at < stage[1])]] = True
+            self._saved_in[stage] = known
+        return known

@@ -108,6 +108,7 @@ def peak_bytes(
             return saved
 
         for others, share in in_flight.later_backwards:
+            assert tables.backward_live_grown is not None, "these tables are for one micro-batch"
             grown = tables.backward_live_grown - tables.trained
             backward = tables.trained + _of_share(grown, tables, share)
             backward = backward + untaken(in_flight.untaken_at_backwards)

@@ -71,21 +71,37 @@ class SharedPeaks:
         most, held = 0.0, 0.0
         for i, (x, y) in enumerate(spans):
             before, after = spans[:i], spans[i + 1 :]
-            left = sum(float(self.left[a, b - 1]) for a, b in after)
-            left += sum(_between(self.needed, (0, y), later) for later in after)
-            passing = sum(self._passed_on.unsaved(span, y) for span in before)
-            whole, kept_whole = self._passed_on.beside_parts(before, (x, y))
-            static = sum(float(self._static[a, b - 1]) for a, b in after)
-            forward = float(self._forward[x, y - 1]) + held + static + passing + whole
-            backward = float(self._backward[x, y - 1]) + held + left + kept_whole
+            passing, whole, kept_whole = 0.0, 0.0, 0.0
+            if before:
+                passing = sum(self._passed_on.unsaved(span, y) for span in before)
+                whole, kept_whole = self._passed_on.beside_parts(before, (x, y))
+            forward = float(self._forward[x, y - 1]) + held + passing + whole
+            backward = float(self._backward[x, y - 1]) + held + kept_whole
+            if after:
+                forward += sum(float(self._static[a, b - 1]) for a, b in after)
+                left = sum(float(self.left[a, b - 1]) for a, b in after)
+                backward += left + sum(_between(self.needed, (0, y), later) for later in after)
             most = max(most, forward, backward)
             held += float(self.held[x, y - 1]) + kept_whole
         if self._optimizer is None:
             return most
+        return max(most, self._in_optimizer(spans, self._optimizer))
+
+    def at_least(self, spans: Sequence[Span]) -> float:
+        """A lower bound on `peak` that is quick to find: without what is held for other stages."""
+        most, held = 0.0, 0.0
+        left = [float(self.left[x, y - 1]) for x, y in spans]
+        for i, (x, y) in enumerate(spans):
+            backward = float(self._backward[x, y - 1]) + held + sum(left[i + 1 :])
+            most = max(most, float(self._forward[x, y - 1]) + held, backward)
+            held += float(self.held[x, y - 1])
+        return most
+
+    def _in_optimizer(self, spans: Sequence[Span], optimizer: OptimizerMemory) -> float:
         state = sum(float(self.left[a, b - 1]) for a, b in spans)
         owned = sum(float(self._owned[a, b - 1]) for a, b in spans)
         updating = max(float(self._updating[a, b - 1]) for a, b in spans)
-        return max(most, state + self._optimizer.together * owned + self._optimizer.each * updating)
+        return state + optimizer.together * owned + optimizer.each * updating
 
 
 def _between(table: Table, home: Span, sender: Span) -> float:

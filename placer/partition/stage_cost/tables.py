@@ -39,7 +39,7 @@ class IntervalTables:
     sent: Table
     forward_live: Table
     backward_live_growing: Table  # with gradients, in the first backward
-    backward_live_grown: Table  # the same in a later one
+    backward_live_grown: Table | None  # the same in a later one; None: there is none
     updating: Table  # what Adam's loop over the parameters makes
     flops: tuple[Table, Table]  # forward, backward; of every node along the order, the loss last
     traffic: tuple[Table, Table]
@@ -48,12 +48,18 @@ class IntervalTables:
 
 
 def build_tables(
-    costs: CostTable, order: Sequence[int], cuts: Sequence[int], *, relayed: bool = False
+    costs: CostTable,
+    order: Sequence[int],
+    cuts: Sequence[int],
+    *,
+    relayed: bool = False,
+    later: bool = True,
 ) -> IntervalTables:
     """The tables for the stages that ``cuts`` of ``order`` (positions of nodes) allow.
 
     The loss is computed with the last node of the order. ``relayed``: values pass through every
-    stage between their producer and their last reader; else they go there directly.
+    stage between their producer and their last reader; else they go there directly. ``later``: there
+    are later backwards than a stage's first one, of further micro-batches.
     """
     n = len(order)
     place = np.empty(n + 1, dtype=np.int64)  # node -> position; the loss stays last
@@ -87,9 +93,10 @@ def build_tables(
         elsewhere += regions.not_yet()
         saved = saved + regions.table("saved")
         forward = forward + regions.table("forward")
-    growing, grown = _backward_live(build, live, elsewhere, state)
-    for backward in (growing, grown):
-        backward[:, -1] += LOSS_NBYTES
+    growing, grown = _backward_live(build, live, elsewhere, state, later=later)
+    growing[:, -1] += LOSS_NBYTES
+    if grown is not None:
+        grown[:, -1] += LOSS_NBYTES
     received = build.at_ends(crossing.received.table())
     along = lambda field: _by_position(place, [getattr(c, field) for c in costs.nodes])  # noqa: E731
     return IntervalTables(
@@ -246,14 +253,16 @@ def _state(costs: CostTable, place: NDArray[np.int64], build: _Builder) -> _Stat
 
 
 def _backward_live(
-    build: _Builder, live: Table, elsewhere: Sequence[Elsewhere], state: _State
-) -> tuple[Table, Table]:
+    build: _Builder, live: Table, elsewhere: Sequence[Elsewhere], state: _State, *, later: bool
+) -> tuple[Table, Table | None]:
     """The most that is live in the first backward, with its gradients, and in a later one."""
     # Gradients of (i, b): of what the stage trains, all that is not used in [a, i] as well.
     used_so_far = state.trained.table()
     trained = build.at_ends(used_so_far)
     growing = build.running_max(live - used_so_far, elsewhere=elsewhere) + trained
     growing = growing + build.at_ends(state.sent_home.table())
+    if not later:
+        return growing, None
     # Gradients that stay are all there in a later backward; a mirror's went home and grow anew.
     mirrored_so_far = used_so_far - state.owned.table()
     grown = build.running_max(live - mirrored_so_far, elsewhere=elsewhere) + trained

@@ -14,6 +14,7 @@ of Rematerialization and Offloading for Training DNNs", NeurIPS 2021.)
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -84,11 +85,20 @@ def _least_peak(
 def _within_budget(labels: list[Label], border: int, *, limits: StageLimits) -> list[Label]:
     """Those within the budget that no other is as good as by its sums."""
     kept: list[Label] = []
+    # Of those so far, the least `worst` of all that keep at most so much: ascending, and descending.
+    most_kept: list[float] = []
+    least_worst: list[float] = []
     for label in sorted(labels, key=lambda x: (x.seconds, x.kept, x.worst)):
         if limits.peak(label) > limits.budget:
             continue
-        if not any(o.kept <= label.kept and o.worst <= label.worst for o in kept):
-            kept.append(label)
+        at = bisect.bisect_right(most_kept, label.kept)
+        if at and least_worst[at - 1] <= label.worst:
+            continue
+        kept.append(label)
+        end = at
+        while end < len(least_worst) and least_worst[end] >= label.worst:
+            end += 1
+        most_kept[at:end], least_worst[at:end] = [label.kept], [label.worst]
     return _some(kept)
 
 

@@ -1,0 +1,45 @@
+"""A plan in a few lines, for ``repr``."""
+
+from __future__ import annotations
+
+from placer.plan.types import Plan, StagePlan
+from placer.units import format_bytes, format_seconds
+
+_STAGES_SHOWN = 8
+
+
+def summarize_plan(plan: Plan) -> str:
+    """What the plan comes to, and a line per stage; of many stages the first ones."""
+    optimizer = plan.optimizer if isinstance(plan.optimizer, str) else "an optimizer of its own"
+    words = [
+        "fits" if plan.fits else f"does not fit by {format_bytes(plan.overflow_bytes)}",
+        _count(len(plan.stages), "stage"),
+        _count(plan.replicas, "replica"),
+        f"{_count(plan.microbatches, 'micro-batch', 'micro-batches')} ({plan.schedule})",
+        plan.precision,
+        f"training with {optimizer}" if plan.training else "inference",
+        f"step {format_seconds(plan.step_seconds)}",
+    ]
+    lines = [f"Plan({', '.join(words)})"]
+    lines += [f"  {summarize_stage(stage)}" for stage in plan.stages[:_STAGES_SHOWN]]
+    if (more := len(plan.stages) - _STAGES_SHOWN) > 0:
+        lines.append(f"  … and {_count(more, 'more stage')}")
+    return "\n".join(lines)
+
+
+def summarize_stage(stage: StagePlan) -> str:
+    """The stage in a line: its device, its layers, its peak."""
+    first, *others = stage.layers or ("the model's own code",)
+    layers = f"{first} … {others[-1]}" if others else first
+    device, *replicas = stage.devices
+    also = f" (and {', '.join(replicas[:3])}{' …' * (len(replicas) > 3)})" if replicas else ""
+    budget = "" if stage.budget is None else f" of {format_bytes(stage.budget)}"
+    return (
+        f"stage {stage.index} on {device}{also}: {layers} "
+        f"({_count(len(stage.layers), 'layer')}, {_count(len(stage.nodes), 'node')}), "
+        f"peak {format_bytes(stage.memory.peak)}{budget}"
+    )
+
+
+def _count(count: int, one: str, many: str = "") -> str:
+    return f"{count} {one if count == 1 else many or one + 's'}"
