@@ -12,7 +12,6 @@ from torch import nn
 
 from placer.capture import CallFormat, rebuild_call, unflatten_output
 from placer.emit import StagedModel
-from placer.errors import PlacerError
 from placer.plan.types import Plan
 from placer.runtime.hooks import refuse_backward_hooks, run_forward_hooks, run_forward_pre_hooks
 from placer.runtime.loss import FoundCombination, Normalizer, Reduction, StepLoss
@@ -324,7 +323,8 @@ class PlacedModule(nn.Module):
             for runs, wanted in zip(self._runs(programs, scattered), targets, strict=True):
                 losses += self._replica_step(runs, wanted, loss_of, scale)
                 self._write_back(runs)
-        loss_of.require_count()
+        if loss_of.is_cut:
+            loss_of.require_count(loss_of.counts)
         home = self._replicas[0].output_place
         loss = torch.stack([loss.to(home.device) for loss in losses]).sum()
         return loss if scale == 1.0 else loss / scale

@@ -84,9 +84,10 @@ def known_rule(loss_fn: Callable[..., Tensor]) -> LossRule | None:
         return _label_rule(module.reduction, module.weight, module.ignore_index)
     options: dict[str, Any] = {}
     if isinstance(loss_fn, functools.partial):
-        if loss_fn.args or not loss_fn.keywords.keys() <= _LABEL_OPTIONS:
+        options = loss_fn.keywords
+        if loss_fn.args or not options.keys() <= _LABEL_OPTIONS:
             return None
-        loss_fn, options = loss_fn.func, loss_fn.keywords
+        loss_fn = loss_fn.func
     if loss_fn in (F.cross_entropy, F.nll_loss):
         return _label_rule(
             options.get("reduction", "mean"),

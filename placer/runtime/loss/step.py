@@ -37,6 +37,7 @@ class StepLoss:
         found: FoundCombination | None = None,
     ) -> None:
         self._loss_fn = loss_fn
+        self._reduction, self._has_normalizer = reduction, normalizer is not None
         self._rule = given_rule(reduction, normalizer) or known_rule(loss_fn)
         self._found = FoundCombination() if found is None else found
         self._has_graph: bool | None = None  # None: it was not called
@@ -45,8 +46,14 @@ class StepLoss:
         self._total: int | None = None
         self._counted: float | None = None
         self.combination: Combination | None = self._rule.combination if self._rule else None
-        self._is_cut = False
-        self.counts = 0.0  # what the normalizer counted in the cuts so far
+        # Of the cuts so far: is the batch cut, and what did the normalizer count in them?
+        self.is_cut = False
+        self.counts = 0.0
+
+    @property
+    def said(self) -> tuple[str, bool]:
+        """What the caller says of the loss, to compare between ranks."""
+        return self._reduction, self._has_normalizer
 
     def count(self, target: Any) -> float | None:
         """What the normalizer counts in ``target``; None where there is no normalizer."""
@@ -57,7 +64,8 @@ class StepLoss:
     ) -> None:
         """A batch of ``total`` rows comes (None: one without rows), of which this process has ``rows``.
 
-        ``target`` is that of these rows as the caller gave it, ``counted`` what the normalizer counts in the whole batch.
+        ``target`` is that of these rows as the caller gave it, ``counted`` what the normalizer counts in
+        the whole batch.
         """
         self._target, self._rows, self._total, self._counted = target, rows, total, counted
 
@@ -72,7 +80,7 @@ class StepLoss:
         self._has_graph = bool(self._has_graph or loss.requires_grad)
         if self._total is None or rows is None or rows == self._total:
             return loss  # the whole batch
-        self._is_cut = True
+        self.is_cut = True
         rule = self._rule or self._find(output, rows)
         if rule.combination == "sum":
             return loss
@@ -103,13 +111,10 @@ class StepLoss:
         if self.lacks_graph:
             raise without_graph()
 
-    def require_count(self, counts: float | None = None) -> None:
-        """Raise ``PlacerError`` when what was counted in all cuts is not what is counted in the batch.
-
-        ``counts`` are those of all processes, by default of this one.
-        """
-        counts, whole = self.counts if counts is None else counts, self._counted
-        if self._is_cut and whole is not None and abs(counts - whole) > 1e-4 * max(abs(counts), whole):
+    def require_count(self, counts: float) -> None:
+        """Raise ``PlacerError`` when ``counts``, of all cuts, is not what is counted in the batch."""
+        whole = self._counted
+        if whole is not None and abs(counts - whole) > 1e-4 * max(abs(counts), whole):
             raise PlacerError(
                 "normalizer",
                 f"counts {counts:g} in the cuts of the batch together and {whole:g} in the whole",
