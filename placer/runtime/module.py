@@ -315,16 +315,14 @@ class PlacedModule(nn.Module):
         total = batch_size(call, leaves)
         scattered = self._scatter(call, leaves)
         targets = self._scatter_target(call, target, total, scattered)
-        counted = loss_of.count(unwrap_target(target))
-        loss_of.begin(target, rows=total, total=total, counted=counted)
+        counts = iter(self._count(loss_of, target, targets, total))
         scale = 1.0 if scaler is None else scale_of(scaler, self.output_device)
         losses = []
         with self._deferred_statistics():
-            for runs, wanted in zip(self._runs(programs, scattered), targets, strict=True):
+            for runs, cuts in zip(self._runs(programs, scattered), targets, strict=True):
+                wanted = [(cut, next(counts)) for cut in cuts]
                 losses += self._replica_step(runs, wanted, loss_of, scale)
                 self._write_back(runs)
-        if loss_of.is_cut:
-            loss_of.require_count(loss_of.counts)
         home = self._replicas[0].output_place
         loss = torch.stack([loss.to(home.device) for loss in losses]).sum()
         return loss if scale == 1.0 else loss / scale
@@ -371,18 +369,21 @@ class PlacedModule(nn.Module):
     def _replica_step(
         self,
         runs: list[PlacedMicrobatch],
-        targets: list[Any],
+        wanted: list[tuple[Any, float | None]],
         loss_of: StepLoss,
         scale: float,
     ) -> list[torch.Tensor]:
+        """The losses of ``runs``, for which the targets are ``wanted``, with what is counted in them."""
+
         def scaled_loss(index: int, result: list[Any]) -> torch.Tensor:
             inputs, call = runs[index].inputs, runs[index].replica.staged.call
             output = unflatten_output(call, result)
             if self._forward_hooks:
                 arguments = rebuild_call(call, inputs)
                 output = run_forward_hooks(self, *arguments, output)
-            wanted = transfer(targets[index], CALLER, runs[index].replica.output_place)
-            loss = loss_of.of_cut(output, wanted, batch_size(call, inputs))
+            target, counted = wanted[index]
+            target = transfer(target, CALLER, runs[index].replica.output_place)
+            loss = loss_of.of_cut(output, target, rows=batch_size(call, inputs), counted=counted)
             return loss if scale == 1.0 else loss * scale
 
         # One process gains nothing from splitting a backward into its halves.
@@ -390,6 +391,19 @@ class PlacedModule(nn.Module):
             make_schedule(self.plan.schedule, len(self._staged.stages), len(runs))
         )
         return run_schedule(runs, linearize(schedule), scaled_loss)
+
+    def _count(
+        self, loss_of: StepLoss, target: Any, targets: list[list[Any]], total: int | None
+    ) -> list[float | None]:
+        """Begin with the loss of a batch; what its normalizer counts in the target of each cut."""
+        cuts = [cut for row in targets for cut in row]
+        if len(cuts) == 1:
+            return [None]
+        whole, *counts = loss_of.count([unwrap_target(target), *cuts])
+        loss_of.begin(target, rows=total, total=total, counted=whole)
+        if whole is not None:
+            loss_of.require_count(sum(count or 0.0 for count in counts))
+        return counts
 
     def _scatter(
         self, call: CallFormat, leaves: list[torch.Tensor]

@@ -223,7 +223,7 @@ class DistributedModule(PartialModule):
         check_training()
         check_scaler(scaler, num_devices=self.seat.num_devices)
         trained = check_parameters(self, self._holdings.first_name, self._frozen)
-        counted, fault = self._count(loss_of, target, batch_size(programs.call, leaves))
+        counted, fault = self._count_own(loss_of, target, batch_size(programs.call, leaves))
         agreement = self._ask(
             programs.call,
             "placed.step",
@@ -257,7 +257,7 @@ class DistributedModule(PartialModule):
                 reducer.prepare(share.filled, overlap=not self._engine.splits_backward)
                 run = Run(
                     microbatches=share.microbatches,
-                    loss_of=self._loss_of(loss_of, target, agreement.total),
+                    loss_of=self._loss_of(loss_of, target, agreement.total, share.microbatches),
                     scale=scale,
                 )
                 self._execute(run, share.largest)
@@ -375,23 +375,29 @@ class DistributedModule(PartialModule):
         self._finder.follow(self._tree)
         return take_share(call, leaves, self._finder, self.plan, self.seat, **options)
 
-    def _count(
+    def _count_own(
         self, loss_of: StepLoss, target: Any, rows: int | None
     ) -> tuple[float | None, PlacerError | None]:
         """What the normalizer counts in this rank's target, where losses are computed, or what is wrong."""
         try:
             check_target(target, rows)
             if self.seat.device_index == self._last_device:
-                return loss_of.count(unwrap_target(target)), None
+                return loss_of.count([unwrap_target(target)])[0], None
         except PlacerError as error:
             return None, error
         return None, None
 
     def _loss_of(
-        self, loss_of: StepLoss, whole_target: Any, total: int | None
+        self,
+        loss_of: StepLoss,
+        whole_target: Any,
+        total: int | None,
+        microbatches: Sequence[Microbatch],
     ) -> Callable[[Microbatch, Any], Tensor]:
         place = self._replicas[0].output_place
         target_here = is_on(self.device, unwrap_target(whole_target))
+        cuts = [microbatch for microbatch in microbatches if microbatch.crossings is not None]
+        counts: dict[int, float | None] = {}
 
         def loss_of_cut(given: Microbatch, output: Any) -> Tensor:
             if self._forward_hooks:
@@ -401,8 +407,13 @@ class DistributedModule(PartialModule):
             target = given.target
             if not target_here:
                 target = transfer(target, CALLER, place)
+            if not counts:  # all together, for those on a device are waited for
+                counts.update(
+                    zip(map(id, cuts), loss_of.count([m.target for m in cuts]), strict=True)
+                )
             before = gradient_nodes(output)
-            loss = loss_of.of_cut(output, target, None if total is None else given.rows)
+            rows = None if total is None else given.rows
+            loss = loss_of.of_cut(output, target, rows=rows, counted=counts[id(given)])
             if dist.get_world_size(self._job_group) > 1:
                 refuse_other_leaves(loss, before, self, whole=self.seat.num_devices == 1)
             return loss

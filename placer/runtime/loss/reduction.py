@@ -10,10 +10,11 @@ there is none), the loss of the whole batch is
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -31,15 +32,18 @@ class LossRule:
     combination: Combination
     normalizer: Normalizer | None = None
 
-    def count(self, target: Any) -> float | None:
-        """What the normalizer counts in ``target``; None where means are over rows.
+    def count(self, targets: Sequence[Any]) -> list[float]:
+        """What the normalizer, which there is, counts in each of ``targets``.
 
         Raises ``PlacerError`` when it raises, or counts what is no number of things.
         """
-        if self.normalizer is None:
-            return None
+        assert self.normalizer is not None
         try:
-            counted = float(self.normalizer(target))
+            counted = [self.normalizer(target) for target in targets]
+            # Those on a device come from there together, not one wait each.
+            tensors = [x.detach().double().reshape(()) for x in counted if isinstance(x, Tensor)]
+            numbers = iter(torch.stack(tensors).tolist() if tensors else ())
+            counts = [float(next(numbers) if isinstance(x, Tensor) else x) for x in counted]
         except Exception as error:
             raise PlacerError(
                 "normalizer",
@@ -47,9 +51,12 @@ class LossRule:
                 "it takes what step is given as target and returns one number, for example "
                 "lambda target: (target != -100).sum()",
             ) from error
-        if not 0 <= counted < float("inf"):
-            raise PlacerError("normalizer", f"counts {counted}", "return a finite count, 0 or more")
-        return counted
+        for count in counts:
+            if not 0 <= count < float("inf"):
+                raise PlacerError(
+                    "normalizer", f"counts {count}", "return a finite count, 0 or more"
+                )
+        return counts
 
 
 def given_rule(reduction: str, normalizer: Normalizer | None) -> LossRule | None:

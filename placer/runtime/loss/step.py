@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -55,9 +55,11 @@ class StepLoss:
         """What the caller says of the loss, to compare between ranks."""
         return self._reduction, self._has_normalizer
 
-    def count(self, target: Any) -> float | None:
-        """What the normalizer counts in ``target``; None where there is no normalizer."""
-        return None if self._rule is None else self._rule.count(target)
+    def count(self, targets: Sequence[Any]) -> Sequence[float | None]:
+        """What the normalizer counts in each of ``targets``; None where there is no normalizer."""
+        if self._rule is None or self._rule.normalizer is None:
+            return [None] * len(targets)
+        return self._rule.count(targets)
 
     def begin(
         self, target: Any, *, rows: int | None, total: int | None, counted: float | None
@@ -69,13 +71,15 @@ class StepLoss:
         """
         self._target, self._rows, self._total, self._counted = target, rows, total, counted
 
-    def of_cut(self, output: Any, target: Any, rows: int | None) -> Tensor:
+    def of_cut(
+        self, output: Any, target: Any, *, rows: int | None, counted: float | None = None
+    ) -> Tensor:
         """The part of the batch's loss that a cut with ``rows`` rows has.
 
-        Raises ``PlacerError`` when the loss is not one number, or when it cannot be found out how it
-        combines rows.
+        ``counted`` is what the normalizer counts in its target, from `count`. Raises ``PlacerError`` when
+        the loss is not one number, or when it cannot be found out how it combines rows.
         """
-        leaves = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+        given = tree_leaves(output) if counted == 0.0 else ()  # before the loss may write to it
         loss = call_loss(self._loss_fn, output, target)
         self._has_graph = bool(self._has_graph or loss.requires_grad)
         if self._total is None or rows is None or rows == self._total:
@@ -84,12 +88,12 @@ class StepLoss:
         rule = self._rule or self._find(output, rows)
         if rule.combination == "sum":
             return loss
-        counted = rule.count(target)
         self.counts += counted or 0.0
         if counted is None or not self._counted:  # of nothing, the mean is NaN, as uncut
             return loss * (rows / self._total)
         if counted == 0.0:
             # Zero, where 0 * NaN would be NaN; with the gradients, all zeros, that the loss would give.
+            leaves = [x for x in given if isinstance(x, Tensor) and x.requires_grad]
             zeros = [leaf.reshape(-1)[:0].sum().to(loss) for leaf in leaves]
             return torch.stack(zeros).sum() if zeros else torch.zeros_like(loss)
         return loss * (counted / self._counted)

@@ -106,9 +106,10 @@ def try_rows(
     Raises what ``loss_fn`` raises. Random numbers, and the buffers and attributes of modules that it
     is, or holds, are as before.
     """
-    least = min(rows.rows, 2)
+    widest = _widest(rows)
+    least = _least(rows)
     width = _row_elements(rows, first.leaf)
-    most = max(least, _MOST_ELEMENTS // max(1, _widest(rows)))
+    most = max(least, _MOST_ELEMENTS // max(1, widest))
     size = min(most, max(least, -(-len(first.values) // width)))
     step = size * width
     chunks = [first.values[i : i + step] for i in range(0, len(first.values), step)] or [()]
@@ -122,15 +123,21 @@ def try_rows(
 
 def depends_on_rowless(loss_fn: Callable[..., Tensor], rows: Rows) -> bool:
     """Does the loss read tensors of the result that have no rows, a scalar say?"""
+    count = _least(rows)
+    target = _target_rows(rows, 0, count, Filling())
     with _undisturbed(loss_fn, rows):
         losses = []
         for factor in (1.0, 0.5):
-            leaves = _result_rows(rows, 0, min(rows.rows, 2), mixed=False, half=False)
+            leaves = _result_rows(rows, 0, count, own=count, half=True)
             for position in rows.rowless:
                 leaves[position] = leaves[position] * factor
-            target = _target_rows(rows, 0, min(rows.rows, 2), Filling())
             losses.append(_loss(loss_fn, rows, leaves, target))
     return not torch.equal(losses[0].nan_to_num(), losses[1].nan_to_num())
+
+
+def _least(rows: Rows) -> int:
+    """Rows in a group at least: as few as in a cut, but one only where it must be."""
+    return 1 if _widest(rows) > _MOST_ELEMENTS else min(rows.rows, 2)
 
 
 def _compare(
@@ -140,66 +147,64 @@ def _compare(
     sizes: tuple[int, int],
     tried: str,
 ) -> Trial:
-    starts = (0, sizes[0])
-    last: Exception | None = None
+    first, second = sizes
+    targets = [
+        _target_rows(rows, start, size, filling)
+        for start, size, filling in zip((0, first), sizes, fillings, strict=True)
+    ]
+    groups = [  # first row, number of rows, of which the model's own come first; target
+        (0, first + second, first, _join_targets(rows, targets)),
+        (0, first, first, targets[0]),
+        (first, second, 0, targets[1]),
+    ]
+    failed: Exception | None = None
     for half in (False, True) if _has_half(rows) else (False,):
-        outputs = [
-            _result_rows(rows, start, size, mixed=bool(start), half=half)
-            for start, size in zip(starts, sizes, strict=True)
-        ]
-        targets = [
-            _target_rows(rows, start, size, filling)
-            for start, size, filling in zip(starts, sizes, fillings, strict=True)
-        ]
-        both = [
-            torch.cat(pair) if _is_cut(pair[0]) and i not in rows.rowless else pair[0]
-            for i, pair in enumerate(zip(*outputs, strict=True))
-        ]
-        groups = [
-            (outputs[0], targets[0]),
-            (outputs[1], targets[1]),
-            (both, _join_targets(rows, targets)),
-        ]
         try:
-            losses = [_loss(loss_fn, rows, [*given], target) for given, target in groups]
+            losses = [
+                _loss(loss_fn, rows, _result_rows(rows, start, count, own=own, half=half), target)
+                for start, count, own, target in groups
+            ]
         except Exception as error:  # it may want the data type that it is given
-            last = error
+            failed = failed or error
             continue
-        tolerance = _COARSE if half else _TOLERANCE.get(losses[2].dtype, _COARSE)
-        one, other, together = (float(loss) for loss in losses)
+        tolerance = _COARSE if half else _TOLERANCE.get(losses[0].dtype, _COARSE)
+        together, one, other = (float(loss) for loss in losses)
         return Trial(
             first=one,
             second=other,
             together=together,
-            share=sizes[0] / sum(sizes),
+            share=first / (first + second),
             tolerance=tolerance,
             tried=tried,
         )
-    assert last is not None
-    raise last
+    assert failed is not None
+    raise failed
 
 
 def _loss(loss_fn: Callable[..., Tensor], rows: Rows, leaves: Sequence[Any], target: Any) -> Tensor:
-    # Copies, for a loss may write to what it is given.
-    leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     return call_loss(loss_fn, rows.format.unflatten(leaves), unwrap_target(target))
 
 
-def _result_rows(rows: Rows, start: int, count: int, *, mixed: bool, half: bool) -> list[Any]:
+def _result_rows(rows: Rows, start: int, count: int, *, own: int, half: bool) -> list[Any]:
+    """Copies of ``count`` rows from ``start`` on; after the first ``own`` ones mixed with noise.
+
+    The noise is the same for as many rows. Without ``half``, 16-bit numbers become float32.
+    """
     found: list[Any] = []
     for position, leaf in enumerate(rows.result):
         if not isinstance(leaf, Tensor) or position in rows.rowless:
-            found.append(leaf.detach() if isinstance(leaf, Tensor) else leaf)
+            found.append(leaf.detach().clone() if isinstance(leaf, Tensor) else leaf)
             continue
         given = _take(leaf.detach(), start, count)
         if given.is_floating_point():
             given = given if half or given.element_size() > 2 else given.float()
-            if mixed:
+            if own < count:
                 generator = torch.Generator(given.device).manual_seed(position)
+                mixed = given[own:]
                 noise = torch.rand(
-                    given.shape, dtype=given.dtype, device=given.device, generator=generator
+                    mixed.shape, dtype=mixed.dtype, device=mixed.device, generator=generator
                 )
-                given = (given + noise) / 2
+                mixed.add_(noise).div_(2)
         found.append(given)
     return found
 
@@ -237,10 +242,6 @@ def _has_target_rows(rows: Rows, leaf: Any) -> bool:
 def _take(leaf: Tensor, start: int, count: int) -> Tensor:
     index = (torch.arange(count, device=leaf.device) + start) % leaf.size(0)
     return leaf.index_select(0, index)
-
-
-def _is_cut(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor)
 
 
 def _has_half(rows: Rows) -> bool:
