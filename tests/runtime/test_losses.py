@@ -312,6 +312,37 @@ def test_trying_a_loss_leaves_no_trace(held: bool) -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
+class Flat(Tokens):
+    """Tokens of all rows one after the other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).flatten(0, 1)
+
+
+def test_an_output_with_several_entries_for_every_row() -> None:
+    torch.manual_seed(0)
+    model, x = Flat().double(), _input(5)
+    placed = placer.compile(model, {"devices": ["cpu:0"], "microbatches": 4}, x)
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target.flatten())
+
+    _assert_equal(placed, model, x, _labels(5, 0), loss_fn)
+    with pytest.raises(PlacerError, match="neither a mean nor a sum"):
+        placed.step(x, target=_labels(5), loss_fn=loss_fn)
+
+
+@pytest.mark.parametrize("microbatches", [2, 4])
+def test_losses_of_16_bit_outputs(microbatches: int) -> None:
+    """They are tried in float32: 16 bits would not show what is to be seen."""
+    torch.manual_seed(0)
+    model, x = Tokens().bfloat16(), _input(4).bfloat16()
+    placed = placer.compile(model, {"devices": ["cpu:0"], "microbatches": microbatches}, x)
+    placed.step(x, target=_labels(4, 0), loss_fn=_flat)
+    with pytest.raises(PlacerError, match="neither a mean nor a sum"):
+        placed.step(x, target=_labels(4), loss_fn=_flat)
+
+
 def test_a_penalty_in_the_loss_counts_once() -> None:
     placed, plain = _pair(3, 3)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import weakref
 from collections.abc import Collection, Sequence
 from types import FrameType
@@ -74,14 +75,14 @@ def refuse_wrappers(part: nn.Module) -> None:
 
     They would sum gradients of this rank's stages with those of other ranks' stages.
     """
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.nn.parallel import DataParallel, DistributedDataParallel
-
     reference = weakref.ref(part)
-    wrappers = (DistributedDataParallel, FullyShardedDataParallel, DataParallel)
 
     def check(parent: nn.Module, name: str, child: nn.Module | None) -> None:
         part = reference()
+        fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported for this alone
+        wrappers: tuple[Any, ...] = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+        if fsdp is not None:
+            wrappers += (fsdp.FullyShardedDataParallel,)
         if part is None or child is None or not isinstance(parent, wrappers):
             return
         if any(module is part for module in child.modules()):

@@ -15,7 +15,14 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 from placer.capture.result import flatten_result
 from placer.errors import PlacerError
 from placer.runtime.loss.reduction import Combination
-from placer.runtime.loss.trial import Filling, Rows, Trial, depends_on_rowless, try_rows
+from placer.runtime.loss.trial import (
+    Filling,
+    Rows,
+    Trial,
+    depends_on_rowless,
+    per_row,
+    try_rows,
+)
 from placer.runtime.loss.values import Number, SeenValues
 from placer.runtime.scatter import Whole
 
@@ -57,13 +64,12 @@ class FoundCombination:
         news = {
             position: self._seen.setdefault(position, SeenValues()).news(leaf)
             for position, leaf in enumerate(tree_flatten(target)[0])
-            if _has_rows(leaf, total)
+            if per_row(leaf, total) == 1
         }
         if len(self._fitting) == 1 and not any(news.values()):
             return next(iter(self._fitting))
-        tried = _rows_to_try(output, rows, target, total)
         try:
-            self._try(loss_fn, tried, news)
+            self._try(loss_fn, _rows_to_try(output, rows, target, total), news)
         except PlacerError:
             self._key = None
             raise
@@ -145,7 +151,7 @@ def _fillings(
 def _rows_to_try(output: Any, rows: int, target: Any, total: int) -> Rows:
     leaves, form = flatten_result(output, lambda _: False)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    rowless = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and not _has_rows(x, rows)]
+    rowless = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and not per_row(x, rows)]
     if len(rowless) == len(tensors):
         raise PlacerError(
             "loss_fn",
@@ -153,7 +159,7 @@ def _rows_to_try(output: Any, rows: int, target: Any, total: int) -> Rows:
             "combines them",
             _SAY,
         )
-    device = next(x.device for i, x in enumerate(leaves) if _has_rows(x, rows))
+    device = next(x.device for i, x in enumerate(leaves) if per_row(x, rows))
     least = min(rows, 2)
 
     def take(leaf: Any) -> Any:
@@ -161,7 +167,7 @@ def _rows_to_try(output: Any, rows: int, target: Any, total: int) -> Rows:
             return Whole(tree_map_only(Tensor, lambda x: x.detach().to(device), leaf.value))
         if not isinstance(leaf, Tensor):
             return leaf
-        return (leaf[: 2 * least] if _has_rows(leaf, total) else leaf).detach().to(device)
+        return (leaf[: 2 * least] if per_row(leaf, total) == 1 else leaf).detach().to(device)
 
     return Rows(
         result=leaves,
@@ -173,15 +179,11 @@ def _rows_to_try(output: Any, rows: int, target: Any, total: int) -> Rows:
     )
 
 
-def _has_rows(leaf: Any, rows: int) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.size(0) == rows
-
-
 def _shapes(value: Any, rows: int) -> Any:
     """What the tensors of ``value`` are, but for the number of rows."""
     leaves, spec = tree_flatten(value)
     kinds = [
-        (x.shape[1:] if _has_rows(x, rows) else x.shape, x.dtype, _has_rows(x, rows))
+        (x.shape[1:] if per_row(x, rows) else x.shape, x.dtype, per_row(x, rows))
         if isinstance(x, Tensor)
         else type(x)
         for x in leaves

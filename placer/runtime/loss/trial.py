@@ -195,12 +195,13 @@ def _result_rows(rows: Rows, start: int, count: int, *, own: int, half: bool) ->
         if not isinstance(leaf, Tensor) or position in rows.rowless:
             found.append(leaf.detach().clone() if isinstance(leaf, Tensor) else leaf)
             continue
-        given = _take(leaf.detach(), start, count)
+        each = per_row(leaf, rows.rows)
+        given = _take(leaf.detach().unflatten(0, (-1, each)), start, count).flatten(0, 1)
         if given.is_floating_point():
             given = given if half or given.element_size() > 2 else given.float()
             if own < count:
                 generator = torch.Generator(given.device).manual_seed(position)
-                mixed = given[own:]
+                mixed = given[own * each :]
                 noise = torch.rand(
                     mixed.shape, dtype=mixed.dtype, device=mixed.device, generator=generator
                 )
@@ -239,6 +240,13 @@ def _has_target_rows(rows: Rows, leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.size(0) == rows.total
 
 
+def per_row(leaf: Any, rows: int) -> int:
+    """How many entries of ``leaf`` along dim 0 each of ``rows`` rows has; 0 where it has no rows."""
+    if not isinstance(leaf, Tensor) or not leaf.dim() or not rows or leaf.size(0) % rows:
+        return 0
+    return leaf.size(0) // rows
+
+
 def _take(leaf: Tensor, start: int, count: int) -> Tensor:
     index = (torch.arange(count, device=leaf.device) + start) % leaf.size(0)
     return leaf.index_select(0, index)
@@ -260,7 +268,7 @@ def _row_elements(rows: Rows, leaf: int) -> int:
 def _widest(rows: Rows) -> int:
     """Elements in a row of the result."""
     cut = [leaf for i, leaf in enumerate(rows.result) if i not in rows.rowless]
-    return sum(leaf[0].numel() for leaf in cut if isinstance(leaf, Tensor))
+    return sum(leaf.numel() // rows.rows for leaf in cut if isinstance(leaf, Tensor))
 
 
 @contextmanager
