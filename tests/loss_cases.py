@@ -93,23 +93,26 @@ def try_targets(spec: placer.PlacementSpec) -> dict[str, str]:
     """What is said of targets and normalizers; a good step comes after each."""
     placed, plain, x = _pair(spec)
     good, last = labels(8, 0), dist.get_rank() == dist.get_world_size() - 1
+    summed = functools.partial(flat, reduction="sum")
     counts: list[Callable[[Tensor], Any]] = [
         lambda target: (target != 0).double().mean(),
         lambda target: {}["labels"],
     ]
     calls: dict[str, dict[str, Any]] = {
+        "good": {"target": good},
         "rows": {"target": good[:6]},
         "rows of one rank": {"target": good[:6] if last else good},
         "a share": {"target": good, "normalizer": counts[0]},
         "raises": {"target": good, "normalizer": counts[1]},
         "options": {"target": good, "normalizer": kept if last else None},
+        "combination": {"target": good, "loss_fn": summed if last else flat},
     }
     found = {}
     expected = flat(plain(x), good)
     expected.backward()
     for name, given in calls.items():
         try:
-            placed.step(x, loss_fn=flat, **given)
+            placed.step(x, **{"loss_fn": flat, **given})
             found[name] = "no error"
         except placer.PlacerError as error:
             found[name] = f"{type(error).__name__}: {error}"

@@ -31,6 +31,8 @@ def test_wrong_targets_are_said_on_every_rank_and_the_job_goes_on(
         there = "normalizer: raised KeyError" if rank % 2 else "was refused on ranks 1, 3"
         assert there in said["raises"], said["raises"]
         assert "has other options" in said["options"]
+        assert "loss_fn: is a mean over rows on some ranks" in said["combination"]
+        assert said["good"] == "no error"
 
 
 REFUSED = {

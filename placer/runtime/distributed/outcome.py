@@ -71,7 +71,7 @@ class LossSum:
         if means and sums:
             raise PlacerError(
                 "loss_fn",
-                f"is a mean over rows on {means:.0f} ranks and a sum on {sums:.0f}",
+                "is a mean over rows on some ranks and a sum on others",
                 "say which with step(..., reduction=...)",
             )
 
