@@ -67,7 +67,7 @@ def allocator_peaks(
             with torch.no_grad():
                 placed(*args, **kwargs or {})
             return
-        placed.step(*args, loss_fn=loss_fn, **kwargs or {})
+        placed.step(*args, loss_fn=loss_fn, reduction="mean", **kwargs or {})
         optimizer.step()
         optimizer.zero_grad()
 

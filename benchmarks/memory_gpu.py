@@ -156,7 +156,7 @@ def _cuda_peak(model: nn.Module, plan: placer.Plan, x: Tensor) -> dict[str, int]
     for _ in range(2):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        placed.step(x, loss_fn=stand_in_loss)
+        placed.step(x, loss_fn=stand_in_loss, reduction="mean")
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     torch.cuda.synchronize()

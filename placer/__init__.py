@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # for type checkers, what `_NAMES` says
     from placer.runtime.checkpoint import load as load
     from placer.runtime.checkpoint import save as save
     from placer.runtime.module import PlacedModule as PlacedModule
+    from placer.runtime.scatter import Whole as Whole
     from placer.spec import PlacementSpec as PlacementSpec
     from placer.spec import load_spec as load_spec
     from placer.verification import verify as verify
@@ -49,6 +50,7 @@ _NAMES = {
     "plan.types": ("Plan",),
     "runtime.checkpoint": ("load", "save"),
     "runtime.module": ("PlacedModule",),
+    "runtime.scatter": ("Whole",),
     "spec": ("PlacementSpec", "load_spec"),
     "verification": ("verify",),
 }

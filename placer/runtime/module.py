@@ -5,24 +5,29 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
 from placer.capture import CallFormat, rebuild_call, unflatten_output
 from placer.emit import StagedModel
-from placer.errors import PlacerError
 from placer.plan.types import Plan
 from placer.runtime.hooks import refuse_backward_hooks, run_forward_hooks, run_forward_pre_hooks
-from placer.runtime.loss import WatchedLoss, call_loss
+from placer.runtime.loss import FoundCombination, Normalizer, Reduction, StepLoss
 from placer.runtime.pickled import ExampleCall, as_captured, emit_again, example_call
 from placer.runtime.place import CALLER, Place
 from placer.runtime.programs import Calls, Programs
 from placer.runtime.replica import PlacedMicrobatch, Replica, run_schedule
 from placer.runtime.sampler import ReplicaSampler
 from placer.runtime.scaling import scale_of
-from placer.runtime.scatter import batch_size, join_results, split_rows, split_target
+from placer.runtime.scatter import (
+    batch_size,
+    join_results,
+    split_rows,
+    split_target,
+    unwrap_target,
+)
 from placer.runtime.statistics import DeferredStatistics, defers_statistics, update_statistics
 from placer.runtime.transfer import transfer
 from placer.runtime.tree import write_back
@@ -63,7 +68,10 @@ class PlacedModule(nn.Module):
     """
 
     _FIELDS = frozenset(
-        {"plan", "training", "_tree", "_staged", "_replicas", "_programs", "_calls", "_statistics"}
+        {
+            *("plan", "training", "_tree", "_staged", "_replicas", "_programs", "_calls"),
+            *("_statistics", "_combination"),
+        }
     )  # its own, whatever the model's layers are called
 
     def __init__(
@@ -88,6 +96,7 @@ class PlacedModule(nn.Module):
         )
         self._programs = Programs(model, plan, staged)
         self._calls = Calls(self._programs)
+        self._combination = FoundCombination()
 
     def __reduce__(self) -> tuple[Any, ...]:
         made = {*_TABLES, *self._FIELDS} - {"training"}
@@ -236,56 +245,68 @@ class PlacedModule(nn.Module):
         *args: Any,
         target: Any = None,
         loss_fn: Callable[..., torch.Tensor],
-        reduction: Literal["mean", "sum"] = "mean",
+        reduction: Reduction = "auto",
+        normalizer: Normalizer | None = None,
         own_rows: bool = False,
         scaler: torch.amp.GradScaler | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """Forward and backward of one batch under the plan's schedule; gradients are accumulated.
 
-        ``loss_fn(output, target)``, or ``loss_fn(output)`` without a target, gives a scalar for one
-        micro-batch; ``reduction`` says whether it is a mean or a sum over its rows, so that the
-        gradient is that of the loss over the whole batch, also when the cuts are uneven. It is called
-        outside of the autocast of the plan's ``precision``: ``F.cross_entropy(output.float(), target)``
-        is what torch makes of it inside (or call all of `step` under ``torch.autocast``). A mean over
-        something else (``ignore_index``, class weights) is none over rows: give the sum, divided by
-        the count of the whole batch, and ``reduction="sum"``. Tensors of
-        ``target`` are cut along dim 0 like the inputs; one with another number of rows goes to every
-        micro-batch whole. ``own_rows`` says that inputs and target are
-        this process's rows only, where there are several (`placer.runtime.distributed`); ``scaler``
-        scales the gradients, as for fp16. Returns the loss of the whole batch, unscaled: a detached
-        scalar on ``output_device``.
+        ``loss_fn(output, target)``, or ``loss_fn(output)`` without a target, gives a scalar and is
+        called for every cut of the batch, outside of the autocast of the plan's ``precision``:
+        ``F.cross_entropy(output.float(), target)`` is what torch makes of it inside (or call all of
+        `step` under ``torch.autocast``). The gradient is that of ``loss_fn`` on the whole batch, also
+        when cuts are uneven. That needs to be known of it, where there is more than one cut:
+
+        * ``reduction="mean"``: it is a mean over rows.
+        * ``reduction="sum"``: it is a sum over rows.
+        * ``normalizer``: it is a mean over what ``normalizer(target)`` counts, for example
+          ``lambda target: (target != -100).sum()``. A cut of which nothing counts has no part in it.
+        * ``reduction="auto"``: as torch defines it for ``cross_entropy`` and ``nll_loss``, with
+          ``ignore_index`` and ``weight`` (the modules, the functions, ``functools.partial`` of the
+          functions). Any other function is called a few more times, on a few rows, once and again when
+          the target has values that were not there before; what is neither a mean nor a sum over rows
+          is an error that says what to pass. Nothing can be seen there of a loss that changes by
+          itself from step to step, or of a rare label between others of a target with more than 256.
+          What a loss function collects for metrics has these calls in it; with one of the above there
+          are none.
+
+        Tensors of ``target`` are cut along dim 0 like the inputs; ``placer.Whole(value)`` goes to every
+        cut as it is. ``own_rows`` says that inputs and target are this process's rows only, where there
+        are several (`placer.runtime.distributed`); ``scaler`` scales the gradients, as for fp16. Returns
+        the loss of the whole batch, unscaled: a detached scalar on ``output_device``. Raises
+        ``PlacerError`` before any gradient is there, when a tensor of ``target`` has another number of
+        rows than the batch, or when it cannot be told how ``loss_fn`` combines rows.
         """
-        if reduction not in ("mean", "sum"):
-            raise PlacerError("step", f"reduction is {reduction!r}", "use 'mean' or 'sum'")
+        loss_of = StepLoss(
+            loss_fn, reduction=reduction, normalizer=normalizer, found=self._combination
+        )
         refuse_backward_hooks(self)
         args, kwargs = run_forward_pre_hooks(self, args, kwargs)
-        watched = WatchedLoss(loss_fn)
         loss = self._step(
             *self._calls.find(args, kwargs),
             target=target,
-            loss_fn=watched,
-            reduction=reduction,
+            loss_of=loss_of,
             own_rows=own_rows,
             scaler=scaler,
         )
-        watched.require_graph()
+        loss_of.require_graph()
         return loss
 
     def step_leaves(
         self, leaves: list[torch.Tensor], *, loss_fn: Callable[..., torch.Tensor]
     ) -> torch.Tensor:
-        """`step` for inputs of the captured call that are flattened already, without a target."""
-        return self._step(self._programs, leaves, loss_fn=WatchedLoss(loss_fn))
+        """`step` for flattened inputs of the captured call, no target, and a loss that is a mean."""
+        return self._step(self._programs, leaves, loss_of=StepLoss(loss_fn, reduction="mean"))
 
     def _step(
         self,
         programs: Programs,
         leaves: list[torch.Tensor],
         *,
-        loss_fn: WatchedLoss,
+        loss_of: StepLoss,
         target: Any = None,
-        reduction: Literal["mean", "sum"] = "mean",
         own_rows: bool = False,
         scaler: torch.amp.GradScaler | None = None,
     ) -> torch.Tensor:
@@ -294,11 +315,13 @@ class PlacedModule(nn.Module):
         total = batch_size(call, leaves)
         scattered = self._scatter(call, leaves)
         targets = self._scatter_target(call, target, total, scattered)
+        counts = iter(self._count(loss_of, target, targets, total))
         scale = 1.0 if scaler is None else scale_of(scaler, self.output_device)
         losses = []
         with self._deferred_statistics():
-            for runs, wanted in zip(self._runs(programs, scattered), targets, strict=True):
-                losses += self._replica_step(runs, wanted, loss_fn, total, reduction, scale)
+            for runs, cuts in zip(self._runs(programs, scattered), targets, strict=True):
+                wanted = [(cut, next(counts)) for cut in cuts]
+                losses += self._replica_step(runs, wanted, loss_of, scale)
                 self._write_back(runs)
         home = self._replicas[0].output_place
         loss = torch.stack([loss.to(home.device) for loss in losses]).sum()
@@ -346,32 +369,41 @@ class PlacedModule(nn.Module):
     def _replica_step(
         self,
         runs: list[PlacedMicrobatch],
-        targets: list[Any],
-        loss_fn: Callable[..., torch.Tensor],
-        total: int | None,
-        reduction: str,
+        wanted: list[tuple[Any, float | None]],
+        loss_of: StepLoss,
         scale: float,
     ) -> list[torch.Tensor]:
-        def loss_of(index: int, result: list[Any]) -> torch.Tensor:
+        """The losses of ``runs``, for which the targets are ``wanted``, with what is counted in them."""
+
+        def scaled_loss(index: int, result: list[Any]) -> torch.Tensor:
             inputs, call = runs[index].inputs, runs[index].replica.staged.call
             output = unflatten_output(call, result)
             if self._forward_hooks:
                 arguments = rebuild_call(call, inputs)
                 output = run_forward_hooks(self, *arguments, output)
-            wanted = transfer(targets[index], CALLER, runs[index].replica.output_place)
-            loss = call_loss(loss_fn, output, wanted)
-            weight = scale
-            if reduction == "mean" and total is not None:
-                rows = batch_size(call, inputs)
-                assert rows is not None
-                weight *= rows / total
-            return loss if weight == 1.0 else loss * weight
+            target, counted = wanted[index]
+            target = transfer(target, CALLER, runs[index].replica.output_place)
+            loss = loss_of.of_cut(output, target, rows=batch_size(call, inputs), counted=counted)
+            return loss if scale == 1.0 else loss * scale
 
         # One process gains nothing from splitting a backward into its halves.
         schedule = merge_backward(
             make_schedule(self.plan.schedule, len(self._staged.stages), len(runs))
         )
-        return run_schedule(runs, linearize(schedule), loss_of)
+        return run_schedule(runs, linearize(schedule), scaled_loss)
+
+    def _count(
+        self, loss_of: StepLoss, target: Any, targets: list[list[Any]], total: int | None
+    ) -> list[float | None]:
+        """Begin with the loss of a batch; what its normalizer counts in the target of each cut."""
+        cuts = [cut for row in targets for cut in row]
+        if len(cuts) == 1:
+            return [None]
+        whole, *counts = loss_of.count([unwrap_target(target), *cuts])
+        loss_of.begin(target, rows=total, total=total, counted=whole)
+        if whole is not None:
+            loss_of.require_count(sum(count or 0.0 for count in counts))
+        return counts
 
     def _scatter(
         self, call: CallFormat, leaves: list[torch.Tensor]
@@ -391,7 +423,7 @@ class PlacedModule(nn.Module):
         total: int | None,
         scattered: list[list[list[torch.Tensor]]],
     ) -> list[list[Any]]:
-        """``target`` cut like the inputs; tensors whose dim 0 is not the batch go to all, whole."""
+        """``target`` cut like the inputs."""
         sizes = [[batch_size(call, leaves) for leaves in row] for row in scattered]
         cut = iter(split_target(target, total, [size for row in sizes for size in row]))
         return [[next(cut) for _ in row] for row in sizes]

@@ -6,14 +6,21 @@ Sizes are those of ``torch.chunk``, as ``nn.DataParallel`` has them (`placer.sch
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import (
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_map,
+    tree_unflatten,
+)
 
 from placer.capture import TENSOR, CallFormat, unflatten_output
 from placer.emit import StagedModel
-from placer.errors import CaptureError
+from placer.errors import CaptureError, PlacerError
 
 
 def batch_size(call: CallFormat, leaves: Sequence[torch.Tensor]) -> int | None:
@@ -47,17 +54,62 @@ def split_rows(
     return [list(row) for row in zip(*columns, strict=True)]
 
 
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """Part of a ``target`` that has no rows of the batch: ``loss_fn`` gets ``value`` for every cut.
+
+    For example ``target=(labels, placer.Whole(class_weights))``.
+    """
+
+    value: Any
+
+
+def unwrap_target(target: Any) -> Any:
+    """``target`` as ``loss_fn`` gets it for the whole batch."""
+    return tree_map(
+        lambda leaf: leaf.value if isinstance(leaf, Whole) else leaf, target, is_leaf=_is_whole
+    )
+
+
+def check_target(target: Any, total: int | None) -> None:
+    """Raise ``PlacerError`` when a tensor of ``target`` has not the batch's ``total`` rows."""
+    paths = tree_flatten_with_path(target, is_leaf=_is_whole)[0] if total is not None else []
+    for path, leaf in paths:
+        if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.size(0) == total:
+            continue
+        found = f"has {leaf.size(0)} rows, the batch has {total}"
+        remedy = (
+            "give it one row per row of the batch, or placer.Whole(tensor) for what every cut of the "
+            "batch is to get whole, such as class weights"
+        )
+        if total and leaf.size(0) % total == 0:
+            rows = leaf.size(0) // total
+            remedy = (
+                f"if each row of the batch has {rows} of them, give target.unflatten(0, ({total}, {rows})) "
+                f"and flatten it in loss_fn; or {remedy}"
+            )
+        raise PlacerError(f"target{keystr(path)}", found, remedy)
+
+
 def split_target(target: Any, total: int | None, sizes: Sequence[int | None]) -> list[Any]:
-    """``target`` (any pytree) cut into ``sizes`` rows; tensors without ``total`` rows go to all, whole."""
-    leaves, spec = tree_flatten(target)
+    """``target`` (any pytree) cut into ``sizes`` rows; numbers, and what is ``Whole``, go to all.
+
+    Raises ``PlacerError`` when a tensor has another number of rows than ``total``.
+    """
+    check_target(target, total)
+    leaves, spec = tree_flatten(target, is_leaf=_is_whole)
 
     def cut(leaf: Any) -> Sequence[Any]:
-        if isinstance(leaf, torch.Tensor) and leaf.dim() and total and leaf.size(0) == total:
+        if isinstance(leaf, torch.Tensor) and leaf.dim() and total is not None:
             return list(leaf.split([size or 0 for size in sizes]))
-        return (leaf,) * len(sizes)
+        return (leaf.value if isinstance(leaf, Whole) else leaf,) * len(sizes)
 
     columns = [cut(leaf) for leaf in leaves]
     return [tree_unflatten([column[i] for column in columns], spec) for i in range(len(sizes))]
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Whole)
 
 
 def join_results(staged: StagedModel, pieces: Sequence[Sequence[Any]]) -> Any:

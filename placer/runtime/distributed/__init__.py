@@ -59,12 +59,17 @@ What differs:
 
  * ``placed(x)`` gives results without a graph. In train mode with gradients enabled that is an error.
  * ``loss_fn`` is called where the last stage is, for each micro-batch: what it collects for metrics is
-   on those ranks only.
+   on those ranks only. It may read no parameters but through the model's output: those of the model are
+   on other ranks too (a penalty is added after the step, by every rank for its own parameters:
+   ``penalty(placed.parameters()).backward()``), and those of the loss itself would be trained on one rank
+   alone (make them a layer of the model). Both are errors.
  * A rank has its part of the parameters. ``placed.parameters()`` always has one for the optimizer; a
    selection of them may have none, which goes as a group: ``Adam([{"params": selected}])``. An optimizer
    that computes with all parameters together (LBFGS) is an error where a replica has several ranks.
- * ``nn.utils.clip_grad_norm_`` sees this rank's part only, and so does a plain ``GradScaler``, which is
-   an error where a replica has several ranks. ``placed`` has its own of both.
+ * ``nn.utils.clip_grad_norm_(placed.parameters(), …)`` would see this rank's part only, and so would a
+   plain ``GradScaler``: errors where a replica has several ranks. ``placed`` has its own of both. (Of
+   parameters in a list nothing tells ``clip_grad_norm_`` that they are a part.)
+ * ``DistributedDataParallel(placed)`` is an error: replicas are in the spec.
  * ``requires_grad`` of parameters is fixed at ``compile``: freeze before; in the middle of training save,
    freeze, compile and load.
  * ``placed.load_state_dict`` takes the state of the whole model, or of this part.

@@ -6,6 +6,7 @@ that are not there, or are ended by gloo without an error in Python.
 
 from __future__ import annotations
 
+import struct
 import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from placer.errors import PlacerError
 
 Method = Literal["placed(x)", "placed.step", "placed.clip_grad_norm_", "placer.save", "placer.load"]
 _METHODS: tuple[Method, ...] = get_args(Method)
+_NOTHING = -1  # bits of a NaN
 _REMEDY = "make all these calls on all ranks, in the same order and with the same options"
 _SAME_BATCH = (
     "give every rank the whole batch, or with own_rows=True all ranks of a replica the rows of that "
@@ -32,6 +34,8 @@ class Called:
     """What this rank was called with.
 
     ``names`` are those of the model's inputs, ``inputs`` the tensors for them, of calls that have any.
+    ``fault`` is what this rank alone found wrong; ``counted`` what the normalizer of a loss counts in
+    its target, on ranks that compute losses.
     """
 
     method: Method
@@ -41,6 +45,8 @@ class Called:
     rows: int | None = None  # None: the call has no batch
     training: bool = False
     own_rows: bool = False
+    fault: PlacerError | None = None
+    counted: float | None = None
 
     def numbers(self) -> list[int]:
         """What ranks compare, in the order of `Agreement`; as many for every method."""
@@ -54,6 +60,8 @@ class Called:
             -1 if self.rows is None else self.rows,
             _number(shapes),
             _number([_sample(x) for x in self.inputs]),
+            self.fault is not None,
+            _bits(self.counted),
             *wanted,
             *[False] * (len(self.names) - len(wanted)),
         ]
@@ -65,9 +73,9 @@ class Agreement:
     A context, in which a rank prepares what it needs nobody else for. At its end the message has
     come, and what is wrong with the calls is raised, the same on every rank, in place of what the
     block raised: ``PlacerError`` when the ranks were not called alike, all of them, or those of a
-    replica (``num_devices`` each) where they have their own rows, or when ``count`` refuses the rows
-    that each replica was given. Warns on ranks that were given other values: that is found in a
-    sample of them.
+    replica (``num_devices`` each) where they have their own rows, when a rank has found a fault, or
+    when ``count`` refuses the rows that each replica was given. Warns on ranks that were given other
+    values: that is found in a sample of them.
     """
 
     def __init__(
@@ -89,7 +97,9 @@ class Agreement:
         assert work is not None  # this rank is in the group
         self._work = work
         self.alike = False  # not known before the end of the block
-        self.total: int | None = None  # what ``count`` makes of the rows, from then on
+        # From then on, what ``count`` makes of the rows, and what was counted in the whole target:
+        self.total: int | None = None
+        self.counted: float | None = None
 
     def __enter__(self) -> Agreement:
         return self
@@ -109,8 +119,9 @@ class Agreement:
     def _rows_if_alike(self) -> list[int]:
         """The rows that each replica was given."""
         ranks = self._numbers.view(dist.get_world_size(self._world), -1).tolist()
-        methods, options, own_rows, training, rows, shapes, values, *wanted = zip(
-            *ranks, strict=True
+        columns = zip(*ranks, strict=True)
+        methods, options, own_rows, training, rows, shapes, values, faults, counted, *wanted = (
+            columns
         )
         _compare_methods([_METHODS[number] for number in methods])
         method, names = self._called.method, ", ".join(self._called.options)
@@ -130,6 +141,14 @@ class Agreement:
                     "computes a part of them",
                     "call requires_grad_() on all ranks, or on none",
                 )
+        if self._called.fault is not None:
+            raise self._called.fault
+        if any(faults):
+            faulty = name_ranks([r for r, fault in enumerate(faults) if fault])
+            raise PlacerError(method, f"was refused on {faulty}", "look at the error there")
+        counts = [_from_bits(bits) for bits in counted if bits != _NOTHING]
+        if counts:  # one per replica; without rows of their own all have the same target
+            self.counted = sum(counts) if self._called.own_rows else counts[0]
         rank = dist.get_rank(self._world)
         first = rank - rank % whole
         if values[rank] != values[first]:
@@ -164,6 +183,14 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 def _number(value: object) -> int:
     return zlib.crc32(repr(value).encode())
+
+
+def _bits(number: float | None) -> int:
+    return _NOTHING if number is None else int(struct.unpack("<q", struct.pack("<d", number))[0])
+
+
+def _from_bits(bits: int) -> float:
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])
 
 
 def _sample(tensor: Tensor) -> int:

@@ -141,7 +141,7 @@ def take_share(
     some = {sizes[position]: pieces[position] for position in (*own, largest)}
     crossings = {size: finder.find(piece, grad=grad) for size, piece in some.items()}
     needed = {size: _inputs_needed(c.staged, seat.stage_indices) for size, c in crossings.items()}
-    targets = split_target(target, batch.total, sizes)
+    targets = split_target(target, batch.total, sizes) if own else []
     here = is_on(finder.device, pieces[largest])
     given = [
         Microbatch(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 import weakref
 from collections.abc import Collection, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from placer.errors import PlacerError
@@ -64,6 +68,49 @@ def refuse_joint_optimizers(part: nn.Module) -> None:
 
     handle = register_optimizer_step_pre_hook(check)
     weakref.finalize(part, handle.remove)
+
+
+def refuse_wrappers(part: nn.Module) -> None:
+    """Have torch's wrappers that train copies of a module raise ``PlacerError`` for ``part``.
+
+    They would sum gradients of this rank's stages with those of other ranks' stages.
+    """
+    reference = weakref.ref(part)
+
+    def check(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        part = reference()
+        fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported for this alone
+        wrappers: tuple[Any, ...] = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+        if fsdp is not None:
+            wrappers += (fsdp.FullyShardedDataParallel,)
+        if part is None or child is None or not isinstance(parent, wrappers):
+            return
+        if any(module is part for module in child.modules()):
+            raise PlacerError(
+                type(parent).__name__,
+                "cannot wrap a placed model, which sums the gradients of its replicas by itself",
+                'call placed.step as it is, and ask for copies in the spec: "replicas": 2',
+            )
+
+    handle = register_module_module_registration_hook(check)
+    weakref.finalize(part, handle.remove)
+
+
+_CLIP_GRAD_NORM = inspect.unwrap(nn.utils.clip_grad_norm_).__code__
+
+
+def refuse_partial_clipping(reader: FrameType) -> None:
+    """Raise ``PlacerError`` when the parameters of a part are read by torch's own clipping.
+
+    That computes the norm of this rank's gradients alone. Parameters in a list are not recognised:
+    nothing public tells them from those of a whole model.
+    """
+    if reader.f_code is _CLIP_GRAD_NORM:
+        raise PlacerError(
+            "torch.nn.utils.clip_grad_norm_",
+            "would clip by the norm of this rank's gradients, which are those of its stages only",
+            "call placed.clip_grad_norm_(max_norm), on every rank",
+        )
 
 
 def check_parameters(

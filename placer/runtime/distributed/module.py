@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -26,12 +27,15 @@ from placer.runtime.distributed.checks import (
     check_scaler,
     check_training,
     refuse_joint_optimizers,
+    refuse_partial_clipping,
+    refuse_wrappers,
 )
 from placer.runtime.distributed.engine import Engine
 from placer.runtime.distributed.faults import Alarm
 from placer.runtime.distributed.gradients import GradientReducer, find_shared
 from placer.runtime.distributed.groups import Groups, close_groups, find_lost, make_groups
 from placer.runtime.distributed.job import Seat
+from placer.runtime.distributed.loss_leaves import gradient_nodes, refuse_other_leaves
 from placer.runtime.distributed.outcome import LossSum, SharedBuffers
 from placer.runtime.distributed.part import Holdings
 from placer.runtime.distributed.partial import PartialModule
@@ -41,11 +45,11 @@ from placer.runtime.distributed.stage import Microbatch, Run
 from placer.runtime.distributed.statistics import SharedMoments
 from placer.runtime.distributed.sync_norm import synchronise_norms
 from placer.runtime.hooks import run_forward_hooks
-from placer.runtime.loss import WatchedLoss, call_loss, without_graph
+from placer.runtime.loss import StepLoss
 from placer.runtime.place import CALLER, Place, is_on
 from placer.runtime.programs import Calls, Programs
 from placer.runtime.scaling import scale_of
-from placer.runtime.scatter import batch_size
+from placer.runtime.scatter import batch_size, check_target, unwrap_target
 from placer.runtime.statistics import NormCall
 from placer.runtime.transfer import transfer
 
@@ -113,6 +117,7 @@ class DistributedModule(PartialModule):
         self._reducer = None
         self._reduced = ()
         self._frozen = frozenset(n for n, p in self.named_parameters() if not p.requires_grad)
+        refuse_wrappers(self)
         if seat.num_devices > 1:
             refuse_joint_optimizers(self)
 
@@ -128,8 +133,9 @@ class DistributedModule(PartialModule):
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """This rank's parameters; a rank without any has an empty one, for optimizers want one."""
-        own = list(super().parameters(recurse))
-        return iter(own or [self._placeholder])
+        if self.seat.num_devices > 1:
+            refuse_partial_clipping(sys._getframe(1))  # a generator: the frame of its reader
+        yield from list(super().parameters(recurse)) or [self._placeholder]
 
     @property
     def replica_index(self) -> int:
@@ -207,9 +213,8 @@ class DistributedModule(PartialModule):
         programs: Programs,
         leaves: list[Tensor],
         *,
-        loss_fn: WatchedLoss,
+        loss_of: StepLoss,
         target: Any = None,
-        reduction: Literal["mean", "sum"] = "mean",
         own_rows: bool = False,
         scaler: torch.amp.GradScaler | None = None,
     ) -> Tensor:
@@ -217,12 +222,15 @@ class DistributedModule(PartialModule):
         check_training()
         check_scaler(scaler, num_devices=self.seat.num_devices)
         trained = check_parameters(self, self._holdings.first_name, self._frozen)
+        counted, fault = self._count_own(loss_of, target, batch_size(programs.call, leaves))
         agreement = self._ask(
             programs.call,
             "placed.step",
             leaves,
             own_rows=own_rows,
-            reduction=reduction,
+            fault=fault,
+            counted=counted,
+            loss=loss_of.said,
             scaler=scaler is not None,
             count=partial(
                 count_rows,
@@ -239,18 +247,23 @@ class DistributedModule(PartialModule):
                     )
                     scale = 1.0 if scaler is None else scale_of(scaler, self.device)
                 reducer = self._current_reducer(trained)
+                loss_of.begin(
+                    target,
+                    rows=batch_size(programs.call, leaves),
+                    total=agreement.total,
+                    counted=agreement.counted,
+                )
                 reducer.prepare(share.filled, overlap=not self._engine.splits_backward)
                 run = Run(
                     microbatches=share.microbatches,
-                    loss_of=self._loss_of(loss_fn, target),
-                    total=None if reduction == "sum" else agreement.total,
+                    loss_of=self._loss_of(loss_of, target, agreement.total, share.microbatches),
                     scale=scale,
                 )
                 self._execute(run, share.largest)
                 reducer.send_rest()  # the next messages go the same way
                 losses = LossSum(
                     run.losses,
-                    without_graph=loss_fn.lacks_graph,
+                    loss_of=loss_of,
                     source=self._last_device if self.num_replicas == 1 else None,
                     world=self.process_groups.world,
                     device=self.device,
@@ -275,8 +288,7 @@ class DistributedModule(PartialModule):
             buffers.wait()
             if moments is not None:
                 moments.wait()
-            if losses.without_graph:
-                raise without_graph()
+            losses.check()
             return loss
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -339,6 +351,8 @@ class DistributedModule(PartialModule):
         *,
         count: Callable[[Sequence[int]], int | None] | None = None,
         own_rows: bool = False,
+        fault: PlacerError | None = None,
+        counted: float | None = None,
         **options: object,
     ) -> Agreement:
         """Ask the other ranks whether they were called alike; this one may prepare meanwhile."""
@@ -349,6 +363,8 @@ class DistributedModule(PartialModule):
             rows=batch_size(call, leaves),
             training=self.training,
             own_rows=own_rows,
+            fault=fault,
+            counted=counted,
             options={"autocast": autocast_state(self.device.type), **options},
         )
         with self.watch():
@@ -358,13 +374,31 @@ class DistributedModule(PartialModule):
         self._finder.follow(self._tree)
         return take_share(call, leaves, self._finder, self.plan, self.seat, **options)
 
+    def _count_own(
+        self, loss_of: StepLoss, target: Any, rows: int | None
+    ) -> tuple[float | None, PlacerError | None]:
+        """What the normalizer counts in this rank's target, where losses are computed, or what is wrong."""
+        try:
+            check_target(target, rows)
+            if self.seat.device_index == self._last_device:
+                return loss_of.count([unwrap_target(target)])[0], None
+        except PlacerError as error:
+            return None, error
+        return None, None
+
     def _loss_of(
-        self, loss_fn: Callable[..., Tensor], whole_target: Any
+        self,
+        loss_of: StepLoss,
+        whole_target: Any,
+        total: int | None,
+        microbatches: Sequence[Microbatch],
     ) -> Callable[[Microbatch, Any], Tensor]:
         place = self._replicas[0].output_place
-        target_here = is_on(self.device, whole_target)
+        target_here = is_on(self.device, unwrap_target(whole_target))
+        cuts = [microbatch for microbatch in microbatches if microbatch.crossings is not None]
+        counts: dict[int, float | None] = {}
 
-        def loss_of(given: Microbatch, output: Any) -> Tensor:
+        def loss_of_cut(given: Microbatch, output: Any) -> Tensor:
             if self._forward_hooks:
                 assert given.crossings is not None
                 arguments = rebuild_call(given.crossings.staged.call, given.leaves)
@@ -372,9 +406,18 @@ class DistributedModule(PartialModule):
             target = given.target
             if not target_here:
                 target = transfer(target, CALLER, place)
-            return call_loss(loss_fn, output, target)
+            if not counts:  # all together, for those on a device are waited for
+                counts.update(
+                    zip(map(id, cuts), loss_of.count([m.target for m in cuts]), strict=True)
+                )
+            before = gradient_nodes(output)
+            rows = None if total is None else given.rows
+            loss = loss_of.of_cut(output, target, rows=rows, counted=counts[id(given)])
+            if dist.get_world_size(self._job_group) > 1:
+                refuse_other_leaves(loss, before, self, whole=self.seat.num_devices == 1)
+            return loss
 
-        return loss_of
+        return loss_of_cut
 
     def _execute(self, run: Run, largest: Crossings) -> None:
         if self._statistics is not None:

@@ -8,32 +8,44 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from placer.errors import PlacerError
+from placer.runtime.loss import StepLoss, without_graph
+
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 class LossSum:
     """The loss of the whole batch on its way to every rank; it is computed where the last stages are.
 
-    ``source`` is the rank that alone has all ``losses``, where there is but one last stage. Whether any
-    rank has its own ``without_graph`` goes with it.
+    ``source`` is the rank that alone has all ``losses``, where there is but one last stage. With it go
+    what else became of `StepLoss` there: whether any rank has losses without a graph, how ranks found
+    that losses combine, and what was counted in the cuts.
     """
 
     def __init__(
         self,
         losses: Sequence[Tensor],
         *,
-        without_graph: bool,
+        loss_of: StepLoss,
         source: int | None,
         world: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        # The loss, how many ranks have it without a graph, and how many in each data type.
-        self._message = torch.zeros(2 + len(_DTYPES), dtype=torch.float64, device=device)
+        # The loss, and what is counted in the cuts; then numbers of ranks: losses without a graph, of
+        # cuts, means of cuts, sums of cuts, and in each data type.
+        self._message = torch.zeros(6 + len(_DTYPES), dtype=torch.float64, device=device)
         if losses:
             loss = torch.stack(list(losses)).sum()
             self._message[0] = loss
-            self._message[1] = without_graph
-            self._message[2 + _DTYPES.index(loss.dtype)] = 1
+            said = [
+                loss_of.counts,
+                loss_of.lacks_graph,
+                loss_of.is_cut,
+                loss_of.combination == "mean",
+                loss_of.combination == "sum",
+                *(dtype == loss.dtype for dtype in _DTYPES),
+            ]
+            self._message[1:] = torch.tensor(said, dtype=torch.float64)
         work: dist.Work | None
         if source is None:
             work = dist.all_reduce(self._message, group=world, async_op=True)
@@ -41,14 +53,27 @@ class LossSum:
             work = dist.broadcast(self._message, source, group=world, async_op=True)
         assert work is not None  # this rank is in the group
         self._work = work
-        self.without_graph = False  # of any rank; not known before `wait`
+        self._loss_of = loss_of
 
     def wait(self) -> Tensor:
         """The sum, in the data type that most ranks have."""
         self._work.wait()
-        _, without_graph, *counts = self._message.tolist()
-        self.without_graph = without_graph > 0
-        return self._message[0].to(_DTYPES[counts.index(max(counts))])
+        dtypes = self._message[6:].tolist()
+        return self._message[0].to(_DTYPES[dtypes.index(max(dtypes))])
+
+    def check(self) -> None:
+        """Raise ``PlacerError``, on every rank alike, for what shows in the losses of all ranks."""
+        _, counts, without, is_cut, means, sums, *_ = self._message.tolist()
+        if without:
+            raise without_graph()
+        if is_cut:
+            self._loss_of.require_count(counts)
+        if means and sums:
+            raise PlacerError(
+                "loss_fn",
+                "is a mean over rows on some ranks and a sum on others",
+                "say which with step(..., reduction=...)",
+            )
 
 
 class SharedBuffers:

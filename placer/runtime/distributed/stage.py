@@ -36,17 +36,16 @@ class Run:
     """One pass of a batch through this rank: what goes in, and what the last stage leaves here."""
 
     microbatches: Sequence[Microbatch]
-    loss_of: Callable[[Microbatch, Any], Tensor] | None  # of a result; None: inference
-    total: int | None = None  # the rows over which losses are means; None: they are sums
+    # A micro-batch's part of the loss of the batch, of its result; None: inference
+    loss_of: Callable[[Microbatch, Any], Tensor] | None
     scale: float = 1.0
     losses: list[Tensor] = field(default_factory=list)
     results: dict[int, list[Any]] = field(default_factory=dict)
 
-    def add_loss(self, microbatch: Microbatch, loss: Tensor) -> Tensor:
-        """Take the loss of a micro-batch as a part of the batch's; returns what backward starts from."""
-        weighted = loss * (1.0 if self.total is None else microbatch.rows / self.total)
-        self.losses.append(weighted.detach())
-        return weighted if self.scale == 1.0 else weighted * self.scale
+    def add_loss(self, loss: Tensor) -> Tensor:
+        """Keep the loss of a micro-batch; returns what backward starts from."""
+        self.losses.append(loss.detach())
+        return loss if self.scale == 1.0 else loss * self.scale
 
 
 class StageModule(nn.Module):
@@ -105,7 +104,7 @@ class StageModule(nn.Module):
                     return torch.zeros(1)
                 output = unflatten_output(given.crossings.staged.call, values)
                 phase = "loss_fn"
-                return run.add_loss(given, run.loss_of(given, output))
+                return run.add_loss(run.loss_of(given, output))
             return tuple(to_wire(t, w.numel) for t, w in zip(values, self.after, strict=True))
         except Exception as error:
             code = given.crossings.staged.stages[self._index]

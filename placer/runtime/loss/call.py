@@ -1,4 +1,4 @@
-"""The user's loss function, called for one micro-batch."""
+"""The user's loss function, called for one cut of the batch."""
 
 from __future__ import annotations
 
@@ -9,29 +9,6 @@ import torch
 from torch import Tensor
 
 from placer.errors import PlacerError
-
-
-class WatchedLoss:
-    """A loss function that remembers whether any of its losses can be differentiated."""
-
-    def __init__(self, loss_fn: Callable[..., Tensor]) -> None:
-        self._loss_fn = loss_fn
-        self._has_graph: bool | None = None  # None: it was not called
-
-    def __call__(self, *given: Any) -> Tensor:
-        loss = self._loss_fn(*given)
-        self._has_graph = bool(self._has_graph or getattr(loss, "requires_grad", False))
-        return loss
-
-    @property
-    def lacks_graph(self) -> bool:
-        """Was it called, and is there nothing to go backward through?"""
-        return self._has_graph is False
-
-    def require_graph(self) -> None:
-        """Raise ``PlacerError`` when there was nothing to go backward through, as eager would."""
-        if self.lacks_graph:
-            raise without_graph()
 
 
 def without_graph() -> PlacerError:

@@ -1,0 +1,81 @@
+"""Losses under torchrun: weighted as those of the whole batch, or refused on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import loss_cases as cases
+import pytest
+from distributed_cases import make_spec
+from jobs import Job
+
+
+@pytest.mark.parametrize(("shape", "rows"), [((2, 1), 5), ((1, 2), 8), ((2, 2), 5)])
+def test_losses_of_the_whole_batch_and_of_own_rows(
+    job_of: Callable[[int], Job], shape: tuple[int, int], rows: int
+) -> None:
+    spec = make_spec(*shape, 2, "1F1B")
+    job_of(shape[0] * shape[1]).run(cases.step_with_losses, spec, rows)
+
+
+def test_wrong_targets_are_said_on_every_rank_and_the_job_goes_on(
+    job_of: Callable[[int], Job],
+) -> None:
+    found = job_of(4).run(cases.try_targets, make_spec(2, 2, 2))
+    for rank, said in enumerate(found):
+        last = rank == 3
+        assert "PlacerError: target: has 6 rows, the batch has 8" in said["rows"]
+        there = "target: has 6 rows" if last else "placed.step: was refused on rank 3"
+        assert there in said["rows of one rank"]
+        assert "PlacerError: normalizer: counts" in said["a share"]
+        there = "normalizer: raised KeyError" if rank % 2 else "was refused on ranks 1, 3"
+        assert there in said["raises"], said["raises"]
+        assert "has other options" in said["options"]
+        assert "loss_fn: is a mean over rows on some ranks" in said["combination"]
+        assert said["good"] == "no error"
+
+
+REFUSED = {
+    "penalty": "reads the model's parameter '2.weight'",
+    "a module": "reads a tensor of shape [1, 6] that requires gradients",
+    "a tensor with a graph": "that requires gradients and is not the model's",
+    "no mean": "neither a mean nor a sum over rows",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_loss_that_is_wrong_on_one_rank_is_refused_on_all(
+    job_of: Callable[[int], Job], kind: str
+) -> None:
+    found = job_of(2).run(cases.step_once, make_spec(2, 1, 2), kind)
+    assert found[0].startswith("PeerError") and found[1].startswith("StageError"), found
+    assert all(REFUSED[kind] in said and "rank 1" in said for said in found), found
+
+
+@pytest.mark.parametrize("kind", ["a frozen module", "activations of a hook", "in place"])
+def test_a_loss_that_reads_more_than_the_output_but_trains_no_more(
+    job_of: Callable[[int], Job], kind: str
+) -> None:
+    assert job_of(2).run(cases.step_once, make_spec(2, 1, 2), kind) == ["no error"] * 2
+
+
+def test_parameters_of_a_loss_are_refused_where_replicas_would_train_them_apart(
+    job_of: Callable[[int], Job],
+) -> None:
+    found = job_of(2).run(cases.step_once, make_spec(1, 2, 2), "a module")
+    assert all("reads a tensor of shape [1, 6]" in said for said in found), found
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
+def test_a_penalty_on_weights(job_of: Callable[[int], Job], shape: tuple[int, int]) -> None:
+    job_of(2).run(cases.add_a_penalty, make_spec(*shape, 2))
+
+
+def test_torchs_wrappers_and_clipping_are_refused(job_of: Callable[[int], Job]) -> None:
+    for messages in job_of(2).run(cases.wrap_and_clip):
+        assert all("DistributedDataParallel: cannot wrap" in said for said in messages[:2])
+        assert "call placed.clip_grad_norm_" in messages[2]
+
+
+def test_torchs_clipping_of_a_whole_model(job_of: Callable[[int], Job]) -> None:
+    job_of(2).run(cases.clip_a_whole_model)

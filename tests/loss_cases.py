@@ -1,0 +1,214 @@
+"""What the processes of a test job run to try losses; here so that they can import it by name."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from distributed_cases import compare_state, make_spec
+from oracle import assert_close
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import placer
+
+D = torch.float64
+CLASSES, LENGTH = 4, 6
+WEIGHTS = torch.tensor([1.0, 0.5, 3.0, 0.1], dtype=D)
+
+
+class Net(nn.Sequential):
+    """Classes of positions, with no statistics over rows."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Conv1d(3, 5, 3, padding=1), nn.GroupNorm(1, 5), nn.Tanh(), nn.Conv1d(5, CLASSES, 1)
+        )
+
+
+def labels(rows: int, ignored: int = -100) -> Tensor:
+    """The first row keeps all labels, the next one less and so on; the last has none."""
+    found = torch.randint(0, CLASSES, (rows, LENGTH), generator=torch.Generator().manual_seed(1))
+    for row in range(rows):
+        found[row, LENGTH - row :] = ignored
+    found[-1] = ignored
+    return found
+
+
+def flat(output: Tensor, target: Tensor, **options: Any) -> Tensor:
+    return F.cross_entropy(output.transpose(1, 2).flatten(0, 1), target.flatten(), **options)
+
+
+def kept(target: Tensor) -> Tensor:
+    return (target != -100).sum()
+
+
+LOSSES: dict[str, tuple[Callable[..., Tensor], int, dict[str, Any]]] = {
+    "mean": (flat, 0, {}),
+    "sum": (functools.partial(flat, reduction="sum"), -100, {}),
+    "module": (nn.CrossEntropyLoss(weight=WEIGHTS), -100, {}),
+    "function": (F.cross_entropy, -100, {}),
+    "kept labels": (flat, -100, {"normalizer": kept}),
+}
+
+
+def _pair(spec: placer.PlacementSpec, rows: int = 8) -> tuple[Any, nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model, x = Net().double(), torch.randn(rows, 3, LENGTH, dtype=D)
+    return placer.compile(model, spec, x), copy.deepcopy(model), x
+
+
+def step_with_losses(spec: placer.PlacementSpec, rows: int) -> None:
+    """All the losses on the whole batch and on rows of each replica's own, against the plain model."""
+    placed, plain, x = _pair(spec)
+    x = x[:rows]
+    shares = [rows] if spec.replicas == 1 else [rows, rows - 2, 0]
+    for name, (loss_fn, ignored, options) in LOSSES.items():
+        target = labels(rows, ignored)
+        plain.zero_grad()
+        expected = loss_fn(plain(x), target)
+        expected.backward()
+        for first in (None, *shares):
+            placed.zero_grad()
+            own = slice(0, rows)
+            if first is not None:
+                own = slice(0, first) if placed.replica_index == 0 else slice(first, rows)
+            loss = placed.step(
+                x[own],
+                target=target[own],
+                loss_fn=loss_fn,
+                own_rows=first is not None,
+                **options,
+            )
+            what = f"{name}, {first} rows on the first replica"
+            assert_close(loss, expected.detach(), f"{what}, loss")
+            compare_state(placed, plain, what)
+
+
+def try_targets(spec: placer.PlacementSpec) -> dict[str, str]:
+    """What is said of targets and normalizers; a good step comes after each."""
+    placed, plain, x = _pair(spec)
+    good, last = labels(8, 0), dist.get_rank() == dist.get_world_size() - 1
+    summed = functools.partial(flat, reduction="sum")
+    counts: list[Callable[[Tensor], Any]] = [
+        lambda target: (target != 0).double().mean(),
+        lambda target: {}["labels"],
+    ]
+    calls: dict[str, dict[str, Any]] = {
+        "good": {"target": good},
+        "rows": {"target": good[:6]},
+        "rows of one rank": {"target": good[:6] if last else good},
+        "a share": {"target": good, "normalizer": counts[0]},
+        "raises": {"target": good, "normalizer": counts[1]},
+        "options": {"target": good, "normalizer": kept if last else None},
+        "combination": {"target": good, "loss_fn": summed if last else flat},
+    }
+    found = {}
+    expected = flat(plain(x), good)
+    expected.backward()
+    for name, given in calls.items():
+        try:
+            placed.step(x, **{"loss_fn": flat, **given})
+            found[name] = "no error"
+        except placer.PlacerError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+        placed.zero_grad()
+        loss = placed.step(x, target=good, loss_fn=flat, normalizer=kept)
+        assert_close(loss, expected.detach(), name)
+        compare_state(placed, plain, name)
+    return found
+
+
+def step_once(spec: placer.PlacementSpec, kind: str) -> str:
+    """The error of a step whose loss cannot be right on one rank alone."""
+    placed, _, x = _pair(spec)
+    own = nn.Linear(LENGTH, 1).double()
+    teacher = nn.Linear(LENGTH, LENGTH).double()
+    wanted = teacher(torch.ones(LENGTH, dtype=D)) if kind == "a tensor with a graph" else None
+    kept_by_hook: list[Tensor] = []
+    if kind == "activations of a hook":
+        for module in placed.modules():
+            if isinstance(module, nn.Conv1d):
+                module.register_forward_hook(lambda *given: kept_by_hook.append(given[-1]))
+
+    def loss_fn(output: Tensor) -> Tensor:
+        loss = output.square().mean()
+        if kind == "penalty":
+            return loss + 0.1 * sum(p.square().sum() for p in placed.parameters())
+        if kind == "a module":
+            return own(output).square().mean()
+        if kind == "a frozen module":
+            return own.requires_grad_(False)(output).square().mean()
+        if kind == "a tensor with a graph":
+            return (output - wanted).square().mean()
+        if kind == "activations of a hook":
+            return loss + kept_by_hook[-1].square().mean()
+        if kind == "no mean":
+            return output.square().mean((1, 2)).max()
+        if kind == "in place":
+            return output.mul_(2).square_().mean()
+        raise AssertionError(kind)
+
+    try:
+        placed.step(x, loss_fn=loss_fn, reduction="auto" if kind == "no mean" else "mean")
+    except placer.PlacerError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def add_a_penalty(spec: placer.PlacementSpec) -> None:
+    """As the error says: after the step, on every rank. Where a rank has the model, in the loss, too."""
+    placed, plain, x = _pair(spec)
+
+    def penalty(module: nn.Module) -> Tensor:
+        return 0.1 * torch.stack([p.square().sum() for p in module.parameters()]).sum()
+
+    (flat(plain(x), labels(8, 0)) + penalty(plain)).backward()
+    placed.step(x, target=labels(8, 0), loss_fn=flat)
+    penalty(placed).backward()
+    compare_state(placed, plain, "penalty after the step")
+    if len(spec.devices) == 1:
+        placed.zero_grad()
+        placed.step(x, target=labels(8, 0), loss_fn=lambda y, t: flat(y, t) + penalty(placed))
+        compare_state(placed, plain, "penalty in the loss")
+
+
+def wrap_and_clip() -> list[str]:
+    """What torch's own wrappers and clipping say of a part."""
+    placed, plain, x = _pair(make_spec(2, 1, 2))
+    placed.step(x, target=labels(8, 0), loss_fn=flat)
+    calls: list[Callable[[], object]] = [
+        lambda: nn.parallel.DistributedDataParallel(placed),
+        lambda: nn.parallel.DistributedDataParallel(nn.Sequential(placed)),
+        lambda: nn.utils.clip_grad_norm_(placed.parameters(), 1.0),
+    ]
+    messages = []
+    for call in calls:
+        try:
+            call()
+            messages.append("no error")
+        except placer.PlacerError as error:
+            messages.append(str(error))
+    nn.parallel.DistributedDataParallel(nn.Linear(2, 2))  # of others it is none of our business
+    nn.utils.clip_grad_norm_(nn.Linear(2, 2).parameters(), 1.0)
+    nn.utils.clip_grad_value_(placed.parameters(), 1e9)
+    flat(plain(x), labels(8, 0)).backward()
+    assert_close(
+        placed.clip_grad_norm_(0.01), nn.utils.clip_grad_norm_(plain.parameters(), 0.01), "norm"
+    )
+    compare_state(placed, plain, "clipped")
+    return messages
+
+
+def clip_a_whole_model() -> None:
+    """One device per replica: torch's clipping sees all of the model."""
+    placed, plain, x = _pair(make_spec(1, 2, 2))
+    placed.step(x, target=labels(8, 0), loss_fn=flat)
+    flat(plain(x), labels(8, 0)).backward()
+    for module in (placed, plain):
+        nn.utils.clip_grad_norm_(module.parameters(), 0.01)
+    compare_state(placed, plain, "clipped")
