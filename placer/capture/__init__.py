@@ -7,6 +7,7 @@ record, recorder       one run of the model, heard of call by call; `watch` and 
 and writer             torch does not, the writer has the graph
 whole, leaves          what becomes a single node, and a model of which nothing else can be had
 fake, packed           stand-ins without data; `constants`: those whose values may be looked at
+caches, reach          what earlier calls left in caches and global variables stays out
 alias                  which nodes share memory, write to state or draw random numbers
 call, result           arguments to a flat list of tensors and back; `state`: names of the weights
 settings               plain attributes that the forward read, under which the graph is right

@@ -144,5 +144,6 @@ def ambient(world: FakeWorld) -> Iterator[None]:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(world.mode)
         stack.enter_context(on_fakes())
+        stack.enter_context(world.caches_set_aside())
         stack.enter_context(CPU)
         yield
