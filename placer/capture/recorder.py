@@ -40,6 +40,7 @@ from placer.capture.failure import (
 )
 from placer.capture.fake import FakeWorld, GuessData
 from placer.capture.leaves import is_in, is_torch_leaf
+from placer.capture.moves import NamedDevices, set_device_aside
 from placer.capture.result import ResultFormat, flatten_result
 from placer.capture.settings import Setting, read_settings, watch_attributes
 from placer.capture.sizes import SizeFloat, SizeInt, plain
@@ -84,9 +85,12 @@ class Recorder(TorchFunctionMode):
         twin: nn.Module,
         whole: frozenset[str],
         guess: int,
+        *,
+        ignore_device_moves: bool = False,
     ) -> None:
         super().__init__()
         self.guess = guess
+        self.devices = NamedDevices(ignored=ignore_device_moves)
         self.model = model
         self.twin = twin
         self.whole = whole
@@ -146,6 +150,8 @@ class Recorder(TorchFunctionMode):
 
         with forbid_python_random():
             leaves = flat_forward(bound, flatten)(self.twin, *inputs)
+        if self.devices.error is not None:
+            raise self.devices.error
         if self.refused is not None:  # forward caught the exception, and went another way
             raise self.refused
         self.check_constants()
@@ -185,6 +191,9 @@ class Recorder(TorchFunctionMode):
             raise Untraceable(f"it differentiates a part of itself (torch.autograd.{name})")
         if method and name in _SIZES:
             return self.size(func, name, args, kwargs)
+        args, kwargs, device = set_device_aside(name, args, kwargs)
+        if device is not None:
+            self.devices.note(device, self.writer.layer, locate_caller())
         if method and name == "cuda":
             args, kwargs, func, name = (args[0], CPU), {}, torch.Tensor.to, "to"
         value = func(*executable(args), **executable(kwargs))
