@@ -152,6 +152,10 @@ class GraphWriter:
                 raise Untraceable("it uses a tensor from code that cannot be recorded")
             original = tensor  # a real tensor from outside the model, such as a global
         path = self._attributes.get(id(tensor), f"_constant_{len(self.constants)}")
+        return self.constant(tensor, path, original)
+
+    def constant(self, tensor: Tensor, path: str, original: Tensor) -> fx.Node:
+        """A node that gives ``original``, for which ``tensor`` stands, and is called ``path``."""
         node = self.node("get_attr", path)
         self.constants[node.name] = original
         self.bind(tensor, node)
