@@ -33,6 +33,7 @@ def make_plan(
     kwargs: Mapping[str, Any] | None = None,
     *,
     processes: bool = False,
+    ignore_device_moves: bool = False,
 ) -> Plan:
     """The plan for ``model`` under ``spec`` for inputs like ``args`` and ``kwargs``.
 
@@ -40,13 +41,16 @@ def make_plan(
     one process per device (``torchrun``): a value that skips stages passes through them and costs
     each its bytes, where one process copies it once, and peaks are those of a dry run of every rank.
     `compile` plans so by itself inside a job, with estimated peaks. A plan that overflows a budget
-    has ``fits`` False; where an estimate is near its budget, a dry run decides. Raises
+    has ``fits`` False; where an estimate is near its budget, a dry run decides.
+
+    ``ignore_device_moves``: the model was split by hand, and the devices that its forward moves
+    tensors to (``x.to("cuda:1")``) are ignored, for the plan says where everything runs. Raises
     ``SpecError``, ``CaptureError``, and ``VersionError`` when the installed torch cannot do this.
     """
     wanted = as_spec(spec)
     if processes:
         require_processes(len(wanted.devices))
-    capture, leaves = _capture(model, args, kwargs)
+    capture, leaves = _capture(model, args, kwargs, ignore_device_moves=ignore_device_moves)
     return plan_maker(capture, leaves, processes=processes)(wanted)
 
 
@@ -59,14 +63,16 @@ def compile(
     weights: str | Path | None = None,
     initialize: Callable[[nn.Module], None] | None = None,
     run_on: str | None = None,
+    ignore_device_moves: bool = False,
 ) -> PlacedModule:
     """``model`` placed as the spec or plan says: a plain ``nn.Module`` to train or run.
 
     The caller's model is left as it is: parameters are copied to their devices, one at a time.
     Parameters on ``meta`` are read from ``weights`` (a safetensors or torch file) or made by their
     modules' initialisers. ``run_on`` runs every stage on that one device (``"cpu"`` to try a spec
-    without its GPUs). In a job of several processes (``torchrun``) the result is this rank's part of
-    the model, and every rank makes the call: see `placer.runtime.distributed`.
+    without its GPUs). ``ignore_device_moves`` is as for `make_plan`. In a job of several processes
+    (``torchrun``) the result is this rank's part of the model, and every rank makes the call: see
+    `placer.runtime.distributed`.
 
     Raises ``SpecError``, ``CaptureError``, ``DeviceError``, ``PlanError`` when a plan belongs to
     another model, ``BudgetError`` when the placement does not fit, and ``VersionError`` when the
@@ -75,7 +81,7 @@ def compile(
     wanted = spec_or_plan if isinstance(spec_or_plan, Plan) else as_spec(spec_or_plan)
     job = find_job()
     _require_torch(wanted, job)
-    capture, leaves = _capture(model, args, kwargs)
+    capture, leaves = _capture(model, args, kwargs, ignore_device_moves=ignore_device_moves)
     if isinstance(wanted, Plan):
         plan = wanted
         check_plan(plan, capture)
@@ -121,14 +127,14 @@ def auto_spec(
     devices: Iterable[Any] | str,
     objective: str = "memory",
     processes: bool = False,
+    ignore_device_moves: bool = False,
     **options: Any,
 ) -> PlacementSpec:
     """A spec under which ``model`` fits ``devices``, using as few of them as it needs.
 
     ``devices`` are device names, ``{"name", "memory", "kind"}`` objects or ``DeviceSpec`` values, or
-    a single one of them;
-    ``processes`` is as for `make_plan`, ``options`` are other fields of the spec. Raises
-    ``BudgetError`` when none fits.
+    a single one of them; ``processes`` and ``ignore_device_moves`` are as for `make_plan`,
+    ``options`` are other fields of the spec. Raises ``BudgetError`` when none fits.
     """
     one = isinstance(devices, str | Mapping | DeviceSpec)
     fields = {
@@ -139,7 +145,7 @@ def auto_spec(
     spec = PlacementSpec.model_validate(fields)
     if processes:
         require_processes(len(spec.devices))
-    capture, leaves = _capture(model, args, kwargs)
+    capture, leaves = _capture(model, args, kwargs, ignore_device_moves=ignore_device_moves)
     return choose_spec(capture, spec, leaves, plan_maker(capture, leaves, processes=processes))
 
 
@@ -152,6 +158,7 @@ def simulate(
     loss_fn: Callable[[Any], Tensor] | None = None,
     run_on: str | None = None,
     processes: bool = False,
+    ignore_device_moves: bool = False,
 ) -> SimulationReport:
     """Per-device peak bytes of one training step of the emitted module, on simulated devices.
 
@@ -160,11 +167,12 @@ def simulate(
 
     With ``processes`` every device has a process of its own, as under ``torchrun``: torch's
     pipeline engine keeps more than the plan's figures say, which are for one process.
+    ``ignore_device_moves`` is as for `make_plan`.
     """
     wanted = plan if isinstance(plan, Plan) else as_spec(plan)
     if processes:
         require_processes(len(wanted.stages if isinstance(wanted, Plan) else wanted.devices))
-    capture, leaves = _capture(model, args, kwargs)
+    capture, leaves = _capture(model, args, kwargs, ignore_device_moves=ignore_device_moves)
     if isinstance(wanted, PlacementSpec):
         plan = plan_maker(capture, leaves, processes=processes)(wanted)
     else:
@@ -254,8 +262,12 @@ def _check_one_process(plan: Plan) -> None:
 
 
 def _capture(
-    model: nn.Module, args: Sequence[Any] | Tensor, kwargs: Mapping[str, Any] | None
+    model: nn.Module,
+    args: Sequence[Any] | Tensor,
+    kwargs: Mapping[str, Any] | None,
+    *,
+    ignore_device_moves: bool,
 ) -> tuple[Capture, list[Tensor]]:
     positional, keywords = example_call(args, kwargs)
-    capture = capture_model(model, positional, keywords)
+    capture = capture_model(model, positional, keywords, ignore_device_moves=ignore_device_moves)
     return capture, flatten_call(capture.call, positional, keywords)

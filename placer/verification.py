@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from placer.api import SpecSource, compile, example_call
-from placer.capture import flatten_call, rebuild_call
+from placer.capture import IgnoringDeviceMoves, flatten_call, rebuild_call
 from placer.capture.copying import copy_module
 from placer.cost import stand_in_loss
 from placer.emit import StagedModel
@@ -89,19 +89,24 @@ def verify(
     run_on: str | None = None,
     seed: int = 0,
     tolerance: float | None = None,
+    ignore_device_moves: bool = False,
 ) -> Verification:
     """Run one training step of ``model`` placed and plain, and compare everything it computes.
 
     Compared are outputs, the loss, the gradient of every parameter and of inputs that require one,
     buffers, and parameters after one SGD step. The plain model runs the same cuts of the batch one
     after the other (one cut: the whole batch), with the same seed. ``model`` itself is not changed.
-    ``tolerance`` (relative) is by default that of the parameters' dtype.
+    ``tolerance`` (relative) is by default that of the parameters' dtype. With
+    ``ignore_device_moves`` the plain model runs where its tensors are, too.
     """
     args, kwargs = example_call(args, kwargs)
-    placed = compile(model, spec_or_plan, args, kwargs, run_on=run_on)
+    placed = compile(
+        model, spec_or_plan, args, kwargs, run_on=run_on, ignore_device_moves=ignore_device_moves
+    )
     plain = copy_module(model)
     wanted = loss_fn or stand_in_loss
-    theirs = _run_plain(plain, placed, args, kwargs, wanted, seed)
+    with IgnoringDeviceMoves() if ignore_device_moves else nullcontext():
+        theirs = _run_plain(plain, placed, args, kwargs, wanted, seed)
     ours = _run_placed(placed, args, kwargs, wanted, seed)
     allowed = tolerance or max(
         (_TOLERANCE.get(p.dtype, 1e-4) for p in plain.parameters()), default=1e-4

@@ -194,6 +194,40 @@ class SideBranch(nn.Module):
         return self.last(torch.tanh(z) * side)
 
 
+class UsesOwnInputTwice(nn.Module):
+    """Every stage makes values of the model's own input and uses each at two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.scales = nn.ParameterList(torch.rand(4) + 0.5 for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        for own, layer, scale in zip(self.own, self.layers, self.scales, strict=True):
+            side, other = torch.tanh(own(x)), torch.sigmoid(x * scale)
+            y = torch.tanh(layer(y * side * other) + side) * (side * 2) + other
+        return y
+
+
+def step_where_own_inputs_are_used_twice(schedule: str) -> None:
+    """Weights that meet what the stage received at several nodes, others at some of these."""
+    torch.manual_seed(0)
+    model = UsesOwnInputTwice().double()
+    x = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    layers = {f"{name}.{i}": f"cpu:{i}" for i in range(4) for name in ("own", "layers")}
+    plain = copy.deepcopy(model)
+    placed = placer.compile(model, make_spec(4, 1, 3, schedule, layers=layers), x)
+    for step in range(2):
+        ours, theirs = x.clone().requires_grad_(step == 1), x.clone().requires_grad_(step == 1)
+        loss = placed.step(ours, loss_fn=mean_square)
+        assert_close(loss, reference_step(plain, (theirs,), {}, 1, 3), "loss")
+        compare_state(placed, plain, f"step {step}")
+        if step:
+            assert_close(ours.grad, theirs.grad, "gradient of the input")
+
+
 def step_where_outputs_depend_on_nothing_received(schedule: str) -> None:
     """Weights whose way to the outputs does not meet what the stage received."""
     torch.manual_seed(0)

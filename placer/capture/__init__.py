@@ -7,9 +7,11 @@ record, recorder       one run of the model, heard of call by call; `watch` and 
 and writer             torch does not, the writer has the graph
 whole, leaves          what becomes a single node, and a model of which nothing else can be had
 fake, packed           stand-ins without data; `constants`: those whose values may be looked at
+caches, reach          what earlier calls left in caches and global variables stays out
 alias                  which nodes share memory, write to state or draw random numbers
 call, result           arguments to a flat list of tensors and back; `state`: names of the weights
 settings               plain attributes that the forward read, under which the graph is right
+moves                  devices that the model's own code names
 targets                what a graph calls where there is no function for it
 fingerprint, validity  is it the same graph; does it serve other sizes and modes too
 restore, copying,      the model is left as it was; failures say module, reason and line
@@ -32,6 +34,7 @@ from placer.capture.capture import capture_model
 from placer.capture.copying import copy_module, tensors_of
 from placer.capture.fake import FakeWorld
 from placer.capture.leaves import hooks_set_aside, is_kept_whole, is_torch_leaf
+from placer.capture.moves import IgnoringDeviceMoves
 from placer.capture.settings import (
     Setting,
     TensorPath,
@@ -63,6 +66,7 @@ __all__ = [
     "Capture",
     "Conditions",
     "FakeWorld",
+    "IgnoringDeviceMoves",
     "SameProgram",
     "Setting",
     "TensorPath",

@@ -33,7 +33,11 @@ _NO_VALUES = (
 
 
 def capture_model(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    ignore_device_moves: bool = False,
 ) -> Capture:
     """The graph of ``model`` called with ``args`` and ``kwargs``, in its present mode (train or eval).
 
@@ -41,13 +45,16 @@ def capture_model(
     may be on any device, ``meta`` included. A submodule that cannot be recorded becomes one node
     (``whole_modules`` says why) and the recording starts again, so there are at most as many
     recordings as modules. A second recording with twice the batch finds out what depends on the
-    batch size. Raises ``CaptureError``, and ``VersionError`` when the installed torch cannot do this.
+    batch size. A model that was split by hand, whose forward moves tensors to several devices, is
+    refused unless ``ignore_device_moves``. Raises ``CaptureError``, and ``VersionError`` when the
+    installed torch cannot do this.
     """
     require("planning")
     _check_model(model)
     bound = bind_call(model, args, kwargs)
     world = FakeWorld()
     session = _Session(model, bound, world, world.module(model))
+    session.ignore_device_moves = ignore_device_moves
     recording = session.record()
     aliasing = session.check(recording)
     return _assemble(model, recording, aliasing, bound, session)
@@ -77,6 +84,7 @@ class _Session:
         self.inputs = [world.tensor(tensor) for tensor in bound.tensors]
         self.whole = {module.layer: module for module in find_whole_modules(model)}
         self.guess = 1
+        self.ignore_device_moves = False
         self.fixed_batch = ""
 
     def record(self) -> RecordedProgram:
@@ -115,7 +123,12 @@ class _Session:
         try:
             if "" in self.whole:
                 return record_whole(*call, guess=self.guess)
-            return record_model(*call, frozenset(self.whole), guess=self.guess)
+            return record_model(
+                *call,
+                frozenset(self.whole),
+                guess=self.guess,
+                ignore_device_moves=self.ignore_device_moves,
+            )
         except ForwardFailure as failure:
             _end_frames(failure)
             if failure.guessed and self.guess:
@@ -252,6 +265,7 @@ def _assemble(
             program=tuple(spell_graph(graph)),
             locations=tuple(recording.location_of.get(node.name, "") for node in graph.nodes),
             settings=recording.settings,
+            ignore_device_moves=session.ignore_device_moves,
         ),
         training=model.training,
         fixed_batch=session.fixed_batch,

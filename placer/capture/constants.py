@@ -1,78 +1,142 @@
-"""Values that a program may look at although its tensors are fake: those of constants."""
+"""Values that a program may look at although its tensors are fake: those that no input decides."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensor
+from torch.utils._pytree import tree_iter
 
-# Operations that pick, convert or compare; none draws random numbers or writes to what it reads.
-_READERS = {
-    "__getitem__",
-    "getitem",
-    "getattr",
-    "unbind",
-    "select",
-    "to",
-    "cpu",
-    "cuda",
-    "float",
-    "double",
-    "long",
-    "int",
-    "bool",
-    "detach",
-    "clone",
-    "reshape",
-    "view",
-    "flatten",
-    "squeeze",
-    "unsqueeze",
-    "sum",
-    "any",
-    "all",
-    "max",
-    "min",
-    "amax",
-    "amin",
-    "argmax",
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-}
+from placer._torch import without_modes, without_torch_function
 
 
-def find_constant(node: fx.Node, constants: Mapping[str, Tensor]) -> fx.Node | None:
-    """The constant that ``node`` is picked from, if it has data and nothing writes to it so far.
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+_MAKERS = _words("""
+    tensor as_tensor asarray scalar_tensor new_tensor arange linspace logspace zeros ones full eye
+    zeros_like ones_like full_like new_zeros new_ones new_full tril_indices triu_indices
+""")
+# Operations whose result depends on values alone: none draws random numbers or writes to what it reads.
+_OPERATIONS = _words("""
+    __getitem__ getitem getattr unbind select index_select narrow chunk split gather take
+    to cpu cuda type float double half bfloat16 long int short bool detach clone contiguous
+    reshape view flatten unflatten squeeze unsqueeze expand expand_as repeat tile t transpose permute
+    flip roll cat concat concatenate stack hstack vstack tril triu diag meshgrid outer
+    sum prod mean any all max min amax amin argmax argmin cumsum cumprod numel sort argsort unique
+    eq ne lt le gt ge equal where logical_and logical_or logical_not isnan is_nonzero
+    add sub mul div true_divide divide multiply subtract floor_divide remainder fmod pow neg negative
+    rsub abs sqrt rsqrt square exp exp2 log log2 log10 sin cos tan floor ceil round trunc sign
+    reciprocal clamp minimum maximum
+    floordiv truediv mod
+""")
+_PURE = frozenset((*_MAKERS, *_OPERATIONS, *(f"__{name}__" for name in _OPERATIONS)))
+_LARGEST = 1000  # operations, beyond which it is a computation and no constant
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """The value of a node, and the constants of the graph that it was computed from."""
+
+    value: Any
+    constants: Sequence[fx.Node]
+
+
+def find_value(
+    node: fx.Node, constants: Mapping[str, Tensor], numbers: Mapping[fx.Node, Any]
+) -> Known | None:
+    """The value of ``node``, if it is computed from constants and plain numbers only.
 
     Constants are tensors that are neither parameters nor buffers nor inputs, such as plain
-    attributes.
+    attributes, and what ``torch.arange`` and the like make. ``numbers`` are the sizes at this time,
+    which become part of the program. None where something was written to any of them so far.
     """
-    while node.name not in constants:
-        sources = node.all_input_nodes
-        if _name(node) not in _READERS or len(sources) != 1:
+    order = _ancestors(node, constants, numbers)
+    if order is None or any(is_written(source) for source in order):
+        return None
+    values: dict[fx.Node, Any] = {}
+    with without_torch_function(), without_modes(), torch.device("cpu"):
+        for source in order:
+            values[source] = _compute(source, constants, numbers, values)
+    return Known(values[node], [source for source in order if source.name in constants])
+
+
+def _ancestors(
+    node: fx.Node, constants: Mapping[str, Tensor], numbers: Mapping[fx.Node, Any]
+) -> list[fx.Node] | None:
+    """What ``node`` is computed from and itself, sources first; None where that is not known."""
+    order: dict[fx.Node, None] = {}
+    waiting = [(node, False)]
+    while waiting:
+        current, done = waiting.pop()
+        if done or current in order:
+            order.setdefault(current)
+            continue
+        if current in numbers:
+            order[current] = None
+            continue
+        if current.name in constants:
+            value = constants[current.name]
+            if value.device.type == "meta" or isinstance(value, FakeTensor):
+                return None
+            order[current] = None
+            continue
+        name = _name(current)
+        sources = current.all_input_nodes
+        if name not in _PURE or not (sources or name in _MAKERS) or len(order) > _LARGEST:
             return None
-        (node,) = sources
-    value = constants[node.name]
-    known = value.device.type != "meta" and not isinstance(value, FakeTensor)
-    return node if known and not is_written(node) else None
+        waiting.append((current, True))
+        waiting += [(source, False) for source in sources]
+    return list(order)
 
 
-def pick_value(node: fx.Node, constant: fx.Node, value: Tensor) -> Any:
-    """The value of ``node``, which is picked from ``constant``, whose value is ``value``."""
-    if node is constant:
-        return value
-    found = pick_value(node.all_input_nodes[0], constant, value)
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda _: found)
+def _compute(
+    node: fx.Node,
+    constants: Mapping[str, Tensor],
+    numbers: Mapping[fx.Node, Any],
+    values: Mapping[fx.Node, Any],
+) -> Any:
+    if node in numbers:
+        return numbers[node]
+    if node.name in constants:
+        return constants[node.name]
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     assert callable(node.target)
     return node.target(*args, **kwargs)
+
+
+def copy_real(value: Tensor) -> Tensor:
+    """A copy of ``value``, which has data, in the midst of a run without data."""
+    with without_torch_function(), without_modes():
+        return value.clone()
+
+
+def data_of(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
+    """The tensor that ``func`` makes of an array of numpy; None where it does something else."""
+    function = _FROM_DATA.get(func)
+    if function is None or not any(isinstance(x, np.ndarray) for x in tree_iter((args, kwargs))):
+        return None
+    if function is torch.Tensor.new_tensor:
+        like, *args = args
+        function, kwargs = torch.tensor, {"dtype": like.dtype, **kwargs}
+    kwargs = {key: value for key, value in kwargs.items() if key != "device"}
+    with without_torch_function(), without_modes(), torch.device("cpu"):
+        return function(*args, **kwargs).clone()
+
+
+_FROM_DATA: dict[Any, Any] = {
+    function: function
+    for function in (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
+}
 
 
 def is_written(constant: fx.Node) -> bool:
@@ -80,17 +144,25 @@ def is_written(constant: fx.Node) -> bool:
     views = [constant]
     for view in views:
         for user in view.users:
-            if _writes(user) and user.args[:1] == (view,):
+            if user.kwargs.get("out") is view or (_writes(user) and user.args[:1] == (view,)):
                 return True
             if user.all_input_nodes == [view]:
                 views.append(user)
     return False
 
 
+def digest(value: Tensor) -> str:
+    """A name for ``value`` that another value does not have."""
+    with without_torch_function(), without_modes():
+        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    text = f"{value.dtype} {list(value.shape)}".encode()
+    return hashlib.sha256(text + data).hexdigest()[:16]
+
+
 def _name(node: fx.Node) -> str:
     if node.op not in ("call_method", "call_function"):
         return ""
-    return str(getattr(node.target, "__name__", node.target))
+    return str(getattr(node.target, "__name__", node.target)).removesuffix(".default")
 
 
 def _writes(node: fx.Node) -> bool:

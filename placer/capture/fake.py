@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -23,10 +23,12 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from placer._torch import storage_key, without_modes, without_torch_function
+from placer.capture.caches import caches_set_aside
 from placer.capture.copying import copy_module, tensors_of
 from placer.capture.draws import keep_random
 from placer.capture.failure import Untraceable
 from placer.capture.packed import PACKING, RECURRENT, run_recurrent
+from placer.capture.reach import Reach, find_reach
 from placer.errors import CaptureError
 
 
@@ -43,6 +45,7 @@ class FakeWorld:
         self._originals: dict[int, Tensor] = {}  # by the twin's id; also keeps the ids in _twins
         self._bases: dict[tuple[int, torch.dtype], Tensor] = {}
         self._sharing: dict[int, set[int]] = {}
+        self._reach = Reach()  # of the modules' code
 
     def tensor(self, original: Tensor) -> Tensor:
         """The fake twin of ``original``: same shape, strides, dtype, and ``requires_grad``."""
@@ -60,8 +63,12 @@ class FakeWorld:
     @contextmanager
     def running(self, guess: int = 1) -> Iterator[None]:
         """Run code on twins; the values of tensors that it looks at are guessed (`GuessData`)."""
-        with self.mode, GuessData(guess), on_fakes():
+        with self.mode, GuessData(guess), on_fakes(), self.caches_set_aside():
             yield
+
+    def caches_set_aside(self) -> AbstractContextManager[None]:
+        """Have the code of the modules, in this block, keep nothing outside of them."""
+        return caches_set_aside(self._reach)
 
     def tree(self, value: Any) -> Any:
         """``value`` with every tensor in it (pytree) replaced by its twin."""
@@ -77,13 +84,15 @@ class FakeWorld:
             self._note_storage(tensor)
         memo: dict[int, Any] = {id(tensor): self.tensor(tensor) for tensor in tensors}
         try:
-            return copy_module(model, memo)
+            twin = copy_module(model, memo)
         except Exception as error:
             raise CaptureError(
                 type(model).__name__,
                 f"the model cannot be copied ({type(error).__name__}: {error})",
                 "give the attribute that cannot be copied a __deepcopy__, or create it lazily",
             ) from error
+        self._reach.extend(find_reach(twin))
+        return twin
 
     def _note_storage(self, original: Tensor) -> None:
         self._sharing.setdefault(_storage(original), set()).add(id(original))

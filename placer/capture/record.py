@@ -6,7 +6,7 @@ begins and ends: the modules are left as they were, and what went wrong is said 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -50,16 +50,19 @@ def record_model(
     whole: frozenset[str],
     *,
     guess: int = 1,
+    ignore_device_moves: bool = False,
 ) -> RecordedProgram:
     """Run ``twin``, the fake copy of ``model``, on fake ``inputs`` and write down what it does.
 
     Modules whose paths are in ``whole`` become single nodes, and so do the layers of ``torch.nn``;
     the values of tensors that they look at are guessed (``guess``).
     The twin is as before afterwards. Raises ``TraceFailure`` naming the innermost module that
-    cannot be recorded, and ``ForwardFailure`` when the model fails by itself.
+    cannot be recorded, ``ForwardFailure`` when the model fails by itself, and ``CaptureError`` where
+    it moves tensors to several devices, unless ``ignore_device_moves``.
     """
     snapshot = Snapshot(twin)
-    run = partial(_run, world, model, twin, bound, inputs, whole, guess)
+    make = partial(Recorder, ignore_device_moves=ignore_device_moves)
+    run = partial(_run, partial(make, world, model, twin, whole, guess), world, bound, inputs)
     try:
         recorder, leaves = run()
         effects = _replace_buffers(recorder, model, twin, snapshot.changes())
@@ -89,21 +92,20 @@ def record_model(
 
 
 def _run(
+    make_recorder: Callable[[], Recorder],
     world: FakeWorld,
-    model: nn.Module,
-    twin: nn.Module,
     bound: BoundCall,
     inputs: Sequence[Tensor],
-    whole: frozenset[str],
-    guess: int,
 ) -> tuple[Recorder, list[Any]]:
-    recorder = Recorder(world, model, twin, whole, guess)
+    recorder = make_recorder()
     try:
         with ambient(world), recorder.watching():
             return recorder, recorder.run(bound, inputs)
     except TraceFailure:
         raise
     except Exception as error:
+        if recorder.devices.error is not None:
+            raise recorder.devices.error from None
         if recorder.failed is not None and leads_to(error, recorder.failed.__cause__):
             raise recorder.failed from error
         if recorder.failed_in is not None and leads_to(error, recorder.failed_in[0]):
@@ -144,5 +146,6 @@ def ambient(world: FakeWorld) -> Iterator[None]:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(world.mode)
         stack.enter_context(on_fakes())
+        stack.enter_context(world.caches_set_aside())
         stack.enter_context(CPU)
         yield

@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from placer._torch import (
@@ -27,7 +29,7 @@ from placer._torch import (
     without_torch_function,
 )
 from placer.capture.call import BoundCall, flat_forward, placeholder_names
-from placer.capture.constants import find_constant, is_written, pick_value
+from placer.capture.constants import copy_real, data_of, digest, find_value, is_written
 from placer.capture.draws import forbid_python_random, keep_random
 from placer.capture.failure import (
     ForwardFailure,
@@ -40,6 +42,7 @@ from placer.capture.failure import (
 )
 from placer.capture.fake import FakeWorld, GuessData
 from placer.capture.leaves import is_in, is_torch_leaf
+from placer.capture.moves import NamedDevices, set_device_aside
 from placer.capture.result import ResultFormat, flatten_result
 from placer.capture.settings import Setting, read_settings, watch_attributes
 from placer.capture.sizes import SizeFloat, SizeInt, plain
@@ -84,9 +87,12 @@ class Recorder(TorchFunctionMode):
         twin: nn.Module,
         whole: frozenset[str],
         guess: int,
+        *,
+        ignore_device_moves: bool = False,
     ) -> None:
         super().__init__()
         self.guess = guess
+        self.devices = NamedDevices(ignored=ignore_device_moves)
         self.model = model
         self.twin = twin
         self.whole = whole
@@ -100,10 +106,16 @@ class Recorder(TorchFunctionMode):
         self.sizes: dict[tuple[fx.Node, str, Any], fx.Node] = {}
         self.modes = Modes(True, False, ())
         self.saved_hooks: Any = None
-        self.reentrant = False  # inside a reentrant checkpoint
+        self.reentrant: Sequence[Any] | None = (
+            None  # the inputs of a reentrant checkpoint, inside one
+        )
         self.checkpointed: dict[str, str] = {}
         self.looked_at: dict[fx.Node, tuple[str, str]] = {}  # constants, and where
         self.looked_at_tensors: list[Tensor] = []  # the same as the model has them
+        self.inside = False  # of a torch function, whose operators are its own
+        self.made: set[fx.Node] = set()  # constants that forward makes, of arrays of numpy
+        self.made_tensors: list[Tensor] = []  # keeps them alive
+        self.numbers: dict[fx.Node, Any] = {}  # what sizes are in this run
         self.attributes: set[tuple[str, str]] = set()  # plain ones that were read, by module path
         self.paths = {id(module): path for path, module in twin.named_modules()}
         self.twins = dict(zip(map(id, model.modules()), twin.modules(), strict=True))
@@ -121,7 +133,8 @@ class Recorder(TorchFunctionMode):
             for path, module in self.twin.named_modules()
             if not is_torch_leaf(module) and not is_in(self.whole, path)
         }
-        with watch_calls(self), watch_attributes(looked_into, self.read_attribute), self:
+        watched = watch_attributes(looked_into, self.read_attribute)
+        with watch_calls(self), watched, self, _Unseen(self):
             yield
 
     def read_attribute(self, path: str, name: str) -> None:
@@ -146,6 +159,8 @@ class Recorder(TorchFunctionMode):
 
         with forbid_python_random():
             leaves = flat_forward(bound, flatten)(self.twin, *inputs)
+        if self.devices.error is not None:
+            raise self.devices.error
         if self.refused is not None:  # forward caught the exception, and went another way
             raise self.refused
         self.check_constants()
@@ -157,8 +172,24 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
-        with self.refusing():
-            return self.run_function(func, args, kwargs)
+        before, self.inside = self.inside, True
+        try:
+            with self.refusing():
+                return self.run_function(func, args, kwargs)
+        finally:
+            self.inside = before
+
+    def run_unseen(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operator that no torch function called: ``torch.from_numpy``, ``Variable``, old constructors."""
+        if self.paused or self.inside:
+            return func(*args, **kwargs)
+        with self.refusing(), without_torch_function():
+            if func is torch.ops.aten.lift_fresh.default and not isinstance(args[0], FakeTensor):
+                return self.make_constant(copy_real(args[0]))
+            value = func(*args, **kwargs)
+            if self.is_recorded(value, args, kwargs):
+                self.record("call_function", func, args, kwargs, value)
+            return value
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
@@ -185,6 +216,11 @@ class Recorder(TorchFunctionMode):
             raise Untraceable(f"it differentiates a part of itself (torch.autograd.{name})")
         if method and name in _SIZES:
             return self.size(func, name, args, kwargs)
+        if (data := data_of(func, args, kwargs)) is not None:
+            return self.make_constant(data)
+        args, kwargs, device = set_device_aside(name, args, kwargs)
+        if device is not None:
+            self.devices.note(device, self.writer.layer, locate_caller())
         if method and name == "cuda":
             args, kwargs, func, name = (args[0], CPU), {}, torch.Tensor.to, "to"
         value = func(*executable(args), **executable(kwargs))
@@ -220,7 +256,7 @@ class Recorder(TorchFunctionMode):
 
     def checkpointing(self) -> Checkpointed | None:
         """How the program checkpoints activations here, if it does."""
-        if self.reentrant:
+        if self.reentrant is not None:
             return Checkpointed(use_reentrant=True)
         if saved_tensor_hooks() != self.saved_hooks and is_checkpointing(saved_tensor_hooks()):
             return Checkpointed(use_reentrant=False)
@@ -282,6 +318,11 @@ class Recorder(TorchFunctionMode):
             with self.refusing():
                 raise Untraceable(f"{path} returns a number that depends on the values of tensors")
         function: Any = None if is_torch_leaf(module) else self.checkpointing()
+        if function is not None and self.reentrant is not None:
+            own = set(map(id, tree_iter((args, kwargs))))
+            others = [x for x in self.reentrant if isinstance(x, Tensor) and id(x) not in own]
+            if any(x.requires_grad for x in others):
+                function = Checkpointed(use_reentrant=True, differentiated=True)
         if function is None and Modes.current() != self.modes:
             function = call_module
         if function is not None:
@@ -312,7 +353,7 @@ class Recorder(TorchFunctionMode):
             raise Untraceable("it seeds torch's random numbers")
 
     def apply_checkpoint(self, function: Callable[..., Any], inputs: Sequence[Any]) -> Any:
-        before, self.reentrant = self.reentrant, True
+        before, self.reentrant = self.reentrant, inputs
         try:
             return function(*inputs)
         finally:
@@ -341,14 +382,26 @@ class Recorder(TorchFunctionMode):
 
     def read_constant(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
         node, constants = self.writer.node_of(args[0]), self.writer.constants
-        constant = find_constant(node, constants)
-        if constant is None:
+        known = find_value(node, constants, self.numbers)
+        if known is None:
             raise Untraceable(_READS_VALUES) from error
-        self.looked_at.setdefault(constant, (self.writer.layer, locate_caller()))
-        self.looked_at_tensors.append(constants[constant.name])
+        for constant in known.constants:
+            if constant not in self.made:
+                self.looked_at.setdefault(constant, (self.writer.layer, locate_caller()))
+                self.looked_at_tensors.append(constants[constant.name])
         with without_torch_function(), without_modes():
-            value = pick_value(node, constant, constants[constant.name])
-            return func(*executable((value, *args[1:])), **executable(kwargs))
+            return func(*executable((known.value, *args[1:])), **executable(kwargs))
+
+    def make_constant(self, value: Tensor) -> Tensor:
+        """A tensor that forward made from numbers; every run gets a copy, which it may write to."""
+        if value.requires_grad:
+            raise Untraceable("it makes a tensor that requires a gradient")
+        self.made_tensors.append(value)
+        fake = self.writer.world.tensor(value)
+        self.made.add(self.writer.constant(fake, f"_constant_{digest(value)}", value))
+        copied = fake.clone()
+        self.record("call_method", "clone", (fake,), {}, copied)
+        return copied
 
     def check_constants(self) -> None:
         """Refuse a program that looked at a constant and wrote to it later: the next run sees that."""
@@ -391,7 +444,19 @@ class Recorder(TorchFunctionMode):
     def number(self, node: fx.Node, value: Any) -> Any:
         number: Any = SizeInt(value) if isinstance(value, int) else SizeFloat(value)
         number.node, number.recorder = node, self
+        self.numbers[node] = value
         return number
+
+
+class _Unseen(TorchDispatchMode):
+    """Tells the recorder of operators; most are those of torch functions that it heard of."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._recorder.run_unseen(func, args, kwargs or {})
 
 
 def _state(module: nn.Module) -> tuple[int, ...]:

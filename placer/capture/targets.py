@@ -98,19 +98,33 @@ def call_module(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
 
 
 class Checkpointed:
-    """``module(*args)`` under activation checkpointing, as ``torch.utils.checkpoint`` was asked to."""
+    """``module(*args)`` under activation checkpointing, as ``torch.utils.checkpoint`` was asked to.
 
-    def __init__(self, *, use_reentrant: bool) -> None:
+    ``differentiated``: the program gave the reentrant checkpoint an input that requires a gradient
+    besides those of the module, often a dummy parameter. So the module's parameters get gradients
+    even if no input of its own requires one, which reentrant checkpointing cannot do.
+    """
+
+    def __init__(self, *, use_reentrant: bool, differentiated: bool = False) -> None:
         self.use_reentrant = use_reentrant
+        self.differentiated = differentiated
         self.__name__ = self.__qualname__ = "checkpoint"
         self.__module__ = __name__
 
     def __call__(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         function = partial(module, **kwargs) if kwargs else module
-        return checkpoint(function, *args, use_reentrant=self.use_reentrant)
+        reentrant = self.use_reentrant
+        if self.differentiated and not any(_requires_grad(arg) for arg in args):
+            reentrant = False
+        return checkpoint(function, *args, use_reentrant=reentrant)
 
     def __repr__(self) -> str:
-        return f"Checkpointed(use_reentrant={self.use_reentrant})"
+        more = ", differentiated=True" if self.differentiated else ""
+        return f"Checkpointed(use_reentrant={self.use_reentrant}{more})"
+
+
+def _requires_grad(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 class ApplyFunction:

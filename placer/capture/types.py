@@ -56,6 +56,7 @@ class Conditions:
     program: tuple[str, ...]  # the graph spelled, a line per node
     locations: tuple[str, ...]  # "file.py:123" or "" of each of these lines
     settings: tuple[Setting, ...]  # the plain attributes that the program's Python code read
+    ignore_device_moves: bool = False  # was the model's own choice of devices ignored?
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +65,7 @@ class Capture:
 
     The graph's output node returns the flat list of leaves of ``forward``'s result. A
     ``torch.device`` among a node's arguments is always ``cpu`` and stands for the device of the
-    stage that runs the node; a device written as a string in the program is left as it is. A
+    stage that runs the node, also where the program names an accelerator (`placer.capture.moves`). A
     ``get_attr`` node may give a whole submodule, to a ``call_function`` node that calls it under
     ``torch.no_grad`` or ``torch.autocast`` (both are then in one ``together`` group). Sizes are
     nodes of their own and may be plain integers that cross from stage to stage. Per-node tables

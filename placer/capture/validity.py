@@ -73,7 +73,14 @@ def find_difference(
     inputs = [world.tensor(tensor) for tensor in bound.tensors]
     try:
         recording = record_model(
-            world, model, twin, bound, inputs, conditions.whole, guess=conditions.guess
+            world,
+            model,
+            twin,
+            bound,
+            inputs,
+            conditions.whole,
+            guess=conditions.guess,
+            ignore_device_moves=conditions.ignore_device_moves,
         )
     except ForwardFailure as failure:
         raise failure.as_error(

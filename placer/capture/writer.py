@@ -7,7 +7,9 @@ parameter, a buffer, or a constant, and gets its node when it is first used.
 from __future__ import annotations
 
 import dataclasses
+import keyword
 import operator
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -54,8 +56,8 @@ class GraphWriter:
 
     def placeholder(self, leaf_name: str, tensor: Tensor) -> None:
         """The next input of the graph, named after ``leaf_name``."""
-        name = "".join(c if c.isalnum() else "_" for c in leaf_name)
-        if not name.isidentifier():
+        name = re.sub(r"\W", "_", leaf_name, flags=re.ASCII)
+        if not name.isidentifier() or keyword.iskeyword(name):
             name = f"arg_{name}"
         while name in self._taken:
             name += "_"
@@ -150,6 +152,10 @@ class GraphWriter:
                 raise Untraceable("it uses a tensor from code that cannot be recorded")
             original = tensor  # a real tensor from outside the model, such as a global
         path = self._attributes.get(id(tensor), f"_constant_{len(self.constants)}")
+        return self.constant(tensor, path, original)
+
+    def constant(self, tensor: Tensor, path: str, original: Tensor) -> fx.Node:
+        """A node that gives ``original``, for which ``tensor`` stands, and is called ``path``."""
         node = self.node("get_attr", path)
         self.constants[node.name] = original
         self.bind(tensor, node)

@@ -66,6 +66,14 @@ ModelArguments = Annotated[
 Evaluation = Annotated[
     bool, typer.Option("--eval", help="Put the model into eval mode; by default it trains.")
 ]
+IgnoreDeviceMoves = Annotated[
+    bool,
+    typer.Option(
+        "--ignore-device-moves",
+        help="For a model that was split by hand: ignore the devices that its code moves tensors "
+        'and layers to, as in x.to("cuda:1").',
+    ),
+]
 Processes = Annotated[
     bool,
     typer.Option(
@@ -86,6 +94,7 @@ class SubjectOptions:
     keywords: Keywords
     model_arguments: ModelArguments
     evaluation: Evaluation = False
+    ignore_device_moves: IgnoreDeviceMoves = False
 
     def check(self, *, inputs_required: bool = True) -> None:
         """Raise ``PlacerError`` for what is wrong with them as far as that shows without torch."""

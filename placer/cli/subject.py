@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from placer.capture import Capture, capture_model, flatten_call
+from placer.capture import Capture, IgnoringDeviceMoves, capture_model, flatten_call
 from placer.cli.example import load_example
 from placer.cli.inputs import parse_inputs
 from placer.cli.options import SubjectOptions
@@ -26,6 +27,7 @@ class Subject:
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    ignore_device_moves: bool = False
 
     @property
     def has_inputs(self) -> bool:
@@ -34,7 +36,9 @@ class Subject:
 
     def capture(self) -> tuple[Capture, list[Tensor]]:
         """The captured model, and the tensors of the call as the capture has them."""
-        capture = capture_model(self.model, self.args, self.kwargs)
+        capture = capture_model(
+            self.model, self.args, self.kwargs, ignore_device_moves=self.ignore_device_moves
+        )
         return capture, flatten_call(capture.call, self.args, dict(self.kwargs))
 
 
@@ -58,7 +62,8 @@ def load_subject(
     kwargs = parse_values("--kwarg", options.keywords)
     torch.manual_seed(seed)
     arguments = parse_values("--model-arg", options.model_arguments)
-    model = build_model(options.model, arguments, allocate=allocate)
+    with IgnoringDeviceMoves() if options.ignore_device_moves else nullcontext():
+        model = build_model(options.model, arguments, allocate=allocate)
     model.train(not options.evaluation)
     if double:
         model.double()
@@ -74,7 +79,13 @@ def load_subject(
             kwargs[item.name] = tensor
     if double:
         args, kwargs = tree_map_only(Tensor, _to_double, (args, kwargs))
-    return Subject(target=options.model, model=model, args=args, kwargs=kwargs)
+    return Subject(
+        target=options.model,
+        model=model,
+        args=args,
+        kwargs=kwargs,
+        ignore_device_moves=options.ignore_device_moves,
+    )
 
 
 def _to_double(tensor: Tensor) -> Tensor:

@@ -73,6 +73,7 @@ def verify(
             run_on=run_on or _stand_in(wanted),
             seed=seed,
             tolerance=tolerance,
+            ignore_device_moves=subject.ignore_device_moves,
         )
     console.print(_table(result))
     console.print()

@@ -60,7 +60,8 @@ class BackwardOwners:
 
     def mark_gradient(self, parameter: Tensor) -> None:
         """Note that the gradient of ``parameter``, which has just been accumulated, is one."""
-        assert parameter.grad is not None
+        if parameter.grad is None:  # an argument of a reentrant checkpoint that it does not use
+            return
         stored = self._recorder.storage(parameter.grad)
         if stored is not None:
             stored.parameter_gradient = True

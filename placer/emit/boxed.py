@@ -11,7 +11,14 @@ from torch.fx.graph import CodeGen
 
 
 class BoxedCodeGen(CodeGen):
-    """``def forward(self, device, boxed_inputs)``: the first placeholder is an argument of its own."""
+    """``def forward(self, device, boxed_inputs)``: the first placeholder is an argument of its own.
+
+    A second one that is called ``tree`` stands for ``self``.
+    """
+
+    def __init__(self, tree: str) -> None:
+        super().__init__()
+        self._tree = tree
 
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
         names = [variable.split(":")[0].split("=")[0].strip() for variable in free_vars]
@@ -20,6 +27,8 @@ class BoxedCodeGen(CodeGen):
         while box in names:
             box += "_"
         lines = [f"def {self._func_name}(self, {first}, {box}){maybe_return_annotation}:"]
+        if boxed and boxed[0] == self._tree:
+            lines.append(f"    {boxed.pop(0)} = self")
         if boxed:
             lines.append(f"    {', '.join(boxed)}, = {box}")
             lines.append(f"    {box}.clear()")

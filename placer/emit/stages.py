@@ -10,13 +10,15 @@ from torch import fx, nn
 
 from placer._torch import compile_graph
 from placer.capture import Capture, first_names
+from placer.capture.targets import CallMethod, call_module
 from placer.emit.boxed import BoxedCodeGen
+from placer.emit.names import ReadPath, WithKeywords, is_plain
 from placer.emit.results import find_batched_results
 from placer.emit.types import PieceCode, StageCode, StagedModel
 from placer.errors import PlanError
 from placer.regions import Region
 
-_DEVICE = "stage_device"
+_DEVICE, _TREE = "stage_device", "stage_layers"
 
 
 def emit_stages(
@@ -177,13 +179,17 @@ def _emit_piece(
     region: Region | None,
 ) -> PieceCode:
     graph = fx.Graph()
-    graph.set_codegen(BoxedCodeGen())
+    graph.set_codegen(BoxedCodeGen(_TREE))
     device = graph.placeholder(_DEVICE)
+    tree = None if all(map(_is_plain, own)) else graph.placeholder(_TREE)
     values: dict[str, fx.Node] = {name: graph.placeholder(name) for name in inputs}
     modules: dict[str, None] = {}
     attributes: dict[str, None] = {}
     for node in own:
-        copied = graph.node_copy(node, lambda n: values[n.name])
+        if tree is None or _is_plain(node):
+            copied = graph.node_copy(node, lambda n: values[n.name])
+        else:
+            copied = _copy_without_names(graph, node, values, tree)
         values[node.name] = _follow_stage_device(node, copied, device)
         if node.op == "call_module":
             modules[str(node.target)] = None
@@ -205,6 +211,32 @@ def _emit_piece(
         forward=forward,
         source=source,
     )
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Are the names that ``node`` brings into source text plain ones?"""
+    target = str(node.target) if node.op in ("call_module", "get_attr") else ""
+    return (not target or is_plain(target)) and all(map(is_plain, node.kwargs))
+
+
+def _copy_without_names(
+    graph: fx.Graph, node: fx.Node, values: Mapping[str, fx.Node], tree: fx.Node
+) -> fx.Node:
+    """A copy of ``node`` in ``graph`` with the same result and name, and no name of the user's in it."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n.name])
+    if node.op == "get_attr":
+        return graph.create_node(
+            "call_function", ReadPath(str(node.target)), (tree,), name=node.name
+        )
+    function = CallMethod(str(node.target)) if node.op == "call_method" else node.target
+    if node.op == "call_module":
+        args = (graph.call_function(ReadPath(str(node.target)), (tree,)), *args)
+        function = call_module
+    assert callable(function)
+    if not all(map(is_plain, kwargs)):
+        args, function = (*args, *kwargs.values()), WithKeywords(function, kwargs)
+        kwargs = {}
+    return graph.create_node("call_function", function, args, kwargs, name=node.name)
 
 
 def _attribute(model: nn.Module, path: str) -> Any:

@@ -33,6 +33,7 @@ class ExampleCall:
     modes: tuple[bool, ...]  # the training flag of every module, in the order of ``modules()``
     whole: frozenset[str]  # modules that stayed whole
     settings: tuple[Setting, ...]  # plain attributes that its program read
+    ignore_device_moves: bool = False
 
 
 def example_call(staged: StagedModel) -> ExampleCall:
@@ -49,6 +50,7 @@ def example_call(staged: StagedModel) -> ExampleCall:
         modes=conditions.modes,
         whole=conditions.whole,
         settings=tuple(s for s in conditions.settings if s.is_plain),
+        ignore_device_moves=conditions.ignore_device_moves,
     )
 
 
@@ -76,7 +78,9 @@ def emit_again(model: nn.Module, plan: Plan, call: ExampleCall) -> StagedModel:
     Generated code is not pickled: what is loaded is captured again. Raises ``PlanError`` when the
     model's code gives another graph than it did, and ``CaptureError``.
     """
-    capture = capture_model(model, call.args, call.kwargs)
+    capture = capture_model(
+        model, call.args, call.kwargs, ignore_device_moves=call.ignore_device_moves
+    )
     check_plan(plan, capture)
     return emit_stages(capture, *plan.parts)
 

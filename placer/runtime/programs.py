@@ -142,7 +142,8 @@ class Programs:
         return tuple(i for i, module in enumerate(self._containers) if is_kept_whole(module))
 
     def _capture(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> StagedModel:
-        capture = capture_model(self._model, args, kwargs)
+        ignored = self._captured.conditions.ignore_device_moves
+        capture = capture_model(self._model, args, kwargs, ignore_device_moves=ignored)
         stages = follow_plan(self._plan, capture)
         keys = region_keys(capture, self._plan.checkpoint, self._plan.offload)
         key_of = dict(zip(capture.order, keys, strict=True))

@@ -10,7 +10,7 @@ from placer.capture import capture_model
 
 
 class WorksOutOnce(nn.Module):
-    """Reads sizes that nothing needs in its first forward of the process, as einops' cache does."""
+    """Reads sizes that nothing needs, in its first forward of the process only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -19,7 +19,7 @@ class WorksOutOnce(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             if not _CACHE:
-                _CACHE.append(x.size(0) * 2)
+                _CACHE.append(int(x.size(0) * 2))
             x = layer(x.reshape(x.size(0), -1)) * 2
         return x
 

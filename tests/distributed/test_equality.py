@@ -77,6 +77,13 @@ def test_split_backwards_lose_no_gradient(job_of: Callable[[int], Job]) -> None:
     job_of(4).run(pipeline_cases.step_where_outputs_depend_on_nothing_received, SPLIT)
 
 
+def test_split_backwards_of_what_own_inputs_are_used_for_twice(
+    job_of: Callable[[int], Job],
+) -> None:
+    """Torch's own split goes through the graph a second time."""
+    job_of(4).run(pipeline_cases.step_where_own_inputs_are_used_twice, SPLIT)
+
+
 @pytest.mark.parametrize(
     ("stages", "replicas", "schedule"), [(2, 2, "1F1B"), (4, 1, SPLIT), (1, 2, "GPipe")]
 )

@@ -38,6 +38,57 @@ def test_names(name: str) -> None:
     assert placed.get_submodule("") is placed
 
 
+_ODD = (
+    "class",
+    "None",
+    'a"b',
+    "it's",
+    "two\nlines",
+    "back\\slash",
+    "x², y",
+    "1",
+    '"), exit("no"), ("',
+)
+
+
+class OddNames(nn.Module):
+    """Layers, parameters, buffers, arguments and keywords of one odd name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.blocks = nn.ModuleDict({name: nn.Sequential(nn.Linear(4, 4), nn.Tanh())})
+        self.keyed = Keyed()
+        self.keyed.register_forward_pre_hook(lambda module, args: None)  # stays whole: one call
+        self.inner = nn.Module()
+        self.inner.register_parameter(name, nn.Parameter(torch.rand(4)))
+        self.inner.register_buffer(name + "_", torch.ones(4))
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, **others: Tensor) -> Tensor:
+        y = self.blocks[self.name](x) * self.inner.get_parameter(self.name)
+        y = self.keyed(y, **{self.name: self.inner.get_buffer(self.name + "_")})
+        with torch.no_grad():
+            scale = self.blocks[self.name](x)
+        return self.head(y * scale + others[self.name])  # type: ignore[no-any-return]
+
+
+class Keyed(nn.Module):
+    def forward(self, x: Tensor, **others: Tensor) -> Tensor:
+        (other,) = others.values()
+        return x + other
+
+
+@pytest.mark.parametrize("name", _ODD)
+def test_names_that_are_not_identifiers(name: str) -> None:
+    model = OddNames(name).double()
+    x = torch.randn(4, 4, dtype=torch.float64)
+    placed = assert_same(model, _SPEC, (x,), {name: torch.randn(4, 4, dtype=torch.float64)})
+    sources = [piece.source for stage in placed.staged.stages for piece in stage.pieces]
+    if len(name) > 1 and not name.isidentifier():
+        assert not any(name in text or repr(name)[1:-1] in text for text in sources)
+
+
 class Root(nn.Module):
     def __init__(self, name: str) -> None:
         super().__init__()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -25,6 +25,15 @@ class SplitStage(PipelineStage):
 
         received ──► conv ─────► out 0    split: conv's weights wait
         own input ─► linear ───► out 1    meets nothing that was received: linear would get none
+
+    Its backward for weights that meet the way of received inputs at several nodes runs through what
+    lies between these, which belongs to other weights and runs once more for them: "backward through
+    the graph a second time". Such a micro-batch is not split either.
+
+    ::
+
+        received ────────────► (*) ──► conv ──► (+) ──► out
+        own input ─► linear ────┴────────────────┘    meets it at * and at +
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -63,11 +72,19 @@ class SplitStage(PipelineStage):
                 seen.add(id(weight.grad))
 
     def _can_split(self, chunk: int, loss: Any) -> bool:
-        """Does every output depend on a received input? Nodes are visited depth first, once."""
+        """Does every output depend on a received input, and every weight meet its way once?"""
         outputs, inputs = chunk_state(self, chunk)
-        roots = filter(None, map(_node, [loss] if self.is_last else outputs))
+        roots = list(filter(None, map(_node, [loss] if self.is_last else outputs)))
         received = set(filter(None, map(_node, inputs)))
-        return all(_reaches(root, received) for root in roots)
+        weights = list(filter(None, map(_node, self.submod.parameters())))
+        order = _topological(roots)
+        onward = set(received)  # nodes on a way from an output to a received input
+        for node in order:
+            if any(following in onward for following, _ in node.next_functions):
+                onward.add(node)
+        if not all(root in onward for root in roots):
+            return False
+        return _meet_once(order, onward, weights)
 
 
 def _node(value: Any) -> Node | None:
@@ -79,14 +96,36 @@ def _node(value: Any) -> Node | None:
     return value.grad_fn or value.view_as(value).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
-def _reaches(root: Node, targets: Iterable[Node]) -> bool:
-    waiting, seen = [root], {root}
+def _topological(roots: Iterable[Node]) -> list[Node]:
+    """All nodes that lead to leaves from ``roots``, each after those that follow it in backward."""
+    order: list[Node] = []
+    seen: set[Node] = set()
+    waiting = [(root, False) for root in roots]
     while waiting:
-        node = waiting.pop()
-        if node in targets:
-            return True
+        node, done = waiting.pop()
+        if done:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            waiting.append((node, True))
+            waiting += [(n, False) for n, _ in node.next_functions if n is not None]
+    return order
+
+
+def _meet_once(order: Iterable[Node], onward: Container[Node], weights: Iterable[Node]) -> bool:
+    """Does each of ``weights`` hang on at most one node of ``onward``? ``order`` is topological."""
+    bit = {weight: 1 << i for i, weight in enumerate(weights)}
+    behind: dict[Node, int] = {}  # which weights a node outside of ``onward`` leads to
+    met = 0
+    for node in order:
+        found = bit.get(node, 0)
         for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)
-    return False
+            if following is not None and following not in onward:
+                found |= behind[following]
+        if node not in onward:
+            behind[node] = found
+        elif met & found:
+            return False
+        else:
+            met |= found
+    return True

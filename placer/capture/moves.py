@@ -1,0 +1,97 @@
+"""Devices that a model's own code names, as one does that was split by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from placer.errors import CaptureError
+
+_CPU = torch.device("cpu")
+
+
+def set_device_aside(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], torch.device | None]:
+    """The arguments of the torch function ``name`` with the CPU for the accelerator that they name.
+
+    And that device; None where they name none. ``x.cuda()`` names one without an argument.
+    """
+    place: int | str | None = None
+    if kwargs.get("device") is not None:
+        place = "device"
+    elif name in ("to", "cuda") and len(args) > 1:
+        place = 1
+    value = kwargs["device"] if place == "device" else args[1] if place == 1 else None
+    if name == "cuda" and value is None:
+        return args, kwargs, torch.device("cuda")
+    device = _accelerator(value)
+    if device is None:
+        return args, kwargs, None
+    if place == "device":
+        return args, {**kwargs, "device": _CPU}, device
+    return (args[0], _CPU, *args[2:]), kwargs, device
+
+
+def _accelerator(value: Any) -> torch.device | None:
+    """The device that ``value`` names, if it is one with memory of its own."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return torch.device("cuda", value)
+    if isinstance(value, str):
+        try:
+            value = torch.device(value)
+        except RuntimeError:  # no device; torch says so
+            return None
+    if not isinstance(value, torch.device) or value.type in ("cpu", "meta"):
+        return None
+    return value
+
+
+class NamedDevices:
+    """Which devices a forward names, and where. Two with numbers are a split by hand."""
+
+    def __init__(self, *, ignored: bool) -> None:
+        self.ignored = ignored
+        self.error: CaptureError | None = None
+        self._lines: dict[torch.device, str] = {}
+
+    def note(self, device: torch.device, layer: str, line: str) -> None:
+        """The code of ``layer`` names ``device`` at ``line``.
+
+        Raises ``CaptureError`` at the second device with a number, unless they are to be ignored.
+        """
+        if self.ignored or device.index is None:
+            return
+        self._lines.setdefault(device, line)
+        if len(self._lines) > 1:
+            places = " and ".join(f"{where} ({line})" for where, line in self._lines.items())
+            self.error = CaptureError(
+                layer or "the model",
+                f"forward itself moves tensors to {places}; in a placed model the plan says which "
+                "device that is",
+                "have these moves ignored: --ignore-device-moves on the command line, "
+                "ignore_device_moves=True in Python; or take them out of forward",
+            )
+            raise self.error
+
+
+class IgnoringDeviceMoves(TorchFunctionMode):
+    """In this block nothing is moved to an accelerator: tensors stay, new ones are where others are."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        args, kwargs, device = set_device_aside(name, args, dict(kwargs or {}))
+        if device is None:
+            return func(*args, **kwargs)
+        tensor = args[0] if args and isinstance(args[0], Tensor) else None
+        if name == "cuda":
+            return tensor
+        here = torch.get_default_device() if tensor is None else tensor.device
+        if kwargs.get("device") is not None:
+            kwargs["device"] = here
+        else:
+            args = (args[0], here, *args[2:])
+        return func(*args, **kwargs)

@@ -1,0 +1,225 @@
+"""What the code of a model can reach outside of its modules: cached functions, global variables.
+
+Found by the names that its functions use, in their modules, classes and closures, and on from the
+functions found so. Code of torch and of the standard library is not looked into.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sysconfig
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+CACHED: type = type(functools.lru_cache(lambda: None))
+_STDLIB = sysconfig.get_paths()["stdlib"]
+_FOREIGN = tuple(
+    os.path.normcase(path) + os.sep
+    for path in (
+        os.path.dirname(torch.__file__),  # noqa: PTH120 - compared with file names of code
+        os.path.dirname(os.path.dirname(__file__)),  # noqa: PTH120
+        _STDLIB,
+    )
+)
+_PACKAGES = os.path.normcase(os.path.join(_STDLIB, "site-packages"))  # noqa: PTH118
+_FOREIGN_CLASSES = ("torch", "builtins", "typing", "collections", "placer", "numpy")
+_CODE = (FunctionType, MethodType, type, functools.partial, tuple)
+_CONTAINERS = (dict, list, set, OrderedDict, defaultdict)
+_ATOMS = (Tensor, str, bytes, int, float, type(None))
+
+
+def _itself(function: Any) -> Any:
+    return function
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a value is held: a key of a dict or list, a closure's cell, or an attribute of a class."""
+
+    holder: Any
+    key: Any
+    value: Any
+    wrap: Callable[[Any], Any] = _itself  # staticmethod or classmethod, in a class
+
+    def read(self) -> Any:
+        """What is there now; None where nothing is."""
+        try:
+            if isinstance(self.holder, CellType):
+                return self.holder.cell_contents
+            if isinstance(self.holder, type):
+                held = vars(self.holder)[self.key]
+                return getattr(held, "__func__", held)
+            return self.holder[self.key]
+        except (LookupError, ValueError):
+            return None
+
+    def write(self, value: Any) -> None:
+        """Put ``value`` there."""
+        if isinstance(self.holder, CellType):
+            self.holder.cell_contents = value
+        elif isinstance(self.holder, type):
+            setattr(self.holder, self.key, self.wrap(value))
+        else:
+            self.holder[self.key] = value
+
+
+@dataclass(slots=True)
+class Reach:
+    """What was found: places of ``functools.lru_cache`` functions, variables, and containers."""
+
+    cached: list[Place] = field(default_factory=list)
+    variables: list[Place] = field(default_factory=list)
+    containers: list[Any] = field(default_factory=list)
+
+    def extend(self, other: Reach) -> None:
+        """Add what ``other`` has."""
+        self.cached += other.cached
+        self.variables += other.variables
+        self.containers += other.containers
+
+
+def find_reach(model: nn.Module) -> Reach:
+    """What the code that ``model`` can run reaches; a few milliseconds for most models."""
+    search = _Search()
+    for module in model.modules():
+        search.add(type(module))
+        for key, value in vars(module).items():
+            if key not in ("_parameters", "_buffers", "_modules"):
+                search.look(vars(module), key, value)
+    search.run()
+    return search.found
+
+
+class _Search:
+    def __init__(self) -> None:
+        self.found = Reach()
+        self._seen: set[int] = set()
+        self._alive: list[Any] = []  # keeps the ids in _seen valid
+        self._waiting: list[Any] = []
+
+    def _is_new(self, value: Any) -> bool:
+        if id(value) in self._seen:
+            return False
+        self._seen.add(id(value))
+        self._alive.append(value)
+        return True
+
+    def add(self, value: Any) -> None:
+        if self._is_new(value):
+            self._waiting.append(value)
+
+    def look(self, holder: Any, key: Any, value: Any, wrap: Callable[[Any], Any] = _itself) -> None:
+        """``holder`` has ``value`` at ``key``."""
+        if type(value) is CACHED:
+            wrapped = getattr(value, "__wrapped__", None)
+            if hasattr(wrapped, "__code__") and _is_foreign(wrapped):
+                return
+            if holder is not None:
+                self.found.cached.append(Place(holder, key, value, wrap))
+            self.add(wrapped)
+        elif (
+            isinstance(value, (FunctionType, MethodType, type, functools.partial, tuple))
+            or type(value) in _CONTAINERS
+        ):
+            self.add(value)
+        elif not isinstance(value, (ModuleType, *_ATOMS)):
+            self.add(type(value))
+
+    def run(self) -> None:
+        while self._waiting:
+            value = self._waiting.pop()
+            if isinstance(value, type):
+                self._class(value)
+            elif isinstance(value, FunctionType):
+                self._function(value)
+            elif isinstance(value, MethodType):
+                self.look(None, None, value.__func__)
+            elif isinstance(value, functools.partial):
+                self.look(None, None, value.func)
+            elif isinstance(value, dict):
+                self.found.containers.append(value)
+                for key, item in list(value.items()):
+                    self.look(value, key, item)
+            elif isinstance(value, list | set):
+                self.found.containers.append(value)
+                for index, item in enumerate(value):
+                    self.look(value if isinstance(value, list) else None, index, item)
+            elif isinstance(value, tuple):
+                for item in value:
+                    self.look(None, None, item)
+
+    def _class(self, cls: type) -> None:
+        if cls.__module__.partition(".")[0] in _FOREIGN_CLASSES:
+            return
+        for base in cls.__mro__[1:]:
+            self.add(base)
+        for name, value in list(vars(cls).items()):
+            if isinstance(value, staticmethod | classmethod):
+                self.look(cls, name, value.__func__, type(value))
+            elif isinstance(value, property):
+                self.look(None, None, value.fget)
+            elif not name.startswith("__") or isinstance(value, FunctionType):
+                self.look(cls, name, value)
+
+    def _function(self, function: FunctionType) -> None:
+        if _is_foreign(function):
+            return
+        for cell in function.__closure__ or ():
+            try:
+                self._variable(cell, None, cell.cell_contents)
+            except ValueError:  # it is empty
+                continue
+        space = function.__globals__
+        if self._is_new(space):  # names that are found in other ways, such as globals()[name]
+            for name, value in list(space.items()):
+                if type(value) is CACHED:
+                    self.look(space, name, value)
+        names = set(_names(function.__code__))
+        for name in names & space.keys():
+            value = space[name]
+            if isinstance(value, ModuleType):
+                self._module(value, names)
+            else:
+                self._variable(space, name, value)
+
+    def _variable(self, holder: Any, key: Any, value: Any) -> None:
+        self.look(holder, key, value)
+        if value is None or isinstance(value, Tensor):
+            self.found.variables.append(Place(holder, key, value))
+
+    def _module(self, module: ModuleType, names: set[str]) -> None:
+        if _is_foreign(module):
+            return
+        for name in names & vars(module).keys():
+            value = vars(module)[name]
+            if isinstance(value, ModuleType):
+                if self._is_new(value):
+                    self._module(value, names)
+            else:
+                self.look(vars(module), name, value)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _is_foreign(value: Any) -> bool:
+    """Is this function or module of torch, of placer, of the standard library, or not of Python?"""
+    if isinstance(value, ModuleType):
+        file = getattr(value, "__file__", None)
+    else:
+        file = getattr(getattr(value, "__code__", None), "co_filename", None)
+    if file is None:
+        return True
+    file = os.path.normcase(file)
+    return file.startswith(_FOREIGN) and not file.startswith(_PACKAGES)
