@@ -37,7 +37,7 @@ CASES: dict[str, Callable[[int], Case]] = {
     "convnet": lambda rows: (models.ConvNet(p=0.0), (torch.randn(rows, 1, 8, 8, dtype=D),), {}),
     "resnet18": lambda rows: (
         thin_resnet18(classes=5),
-        (torch.randn(rows, 3, 64, 64, dtype=D),),
+        (torch.randn(rows, 3, 48, 48, dtype=D),),
         {},
     ),
     "3D U-Net": lambda rows: (
