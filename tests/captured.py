@@ -31,14 +31,17 @@ def captured_once() -> Iterator[None]:
     costs = dict[Any, tuple[Capture, CostTable]]()
 
     def look_up(
-        model: nn.Module, args: Sequence[Any] | Tensor, kwargs: Mapping[str, Any] | None
+        model: nn.Module,
+        args: Sequence[Any] | Tensor,
+        kwargs: Mapping[str, Any] | None,
+        **options: Any,
     ) -> Call:
         leaves = tree_leaves((args, kwargs))
         state = [module.training for module in model.modules()]
         state += [parameter.requires_grad for parameter in model.parameters()]
-        key = id(model), *state, *map(id, leaves)
+        key = id(model), str(options), *state, *map(id, leaves)
         if key not in captures:  # kept with what the ids are of, so that they stay theirs
-            captures[key] = (model, leaves), capture(model, args, kwargs)
+            captures[key] = (model, leaves), capture(model, args, kwargs, **options)
         return captures[key][1]
 
     def look_up_costs(captured: Capture, inputs: Sequence[Tensor], **fields: Any) -> CostTable:

@@ -41,7 +41,7 @@ def assert_valid_plan(
     """
     with captured_once():
         plan = plan or placer.make_plan(model, spec, args, processes=processes)
-        capture, _ = api._capture(model, args, None)
+        capture, _ = api._capture(model, args, None, ignore_device_moves=False)
     assert plan.processes == processes
     spec = spec if isinstance(spec, PlacementSpec) else PlacementSpec(**spec)
     stage_of = {node: stage.index for stage in plan.stages for node in stage.nodes}

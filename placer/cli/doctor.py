@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from placer.doctor import Diagnosis
 
 
+EXAMPLE = "placer doctor --json"
+
+
 def doctor(as_json: AsJson = False) -> None:
     """Show packages, devices and what they can be used for; exit code 2 when something is missing."""
     from placer.cli.main import EXIT_USAGE

@@ -147,7 +147,7 @@ def test_an_interrupt_is_one_line_and_exit_code_130(
 ) -> None:
     from placer.cli import subject
 
-    def interrupted(*args: Any) -> None:
+    def interrupted(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(subject, "capture_model", interrupted)

@@ -92,8 +92,8 @@ class Agreement:
         self._world = world
         self._count = count
         mine = torch.tensor(called.numbers(), dtype=torch.int64, device=device)
-        self._numbers = mine.new_empty(dist.get_world_size(world) * len(mine))
-        work = dist.all_gather_into_tensor(self._numbers, mine, group=world, async_op=True)
+        self._numbers = mine.new_empty(dist.get_world_size(world), len(mine))
+        work = dist.all_gather(list(self._numbers), mine, group=world, async_op=True)
         assert work is not None  # this rank is in the group
         self._work = work
         self.alike = False  # not known before the end of the block
@@ -118,7 +118,7 @@ class Agreement:
 
     def _rows_if_alike(self) -> list[int]:
         """The rows that each replica was given."""
-        ranks = self._numbers.view(dist.get_world_size(self._world), -1).tolist()
+        ranks = self._numbers.tolist()
         columns = zip(*ranks, strict=True)
         methods, options, own_rows, training, rows, shapes, values, faults, counted, *wanted = (
             columns
