@@ -112,3 +112,24 @@ def test_the_shell_completes_commands_and_options() -> None:
         env=named,
     )
     assert "_PLACER_COMPLETE=complete_bash" in script.stdout, script.stderr
+
+
+def test_a_module_in_the_working_folder_is_the_one_that_is_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Python would import it; a folder of the name of an installed package is not it."""
+    from placer.cli.locate import check_target, find_source
+    from placer.errors import PlacerError
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "wheel_of_time.py").write_text("class Net:\n    pass\n")
+    (tmp_path / "networkx").mkdir()
+    check_target("wheel_of_time:Net")
+    assert find_source("wheel_of_time", "") == tmp_path / "wheel_of_time.py"
+    with pytest.raises(PlacerError, match=r"did you mean wheel_of_time:Net\?"):
+        check_target("wheel_of_time:Nett")
+    check_target("networkx:DiGraph")
+    with pytest.raises(PlacerError, match=r"did you mean networkx\.generators\?"):
+        check_target("networkx.generator:path_graph")
+    (tmp_path / "made.py").write_text("globals()['Net2'] = 3\nclass Net: pass\n")
+    check_target("made:Net1")  # its text does not say what names it has
