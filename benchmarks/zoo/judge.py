@@ -27,11 +27,11 @@ from torch.utils._pytree import tree_leaves
 
 import placer
 import placer.api
-import placer.plan.build
+import placer.simulation.judge
 from benchmarks.zoo.compare import Failed, compare, infer, is_tensor, jitter, seeded, train
 from benchmarks.zoo.subject import Call, Subject, Verdict, convert, to_meta, with_rows
 from placer.capture import Capture, capture_model
-from placer.cost import device_kind, estimate_costs
+from placer.cost import CostEstimates, device_kind
 from placer.errors import PlacerError
 from placer.partition.stage_cost.score import stage_seconds
 from placer.partition.stage_cost.tables import build_tables
@@ -188,7 +188,7 @@ def _shared_passes() -> Iterator[None]:
         yield
     finally:
         placer.api.capture_model = capture_model
-        placer.plan.build.estimate_costs = estimate_costs
+        placer.simulation.judge.CostEstimates = CostEstimates  # type: ignore[misc]
 
 
 def _spec(stages: int) -> dict[str, Any]:
@@ -233,7 +233,7 @@ def _largest_share(plan: placer.Plan) -> float:
 def _best_share(capture: Capture, args: Any, kwargs: Any) -> float:
     """The least largest share over all cuts of the program's order of units into two stages."""
     inputs = [t for t in tree_leaves((args, kwargs)) if is_tensor(t)]
-    costs = placer.simulation.judge.CostEstimates(capture)(inputs, kernels="cuda")
+    costs = CostEstimates(capture)(inputs, kernels="cuda")
     units = unit_graph(capture)
     order = program_order(units)
     cuts = [0, *itertools.accumulate(len(units.nodes[unit]["nodes"]) for unit in order)]

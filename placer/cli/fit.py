@@ -16,7 +16,7 @@ from placer.cli.output import print_json, progress
 from placer.errors import BudgetError, Tried
 from placer.plan.build import PlanMaker
 from placer.plan.check import describe_overflow
-from placer.plan.remedies import lacks_room, memory_needed, misfit_error
+from placer.plan.remedies import find_largest_node, lacks_room, memory_needed, misfit_error
 from placer.plan.types import Plan
 from placer.spec import PlacementSpec
 from placer.units import format_bytes
@@ -39,9 +39,9 @@ def report_misfit(
     ``as_json`` it goes to stdout.
     """
     if error is None:
-        console.print(
-            f"it needs {describe_overflow(plan.tightest)}", style="bold red", markup=False
-        )
+        largest = find_largest_node(capture, spec, inputs, make.costs)
+        needs = f"the placement needs {describe_overflow(plan.tightest)}; {largest.describe()}"
+        console.print(needs, style="bold red", markup=False)
         console.print("what would make it fit:")
         with progress(console, "planning changes that may make it fit"):
             error = misfit_error(

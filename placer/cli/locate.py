@@ -82,11 +82,9 @@ def no_module(missing: str, near: str | None, target: str) -> ModelError:
 def _module_file(place: str, target: str) -> Path | None:
     """The file of a module, looked for in the folders of its packages."""
     top, *parts = place.split(".")
-    if top in sys.modules and not parts:
-        return None
     search = [str(Path.cwd()), *sys.path]
     try:
-        spec = importlib.util.find_spec(top) or _spec_beside(top)
+        spec = _top_spec(top)
     except (ImportError, ValueError):
         return None
     if spec is None:
@@ -107,9 +105,14 @@ def _module_file(place: str, target: str) -> Path | None:
     return file if file is not None and file.is_file() else None
 
 
-def _spec_beside(top: str) -> importlib.machinery.ModuleSpec | None:
-    """``top`` in the working folder, where Python does not look by itself."""
-    return importlib.machinery.PathFinder.find_spec(top, [str(Path.cwd())])
+def _top_spec(top: str) -> importlib.machinery.ModuleSpec | None:
+    """Where ``top`` comes from: the working folder goes first, but not one without a Python file."""
+    beside = None
+    if top not in sys.modules:
+        beside = importlib.machinery.PathFinder.find_spec(top, [str(Path.cwd())])
+    if beside is not None and beside.origin is not None:
+        return beside
+    return importlib.util.find_spec(top) or beside
 
 
 def _inside(folders: Iterable[str], part: str) -> Path | None:

@@ -7,7 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, NoReturn, cast
 
 import typer
 from typer.core import TyperGroup
@@ -170,4 +170,15 @@ def main() -> None:
         app(prog_name="placer")
     except KeyboardInterrupt:  # before a command began
         print("error: interrupted", file=sys.stderr)
-        raise SystemExit(EXIT_INTERRUPTED) from None
+        _leave()
+    except SystemExit as left:
+        if left.code == EXIT_INTERRUPTED:
+            _leave()
+        raise
+
+
+def _leave() -> NoReturn:
+    """End at once: to take down a half-made plan and torch can take seconds."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(EXIT_INTERRUPTED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -112,3 +113,45 @@ def test_the_shell_completes_commands_and_options() -> None:
         env=named,
     )
     assert "_PLACER_COMPLETE=complete_bash" in script.stdout, script.stderr
+
+
+def test_a_module_in_the_working_folder_is_the_one_that_is_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Python would import it; a folder of the name of an installed package is not it."""
+    from placer.cli.locate import check_target, find_source
+    from placer.errors import PlacerError
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "wheel_of_time.py").write_text("class Net:\n    pass\n")
+    (tmp_path / "networkx").mkdir()
+    check_target("wheel_of_time:Net")
+    assert find_source("wheel_of_time", "") == tmp_path / "wheel_of_time.py"
+    with pytest.raises(PlacerError, match=r"did you mean wheel_of_time:Net\?"):
+        check_target("wheel_of_time:Nett")
+    check_target("networkx:DiGraph")
+    with pytest.raises(PlacerError, match=r"did you mean networkx\.generators\?"):
+        check_target("networkx.generator:path_graph")
+    (tmp_path / "made.py").write_text("globals()['Net2'] = 3\nclass Net: pass\n")
+    check_target("made:Net1")  # its text does not say what names it has
+
+
+def test_ctrl_c_ends_the_command_with_one_line(folder: Path) -> None:
+    """While torch is imported, which takes a while and is no code of placer's."""
+    command = [sys.executable, "-m", "placer", "plan", "net.py:Net", "fits.json", "--input", "8x64"]
+    started = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, sys.path))},
+        # A shell's background job ignores it; so would its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert started.stderr is not None
+    assert started.stderr.readline() == "importing torch and the model …\n"
+    started.send_signal(signal.SIGINT)
+    output, errors = started.communicate(timeout=60)
+    assert (output, errors) == ("", "error: interrupted\n")
+    assert started.returncode == 130

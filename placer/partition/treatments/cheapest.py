@@ -47,7 +47,7 @@ def lighten_stage(
 
     ``choices`` besides keeping. Where nothing fits, the answer is that with the least peak.
     """
-    lightest = stage.search(choices, partial(_least_peak, stage=stage, limits=limits))
+    lightest = _lightest(stage, choices)
     chosen = min(lightest, key=lambda label: (limits.peak(label), label.seconds))
     if limits.peak(chosen) <= limits.budget:
         cheapest = stage.search(choices, partial(_within_budget, limits=limits))
@@ -63,9 +63,16 @@ def lighten_stage(
     return Lightened(runs=tuple(reversed(runs)), seconds=chosen.seconds, peak=limits.peak(chosen))
 
 
-def _least_peak(
-    labels: list[Label], border: int, *, stage: LabelledStage, limits: StageLimits
-) -> list[Label]:
+def _lightest(stage: LabelledStage, choices: Collection[Treatment]) -> list[Label]:
+    """The labels of the whole stage among which the least peak is; they depend on no limit."""
+    known = stage.lightest.get(frozenset(choices))
+    if known is None:
+        known = stage.search(choices, partial(_least_peak, stage=stage))
+        stage.lightest[frozenset(choices)] = known
+    return known
+
+
+def _least_peak(labels: list[Label], border: int, *, stage: LabelledStage) -> list[Label]:
     """Labels from which no other leads to a lower peak, whatever follows.
 
     What follows costs a label the more, the less of what is needed later it has counted.

@@ -106,6 +106,8 @@ class LabelledStage:
     grown: bool = field(kw_only=True)
 
     def __post_init__(self) -> None:
+        # Per choices the labels of the least peaks, once `cheapest` has searched for them.
+        self.lightest: dict[frozenset[Treatment], list[Label]] = {}
         costs = self.costs
         self.nodes = list(self.nodes)
         if self.nodes and self.nodes[-1] == len(costs.names) - 1:
