@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import placer
 from placer import PlacedModule, PlacerError
+from placer.runtime.loss.values import SeenValues
 
 D = torch.float64
 CLASSES, LENGTH = 4, 6
@@ -251,6 +252,28 @@ def test_a_label_between_others_that_comes_later_is_tried_when_it_comes() -> Non
     target[3, 2] = 1
     with pytest.raises(PlacerError, match=r"targets 1 in the first"):
         placed.step(_input(8), target=target, loss_fn=loss_fn)
+
+
+def test_which_values_of_a_target_are_new() -> None:
+    labels, numbers = SeenValues(), SeenValues()
+
+    def news(seen: SeenValues, *values: float) -> list[float]:
+        found = seen.news(torch.tensor(values))
+        seen.add(found)
+        return found
+
+    assert news(labels, 3, 1, 3) == [1, 3]
+    assert news(labels, 1, 3) == []
+    assert news(labels, 2, -100) == [-100, 2]
+    many = news(labels, *range(2000))
+    assert 256 <= len(many) <= 258 and many[-1] == 1999  # not all of them
+    assert news(labels, 1999, 1000, 17) == []
+    assert news(labels, 2000, -1) == [2000]
+    assert news(numbers, 0.5, 2.0) == [0.5, 2.0]
+    assert news(numbers, 1.0, 0.75) == []
+    assert news(numbers, 0.0, 1.0) == [0.0, 0.0]
+    assert str(news(numbers, float("nan"), 1.0)) == "[nan]"
+    assert news(numbers, float("nan"), 0.0, 3.0) == [3.0]
 
 
 def test_how_often_the_loss_function_is_called() -> None:
