@@ -254,6 +254,20 @@ def test_a_label_between_others_that_comes_later_is_tried_when_it_comes() -> Non
         placed.step(_input(8), target=target, loss_fn=loss_fn)
 
 
+@pytest.mark.parametrize("scale", [0.0, float("nan")])
+def test_losses_that_show_nothing_are_tried_again(scale: float) -> None:
+    placed, _ = _pair()
+    factor = torch.tensor(scale, dtype=D)
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return _flat(output, target, weight=WEIGHTS) * factor
+
+    placed.step(_input(8), target=_labels(8, 0), loss_fn=loss_fn)
+    factor.fill_(1.0)
+    with pytest.raises(PlacerError, match="neither a mean nor a sum"):
+        placed.step(_input(8), target=_labels(8, 0), loss_fn=loss_fn)
+
+
 def test_which_values_of_a_target_are_new() -> None:
     labels, numbers = SeenValues(), SeenValues()
 
