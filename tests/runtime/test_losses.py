@@ -290,21 +290,23 @@ def test_which_values_of_a_target_are_new() -> None:
     assert news(numbers, float("nan"), 0.0, 3.0) == [3.0]
 
 
+CALLS: list[int] = []
+
+
 def test_how_often_the_loss_function_is_called() -> None:
     """Once per cut; some more when it, or a label, is new; a lambda of every step is not new."""
     placed, _ = _pair()
-    calls = []
     target = _labels(8, 0)
 
     def step(**options: Any) -> int:
-        calls.clear()
+        CALLS.clear()
 
         def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-            calls.append(len(output))
+            CALLS.append(len(output))  # a global one: what it holds would be put back
             return _flat(output, target)
 
         placed.step(_input(8), target=target, loss_fn=loss_fn, **options)
-        return len(calls)
+        return len(CALLS)
 
     first = step()
     assert 4 < first <= 4 + 3 * 3
@@ -329,6 +331,30 @@ class Counting(nn.Module):
         self.seen.append(len(output))
         torch.rand(3)
         return output.square().mean()
+
+
+class Metrics:
+    def __init__(self) -> None:
+        self.number = 0
+        self.losses: list[float] = []
+
+    def loss(self, output: Tensor, seen: list[float]) -> Tensor:
+        loss = output.square().mean()
+        self.number += 1
+        self.losses.append(loss.item())
+        seen.append(loss.item())
+        return loss
+
+
+def test_metrics_that_a_loss_collects_have_no_more_in_them() -> None:
+    placed, _ = _pair()
+    metrics, seen = Metrics(), list[float]()
+
+    def loss_fn(output: Tensor, seen: list[float] = seen) -> Tensor:
+        return metrics.loss(output, seen)
+
+    placed.step(_input(8), loss_fn=loss_fn)
+    assert metrics.number == len(metrics.losses) == len(seen) == 4
 
 
 @pytest.mark.parametrize("held", [False, True], ids=["itself", "in a closure"])
