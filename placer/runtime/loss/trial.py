@@ -280,8 +280,8 @@ def _undisturbed(loss_fn: Callable[..., Tensor], rows: Rows) -> Iterator[None]:
     kind = device.type if others else "cuda"
     held = list(_held_by(loss_fn))
     modules = list(dict.fromkeys(x for x in held if isinstance(x, nn.Module)))
-    others = (nn.Module, types.ModuleType, types.FunctionType, type)
-    attributes = [vars(x) for x in held if hasattr(x, "__dict__") and not isinstance(x, others)]
+    left_out = (nn.Module, types.ModuleType, types.FunctionType, type)
+    attributes = [vars(x) for x in held if hasattr(x, "__dict__") and not isinstance(x, left_out)]
     inside = (x for attribute in attributes for x in attribute.values())
     containers = [(x, x.copy()) for x in (*held, *inside) if type(x) in (list, dict, set)]
     containers += [(x, dict(x)) for x in attributes if isinstance(x, dict)]
