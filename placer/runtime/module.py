@@ -269,8 +269,8 @@ class PlacedModule(nn.Module):
           the target has values that were not there before; what is neither a mean nor a sum over rows
           is an error that says what to pass. Nothing can be seen there of a loss that changes by
           itself from step to step, or of a rare label between others of a target with more than 256.
-          What a loss function collects for metrics has these calls in it; with one of the above there
-          are none.
+          What it draws, or writes to objects and lists that it holds, is put back; what it counts elsewhere
+          (in a global variable, in a file) has these calls in it. With one of the above there are none.
 
         Tensors of ``target`` are cut along dim 0 like the inputs; ``placer.Whole(value)`` goes to every
         cut as it is. ``own_rows`` says that inputs and target are this process's rows only, where there

@@ -237,8 +237,8 @@ def test_ranks_that_are_not_called_alike_say_so(
         "rows": "batch: has another number of rows on rank 1 than on rank 0",
         "shapes": "inputs: have other shapes or types on rank 1 than on rank 0",
         "own_rows": "own_rows: is another on rank 1 than on rank 0",
-        "reduction": "placed.step: has other options (autocast, reduction, scaler) on rank 1 than",
-        "autocast": "placed.step: has other options (autocast, reduction, scaler) on rank 1 than",
+        "reduction": "placed.step: has other options (autocast, reduction, normalizer, scaler) on rank 1",
+        "autocast": "placed.step: has other options (autocast, reduction, normalizer, scaler) on rank 1",
         "mode": "mode (placed.train(), placed.eval()): is another on rank 1 than on rank 0",
         "method": "call: is not the same on all ranks: rank 0 at placed.step, rank 1 at placed(x)",
         "clip": "call: is not the same on all ranks: rank 0 at placed.step, rank 1 at "

@@ -36,7 +36,7 @@ def test_wrong_targets_are_said_on_every_rank_and_the_job_goes_on(
 
 
 REFUSED = {
-    "penalty": "reads the model's parameter '2.weight'",
+    "penalty": "reads the model's parameter '3.weight' and 1 more",
     "a module": "reads a tensor of shape [1, 6] that requires gradients",
     "a tensor with a graph": "that requires gradients and is not the model's",
     "no mean": "neither a mean nor a sum over rows",

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import placer
 from placer import PlacedModule, PlacerError
+from placer.runtime.loss.values import SeenValues
 
 D = torch.float64
 CLASSES, LENGTH = 4, 6
@@ -253,21 +254,59 @@ def test_a_label_between_others_that_comes_later_is_tried_when_it_comes() -> Non
         placed.step(_input(8), target=target, loss_fn=loss_fn)
 
 
+@pytest.mark.parametrize("scale", [0.0, float("nan")])
+def test_losses_that_show_nothing_are_tried_again(scale: float) -> None:
+    placed, _ = _pair()
+    factor = torch.tensor(scale, dtype=D)
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return _flat(output, target, weight=WEIGHTS) * factor
+
+    placed.step(_input(8), target=_labels(8, 0), loss_fn=loss_fn)
+    factor.fill_(1.0)
+    with pytest.raises(PlacerError, match="neither a mean nor a sum"):
+        placed.step(_input(8), target=_labels(8, 0), loss_fn=loss_fn)
+
+
+def test_which_values_of_a_target_are_new() -> None:
+    labels, numbers = SeenValues(), SeenValues()
+
+    def news(seen: SeenValues, *values: float) -> list[float]:
+        found = seen.news(torch.tensor(values))
+        seen.add(found)
+        return found
+
+    assert news(labels, 3, 1, 3) == [1, 3]
+    assert news(labels, 1, 3) == []
+    assert news(labels, 2, -100) == [-100, 2]
+    many = news(labels, *range(2000))
+    assert 256 <= len(many) <= 258 and many[-1] == 1999  # not all of them
+    assert news(labels, 1999, 1000, 17) == []
+    assert news(labels, 2000, -1) == [2000]
+    assert news(numbers, 0.5, 2.0) == [0.5, 2.0]
+    assert news(numbers, 1.0, 0.75) == []
+    assert news(numbers, 0.0, 1.0) == [0.0, 0.0]
+    assert str(news(numbers, float("nan"), 1.0)) == "[nan]"
+    assert news(numbers, float("nan"), 0.0, 3.0) == [3.0]
+
+
+CALLS: list[int] = []
+
+
 def test_how_often_the_loss_function_is_called() -> None:
     """Once per cut; some more when it, or a label, is new; a lambda of every step is not new."""
     placed, _ = _pair()
-    calls = []
     target = _labels(8, 0)
 
     def step(**options: Any) -> int:
-        calls.clear()
+        CALLS.clear()
 
         def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-            calls.append(len(output))
+            CALLS.append(len(output))  # a global one: what it holds would be put back
             return _flat(output, target)
 
         placed.step(_input(8), target=target, loss_fn=loss_fn, **options)
-        return len(calls)
+        return len(CALLS)
 
     first = step()
     assert 4 < first <= 4 + 3 * 3
@@ -292,6 +331,30 @@ class Counting(nn.Module):
         self.seen.append(len(output))
         torch.rand(3)
         return output.square().mean()
+
+
+class Metrics:
+    def __init__(self) -> None:
+        self.number = 0
+        self.losses: list[float] = []
+
+    def loss(self, output: Tensor, seen: list[float]) -> Tensor:
+        loss = output.square().mean()
+        self.number += 1
+        self.losses.append(loss.item())
+        seen.append(loss.item())
+        return loss
+
+
+def test_metrics_that_a_loss_collects_have_no_more_in_them() -> None:
+    placed, _ = _pair()
+    metrics, seen = Metrics(), list[float]()
+
+    def loss_fn(output: Tensor, seen: list[float] = seen) -> Tensor:
+        return metrics.loss(output, seen)
+
+    placed.step(_input(8), loss_fn=loss_fn)
+    assert metrics.number == len(metrics.losses) == len(seen) == 4
 
 
 @pytest.mark.parametrize("held", [False, True], ids=["itself", "in a closure"])

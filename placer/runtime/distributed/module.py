@@ -230,7 +230,8 @@ class DistributedModule(PartialModule):
             own_rows=own_rows,
             fault=fault,
             counted=counted,
-            loss=loss_of.said,
+            reduction=loss_of.reduction,
+            normalizer=loss_of.has_normalizer,
             scaler=scaler is not None,
             count=partial(
                 count_rows,

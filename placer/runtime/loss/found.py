@@ -81,7 +81,10 @@ class FoundCombination:
                 f"found on a few rows, where it raised {type(error).__name__}: {error}",
                 _SAY,
             ) from error
-        return next(iter(self._fitting)) if len(self._fitting) == 1 else None
+        if len(self._fitting) > 1:
+            self._key = None  # nor do these values count as tried
+            return None
+        return next(iter(self._fitting))
 
     def _try(
         self, loss_fn: Callable[..., Tensor], rows: Rows, news: dict[int, list[Number]]

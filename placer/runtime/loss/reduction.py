@@ -41,9 +41,13 @@ class LossRule:
         try:
             counted = [self.normalizer(target) for target in targets]
             # Those on a device come from there together, not one wait each.
-            tensors = [x.detach().double().reshape(()) for x in counted if isinstance(x, Tensor)]
+            tensors = [x.reshape(()) for x in counted if isinstance(x, Tensor) and not x.is_cpu]
             numbers = iter(torch.stack(tensors).tolist() if tensors else ())
-            counts = [float(next(numbers) if isinstance(x, Tensor) else x) for x in counted]
+            away = [isinstance(x, Tensor) and not x.is_cpu for x in counted]
+            counts = [
+                float(next(numbers) if is_away else x)
+                for x, is_away in zip(counted, away, strict=True)
+            ]
         except Exception as error:
             raise PlacerError(
                 "normalizer",

@@ -37,7 +37,8 @@ class StepLoss:
         found: FoundCombination | None = None,
     ) -> None:
         self._loss_fn = loss_fn
-        self._reduction, self._has_normalizer = reduction, normalizer is not None
+        # What the caller said, to compare between ranks:
+        self.reduction, self.has_normalizer = reduction, normalizer is not None
         self._rule = given_rule(reduction, normalizer) or known_rule(loss_fn)
         self._found = FoundCombination() if found is None else found
         self._has_graph: bool | None = None  # None: it was not called
@@ -49,11 +50,6 @@ class StepLoss:
         # Of the cuts so far: is the batch cut, and what did the normalizer count in them?
         self.is_cut = False
         self.counts = 0.0
-
-    @property
-    def said(self) -> tuple[str, bool]:
-        """What the caller says of the loss, to compare between ranks."""
-        return self._reduction, self._has_normalizer
 
     def count(self, targets: Sequence[Any]) -> Sequence[float | None]:
         """What the normalizer counts in each of ``targets``; None where there is no normalizer."""

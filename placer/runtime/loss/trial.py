@@ -103,8 +103,8 @@ def try_rows(
 ) -> list[Trial]:
     """Two groups of rows whose targets are filled in these ways; one trial, or several for many values.
 
-    Raises what ``loss_fn`` raises. Random numbers, and the buffers and attributes of modules that it
-    is, or holds, are as before.
+    Raises what ``loss_fn`` raises. Random numbers are as before, and so is what it writes to modules and
+    objects that it is or holds, and to lists, dicts and sets that these or its closure have.
     """
     widest = _widest(rows)
     least = _least(rows)
@@ -278,7 +278,13 @@ def _undisturbed(loss_fn: Callable[..., Tensor], rows: Rows) -> Iterator[None]:
     device = tensors[0].device if tensors else torch.device("cpu")
     others = [device] if device.type not in ("cpu", "meta") else []
     kind = device.type if others else "cuda"
-    modules = list(dict.fromkeys(_modules_of(loss_fn)))
+    held = list(_held_by(loss_fn))
+    modules = list(dict.fromkeys(x for x in held if isinstance(x, nn.Module)))
+    left_out = (nn.Module, types.ModuleType, types.FunctionType, type)
+    attributes = [vars(x) for x in held if hasattr(x, "__dict__") and not isinstance(x, left_out)]
+    inside = (x for attribute in attributes for x in attribute.values())
+    containers = [(x, x.copy()) for x in (*held, *inside) if type(x) in (list, dict, set)]
+    containers += [(x, dict(x)) for x in attributes if isinstance(x, dict)]
     snapshots = [Snapshot(module) for module in modules]
     buffers = [(b, b.detach().clone()) for module in modules for b in module.buffers()]
     python_state = random.getstate()
@@ -293,26 +299,36 @@ def _undisturbed(loss_fn: Callable[..., Tensor], rows: Rows) -> Iterator[None]:
             random.setstate(python_state)
             for snapshot in snapshots:
                 snapshot.restore()
+            _put_back(containers)
             for buffer, before in buffers:
                 if not torch.equal(buffer, before):
                     buffer.copy_(before)
 
 
-def _modules_of(loss_fn: Any, depth: int = 3) -> Iterator[nn.Module]:
-    """The modules that a loss function is, is a method of, or holds in its closure or arguments."""
-    if isinstance(loss_fn, nn.Module):
-        yield loss_fn
-    elif depth:
-        held: list[Any] = []
-        if isinstance(loss_fn, functools.partial):
-            held = [loss_fn.func, *loss_fn.args, *loss_fn.keywords.values()]
-        elif isinstance(loss_fn, types.MethodType):
-            held = [loss_fn.__self__]
-        elif isinstance(loss_fn, types.FunctionType):
-            for cell in loss_fn.__closure__ or ():
-                try:
-                    held.append(cell.cell_contents)
-                except ValueError:  # not filled yet
-                    continue
-        for value in held:
-            yield from _modules_of(value, depth - 1)
+def _held_by(loss_fn: Any, depth: int = 3) -> Iterator[Any]:
+    """A loss function, and what it holds: in its closure, defaults and arguments, or as its object."""
+    yield loss_fn
+    held: list[Any] = []
+    if isinstance(loss_fn, functools.partial):
+        held = [loss_fn.func, *loss_fn.args, *loss_fn.keywords.values()]
+    elif isinstance(loss_fn, types.MethodType):
+        held = [loss_fn.__self__]
+    elif isinstance(loss_fn, types.FunctionType):
+        held = [*(loss_fn.__defaults__ or ()), *(loss_fn.__kwdefaults__ or {}).values()]
+        for cell in loss_fn.__closure__ or ():
+            try:
+                held.append(cell.cell_contents)
+            except ValueError:  # not filled yet
+                continue
+    for value in held if depth else ():
+        yield from _held_by(value, depth - 1)
+
+
+def _put_back(containers: Sequence[tuple[Any, Any]]) -> None:
+    """Give lists, dicts and sets the contents that they had."""
+    for container, before in containers:
+        if isinstance(container, list):
+            container[:] = before
+        else:
+            container.clear()
+            container.update(before)
