@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -151,6 +151,20 @@ class PlacedModule(nn.Module):
     def get_buffer(self, target: str) -> torch.Tensor:
         """The buffer that the original has under this name."""
         return self._tree.get_buffer(target)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of the original: where its class overrides ``state_dict``, what that returns."""
+        if type(self._tree).state_dict is not nn.Module.state_dict:
+            return self._tree.state_dict(*args, **kwargs)
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As of the original: where its class overrides ``load_state_dict``, by that."""
+        if type(self._tree).load_state_dict is not nn.Module.load_state_dict:
+            return self._tree.load_state_dict(state_dict, strict=strict, assign=assign)
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     def train(self, mode: bool = True) -> PlacedModule:
         """Set the mode of all modules; the next call runs the model's program of that mode."""
