@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor, fx, nn
+from torch._C._dynamo import eval_frame as _eval_frame
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -58,6 +59,13 @@ def compile_graph(graph: fx.Graph) -> tuple[Callable[..., Any], str]:
     """
     made = graph.python_code(root_module="self")
     return fx.graph_module._forward_from_src(made.src, made.globals), made.src
+
+
+def is_under_compile() -> bool:
+    """Is this code traced by ``torch.compile``, or run by what it compiled? Checked with 2.11 and 2.15."""
+    if torch.compiler.is_compiling():
+        return True
+    return _eval_frame.get_eval_frame_callback() not in (None, False)
 
 
 def is_transformed() -> bool:

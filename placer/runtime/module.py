@@ -14,7 +14,13 @@ from placer.capture import CallFormat, rebuild_call, unflatten_output
 from placer.emit import StagedModel
 from placer.errors import PlacerError
 from placer.plan.types import Plan
-from placer.runtime.hooks import refuse_backward_hooks, run_forward_hooks, run_forward_pre_hooks
+from placer.runtime.hooks import (
+    compile_error,
+    refuse_backward_hooks,
+    refuse_compile,
+    run_forward_hooks,
+    run_forward_pre_hooks,
+)
 from placer.runtime.loss import WatchedLoss, call_loss
 from placer.runtime.pickled import ExampleCall, as_captured, emit_again, example_call
 from placer.runtime.place import CALLER, Place
@@ -23,6 +29,7 @@ from placer.runtime.replica import PlacedMicrobatch, Replica, run_schedule
 from placer.runtime.sampler import ReplicaSampler
 from placer.runtime.scaling import scale_of
 from placer.runtime.scatter import batch_size, join_results, split_rows, split_target
+from placer.runtime.signature import ForwardOfOriginal
 from placer.runtime.statistics import DeferredStatistics, defers_statistics, update_statistics
 from placer.runtime.transfer import transfer
 from placer.runtime.tree import write_back
@@ -152,6 +159,10 @@ class PlacedModule(nn.Module):
         """The buffer that the original has under this name."""
         return self._tree.get_buffer(target)
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Raises ``PlacerError``: a placed module is no one graph to compile."""
+        raise compile_error()
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of the original: where its class overrides ``state_dict``, what that returns."""
         if type(self._tree).state_dict is not nn.Module.state_dict:
@@ -182,14 +193,18 @@ class PlacedModule(nn.Module):
         for replica in self._replicas:
             replica.mirrors.forget()
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the original's ``forward`` returns for these arguments, on ``output_device``.
 
         Inputs may be on any device. Results of the cuts of a batch are joined along dim 0; those
         that the batch does not reach are whole. Backward goes through all stages, as on the
         original. Raises ``CaptureError`` where a call unlike the captured one cannot be captured.
         """
+        refuse_compile()
         return self._run(*self._calls.find(args, kwargs))
+
+    _forward.__name__ = "forward"
+    forward = ForwardOfOriginal(_forward, lambda module: module._programs.call.signature)
 
     def run_leaves(self, leaves: list[torch.Tensor]) -> Any:
         """`forward` for inputs of the captured call that are flattened already."""
@@ -272,6 +287,7 @@ class PlacedModule(nn.Module):
         """
         if reduction not in ("mean", "sum"):
             raise PlacerError("step", f"reduction is {reduction!r}", "use 'mean' or 'sum'")
+        refuse_compile()
         refuse_backward_hooks(self)
         args, kwargs = run_forward_pre_hooks(self, args, kwargs)
         watched = WatchedLoss(loss_fn)
