@@ -21,7 +21,7 @@ class ForwardOfOriginal:
     ) -> None:
         self._method = method
         self._signature_of = signature_of
-        functools.update_wrapper(self, method)
+        self.__doc__ = method.__doc__
 
     def __get__(self, module: Any, owner: type[Any] | None = None) -> Any:
         method = self._method
