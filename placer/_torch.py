@@ -76,6 +76,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "torch._C._are_functorch_transforms_active",
         "torch._C._autograd._get_sequence_nr",
         "torch._C._current_autograd_node",
+        "torch._C._dynamo.eval_frame.get_eval_frame_callback",
     ),
     *_private(
         "a process per replica",
@@ -176,6 +177,13 @@ def compile_graph(graph: fx.Graph) -> tuple[Callable[..., Any], str]:
     """
     made = graph.python_code(root_module="self")
     return fx.graph_module._forward_from_src(made.src, made.globals), made.src
+
+
+def is_under_compile() -> bool:
+    """Is this code traced by ``torch.compile``, or run by what it compiled?"""
+    if torch.compiler.is_compiling():
+        return True
+    return torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False)
 
 
 def is_transformed() -> bool:

@@ -33,7 +33,7 @@ from placer.capture.call import (
 from placer.capture.capture import capture_model
 from placer.capture.copying import copy_module, tensors_of
 from placer.capture.fake import FakeWorld
-from placer.capture.leaves import hooks_set_aside, is_kept_whole, is_torch_leaf
+from placer.capture.leaves import hooks_set_aside, is_in, is_kept_whole, is_torch_leaf
 from placer.capture.moves import IgnoringDeviceMoves
 from placer.capture.settings import (
     Setting,
@@ -85,6 +85,7 @@ __all__ = [
     "first_names",
     "flatten_call",
     "hooks_set_aside",
+    "is_in",
     "is_kept_whole",
     "is_torch_leaf",
     "named_state",

@@ -210,6 +210,13 @@ def _check_model(model: nn.Module) -> None:
                 "is TorchScript, whose tensors cannot be replaced by ones without data",
                 "use the Python module that it was made from",
             )
+        if type(module).__name__ == "OptimizedModule" and "_orig_mod" in module._modules:
+            name = path or "model"
+            raise CaptureError(
+                path or "the model",
+                "is compiled already (torch.compile), which hides its layers",
+                f"give the module that it was made of: {name}._orig_mod in the place of {name}",
+            )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if nn.parameter.is_lazy(tensor):
             raise CaptureError(

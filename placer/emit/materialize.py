@@ -80,7 +80,7 @@ def _read(
     names_of: dict[int, list[str]] = {}
     for name, tensor in named_state(model):
         names_of.setdefault(id(tensor), []).append(name)
-    saved = model.state_dict(keep_vars=True)
+    saved = nn.Module.state_dict(model, keep_vars=True)
     placed: dict[str, Tensor] = {}
     problems: list[str] = []
     with open_weights(path) as file:

@@ -1,4 +1,4 @@
-"""The model's own hooks around a step, where no one call of the module stands for its forward."""
+"""What is done around a call of a placed module: the model's own hooks, and what cannot be."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from placer._torch import is_under_compile
 from placer.errors import PlacerError
 
 
@@ -47,3 +48,20 @@ def refuse_backward_hooks(module: nn.Module) -> None:
             "backward of the whole model that they could see",
             "call placed(x) and loss.backward(), where they run, or put the hooks on a submodule",
         )
+
+
+def refuse_compile() -> None:
+    """Raise ``PlacerError`` when ``torch.compile`` is to compile a placed module, or code that calls one."""
+    if is_under_compile():
+        raise compile_error()
+
+
+def compile_error() -> PlacerError:
+    """That a placed module is not for ``torch.compile``."""
+    return PlacerError(
+        "torch.compile",
+        "a placed module runs its stages on several devices, cut by cut of the batch, and is no one "
+        "graph to compile",
+        "call the placed module itself, uncompiled; in a function that is compiled, call "
+        "torch.compiler.disable(placed)",
+    )

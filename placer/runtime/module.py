@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,13 @@ from torch import nn
 from placer.capture import CallFormat, rebuild_call, unflatten_output
 from placer.emit import StagedModel
 from placer.plan.types import Plan
-from placer.runtime.hooks import refuse_backward_hooks, run_forward_hooks, run_forward_pre_hooks
+from placer.runtime.hooks import (
+    compile_error,
+    refuse_backward_hooks,
+    refuse_compile,
+    run_forward_hooks,
+    run_forward_pre_hooks,
+)
 from placer.runtime.loss import FoundCombination, Normalizer, Reduction, StepLoss
 from placer.runtime.pickled import ExampleCall, as_captured, emit_again, example_call
 from placer.runtime.place import CALLER, Place
@@ -28,6 +34,7 @@ from placer.runtime.scatter import (
     split_target,
     unwrap_target,
 )
+from placer.runtime.signature import ForwardOfOriginal
 from placer.runtime.statistics import DeferredStatistics, defers_statistics, update_statistics
 from placer.runtime.transfer import transfer
 from placer.runtime.tree import write_back
@@ -161,6 +168,24 @@ class PlacedModule(nn.Module):
         """The buffer that the original has under this name."""
         return self._tree.get_buffer(target)
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Raises ``PlacerError``: a placed module is no one graph to compile."""
+        raise compile_error()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of the original: where its class overrides ``state_dict``, what that returns."""
+        if type(self._tree).state_dict is not nn.Module.state_dict:
+            return self._tree.state_dict(*args, **kwargs)
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As of the original: where its class overrides ``load_state_dict``, by that."""
+        if type(self._tree).load_state_dict is not nn.Module.load_state_dict:
+            return self._tree.load_state_dict(state_dict, strict=strict, assign=assign)
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
     def train(self, mode: bool = True) -> PlacedModule:
         """Set the mode of all modules; the next call runs the model's program of that mode."""
         super().train(mode)
@@ -177,14 +202,18 @@ class PlacedModule(nn.Module):
         for replica in self._replicas:
             replica.mirrors.forget()
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the original's ``forward`` returns for these arguments, on ``output_device``.
 
         Inputs may be on any device. Results of the cuts of a batch are joined along dim 0; those
         that the batch does not reach are whole. Backward goes through all stages, as on the
         original. Raises ``CaptureError`` where a call unlike the captured one cannot be captured.
         """
+        refuse_compile()
         return self._run(*self._calls.find(args, kwargs))
+
+    _forward.__name__ = "forward"
+    forward = ForwardOfOriginal(_forward, lambda module: module._programs.call.signature)
 
     def run_leaves(self, leaves: list[torch.Tensor]) -> Any:
         """`forward` for inputs of the captured call that are flattened already."""
@@ -279,6 +308,7 @@ class PlacedModule(nn.Module):
         ``PlacerError`` before any gradient is there, when a tensor of ``target`` has another number of
         rows than the batch, or when it cannot be told how ``loss_fn`` combines rows.
         """
+        refuse_compile()
         loss_of = StepLoss(
             loss_fn, reduction=reduction, normalizer=normalizer, found=self._combination
         )

@@ -65,6 +65,7 @@ class Programs:
         self._plan = plan
         self._captured = staged
         self._whole = self._kept_whole()
+        self._captured_buffers = self._buffers
         settings = staged.conditions.settings
         key = captured_key(staged.conditions, staged.call), self._whole, self._structure
         self._known: dict[Hashable, list[_Known]] = {key: [_Known(settings, staged)]}
@@ -88,7 +89,8 @@ class Programs:
 
         What the model is like is looked up once, and micro-batches of one size get one answer.
         """
-        if any(tuple(m._modules.values()) != children for m, children in self._parents):
+        replaced = any(tuple(m._modules.values()) != children for m, children in self._parents)
+        if replaced or any(_table_sizes(m) != sizes for m, sizes in self._leaves):
             self._structure += 1
             self._note_modules()
         modes = tuple(module.training for module in self._modules)
@@ -113,7 +115,8 @@ class Programs:
         with _as_in_compile():
             args, kwargs = rebuild_call(captured.call, _without_data(inputs))
             found = None
-            if whole == self._whole:
+            # New buffers may be written by nodes that must then stay together.
+            if whole == self._whole and self._buffers == self._captured_buffers:
                 found = find_difference(self._model, captured.conditions, args, kwargs)
             if isinstance(found, SameProgram):
                 known.append(_Known(found.settings, captured))
@@ -132,6 +135,8 @@ class Programs:
     def _note_modules(self) -> None:
         self._module_at = dict(self._model.named_modules())
         self._modules = list(self._module_at.values())
+        self._buffers = {name for name, _ in self._model.named_buffers(remove_duplicate=False)}
+        self._leaves = [(m, _table_sizes(m)) for m in self._modules if is_torch_leaf(m)]
         self._containers = [m for m in self._modules[1:] if not is_torch_leaf(m)]
         lists = nn.ModuleList, nn.ModuleDict
         parents = [m for m in self._modules if isinstance(m, lists) or not is_torch_leaf(m)]
@@ -196,6 +201,11 @@ def _as_in_compile() -> Iterator[None]:
     anew = torch.inference_mode(False), torch.enable_grad()
     with without_modes(), without_transforms(), own_saving, anew[0], anew[1]:
         yield
+
+
+def _table_sizes(module: nn.Module) -> tuple[int, int]:
+    """What a parametrization or an old ``spectral_norm`` changes of a layer of torch."""
+    return len(module._buffers), len(module._modules)
 
 
 def _same(tensor: Tensor) -> Tensor:

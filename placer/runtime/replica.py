@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from placer.capture import find_tensor
+from placer.capture import find_tensor, is_in
 from placer.emit import StageCode, StagedModel
 from placer.precision import precision_context
 from placer.runtime.mirror import Mirrors
@@ -77,14 +77,24 @@ class Replica:
 
     def _tree(self, model: nn.Module, stage: StageCode) -> Any:
         place = self.places[stage.index]
-        state_stage = self.staged.state_stage
         if self._at_home[stage.index]:
             return model
 
         def read(name: str, tensor: torch.Tensor) -> torch.Tensor:
-            return self.mirrors.read(tensor, self.homes[state_stage[name]], place)
+            return self.mirrors.read(tensor, self.homes[self._home_of(name)], place)
 
         return build_tree(model, stage.modules, stage.attributes, read)
+
+    def _home_of(self, name: str) -> int:
+        """The stage that owns a parameter or buffer.
+
+        One that came since, with a module that replaced another or with a parametrization, belongs to
+        the first stage that runs the module it is in.
+        """
+        known = self.staged.state_stage.get(name)
+        if known is not None:
+            return known
+        return next(s.index for s in self.staged.stages if is_in((*s.modules, *s.attributes), name))
 
     def run_stage(self, tree: Any, stage: StageCode, inputs: list[Any]) -> tuple[Any, ...]:
         """The stage's outputs; ``inputs`` are on its place already, and the list is emptied."""

@@ -184,9 +184,9 @@ def _restore_extra_state(
         return
     state = {
         name: entries[f"model/{contents.first_name.get(name, name)}"]
-        for name in module.state_dict()
+        for name in nn.Module.state_dict(module)
     }
-    module.load_state_dict(state)
+    nn.Module.load_state_dict(module, state)
 
 
 def _name(entry: str) -> str:

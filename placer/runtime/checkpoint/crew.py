@@ -86,5 +86,5 @@ def crew_of(
 
 
 def _devices(module: nn.Module) -> tuple[torch.device, ...]:
-    tensors = [t for t in module.state_dict().values() if isinstance(t, torch.Tensor)]
+    tensors = [t for t in nn.Module.state_dict(module).values() if isinstance(t, torch.Tensor)]
     return tuple(dict.fromkeys(t.device for t in tensors))

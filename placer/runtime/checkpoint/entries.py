@@ -42,7 +42,8 @@ def contents_of(module: nn.Module) -> Contents:
 def model_entries(module: nn.Module, contents: Contents) -> Entries:
     """The tensors of the ``state_dict`` themselves (no copies), and modules' extra state."""
     found: Entries = {}
-    for name, value in module.state_dict().items():
+    # Of modules and hooks; what an overridden state_dict adds is no part of a checkpoint.
+    for name, value in nn.Module.state_dict(module).items():
         found.setdefault(f"model/{contents.first_name.get(name, name)}", value)
     return found
 

@@ -1,0 +1,116 @@
+"""What is done to the modules of a placed model with replicas, as to those of the plain one."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+import placer
+from tests.oracle import assert_close, mean_square, reference_step
+
+D = torch.float64
+SPEC = {"devices": ["cpu:0", "cpu:1"], "layers": {"last": "cpu:1"}, "replicas": 2}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4, bias=False)
+        self.middle = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.middle(torch.tanh(self.first(x))))
+        return self.last(torch.tanh(self.middle(y)))
+
+
+def with_a_bias(net: Any) -> None:
+    net.first = nn.Linear(4, 4, dtype=D)
+
+
+def several_layers(net: Any) -> None:
+    net.middle = nn.Sequential(nn.Linear(4, 4, dtype=D), nn.BatchNorm1d(4, dtype=D))
+
+
+def another_parameter(net: Any) -> None:
+    net.middle.register_parameter("unused", nn.Parameter(torch.ones(4, dtype=D)))
+
+
+def old_weight_norm(net: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        nn.utils.weight_norm(net.middle)
+
+
+CHANGES: list[Callable[[Any], Any]] = [
+    with_a_bias,
+    several_layers,
+    another_parameter,
+    old_weight_norm,
+    lambda net: nn.utils.spectral_norm(net.middle),
+    lambda net: parametrizations.weight_norm(net.middle),
+    lambda net: parametrizations.spectral_norm(net.middle),
+]
+NAMES = ["bias", "layers", "parameter", "old weight_norm", "old spectral_norm"]
+NAMES += ["weight_norm", "spectral_norm"]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.nn.utils.spectral_norm.*")
+@pytest.mark.parametrize("change", CHANGES, ids=NAMES)
+def test_a_change_of_a_placed_models_modules(change: Callable[[Any], Any]) -> None:
+    torch.manual_seed(0)
+    plain, x = Net().double(), torch.randn(6, 4, dtype=D)
+    placed = placer.compile(copy.deepcopy(plain), SPEC, (x,), run_on="cpu")
+    placed.step(x, loss_fn=mean_square)
+    for net in (plain, placed):
+        torch.manual_seed(1)
+        change(net)
+        net.zero_grad()
+    assert list(placed.state_dict()) == list(plain.state_dict())
+    loss = placed.step(x, loss_fn=mean_square)
+    assert_close(loss, reference_step(plain, (x,), {}, 2, 1), "loss")
+    ours, theirs = dict(placed.named_parameters()), dict(plain.named_parameters())
+    assert list(ours) == list(theirs)
+    for name, parameter in theirs.items():
+        assert_close(ours[name].grad, parameter.grad, name)
+    buffers = dict(placed.named_buffers())
+    for name in dict(plain.named_buffers()):
+        assert_close(buffers[name], plain.get_buffer(name), name)
+
+
+class Versioned(Net):
+    """As models of neuraloperator do: an entry of their own that no ``nn.Module`` would take."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        state = super().state_dict(*args, **kwargs)
+        state["_version"] = "2"
+        return state
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        state = dict(state_dict)
+        assert state.pop("_version") == "2"
+        return super().load_state_dict(state, strict, assign)
+
+
+def test_a_models_own_state_dict(tmp_path: Path) -> None:
+    model, x = Versioned().double(), torch.randn(6, 4, dtype=D)
+    placed = placer.compile(model, SPEC, (x,), run_on="cpu")
+    assert list(placed.state_dict()) == list(model.state_dict())
+    other = Versioned().double()
+    placed.load_state_dict(other.state_dict())
+    torch.testing.assert_close(placed(x), other(x))
+    model.load_state_dict(placed.state_dict())
+    torch.testing.assert_close(model(x), other(x))
+    optimizer = torch.optim.SGD(placed.parameters(), lr=0.1)
+    placer.save(placed, optimizer, tmp_path / "saved")
+    placed.load_state_dict(Versioned().double().state_dict())
+    placer.load(placed, optimizer, tmp_path / "saved")
+    torch.testing.assert_close(placed(x), other(x))

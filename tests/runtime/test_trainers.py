@@ -1,0 +1,80 @@
+"""What trainers and savers of others look at on a placed module."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_model, save_model
+from torch import Tensor, nn
+
+import placer
+from placer.errors import CaptureError, PlacerError
+from tests.models import KeywordModel, TiedTransformer
+
+SPEC = {"devices": ["cpu:0", "cpu:1"]}
+
+
+def test_forward_has_the_signature_of_the_original() -> None:
+    model, x = KeywordModel(), torch.randn(4, 6)
+    placed = placer.compile(model, SPEC, (x,))
+    wanted = inspect.signature(model.forward)
+    for module in (placed, copy.deepcopy(placed), pickle.loads(pickle.dumps(placed))):
+        assert inspect.signature(module.forward) == wanted
+        assert module.forward.__self__ is module
+        torch.testing.assert_close(module.forward(x, twice=True), model(x, twice=True))
+    assert placer.PlacedModule.forward.__name__ == "forward"
+
+
+def test_an_instances_forward_may_be_wrapped() -> None:
+    """As mixed precision of accelerate does."""
+    model, x = KeywordModel(), torch.randn(4, 6)
+    placed = placer.compile(model, SPEC, (x,))
+    original = placed.forward
+    placed.forward = lambda *args, **kwargs: {"wrapped": original(*args, **kwargs)["logits"]}
+    torch.testing.assert_close(placed(x)["wrapped"], model(x)["logits"])
+
+
+def test_tied_weights_are_saved_once(tmp_path: Path) -> None:
+    placed = placer.compile(TiedTransformer(), SPEC, (torch.randint(17, (2, 6)),))
+    save_model(placed, str(tmp_path / "model.safetensors"))
+    other = TiedTransformer()
+    load_model(other, tmp_path / "model.safetensors")
+    for name, tensor in other.state_dict().items():
+        assert torch.equal(tensor, placed.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("call", ["forward", "step", "wrapped"])
+def test_compiling_a_placed_module_is_refused_at_once(call: str) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.randn(4, 4)
+    placed = placer.compile(model, SPEC, (x,))
+    function: Any = {
+        "forward": placed,
+        "step": lambda x: placed.step(x, loss_fn=Tensor.sum),
+        "wrapped": lambda x: placed(x) + 1,
+    }[call]
+    with pytest.raises(PlacerError, match="uncompiled"):
+        torch.compile(function, backend="eager")(x)
+    torch.testing.assert_close(placed(x), model(x))
+    torch._dynamo.reset()
+
+
+def test_compile_as_a_method_is_refused() -> None:
+    placed = placer.compile(nn.Linear(4, 4), {"devices": ["cpu"]}, (torch.zeros(2, 4),))
+    with pytest.raises(PlacerError, match="uncompiled"):
+        placed.compile()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_compiled_model_says_where_its_own_is(inside: bool) -> None:
+    compiled: Any = torch.compile(nn.Sequential(nn.Linear(4, 4)), backend="eager")
+    model = nn.Sequential(compiled) if inside else compiled
+    with pytest.raises(CaptureError, match=r"give the module .*\._orig_mod") as raised:
+        placer.make_plan(model, SPEC, (torch.zeros(2, 4),))
+    assert raised.value.where == ("0" if inside else "the model")
+    placer.make_plan(compiled._orig_mod, SPEC, (torch.zeros(2, 4),))
