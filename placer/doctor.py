@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from placer import __version__
 from placer.versions import PYTHON, RANGES, Range, found_release, repair_command
 
 _ALLOCATOR_VARIABLES = (
@@ -85,7 +84,6 @@ class Diagnosis:
         """What ``placer doctor --json`` prints."""
         return {
             "ok": self.ok,
-            "placer": __version__,
             "platform": self.platform,
             "packages": [
                 {

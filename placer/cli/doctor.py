@@ -21,11 +21,12 @@ EXAMPLE = "placer doctor --json"
 def doctor(as_json: AsJson = False) -> None:
     """Show packages, devices and what they can be used for; exit code 2 when something is missing."""
     from placer.cli.main import EXIT_USAGE
+    from placer import __version__
     from placer.doctor import examine
 
     found = examine()
     if as_json:
-        print_json(found.to_json())
+        print_json({"placer": __version__, **found.to_json()})
     else:
         console = people(as_json=False)
         for table in (_packages(found), _devices(found), _features(found)):
