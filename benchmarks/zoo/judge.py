@@ -170,11 +170,11 @@ def _shared_passes() -> Iterator[None]:
     costs: dict[int, tuple[Capture, CostEstimates]] = {}
 
     @functools.wraps(capture_model)
-    def capture_once(model: nn.Module, args: Any, kwargs: Any = None) -> Capture:
+    def capture_once(model: nn.Module, args: Any, kwargs: Any = None, **options: Any) -> Capture:
         shapes = str([(t.shape, t.dtype) for t in tree_leaves((args, kwargs)) if is_tensor(t)])
-        key = (id(model), model.training, shapes)
+        key = (id(model), model.training, shapes, str(options))
         if key not in captures:
-            captures[key] = (model, args, capture_model(model, args, kwargs))
+            captures[key] = (model, args, capture_model(model, args, kwargs, **options))
         return captures[key][2]
 
     def estimates_once(capture: Capture) -> CostEstimates:

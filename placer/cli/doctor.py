@@ -20,8 +20,8 @@ EXAMPLE = "placer doctor --json"
 
 def doctor(as_json: AsJson = False) -> None:
     """Show packages, devices and what they can be used for; exit code 2 when something is missing."""
-    from placer.cli.main import EXIT_USAGE
     from placer import __version__
+    from placer.cli.main import EXIT_USAGE
     from placer.doctor import examine
 
     found = examine()

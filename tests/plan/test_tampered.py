@@ -97,7 +97,7 @@ def test_a_spoilt_plan_is_refused_or_places_the_model(
 ) -> None:
     model = Net()
     capture = capture_model(model, (X,))
-    monkeypatch.setattr("placer.api.capture_model", lambda *args: capture)
+    monkeypatch.setattr("placer.api.capture_model", lambda *args, **kwargs: capture)
     count = refused = 0
     for what, spoilt in _mutations(data):
         count += 1
