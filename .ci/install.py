@@ -11,6 +11,7 @@ instead of a locked release is printed.
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
 import subprocess
 import sys
@@ -45,7 +46,9 @@ def main(extras: list[str]) -> int:
 
 def _pip(*arguments: str) -> int:
     command = [sys.executable, "-m", "pip", "install", "--quiet", *arguments]
-    return subprocess.run(command, check=False).returncode
+    # setuptools warns of every editable installation, which pip shows even when it is quiet.
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    return subprocess.run(command, check=False, env=environment).returncode
 
 
 def _differences() -> list[str]:
