@@ -239,6 +239,12 @@ def test_a_checkpoint_without_checksums_is_upgraded(trial: Trial, tmp_path: Path
     assert error is not None
     assert "has no contents.json: an earlier placer saved it" in str(error)
     assert f"import upgrade; upgrade('{path}')" in error.remedy
+    table = (path / ".metadata").read_bytes()
+    for damaged in (table[:200], pickle.dumps({})):
+        (path / ".metadata").write_bytes(damaged)
+        with pytest.raises(placer.CheckpointError, match=r"\.metadata: "):
+            upgrade(path)
+    (path / ".metadata").write_bytes(table)
     upgrade(path)
     assert trial.load(path) is None
     placer.save(trial.model, None, path)  # and an old one may be replaced

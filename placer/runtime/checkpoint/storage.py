@@ -57,9 +57,22 @@ def write_entries(entries: Entries, folder: Path, *, group: dist.ProcessGroup | 
 
 def read_metadata(folder: Path) -> Metadata:
     """DCP's own table. It is a pickle, which can run code: only for checkpoints that are trusted."""
-    with _translated(folder, "its .metadata cannot be read", "load another checkpoint"):
-        metadata: Metadata = FileSystemReader(folder).read_metadata()
-        return metadata
+    try:
+        metadata = FileSystemReader(folder).read_metadata()
+    except Exception as error:
+        # A pickle can raise anything, and those of newer releases of torch raise ValueError.
+        raise CheckpointError(
+            f"checkpoint {folder}, .metadata",
+            f"cannot be read ({_reason(error)})",
+            "read it with the release of torch that it was saved with, or load another checkpoint",
+        ) from error
+    if not isinstance(metadata, Metadata):
+        raise CheckpointError(
+            f"checkpoint {folder}, .metadata",
+            f"is {_show_type(metadata)}, not what torch.distributed.checkpoint writes",
+            "load another checkpoint",
+        )
+    return metadata
 
 
 def record_entries(metadata: Metadata, folder: Path, rank: int | None = None) -> Table:
