@@ -71,9 +71,9 @@ def save(
         crew.agree(collect)
         crew.lead(lambda: folders.begin(path))
         crew.agree(lambda: folders.require_shared(saving))
-        metadata = write_entries(own, saving, group=crew.group)
+        written, places = write_entries(own, saving, group=crew.group)
         table: dict[str, Record] = {}
-        crew.agree(lambda: table.update(record_entries(metadata, saving, crew.rank)))
+        crew.agree(lambda: table.update(record_entries(written, places, saving)))
         whole = {name: record for part in crew.gather(table) for name, record in part.items()}
         crew.lead(lambda: write_table(whole, saving))
         crew.lead(lambda: folders.commit(path))
@@ -165,7 +165,10 @@ def upgrade(path: str | Path) -> None:
     Only for checkpoints that you trust: reads the pickle ``.metadata``, which can run code, and takes
     the bytes as they are. Raises ``CheckpointError``.
     """
-    write_table(record_entries(read_metadata(Path(path)), Path(path)), Path(path))
+    folder = Path(path)
+    metadata = read_metadata(folder)
+    places = {index.fqn: place for index, place in metadata.storage_data.items()}
+    write_table(record_entries(metadata, places, folder), folder)
 
 
 def _is_saved_here(entry: str, contents: Contents) -> bool:

@@ -10,7 +10,7 @@ import io
 import pickle
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as save_from
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from placer.errors import CheckpointError, PlacerError
 from placer.runtime.checkpoint.entries import Entries, entry_name
@@ -35,16 +38,28 @@ class _DamageError(Exception):
     """What is wrong with the bytes of an entry."""
 
 
-def write_entries(entries: Entries, folder: Path, *, group: dist.ProcessGroup | None) -> Metadata:
+class _Writer(FileSystemWriter):
+    """DCP's writer, which remembers where it wrote what."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        future: Future[list[WriteResult]] = super().write_data(plan, planner)
+        self.places = {result.index.fqn: result.storage_data for result in future.wait()}
+        return future
+
+
+def write_entries(
+    entries: Entries, folder: Path, *, group: dist.ProcessGroup | None
+) -> tuple[Metadata, Mapping[str, Any]]:
     """Write this process's entries into ``folder``; with the other ranks of ``group``.
 
-    Of an entry that several ranks have, the lowest rank's is written. Returns what all have written.
+    Of an entry that several ranks have, the lowest rank's is written. Returns what all have written,
+    and where this process has written its part.
     """
     planner = DefaultSavePlanner(
         flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True
     )
     with _translated(folder, "cannot be written", "check the disk and save again"):
-        writer = FileSystemWriter(folder)
+        writer = _Writer(folder)
         metadata: Metadata = save_from(
             entries,
             storage_writer=writer,
@@ -52,7 +67,7 @@ def write_entries(entries: Entries, folder: Path, *, group: dist.ProcessGroup | 
             process_group=group,
             no_dist=group is None,
         )
-        return metadata
+        return metadata, writer.places
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -75,22 +90,19 @@ def read_metadata(folder: Path) -> Metadata:
     return metadata
 
 
-def record_entries(metadata: Metadata, folder: Path, rank: int | None = None) -> Table:
-    """The table of what ``rank`` has written, or all ranks, with the checksums of the bytes on disk.
+def record_entries(metadata: Metadata, places: Mapping[str, Any], folder: Path) -> Table:
+    """The table of the entries at ``places``, with the checksums of their bytes in ``folder``.
 
     They are read back, from the memory of the operating system as a rule.
     """
-    prefix = "__" if rank is None else f"__{rank}_"
     table: dict[str, Record] = {}
-    for index, place in metadata.storage_data.items():
-        if not place.relative_path.startswith(prefix):
-            continue
-        saved = metadata.state_dict_metadata[index.fqn]
+    for name, place in places.items():
+        saved = metadata.state_dict_metadata[name]
         tensor = saved if isinstance(saved, TensorStorageMetadata) else None
         if tensor is not None and len(tensor.chunks) != 1:
             raise CheckpointError(
                 f"checkpoint {folder}",
-                f"{entry_name(index.fqn)} is a distributed tensor, in {len(tensor.chunks)} parts",
+                f"{entry_name(name)} is a distributed tensor, in {len(tensor.chunks)} parts",
                 "save it with torch.distributed.checkpoint, or save its full_tensor()",
             )
         record = Record(
@@ -104,9 +116,9 @@ def record_entries(metadata: Metadata, folder: Path, rank: int | None = None) ->
         try:
             checksum = zlib.crc32(_read_bytes(record, folder))
         except _DamageError as error:
-            where = f"checkpoint {folder}, {place.relative_path}, {entry_name(index.fqn)}"
+            where = f"checkpoint {folder}, {place.relative_path}, {entry_name(name)}"
             raise CheckpointError(where, str(error), "check the disk and save again") from error
-        table[index.fqn] = record.model_copy(update={"crc32": checksum})
+        table[name] = record.model_copy(update={"crc32": checksum})
     return table
 
 
