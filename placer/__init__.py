@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # for type checkers, what `_NAMES` says
     from placer.api import simulate as simulate
     from placer.errors import BudgetError as BudgetError
     from placer.errors import CaptureError as CaptureError
+    from placer.errors import CheckpointError as CheckpointError
     from placer.errors import DeviceError as DeviceError
     from placer.errors import PeerError as PeerError
     from placer.errors import PlacerError as PlacerError
@@ -43,7 +44,7 @@ __version__ = "0.1.0"
 _NAMES = {
     "api": ("auto_spec", "compile", "make_plan", "simulate"),
     "errors": (
-        *("BudgetError", "CaptureError", "DeviceError", "PeerError"),
+        *("BudgetError", "CaptureError", "CheckpointError", "DeviceError", "PeerError"),
         *("PlacerError", "PlanError", "SpecError", "StageError", "VersionError"),
     ),
     "plan.store": ("load_plan",),

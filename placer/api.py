@@ -78,45 +78,55 @@ def compile(
     another model, ``BudgetError`` when the placement does not fit, and ``VersionError`` when the
     installed torch cannot run it, before anything else is done.
     """
-    wanted = spec_or_plan if isinstance(spec_or_plan, Plan) else as_spec(spec_or_plan)
     job = find_job()
-    _require_torch(wanted, job)
-    capture, leaves = _capture(model, args, kwargs, ignore_device_moves=ignore_device_moves)
-    if isinstance(wanted, Plan):
-        plan = wanted
-        check_plan(plan, capture)
-        require_fit(plan)
-    else:
-        spec = wanted
-        # In a job estimates have to do: a dry run of every rank is not for each rank to make.
-        in_job = job is not None
-        make = Planner(capture, leaves, processes=in_job, judged=not in_job)
-        plan = make(spec)
-        if not plan.fits:
-            raise misfit_error(capture, spec, leaves, plan, make)
-    if job is not None:
-        from placer.runtime.distributed.launch import launch  # pipelining takes a while to import
+    file = Path(weights) if weights is not None else None
 
-        return launch(
-            model,
-            capture,
-            plan,
-            job,
-            weights=Path(weights) if weights is not None else None,
-            initialize=initialize,
-            run_on=run_on,
-        )
+    def plan_here() -> tuple[Capture, Plan]:
+        wanted = spec_or_plan if isinstance(spec_or_plan, Plan) else as_spec(spec_or_plan)
+        _require_torch(wanted, job)
+        capture, leaves = _capture(model, args, kwargs, ignore_device_moves=ignore_device_moves)
+        return capture, _plan_or_refuse(wanted, capture, leaves, job)
+
+    if job is not None:
+        # Pipelining takes a while to import.
+        from placer.runtime.distributed.faults import failure_told
+        from placer.runtime.distributed.launch import launch
+
+        with failure_told(job.rank) as alarm:
+            capture, plan = plan_here()
+            return launch(
+                model,
+                capture,
+                plan,
+                job,
+                alarm=alarm,
+                weights=file,
+                initialize=initialize,
+                run_on=run_on,
+            )
+    capture, plan = plan_here()
     _check_one_process(plan)
     staged = emit_stages(capture, *plan.parts)
     places = resolve_places(plan, run_on)
     homes = {name: places[0][stage].device for name, stage in staged.state_stage.items()}
-    placed = materialize(
-        model,
-        homes,
-        weights=Path(weights) if weights is not None else None,
-        initialize=initialize,
-    )
+    placed = materialize(model, homes, weights=file, initialize=initialize)
     return PlacedModule(placed, plan=plan, staged=staged, places=places)
+
+
+def _plan_or_refuse(
+    wanted: PlacementSpec | Plan, capture: Capture, inputs: Sequence[Tensor], job: Job | None
+) -> Plan:
+    """The plan to run. Raises ``PlanError`` for one of another model, ``BudgetError`` if it does not fit."""
+    if isinstance(wanted, Plan):
+        check_plan(wanted, capture)
+        require_fit(wanted)
+        return wanted
+    # In a job estimates have to do: a dry run of every rank is not for each rank to make.
+    make = Planner(capture, inputs, processes=job is not None, judged=job is None)
+    plan = make(wanted)
+    if not plan.fits:
+        raise misfit_error(capture, wanted, inputs, plan, make)
+    return plan
 
 
 def auto_spec(

@@ -54,6 +54,10 @@ class PlanError(PlacerError):
     """A plan does not belong to the model, or cannot be read."""
 
 
+class CheckpointError(PlacerError):
+    """A checkpoint is missing, damaged, or does not go with the module or its optimizer."""
+
+
 class VersionError(PlacerError):
     """An installed package is of a release that cannot do what was asked for."""
 

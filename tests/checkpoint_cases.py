@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -97,3 +100,50 @@ def errors(layout: Layout, path: Path) -> list[str]:
         except placer.PlacerError as error:
             found.append(str(error))
     return found
+
+
+def load_damaged(layout: Layout, path: Path) -> tuple[list[str], bool]:
+    """The messages of this rank for damaged copies of a checkpoint: nothing changed, none waits.
+
+    And whether the good one loads after all of them.
+    """
+    placed = make_placed(layout, seed=0)
+    optimizer = make_optimizer(placed)
+    train(placed, optimizer, 1)
+    placer.save(placed, optimizer, path / "good")
+    if torch.distributed.get_rank() == 0:
+        for name, file, at in (
+            ("a weight of rank 1", "__1_0.distcp", -900),
+            ("the table", "contents.json", 200),
+        ):
+            shutil.copytree(path / "good", path / name)
+            data = bytearray((path / name / file).read_bytes())
+            data[at] ^= 1
+            (path / name / file).write_bytes(data)
+        shutil.copytree(path / "good", path / "cut short")
+        os.truncate(path / "cut short" / "__0_0.distcp", 3000)
+    good = copy.deepcopy(placed.state_dict())
+    train(placed, optimizer, 1)
+    before = copy.deepcopy((placed.state_dict(), optimizer.state_dict()))
+    found = []
+    for name in ("a weight of rank 1", "the table", "cut short"):
+        torch.distributed.barrier()
+        try:
+            placer.load(placed, optimizer, path / name)
+        except placer.CheckpointError as error:
+            found.append(str(error))
+        assert is_same((placed.state_dict(), optimizer.state_dict()), before), name
+    placer.load(placed, optimizer, path / "good")
+    return found, is_same(placed.state_dict(), good)
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Bit for bit, in tensors and in what holds them."""
+    if isinstance(one, Tensor):
+        alike = isinstance(other, Tensor) and one.dtype == other.dtype
+        return alike and torch.equal(one.view(-1), other.view(-1)) and one.shape == other.shape
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(is_same(one[k], other[k]) for k in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    return bool(one == other)

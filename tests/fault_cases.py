@@ -477,3 +477,20 @@ def lose_a_rank_in_a_layer(rank: int) -> tuple[str, str]:
     except placer.PlacerError as error:
         return type(error).__name__, str(error)
     return "none", ""
+
+
+def end_of_another_spec(what: str) -> tuple[str, str]:
+    """The error of rank 0 when rank 1 was given a spec that fails there, and ends."""
+    x = torch.randn(4, 4)
+    spec: dict[str, Any] = {"devices": ["cpu:0", "cpu:1"]}
+    if dist.get_rank() == 1 and what == "too many devices":
+        spec["devices"] += ["cpu:2"]
+    elif dist.get_rank() == 1:
+        spec["devices"] = [{"name": name, "memory": 64} for name in spec["devices"]]
+    try:
+        placer.compile(nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), spec, (x,))
+    except placer.PlacerError as error:
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return type(error).__name__, str(error)
+    raise AssertionError("rank 1 has joined")

@@ -60,3 +60,14 @@ def test_errors_are_the_same_on_all_ranks(job_of: Callable[[int], Job], tmp_path
     assert "more like this" in wrong
     assert "no such checkpoint" in missing
     assert "extra: cannot be read back as data" in code
+
+
+def test_a_damaged_checkpoint_changes_nothing_on_any_rank(
+    job_of: Callable[[int], Job], tmp_path: Path
+) -> None:
+    results = job_of(2).run(cases.load_damaged, (2, 1), tmp_path)
+    for (weight, table, short), loaded in results:
+        assert "__1_0.distcp, " in weight and "have the checksum" in weight
+        assert "contents.json" in table and "is damaged" in table
+        assert "__0_0.distcp, " in short and "the file ends at byte 3000" in short
+        assert loaded

@@ -58,6 +58,26 @@ def test_a_rank_killed_while_saving_leaves_the_last_checkpoint(tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir()] == ["last"]
 
 
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("too many devices", "rank 1, world size: the job has 2 processes, the plan needs 3"),
+        ("a mistake", "rank 1, placement spec: 2 problems"),
+    ],
+)
+def test_a_rank_that_ends_for_its_own_spec_has_told_why(what: str, said: str) -> None:
+    job = Job(2)
+    try:
+        answers = job.ask(cases.end_of_another_spec, what)
+    finally:
+        job.close()
+    assert answers[1] is None and answers[0] is not None
+    ok, (kind, text) = answers[0]
+    assert ok and kind == "PeerError", text
+    assert text.startswith(said), text
+    assert "give every rank the same model and spec" in text
+
+
 def test_a_rank_that_hangs_is_found_by_the_timeout_of_the_process_group(tmp_path: Path) -> None:
     """It is stopped, so its connections stay open; the other stage waits for it."""
     job = Job(2, timeout_seconds=10.0)

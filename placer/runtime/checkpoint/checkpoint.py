@@ -6,31 +6,33 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from placer.errors import PlacerError
+from placer.errors import CheckpointError
 from placer.runtime.checkpoint import folder as folders
 from placer.runtime.checkpoint.crew import Crew, crew_of
 from placer.runtime.checkpoint.entries import (
     Contents,
     Entries,
+    entry_name,
     model_entries,
     optimizer_entries,
     parameter_names,
     random_entry,
     require_alike_groups,
+    require_random,
     restore_optimizer,
     restore_random,
 )
 from placer.runtime.checkpoint.storage import (
     read_entries,
-    read_table,
+    read_metadata,
+    record_entries,
     require_plain,
     write_entries,
 )
+from placer.runtime.checkpoint.table import UNCHANGED, Record, Table, read_table, write_table
 
 _SHOWN = 8  # problems of one kind in an error
 
@@ -69,7 +71,11 @@ def save(
         crew.agree(collect)
         crew.lead(lambda: folders.begin(path))
         crew.agree(lambda: folders.require_shared(saving))
-        write_entries(own, saving, group=crew.group)
+        written, places = write_entries(own, saving, group=crew.group)
+        table: dict[str, Record] = {}
+        crew.agree(lambda: table.update(record_entries(written, places, saving)))
+        whole = {name: record for part in crew.gather(table) for name, record in part.items()}
+        crew.lead(lambda: write_table(whole, saving))
         crew.lead(lambda: folders.commit(path))
 
 
@@ -84,11 +90,12 @@ def load(
 
     ``module`` is a placed module, in one process or (called by all ranks) in a job, or a plain
     ``nn.Module``. The random generators go on where they were if the job has the same layout
-    (processes, replicas, stages). Nothing is changed when the checkpoint does not go with the
-    module: raises ``PlacerError`` that lists what is missing, left over or of another shape. With
+    (processes, replicas, stages). The checksums of all that is loaded are verified before anything is
+    changed: raises ``CheckpointError``, on all ranks, when the checkpoint is damaged or does not go
+    with the module, and lists what is damaged, missing, left over or of another shape. With
     ``missing_ok`` it returns ``{}`` where no checkpoint has been saved yet (better than to look
-    whether ``path`` exists: a kill may have left the last one beside it, and this finds it). Load
-    only checkpoints that you trust: DCP's table of contents is a pickle.
+    whether ``path`` exists: a kill may have left the last one beside it, and this finds it).
+    Checkpoints run no code when they are loaded; a checksum does not say who wrote them.
     """
     told = {"path": Path(path).name, "optimizer": optimizer is not None}
     with crew_of(module, "placer.load", missing_ok=missing_ok, **told) as crew:
@@ -101,7 +108,7 @@ def _load(module: nn.Module, optimizer: Optimizer | None, path: Path, crew: Crew
     contents = crew.contents
     model = model_entries(module, contents)
     entries: Entries = dict(model)
-    tables: list[tuple[Path, Metadata]] = []
+    tables: list[tuple[Path, Table]] = []
     problems: list[str] = []
 
     def compare() -> None:
@@ -110,30 +117,58 @@ def _load(module: nn.Module, optimizer: Optimizer | None, path: Path, crew: Crew
         tables.append((found, table))
         problems.extend(_differences(model, table))
         if optimizer is not None:
-            added, missing = _optimizer_templates(module, contents, optimizer, table)
-            entries.update(added)
+            added, missing = _optimizer_entries(module, contents, optimizer, table)
+            entries.update(dict.fromkeys(added))
             problems.extend(missing)
 
     crew.agree(compare)
     known = {entry for part in crew.gather(sorted(model)) for entry in part}
     all_problems = {p for part in crew.gather(problems) for p in part}
     found, table = tables[0]
-    saved = {e for e in table.state_dict_metadata if e.startswith("model/")}
-    all_problems |= {f"{_name(e)} is not in the model" for e in saved - known}
+    saved = {e for e in table if e.startswith("model/")}
+    all_problems |= {f"{entry_name(e)} is not in the model" for e in saved - known}
     if all_problems:
         _refuse(path, sorted(all_problems))
-    groups: Entries = {e: entries.pop(e) for e in list(entries) if e.startswith("group/")}
-    if optimizer is not None:  # read first: what does not go together changes nothing
-        read_entries(groups, found, group=crew.group)
-        crew.agree(lambda: require_alike_groups(module, contents, optimizer, groups))
     random = f"random/{crew.rank}"
-    entries.update({e: None for e in ("extra", random) if e in table.state_dict_metadata})
-    read_entries(entries, found, group=crew.group)
-    _restore_extra_state(module, contents, model, entries)
-    if optimizer is not None:
-        crew.agree(lambda: restore_optimizer(module, contents, optimizer, {**entries, **groups}))
-    restore_random(entries.get(random), crew.devices, crew.layout)
+    entries.update({e: None for e in ("extra", random) if e in table})
+    in_place = [entry for entry, value in model.items() if isinstance(value, Tensor)]
+
+    def verify() -> None:
+        """Read all of it; the model's tensors are read again later, to hold one at a time."""
+        for entry, value in read_entries(entries, table, found):
+            if not isinstance(entries[entry], Tensor):
+                entries[entry] = value
+        _require_types(entries, found)
+        if optimizer is not None:
+            require_alike_groups(module, contents, optimizer, entries)
+
+    def restore() -> None:
+        try:
+            for entry, value in read_entries(in_place, table, found):
+                entries[entry].detach().copy_(value)
+        except CheckpointError as error:
+            remedy = "load another checkpoint: the module may hold a part of this one"
+            raise CheckpointError(error.where, error.problem, remedy) from error
+        _restore_extra_state(module, contents, model, entries)
+        if optimizer is not None:
+            restore_optimizer(module, contents, optimizer, entries)
+        restore_random(entries.get(random), crew.devices, crew.layout)
+
+    crew.agree(verify)
+    crew.agree(restore)
     return dict(entries.get("extra") or {})
+
+
+def upgrade(path: str | Path) -> None:
+    """Give the checkpoint at ``path``, which an earlier placer saved, its table with checksums.
+
+    Only for checkpoints that you trust: reads the pickle ``.metadata``, which can run code, and takes
+    the bytes as they are. Raises ``CheckpointError``.
+    """
+    folder = Path(path)
+    metadata = read_metadata(folder)
+    places = {index.fqn: place for index, place in metadata.storage_data.items()}
+    write_table(record_entries(metadata, places, folder), folder)
 
 
 def _is_saved_here(entry: str, contents: Contents) -> bool:
@@ -143,37 +178,47 @@ def _is_saved_here(entry: str, contents: Contents) -> bool:
     return name in contents.owned or (kind == "model" and name not in contents.first_name.values())
 
 
-def _differences(model: Entries, table: Metadata) -> list[str]:
+def _differences(model: Entries, table: Table) -> list[str]:
     problems = []
     for entry, value in model.items():
-        saved = table.state_dict_metadata.get(entry)
+        name, saved = entry_name(entry), table.get(entry)
         if saved is None:
-            problems.append(f"{_name(entry)} is missing")
-        elif isinstance(value, Tensor) != isinstance(saved, TensorStorageMetadata):
-            problems.append(f"{_name(entry)} is a tensor in one of the two only")
-        elif isinstance(saved, TensorStorageMetadata) and saved.size != value.shape:
-            problems.append(
-                f"{_name(entry)} has shape {tuple(saved.size)}, the model's is {tuple(value.shape)}"
-            )
+            problems.append(f"{name} is missing")
+        elif isinstance(value, Tensor) != saved.is_tensor:
+            problems.append(f"{name} is a tensor in one of the two only")
+        elif isinstance(value, Tensor) and tuple(saved.shape or ()) != tuple(value.shape):
+            shapes = f"{tuple(saved.shape or ())}, the model's is {tuple(value.shape)}"
+            problems.append(f"{name} has shape {shapes}")
     return problems
 
 
-def _optimizer_templates(
-    module: nn.Module, contents: Contents, optimizer: Optimizer, table: Metadata
-) -> tuple[Entries, list[str]]:
-    """Empty tensors to read the optimizer's state into, and the parameters that have none saved."""
+def _optimizer_entries(
+    module: nn.Module, contents: Contents, optimizer: Optimizer, table: Table
+) -> tuple[list[str], list[str]]:
+    """The entries of the optimizer's parameters, and the parameters that have none saved."""
     wanted = {name for name, _ in parameter_names(module, contents, optimizer).values()}
-    entries: Entries = {}
-    for entry, saved in table.state_dict_metadata.items():
+    entries = []
+    for entry in table:
         kind, _, rest = entry.partition("/")
         name = rest.rpartition("/")[0] if kind == "state" else rest
         if kind in ("state", "group") and name in wanted:
-            entries[entry] = None
-            if isinstance(saved, TensorStorageMetadata):
-                entries[entry] = torch.empty(saved.size, dtype=saved.properties.dtype)
-    known = table.state_dict_metadata.keys()
-    missing = [n for n in sorted(wanted) if f"model/{n}" in known and f"group/{n}" not in known]
+            entries.append(entry)
+    missing = [n for n in sorted(wanted) if f"model/{n}" in table and f"group/{n}" not in table]
     return entries, [f"{n} was saved without an optimizer" for n in missing]
+
+
+def _require_types(entries: Entries, folder: Path) -> None:
+    """Raise ``CheckpointError`` unless the plain values are of the types that `save` wrote."""
+    for entry, value in entries.items():
+        kind = entry.partition("/")[0]
+        try:
+            if kind in ("group", "extra") and not isinstance(value, dict):
+                raise ValueError(f"is a {type(value).__name__}, not a dict")
+            if kind == "random":
+                require_random(value)
+        except ValueError as error:
+            where = f"checkpoint {folder}, {entry}"
+            raise CheckpointError(where, f"{error}: no placer wrote this", UNCHANGED) from error
 
 
 def _restore_extra_state(
@@ -187,10 +232,6 @@ def _restore_extra_state(
         for name in nn.Module.state_dict(module)
     }
     nn.Module.load_state_dict(module, state)
-
-
-def _name(entry: str) -> str:
-    return entry.partition("/")[2]
 
 
 def _kind(problem: str) -> str:
@@ -212,7 +253,7 @@ def _refuse(path: Path, problems: list[str]) -> None:
         if len(alike) > _SHOWN:
             lines.append(f"… and {len(alike) - _SHOWN} more like this")
     shown = "\n    ".join(lines)
-    raise PlacerError(
+    raise CheckpointError(
         f"checkpoint {path}",
         f"does not go with the module and its optimizer:\n    {shown}",
         "load a checkpoint of this model; with optimizer=None only the weights are loaded",

@@ -39,6 +39,16 @@ def contents_of(module: nn.Module) -> Contents:
     return Contents(first_name=first_name, owned=frozenset(first_name.values()))
 
 
+def entry_name(entry: str) -> str:
+    """What an entry is called in errors: the name without its kind.
+
+    >>> entry_name("model/fc.weight"), entry_name("state/fc.weight/exp_avg"), entry_name("extra")
+    ('fc.weight', 'fc.weight/exp_avg', 'extra')
+    """
+    kind, _, name = entry.partition("/")
+    return name or kind
+
+
 def model_entries(module: nn.Module, contents: Contents) -> Entries:
     """The tensors of the ``state_dict`` themselves (no copies), and modules' extra state."""
     found: Entries = {}
@@ -156,6 +166,23 @@ def random_entry(devices: Iterable[torch.device], layout: str) -> dict[str, Any]
         if device.type != "cpu":
             states[str(device)] = torch.get_device_module(device).get_rng_state(device)
     return {"layout": layout, "states": states}
+
+
+def require_random(entry: object) -> None:
+    """Raise ``ValueError`` unless ``entry`` is what `random_entry` makes."""
+    states = entry.get("states") if isinstance(entry, dict) else None
+    if not (
+        isinstance(entry, dict)
+        and isinstance(entry.get("layout"), str)
+        and isinstance(states, dict)
+        and "cpu" in states
+        and all(isinstance(s, Tensor) and s.dtype == torch.uint8 for s in states.values())
+    ):
+        raise ValueError("does not hold the states of random generators")
+    try:
+        torch.Generator().set_state(states["cpu"])
+    except RuntimeError as error:
+        raise ValueError(f"holds no state of a generator: {error}") from error
 
 
 def restore_random(

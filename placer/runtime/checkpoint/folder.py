@@ -15,7 +15,10 @@ import socket
 import time
 from pathlib import Path
 
-from placer.errors import PlacerError, nearest
+from placer.errors import CheckpointError, PlacerError, nearest
+from placer.runtime.checkpoint.table import TABLE
+
+_DCP_TABLE = ".metadata"  # of torch.distributed.checkpoint, for other readers than placer.load
 
 
 def saving_folder(path: Path) -> Path:
@@ -33,7 +36,7 @@ def begin(path: Path) -> Path:
 
     Raises ``PlacerError`` where ``path`` is something else than a checkpoint.
     """
-    if path.exists() and not (path / ".metadata").is_file():
+    if path.exists() and not any((path / name).is_file() for name in (TABLE, _DCP_TABLE)):
         raise PlacerError(
             f"checkpoint {path}",
             "is there already and is no checkpoint; it would be replaced",
@@ -77,21 +80,27 @@ def _sync(folder: Path) -> None:
 
 def exists(path: Path) -> bool:
     """Whether something is at ``path``, or a whole checkpoint beside it."""
-    return path.exists() or (previous_folder(path) / ".metadata").is_file()
+    return path.exists() or (previous_folder(path) / TABLE).is_file()
 
 
 def find(path: Path) -> Path:
-    """The whole checkpoint that ``path`` names. Raises ``PlacerError`` when there is none."""
-    for folder in (path, previous_folder(path)):
-        if (folder / ".metadata").is_file():
-            return folder
+    """The whole checkpoint that ``path`` names. Raises ``CheckpointError`` when there is none."""
+    folder = path if path.exists() else previous_folder(path)
+    if (folder / TABLE).is_file():
+        return folder
+    where = f"checkpoint {path}"
+    if (folder / _DCP_TABLE).is_file():
+        raise CheckpointError(
+            where,
+            f"has no {TABLE}: an earlier placer saved it, without checksums, or the file was lost",
+            "if you trust the checkpoint, write the file and load again: python -c "
+            f'"from placer.runtime.checkpoint import upgrade; upgrade({str(folder)!r})"',
+        )
     beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = nearest(path.name, [n for n in beside if (path.parent / n / ".metadata").is_file()])
+    near = nearest(path.name, [n for n in beside if (path.parent / n / TABLE).is_file()])
     problem = "is no checkpoint of placer.save" if path.exists() else "no such checkpoint"
-    raise PlacerError(
-        f"checkpoint {path}",
-        problem,
-        f"did you mean {str(path.parent / near)!r}?" if near else "check the path",
+    raise CheckpointError(
+        where, problem, f"did you mean {str(path.parent / near)!r}?" if near else "check the path"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 import traceback
@@ -197,6 +198,19 @@ class Alarm:
             {"where": f"rank {self._rank}", "problem": type(error).__name__, "remedy": remedy}
         )
 
+    def tell_failure(self, error: Exception) -> None:
+        """Tell the others that this rank could not compile the model."""
+        where, problem, remedy = f"rank {self._rank}", f"{type(error).__name__}: {error}", ""
+        if isinstance(error, PlacerError):
+            where, problem, remedy = f"{where}, {error.where}", error.problem, error.remedy
+        alike = "give every rank the same model and spec"
+        remedy = f"{remedy}; {alike}" if remedy else alike
+        self._tell({"where": where, "problem": problem, "remedy": remedy})
+
+    def hear(self) -> dict[str, str] | None:
+        """The message of the rank that failed first, if there is one soon."""
+        return self._listen(_PATIENCE_SECONDS)
+
     def _tell(self, told: Mapping[str, str]) -> dict[str, str]:
         """Leave the message, unless another rank was first; the one that is there then.
 
@@ -223,15 +237,39 @@ class Alarm:
             time.sleep(0.05)
 
 
+_compiled = itertools.count()  # calls of compile in this process: every rank makes the same ones
+
+
 @contextmanager
-def lost_peers(rank: int) -> Iterator[None]:
-    """Raise the loss of another rank inside the block, before any module is there, as ``PeerError``."""
+def failure_told(rank: int) -> Iterator[Alarm]:
+    """Leave what the block raises, before any module is there, where the other ranks look for it.
+
+    They look when they lose this rank (`lost_peers` with the yielded ``Alarm``). Without a process group
+    there is nowhere to leave it.
+    """
+    alarm = Alarm(rank, f"compile {next(_compiled)}")
+    try:
+        yield alarm
+    except PeerError:
+        raise
+    except Exception as error:
+        if dist.is_initialized():
+            alarm.tell_failure(error)
+        raise
+
+
+@contextmanager
+def lost_peers(rank: int, alarm: Alarm) -> Iterator[None]:
+    """Raise the loss of another rank inside the block, before any module is there, as ``PeerError``.
+
+    With what that rank has left at ``alarm``, if it has.
+    """
     try:
         yield
     except PlacerError:
         raise
     except RuntimeError as error:
-        raise PeerError(**_lost(rank, error, ())) from error
+        raise PeerError(**(alarm.hear() or _lost(rank, error, ()))) from error
 
 
 def _lost(rank: int, error: BaseException, lost_ranks: Sequence[int]) -> dict[str, str]:

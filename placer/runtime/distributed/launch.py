@@ -17,7 +17,7 @@ from placer.errors import PeerError, PlacerError, PlanError
 from placer.plan.store import plan_text
 from placer.plan.types import Plan
 from placer.runtime.distributed.agreement import name_ranks
-from placer.runtime.distributed.faults import lost_peers
+from placer.runtime.distributed.faults import Alarm, lost_peers
 from placer.runtime.distributed.groups import gather_objects, make_mesh
 from placer.runtime.distributed.job import Job, choose_device, join_job, take_seat
 from placer.runtime.distributed.module import DistributedModule
@@ -31,11 +31,14 @@ def launch(
     plan: Plan,
     job: Job,
     *,
+    alarm: Alarm,
     weights: Path | None = None,
     initialize: Callable[[nn.Module], None] | None = None,
     run_on: str | None = None,
 ) -> DistributedModule:
     """This rank's part of ``model`` under ``plan``; all ranks of the job call it together.
+
+    ``alarm`` is where a rank that failed before has left why.
 
     Raises ``VersionError`` when torch is too old, and ``PlacerError`` when the job has not one process
     per device of the plan, before any communication; ``PlanError`` when another rank has another
@@ -46,7 +49,7 @@ def launch(
     seat = take_seat(plan, job)
     device = choose_device(plan, job, run_on)
     join_job(device, job)
-    with lost_peers(job.rank):
+    with lost_peers(job.rank, alarm):
         name = compare_plans(plan, model)
     staged = emit_stages(capture, *plan.parts)
     holdings = find_holdings(model, staged, seat.num_devices)
@@ -60,8 +63,8 @@ def launch(
         weights=weights,
         initialize=initialize,
     )
-    part = build_together(build, job.rank)
-    with lost_peers(job.rank):
+    part = build_together(build, job.rank, alarm)
+    with lost_peers(job.rank, alarm):
         if weights is None:
             share_weights(model, part, holdings, device)
         return DistributedModule(
@@ -117,7 +120,7 @@ def compare_plans(plan: Plan, model: nn.Module) -> str:
     return first[2]
 
 
-def build_together(build: Callable[[], nn.Module], rank: int) -> nn.Module:
+def build_together(build: Callable[[], nn.Module], rank: int, alarm: Alarm) -> nn.Module:
     """What ``build`` makes here; a collective call.
 
     Where it fails on one rank, all raise: that rank what it was, the others ``PeerError``.
@@ -130,7 +133,7 @@ def build_together(build: Callable[[], nn.Module], rank: int) -> nn.Module:
     except Exception as error:
         failure = error
         told = f"rank {rank}", f"{type(error).__name__}: {error}"
-    with lost_peers(rank):
+    with lost_peers(rank, alarm):
         everyone = gather_objects(told)
     if part is None:
         assert failure is not None
