@@ -28,7 +28,11 @@ def box(
 ) -> None:
     axes.add_patch(
         FancyBboxPatch(
-            corner, *size, boxstyle="round,pad=0,rounding_size=0.12", facecolor=color, edgecolor=edge
+            corner,
+            *size,
+            boxstyle="round,pad=0,rounding_size=0.12",
+            facecolor=color,
+            edgecolor=edge,
         )
     )
     axes.text(
@@ -69,7 +73,9 @@ def main() -> None:
     box(axes, (5.1, 1.35), (3.3, 3.85), "", color=ACCENT)
     label(axes, 6.75, 4.8, "plan", size=11.5, weight="bold")
     plan = "stages and devices\nvalues that cross\npeak memory\ndoes it fit?"
-    axes.text(6.75, 3.35, plan, ha="center", va="center", fontsize=10.5, color=INK, linespacing=1.75)
+    axes.text(
+        6.75, 3.35, plan, ha="center", va="center", fontsize=10.5, color=INK, linespacing=1.75
+    )
     label(axes, 6.75, 1.8, "nothing is allocated", style="italic")
     arrow(axes, (3.55, 4.7), (5.05, 3.7))
     arrow(axes, (3.55, 1.95), (5.05, 2.8))

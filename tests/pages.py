@@ -55,9 +55,7 @@ def blocks(page: Path) -> Iterator[Block]:
                 held.append(line)
                 continue
             text = "\n".join(held) + "\n"
-            yield Block(
-                page=page, line=start, language=fence[3:], text=text, directives=directives
-            )
+            yield Block(page=page, line=start, language=fence[3:], text=text, directives=directives)
             fence, held, directives = "", [], {}
         elif line.startswith("```"):
             fence, start = line, number + 1
