@@ -1,0 +1,110 @@
+"""The README and docs/: every block of code runs, every link leads somewhere, no field is missing."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pages
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from placer import PlacementSpec, SpecError, load_spec
+from placer._torch import missing_names
+from placer.cli.main import app
+
+_ID = {"ids": lambda page: page.stem}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder that has the repository's examples and specs, as the current one."""
+    for name in ("examples", "specs"):
+        (tmp_path / name).symlink_to(pages.ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setenv("COLUMNS", "160")
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", pages.PAGES, **_ID)
+def test_blocks_of_a_page_run_one_after_the_other(page: Path, folder: Path) -> None:
+    torch.manual_seed(0)
+    names: dict[str, Any] = {"__name__": page.stem}
+    modules = set(sys.modules)
+    try:
+        for block in pages.blocks(page):
+            _run(block, folder, names)
+    finally:
+        for name in set(sys.modules) - modules:  # those that a page has made
+            if str(folder) in str(getattr(sys.modules[name], "__file__", "")):
+                del sys.modules[name]
+
+
+def _run(block: pages.Block, folder: Path, names: dict[str, Any]) -> None:
+    if "not run" in block.directives:
+        return
+    if "needs" in block.directives and missing_names(block.directives["needs"]):
+        return
+    if "file" in block.directives:
+        (folder / block.directives["file"]).write_text(block.text, encoding="utf-8")
+    if block.language == "json":
+        wrong = "exit" in block.directives
+        with pytest.raises(SpecError) if wrong else nullcontext():
+            load_spec(json.loads(block.text))
+    elif block.language == "python":
+        if "file" not in block.directives:
+            before = "\n" * (block.line - 1)  # so that a traceback has the page's own lines
+            exec(compile(before + block.text, str(block.page), "exec"), names)
+    elif block.language == "console":
+        *_, last = (_run_command(block, command) for command in pages.commands(block))
+        assert last == int(block.directives.get("exit", "0")), block.place
+    else:
+        pytest.fail(f"{block.place}: nothing is known about a block of {block.language!r}")
+
+
+def _run_command(block: pages.Block, command: pages.Command) -> int:
+    program, *arguments = shlex.split(command.line)
+    assert program == "placer", f"{block.place}: cannot run {program!r} here"
+    result = CliRunner().invoke(app, arguments)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    missing = pages.first_missing(command.shown, result.output)
+    assert missing is None, f"{block.place}: {missing!r} is not in\n{result.output}"
+    return result.exit_code
+
+
+@pytest.mark.parametrize("page", pages.PAGES, **_ID)
+def test_links_of_a_page_lead_somewhere(page: Path) -> None:
+    for link in pages.links(page):
+        if link.startswith("https://"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.name} links to {link}"
+        assert not anchor or anchor in pages.anchors(target), f"{page.name} links to {link}"
+
+
+def test_both_tables_of_fields_have_every_field_of_a_spec() -> None:
+    fields = set(PlacementSpec.known_keys())
+    reference = pages.first_column(pages.ROOT / "docs" / "spec.md", "## Fields")
+    assert sorted(reference) == sorted(fields)
+    assert sorted(pages.first_column(pages.ROOT / "README.md", "## The spec")) == sorted(
+        fields - {"$schema", "version"}
+    )
+
+
+def test_the_readme_names_the_command_that_ci_runs() -> None:
+    last = (pages.ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()[-1]
+    documented = [
+        command.line
+        for block in pages.blocks(pages.ROOT / "README.md")
+        if block.language == "console"
+        for command in pages.commands(block)
+    ]
+    assert last in documented
