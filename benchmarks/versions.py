@@ -145,8 +145,11 @@ def _run(row: Row, environment: Path, uv: str) -> Outcome:
             *("--resolution", row.resolution, *row.requirements),
         ],
     ]
+    here_only = {**os.environ, "UV_PYTHON_DOWNLOADS": "never"}  # a row needs its Python on PATH
     for command in commands:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, cwd=ROOT, env=here_only, capture_output=True, text=True, check=False
+        )
         if done.returncode:
             problem = " ".join(done.stderr.split())[:300]
             print(f"{row.name}: {problem}", flush=True)
