@@ -33,9 +33,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("page", pages.PAGES, **_ID)
-def test_blocks_of_a_page_run_one_after_the_other(page: Path, folder: Path) -> None:
+def test_blocks_of_a_page_run_one_after_the_other(
+    page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     names: dict[str, Any] = {"__name__": page.stem}
+    for block in pages.blocks(page):  # another test may have imported a module of the same name
+        monkeypatch.delitem(sys.modules, Path(block.directives.get("file", "")).stem, raising=False)
     modules = set(sys.modules)
     try:
         for block in pages.blocks(page):
