@@ -115,7 +115,7 @@ def test_every_problem_at_once_with_its_place_and_the_nearest_choice() -> None:
             "1 row(s) for 3",
         ),
         ('{"devices": ["cuda:0"], "devices": ["cpu"]}', "/", "twice"),
-        ('{"devices": ["cuda:0"],}', "line 1, column 24", "JSON"),
+        ('{"devices": ["cuda:0"]', "line 1, column 23", "JSON"),
         ({"devices": ["cpu:0", "cpu"]}, "/devices/1", "twice"),
         ({"devices": ["cuda:01"]}, "/devices/0", "did you mean 'cuda:1'?"),
         ({"devices": ["gpu:3"]}, "/devices/0", "did you mean 'cuda:3'?"),
