@@ -110,7 +110,7 @@ def require(feature: Feature) -> None:
     if not missing:
         return
     others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-    remedy = f"{repair_command(feature)}"
+    remedy = repair_command(feature)
     if feature.startswith("a process"):
         remedy += "; or run the spec in one process, without torchrun, which this torch can do"
     raise VersionError(
