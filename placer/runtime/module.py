@@ -13,6 +13,7 @@ from torch import nn
 from placer.capture import CallFormat, rebuild_call, unflatten_output
 from placer.emit import StagedModel
 from placer.plan.types import Plan
+from placer.runtime.execute import PlacedMicrobatch, run_schedule
 from placer.runtime.hooks import (
     compile_error,
     refuse_backward_hooks,
@@ -24,7 +25,7 @@ from placer.runtime.loss import FoundCombination, Normalizer, Reduction, StepLos
 from placer.runtime.pickled import ExampleCall, as_captured, emit_again, example_call
 from placer.runtime.place import CALLER, Place
 from placer.runtime.programs import Calls, Programs
-from placer.runtime.replica import PlacedMicrobatch, Replica, run_schedule
+from placer.runtime.replica import Replica
 from placer.runtime.sampler import ReplicaSampler
 from placer.runtime.scaling import scale_of
 from placer.runtime.scatter import (
@@ -225,7 +226,7 @@ class PlacedModule(nn.Module):
         with self._deferred_statistics():
             for runs in self._runs(programs, self._scatter(programs.call, leaves)):
                 for run in runs:
-                    result = run.replica.forward(run.trees, run.inputs)
+                    result = run.replica.forward(run.trees, run.leaves)
                     pieces.append(transfer(result, run.replica.output_place, home))
                 self._write_back(runs)
         return join_results(run.replica.staged, pieces)
@@ -247,7 +248,15 @@ class PlacedModule(nn.Module):
                 if id(staged) not in trees:
                     variant = replica.with_program(staged)
                     trees[id(staged)] = variant, variant.trees(self._tree)
-                runs[-1].append(PlacedMicrobatch(*trees[id(staged)], inputs))
+                variant, found = trees[id(staged)]
+                runs[-1].append(
+                    PlacedMicrobatch(
+                        replica=variant,
+                        trees=found,
+                        leaves=inputs,
+                        inputs=dict(zip(staged.graph_inputs, inputs, strict=True)),
+                    )
+                )
         return runs
 
     def _write_back(self, runs: list[PlacedMicrobatch]) -> None:
@@ -406,7 +415,7 @@ class PlacedModule(nn.Module):
         """The losses of ``runs``, for which the targets are ``wanted``, with what is counted in them."""
 
         def scaled_loss(index: int, result: list[Any]) -> torch.Tensor:
-            inputs, call = runs[index].inputs, runs[index].replica.staged.call
+            inputs, call = runs[index].leaves, runs[index].replica.staged.call
             output = unflatten_output(call, result)
             if self._forward_hooks:
                 arguments = rebuild_call(call, inputs)
@@ -420,7 +429,7 @@ class PlacedModule(nn.Module):
         schedule = merge_backward(
             make_schedule(self.plan.schedule, len(self._staged.stages), len(runs))
         )
-        return run_schedule(runs, linearize(schedule), scaled_loss)
+        return run_schedule(dict(enumerate(runs)), linearize(schedule), scaled_loss)
 
     def _count(
         self, loss_of: StepLoss, target: Any, targets: list[list[Any]], total: int | None

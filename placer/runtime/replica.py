@@ -1,15 +1,12 @@
-"""One replica in this process: its stages on their places, run forward or under a schedule."""
+"""One replica in this process: its stages on their places."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from placer.capture import find_tensor, is_in
 from placer.emit import StageCode, StagedModel
@@ -18,15 +15,8 @@ from placer.runtime.mirror import Mirrors
 from placer.runtime.pieces import run_pieces, tensors_at
 from placer.runtime.place import CALLER, Place, on
 from placer.runtime.statistics import DeferredStatistics
-from placer.runtime.transfer import (
-    WaitingGradients,
-    copy_to,
-    gradient_root,
-    receive,
-    transfer,
-)
+from placer.runtime.transfer import copy_to, transfer
 from placer.runtime.tree import build_tree
-from placer.schedule import Action
 
 
 class Replica:
@@ -51,6 +41,7 @@ class Replica:
         self.mirrors = Mirrors()
         self.precision = precision
         self.statistics = statistics
+        self._last_reads: dict[frozenset[int], Mapping[str, int]] = {}
         self._constants: dict[tuple[str, Place], torch.Tensor] = {}
         self._attributes: dict[str, tuple[torch.Tensor, int]] = {}  # constants that may change
         self._at_home = tuple(  # stages that find all their weights where they run
@@ -65,6 +56,14 @@ class Replica:
         other = Replica(staged, self.places, self.homes, self.precision, self.statistics)
         other.mirrors = self.mirrors
         return other
+
+    def last_reads(self, local: frozenset[int]) -> Mapping[str, int]:
+        """The last of the ``local`` stages that reads a value, for all that any of them reads."""
+        if local not in self._last_reads:
+            self._last_reads[local] = {
+                name: index for index in sorted(local) for name in self.staged.stages[index].inputs
+            }
+        return self._last_reads[local]
 
     @property
     def output_place(self) -> Place:
@@ -147,7 +146,7 @@ class Replica:
                     inputs.append(self.constant(name, place))
                     continue
                 value, source = values[name]
-                home = source or caller_place(value, place)
+                home = source or caller_place(value)
                 inputs.append(transfer(value, home, place, gradients_wait=source is not None))
                 del value
                 if staged.last_use[name] == stage.index:
@@ -158,146 +157,6 @@ class Replica:
         return [values[x][0] if kind == "value" else x for kind, x in staged.result]
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedMicrobatch:
-    """One micro-batch: the stages that serve it, their weights per stage, its inputs."""
-
-    replica: Replica
-    trees: Sequence[Any]
-    inputs: Sequence[torch.Tensor]
-
-
-def run_schedule(
-    runs: Sequence[PlacedMicrobatch],
-    actions: Sequence[Action],
-    loss_of: Callable[[int, list[Any]], torch.Tensor],
-) -> list[torch.Tensor]:
-    """Run ``actions`` over micro-batches; gradients accumulate, and the losses come back detached.
-
-    ``loss_of(m, result leaves)`` gives micro-batch ``m``'s (already weighted) loss.
-    """
-    started = [_MicrobatchRun(r.replica, r.trees, r.inputs, m) for m, r in enumerate(runs)]
-    for action in actions:
-        if action.kind == "F":
-            started[action.microbatch_index].forward(action.stage_index, loss_of)
-        else:
-            started[action.microbatch_index].backward(action.stage_index)
-    for run in started:
-        run.backward_inputs()
-    return [run.loss.detach() for run in started if run.loss is not None]
-
-
-def caller_place(value: Any, like: Place) -> Place:
+def caller_place(leaf: torch.Tensor) -> Place:
     """Where an input of the caller's is: on its own device, under no name of the plan's."""
-    device = value.device if isinstance(value, torch.Tensor) else like.device
-    return Place(CALLER.name, device)
-
-
-class _MicrobatchRun:
-    """One micro-batch on its way through the stages, its autograd graph cut at each boundary.
-
-    Of the values that crossed, the producer's side keeps a root where their gradients enter, the
-    consumer's side a node each that hands the gradient over as soon as it is there. Neither keeps
-    the value itself alive.
-    """
-
-    def __init__(
-        self, replica: Replica, trees: Sequence[Any], leaves: Sequence[torch.Tensor], index: int
-    ) -> None:
-        self.replica = replica
-        self.trees = trees
-        self.index = index
-        self.loss: torch.Tensor | None = None
-        named = dict(zip(replica.staged.graph_inputs, leaves, strict=True))
-        self._values: dict[str, Any] = dict(named)
-        self._homes = {name: Place(CALLER.name, leaf.device) for name, leaf in named.items()}
-        self._graph_inputs = {name: leaf for name, leaf in named.items() if leaf.requires_grad}
-        # stage -> where its backward starts: (value, which tensor of it) -> root
-        self._roots: dict[int, dict[tuple[str, int], torch.Tensor]] = {}
-        self._grads: dict[tuple[str, int], WaitingGradients] = {}  # (value, which tensor of it)
-
-    def forward(self, stage_index: int, loss_of: Callable[[int, list[Any]], torch.Tensor]) -> None:
-        replica, staged = self.replica, self.replica.staged
-        stage, place = staged.stages[stage_index], replica.places[stage_index]
-        arguments = []
-        for name in stage.inputs:
-            if name in staged.constants:
-                arguments.append(replica.constant(name, place))
-                continue
-            arguments.append(self._receive(name, place))
-            if staged.last_use[name] == stage_index:
-                del self._values[name]
-        outputs = replica.run_stage(self.trees[stage_index], stage, arguments)
-        for name, value in zip(stage.outputs, outputs, strict=True):
-            self._values[name] = value
-            self._homes[name] = place
-        if stage_index == len(staged.stages) - 1:
-            result = [self._values[x] if k == "value" else x for k, x in staged.result]
-            self._values.clear()
-            with on(place):
-                self.loss = loss_of(self.index, result)
-        else:
-            crossing = {
-                (name, position): tensor
-                for name, value in zip(stage.outputs, outputs, strict=True)
-                for position, tensor in enumerate(_differentiable(value))
-            }
-            self._grads.update((k, WaitingGradients(place, t)) for k, t in crossing.items())
-            with on(place):
-                self._roots[stage_index] = {
-                    key: gradient_root(tensor, self._grads[key]) for key, tensor in crossing.items()
-                }
-
-    def _receive(self, name: str, place: Place) -> Any:
-        """The value on ``place``; its gradient waits there."""
-        leaves, spec = tree_flatten(self._values[name])
-        home = self._homes[name]
-        received = []
-        for position, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.device):
-                leaf = place.device
-            elif isinstance(leaf, torch.Tensor) and leaf.requires_grad and torch.is_grad_enabled():
-                key = (name, sum(1 for x in _differentiable(leaves[:position])))
-                leaf = receive(leaf, home, place, partial(self._hold, key, place))
-            elif isinstance(leaf, torch.Tensor):
-                leaf = transfer(leaf, home, place)
-            received.append(leaf)
-        return tree_unflatten(received, spec)
-
-    def _hold(self, key: tuple[str, int], place: Place, grad: torch.Tensor) -> None:
-        """A gradient waits where it was made; the caller's own tensors get theirs at once."""
-        if key[0] in self._graph_inputs:
-            home = self._homes[key[0]]
-            waiting = self._grads.setdefault(key, WaitingGradients(home, grad))
-            waiting.hold(home, transfer(grad, place, home))
-        else:
-            self._grads[key].hold(place, grad)
-
-    def backward(self, stage_index: int) -> None:
-        """Run the stage's backward from the gradients that wait for it.
-
-        A value that got none is no start: what only it depends on has no gradient, as in eager.
-        """
-        waiting = self._roots.pop(stage_index, {})
-        roots = [root for key, root in waiting.items() if self._grads[key]]
-        del waiting
-        grads: list[torch.Tensor] | None = [torch.empty_like(root) for root in roots]
-        if stage_index == len(self.replica.staged.stages) - 1:
-            assert self.loss is not None
-            roots, grads = [self.loss] if self.loss.requires_grad else [], None
-            self.loss = self.loss.detach()
-        if roots:
-            with on(self.replica.places[stage_index]):
-                torch.autograd.backward(roots, grads)
-
-    def backward_inputs(self) -> None:
-        """Hand the gradients of the caller's own inputs on to the caller's graph."""
-        for name, leaf in self._graph_inputs.items():
-            waiting = self._grads.pop((name, 0), None)
-            if waiting:
-                torch.autograd.backward(leaf, waiting.add_to(None))
-
-
-def _differentiable(value: Any) -> list[torch.Tensor]:
-    leaves = tree_flatten(value)[0]
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    return Place(CALLER.name, leaf.device)

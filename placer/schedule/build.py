@@ -15,8 +15,9 @@ def make_schedule(
 ) -> Schedule:
     """The table of schedule ``name`` for stages ``s`` on ranks ``s % num_ranks``.
 
-    ``num_ranks`` is the number of stages unless said otherwise. Pure. Raises ``ValueError`` for an
-    unknown name, or numbers that the schedule cannot serve.
+    ``num_ranks`` is the number of stages unless said otherwise. With several stages per rank, 1F1B is
+    interleaved, and GPipe runs a rank's stages one after the other (torch's ``ScheduleLoopedBFS``).
+    Pure. Raises ``ValueError`` for an unknown name, or numbers that the schedule cannot serve.
 
     >>> for actions in make_schedule("1F1B", 2, 3).actions:
     ...     print(*actions)
@@ -30,8 +31,6 @@ def make_schedule(
         raise ValueError("a schedule has at least one stage and one micro-batch")
     if ranks < 1 or num_stages % ranks:
         raise ValueError(f"{num_stages} stages cannot be dealt out evenly to {ranks} ranks")
-    if ranks != num_stages and name in ("GPipe", "1F1B"):
-        raise ValueError(f"{name} runs one stage per rank, not {num_stages // ranks}")
     make = _MAKERS[name]
     return Schedule(
         name=name,
@@ -44,15 +43,29 @@ def make_schedule(
 
 
 def _gpipe(rank: int, num_ranks: int, num_stages: int, num_microbatches: int) -> list[Action]:
-    """All forwards, then all backwards (Huang et al. 2019, arXiv:1811.06965)."""
-    microbatches = range(num_microbatches)
-    forwards = [Action(stage_index=rank, kind="F", microbatch_index=m) for m in microbatches]
-    return forwards + [Action(stage_index=rank, kind="B", microbatch_index=m) for m in microbatches]
+    """All forwards, then all backwards (Huang et al. 2019, arXiv:1811.06965).
+
+    Of several stages on a rank, one after the other (Lamy-Poirier 2023, arXiv:2211.05953).
+    """
+    stages, microbatches = range(rank, num_stages, num_ranks), range(num_microbatches)
+    return [
+        *(
+            Action(stage_index=s, kind="F", microbatch_index=m)
+            for s in stages
+            for m in microbatches
+        ),
+        *(
+            Action(stage_index=s, kind="B", microbatch_index=m)
+            for s in reversed(stages)
+            for m in microbatches
+        ),
+    ]
 
 
 def _1f1b(rank: int, num_ranks: int, num_stages: int, num_microbatches: int) -> list[Action]:
-    """PipeDream-Flush (Narayanan et al. 2021, arXiv:2006.09503)."""
-    return _alternate(rank, num_ranks, num_stages, num_microbatches, hop=1, delay=None)
+    """PipeDream-Flush (Narayanan et al. 2021, arXiv:2006.09503); of several stages, interleaved."""
+    hop = 1 if num_ranks == num_stages else 2
+    return _alternate(rank, num_ranks, num_stages, num_microbatches, hop=hop, delay=None)
 
 
 def _interleaved(rank: int, num_ranks: int, num_stages: int, num_microbatches: int) -> list[Action]:

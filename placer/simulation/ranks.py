@@ -1,29 +1,26 @@
-"""Dry-run every rank of a job on fake tensors: torch's own engine, with nobody at the other end."""
+"""Dry-run every rank of a job on fake tensors, with nobody at the other end."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from placer._torch import fake_process_group, releasing_fakes
 from placer.capture import Capture, FakeWorld
 from placer.cost import device_type, stand_in_loss, updates_together
 from placer.emit import StagedModel, emit_stages
-from placer.errors import PlacerError
 from placer.plan.types import Plan
 from placer.runtime.attribution import Attribution, Where
-from placer.runtime.distributed.boundary import BoundaryFinder, Crossings
-from placer.runtime.distributed.engine import Engine
+from placer.runtime.distributed.crossings import CrossingFinder, Crossings
 from placer.runtime.distributed.gradients import GradientReducer, find_shared
 from placer.runtime.distributed.job import Job, Seat, take_seat
 from placer.runtime.distributed.part import build_part, find_holdings
-from placer.runtime.distributed.split import SplitStage
-from placer.runtime.distributed.stage import Microbatch, Run
+from placer.runtime.distributed.pipeline import Microbatch, Pipeline
+from placer.runtime.distributed.transport import NoChannel
 from placer.runtime.place import CALLER, Place
 from placer.runtime.replica import Replica
 from placer.runtime.scatter import batch_size, split_rows
@@ -36,6 +33,16 @@ from placer.simulation.types import SimulationReport
 
 _CPU = torch.device("cpu")
 _RANK = "rank"
+
+
+@dataclass(frozen=True, eq=False)
+class _NoSum:
+    """Ranks of which none is there: their sum is what this one has."""
+
+    size: int
+
+    def start_sum(self, tensor: Tensor) -> Callable[[], object]:
+        return lambda: None
 
 
 class _FakeReducer(GradientReducer):
@@ -83,17 +90,10 @@ def simulate_ranks(
 ) -> SimulationReport:
     """The peak of every device of the first replica when each has a process of its own.
 
-    Each rank's training step runs twice under its real schedule, on fake tensors and a process
-    group that sends nothing. What ``torch.distributed.pipelining`` keeps beyond the plan's figures
-    (gradients of whole boundaries, relayed values, both halves of a split backward) is in it, and
-    so are the buckets in which replicas sum their gradients. Raises ``PlacerError`` inside a job.
+    Each rank's training step runs twice under its real schedule, on fake tensors, and its messages go
+    nowhere. What a rank holds beyond the estimates (received values and their gradients, both halves
+    of a split backward, the buckets in which replicas sum their gradients) is in it.
     """
-    if dist.is_initialized():
-        raise PlacerError(
-            "simulate",
-            "cannot stand in for the ranks of a job that this process is part of",
-            "call it before the process group is made",
-        )
     staged = emit_stages(capture, *plan.parts)
     names = list(dict.fromkeys(stage.devices[0] for stage in plan.stages))
     predicted = {device.device: device.peak for device in plan.devices}
@@ -101,8 +101,7 @@ def simulate_ranks(
     for index, name in enumerate(names):
         job = Job(rank=index, world_size=plan.replicas * len(names), local_rank=0)
         seat = take_seat(plan, job)
-        with fake_process_group(index, job.world_size):
-            ledger = _simulate_rank(capture, plan, staged, seat, inputs, loss_fn, run_on or name)
+        ledger = _simulate_rank(capture, plan, staged, seat, inputs, loss_fn, run_on or name)
         found.append(describe_peak(ledger, name, predicted[name], place=_RANK))
     return SimulationReport(devices=tuple(found), step_ok=True)
 
@@ -121,7 +120,7 @@ def _simulate_rank(
     fake_model = world.module(capture.model)
     leaves = [world.tensor(tensor) for tensor in inputs]
     holdings = find_holdings(fake_model, staged, seat.num_devices)
-    finder = BoundaryFinder(capture.model, plan, staged, _CPU)
+    finder = CrossingFinder(capture.model, plan, staged, _CPU)
     attribution = Attribution(staged.stages, capture.layer_of)
     ledger = RankLedger(attribution.where, kernels=lambda _: device_type(name))
     with world.running(capture.conditions.guess):
@@ -129,56 +128,49 @@ def _simulate_rank(
         finder.follow(part)
         pieces = _cut(staged, plan, leaves)
         crossings = [finder.find(piece, grad=True) for piece in pieces]
-        engine = _engine(plan, staged, part, seat)
+        pipeline = _pipeline(plan, staged, part, seat)
         trained = [p for p in part.parameters() if p.requires_grad]
         optimizer = make_optimizer(plan.optimizer, trained, foreach=updates_together([name]))
-        group_of = cache(partial(_make_group, plan.replicas, seat))
+        group_of = cache(lambda devices: _NoSum(plan.replicas * len(devices)))
         reducer = _FakeReducer(find_shared(part, staged, holdings, seat.stage_indices, group_of))
         ledger.add_state((*part.parameters(), *part.buffers()))
         for leaf in (*leaves, *(tensor for piece in pieces for tensor in piece)):
             ledger.add(leaf, CALLER, kind="input")
-        microbatches = _microbatches(plan, staged, pieces, crossings, name)
+        microbatches = _microbatches(staged, pieces, crossings, name)
         loss_of = loss_fn or stand_in_loss
         with ledger, running_kernels(plan, name):
             for _ in range(2):
-                run = Run(
-                    microbatches=microbatches,
-                    loss_of=lambda _, output: loss_of(output) * (1 / len(pieces)),
-                )
-                reducer.prepare(len(pieces), overlap=not engine.splits_backward)
-                engine.execute(run, crossings[0])
+                reducer.prepare(len(pieces))
+                pipeline.run(microbatches, lambda _, output: loss_of(output) * (1 / len(pieces)))
                 reducer.finish()
-                del run
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
     return ledger
 
 
-def _engine(plan: Plan, staged: StagedModel, part: nn.Module, seat: Seat) -> Engine:
-    """Torch's engine for the rank's stages, among ranks of which none is there."""
+def _pipeline(plan: Plan, staged: StagedModel, part: nn.Module, seat: Seat) -> Pipeline:
+    """The rank's stages, among ranks of which none is there."""
     places = [Place(_RANK, _CPU)] * len(plan.stages)
     statistics = DeferredStatistics() if defers_statistics(plan) else None
-    return Engine(
+    return Pipeline(
         Replica(staged, places, places, plan.precision, statistics),
         part,
         schedule=plan.schedule,
         microbatches=plan.microbatches,
-        stage_indices=seat.stage_indices,
-        group=_make_group(1, seat, tuple(range(seat.num_devices))),
-        device=_CPU,
-        stage_class=releasing_fakes(SplitStage),
+        rank=seat.device_index,
+        num_ranks=seat.num_devices,
+        channel=NoChannel(),
     )
 
 
 def _microbatches(
-    plan: Plan,
     staged: StagedModel,
     pieces: Sequence[Sequence[Tensor]],
     crossings: Sequence[Crossings],
     name: str,
 ) -> list[Microbatch]:
-    """The first replica's micro-batches on the device ``name``, those without rows last."""
-    found = [
+    """The first replica's micro-batches on the device ``name``."""
+    return [
         Microbatch(
             inputs=dict(zip(staged.graph_inputs, piece, strict=True)),
             crossings=crossing,
@@ -186,14 +178,6 @@ def _microbatches(
         )
         for piece, crossing in zip(pieces, crossings, strict=True)
     ]
-    empty = Microbatch(inputs={}, crossings=None)
-    return found + [empty] * (plan.microbatches - len(pieces))
-
-
-def _make_group(replicas: int, seat: Seat, devices: tuple[int, ...]) -> dist.ProcessGroup:
-    ranks = [r * seat.num_devices + d for r in range(replicas) for d in devices]
-    group: Any = dist.new_group(ranks)
-    return group  # type: ignore[no-any-return]
 
 
 def _cut(staged: StagedModel, plan: Plan, leaves: list[Tensor]) -> list[list[Tensor]]:

@@ -14,10 +14,10 @@ from placer.capture import CallFormat
 from placer.emit import StagedModel
 from placer.errors import PlacerError
 from placer.plan.types import Plan
-from placer.runtime.distributed.boundary import BoundaryFinder, Crossings, Wire
+from placer.runtime.distributed.crossings import CrossingFinder, Crossings, TensorSpec
 from placer.runtime.distributed.inputs import InputGradients
 from placer.runtime.distributed.job import Seat
-from placer.runtime.distributed.stage import Microbatch, Run
+from placer.runtime.distributed.pipeline import Microbatch, Results
 from placer.runtime.place import is_on
 from placer.runtime.scatter import batch_size, join_results, split_rows, split_target
 from placer.schedule import batch_cuts
@@ -102,23 +102,18 @@ def own_batch(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What a rank is given of a batch: its replica's micro-batches, those without rows last."""
+    """What a rank is given of a batch: those of its replica's micro-batches that have rows."""
 
     batch: CutBatch
     microbatches: Sequence[Microbatch]
     largest: Crossings  # what crosses for the largest micro-batch of all
     inputs: InputGradients
 
-    @property
-    def filled(self) -> int:
-        """How many micro-batches have rows."""
-        return sum(microbatch.crossings is not None for microbatch in self.microbatches)
-
 
 def take_share(
     call: CallFormat,
     leaves: Sequence[Tensor],
-    finder: BoundaryFinder,
+    finder: CrossingFinder,
     plan: Plan,
     seat: Seat,
     *,
@@ -159,7 +154,6 @@ def take_share(
         )
         for position in own
     ]
-    given += [Microbatch(inputs={}, crossings=None)] * (plan.microbatches - len(own))
     return Share(batch=batch, microbatches=given, largest=crossings[sizes[largest]], inputs=inputs)
 
 
@@ -173,8 +167,8 @@ def _inputs_needed(staged: StagedModel, stage_indices: Sequence[int]) -> set[str
 
 def gather_result(
     batch: CutBatch,
-    run: Run,
-    finder: BoundaryFinder,
+    results: Results,
+    finder: CrossingFinder,
     *,
     seat: Seat,
     last_device: int,
@@ -182,14 +176,14 @@ def gather_result(
 ) -> Any:
     """The whole result on every rank, sent out by the last stage of each replica; a collective call.
 
-    ``run`` has the results of the micro-batches whose last stage is on this rank.
+    ``results`` has those of the micro-batches whose last stage is on this rank.
     """
     gathered = []
     for replica in range(len(batch.rows)):
         source = replica * seat.num_devices + last_device
         for index, position in enumerate(batch.of_replica(replica)):
             crossings = finder.find(batch.pieces[position], grad=False)
-            given = run.results.get(index) if source == dist.get_rank() else None
+            given = results.leaves.get(index) if source == dist.get_rank() else None
             gathered.append(_broadcast(crossings.result, given, source, finder.device, world))
     return join_results(crossings.staged, gathered)
 
@@ -204,7 +198,7 @@ def _broadcast(
     """The leaves of a result from rank ``source``, which alone has them ``given``."""
     received = []
     for position, leaf in enumerate(expected):
-        if isinstance(leaf, Wire):
+        if isinstance(leaf, TensorSpec):
             if given is not None:
                 leaf = given[position].detach().contiguous()
             else:

@@ -11,97 +11,14 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch.distributed as dist
-from torch import nn
 
 from placer._torch import default_store
-from placer.emit import StageCode, node_lines
 from placer.errors import PeerError, PlacerError, StageError, causes
 from placer.runtime.distributed.agreement import name_ranks
-from placer.runtime.distributed.split import SplitStage
-from placer.runtime.distributed.suspects import Culprit, Suspects, find_suspects
+from placer.runtime.distributed.failures import LayerFailure
+from placer.runtime.distributed.suspects import Culprit
 
-# It wraps what a stage's backward raises, with all its tensors in the message.
-_TORCHS_BACKWARD = "torch.distributed.pipelining._backward"
 _PATIENCE_SECONDS = 2.0  # how long a rank that lost its neighbour waits to be told why
-
-
-class LayerFailure(Exception):
-    """An exception inside a stage's own code, with the node that raised it.
-
-    One of a backward has the micro-batch, and of autograd's graph what may have failed.
-    """
-
-    def __init__(
-        self,
-        stage_index: int,
-        node: str,
-        phase: str,
-        *,
-        given: Any = None,
-        suspects: Suspects | None = None,
-    ) -> None:
-        super().__init__(stage_index, node, phase)
-        self.stage_index = stage_index
-        self.node = node
-        self.phase = phase
-        self.given = given
-        self.suspects = suspects
-
-
-def locate_failure(code: StageCode, phase: str, error: Exception) -> LayerFailure:
-    """What names the stage of ``code``, and in ``phase`` "forward" the node, that raised ``error``."""
-    node = _failing_node(code, error) if phase == "forward" else ""
-    return LayerFailure(code.index, node, phase)
-
-
-class LocatedStage(SplitStage):
-    """Torch's stage, whose exceptions in backward are ``LayerFailure``s with its number."""
-
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with self._located(bwd_chunk_id):
-            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with self._located(bwd_chunk_id):
-            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
-
-    @contextmanager
-    def _located(self, chunk: int) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            submodule: Any = self.submod
-            given = submodule.run.microbatches[chunk]
-            node, suspects = "", None
-            if given.crossings is not None:
-                node = _failing_node(given.crossings.staged.stages[self.stage_index], error)
-                suspects = _suspects(error, submodule.part)
-            raise LayerFailure(
-                self.stage_index, node, "backward", given=given, suspects=suspects
-            ) from error
-
-
-def _suspects(error: Exception, part: nn.Module) -> Suspects | None:
-    # A backward that talks to other ranks must not be run twice: they would not answer.
-    talks = any(getattr(module, "process_group", None) for module in part.modules())
-    try:
-        return find_suspects(error, part, may_run_again=not talks)
-    except Exception:  # what failed first is to be told, whatever its graph looks like
-        return None
-
-
-def _failing_node(code: StageCode, error: BaseException) -> str:
-    """The node whose line of the generated code the traceback goes through; "" if none.
-
-    In backward such lines are run by what is recomputed.
-    """
-    lines = {piece.forward.__code__: node_lines(piece) for piece in code.pieces}
-    for cause in causes(error):
-        for frame, number in traceback.walk_tb(cause.__traceback__):
-            found = lines.get(frame.f_code)
-            if found is not None:
-                return found.get(number, "")
-    return ""
 
 
 class Alarm:
@@ -145,8 +62,6 @@ class Alarm:
             self._tell(told)
             raise PlacerError(*told.values()) from error
         cause = failure.__cause__ or root
-        if _raised_in(cause, _TORCHS_BACKWARD):
-            cause = cause.__cause__ or cause
         stage, culprit = failure.stage_index, find_culprit(failure)
         layer = culprit.layers[0] if len(culprit.layers) == 1 else ""
         phase = "backward of loss_fn" if culprit.after else failure.phase

@@ -1,16 +1,9 @@
 """Gradients summed over the ranks that hold the same parameter, in buckets, while backward runs.
 
-The buckets are ours (Li et al. 2020, arXiv:2006.15704, section 3.2), the sums torch's. Pipelining
-knows stages wrapped in ``DistributedDataParallel`` (`_PipelineStageBase.backward_maybe_with_nosync`);
-that was tried with torch 2.15, two stages and two replicas, and does not do:
-
- * zero bubble: ``stage_backward_weight`` (pipelining/_backward.py) gets weights their gradients by
-   ``torch.autograd.grad`` and assigns ``.grad``; DDP listens to the accumulation that this passes by,
-   so that the gradients of every stage but the first are never summed, without an error
- * a replica whose last micro-batch has no rows: nothing accumulates in its last backward, DDP sends
-   nothing, and the other replicas wait for it until they time out
- * weights that are tied over stages are summed over other ranks than the rest: one DDP has one group
- * a stage keeps all that it sent until its backward (``_output_slot_is_releasable``)
+The buckets are ours (Li et al. 2020, arXiv:2006.15704, section 3.2), the sums torch's.
+``DistributedDataParallel`` around each stage was tried with torch 2.15 and does not do: a replica whose
+last micro-batch has no rows sends nothing, and the others wait for it until they time out; and weights
+that are tied over stages are summed over other ranks than the rest, where one DDP has one group.
 
 ``fully_shard`` on the stage modules was tried as well (two stages, two replicas, gloo): gradients
 equal the plain model's under GPipe, 1F1B and zero bubble, with uneven replicas and micro-batches
@@ -25,7 +18,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -41,6 +34,33 @@ _BUCKET_NBYTES = 25 * 2**20  # DistributedDataParallel's default
 _ALONE_NBYTES = 2**20
 
 
+class Summing(Protocol):
+    """Ranks that sum tensors."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks."""
+
+    def start_sum(self, tensor: Tensor) -> Callable[[], object]:
+        """Start to sum ``tensor`` over the ranks, in place; it is done when the answer has been called."""
+
+
+class GroupSum:
+    """The ranks of a process group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size(self._group)
+
+    def start_sum(self, tensor: Tensor) -> Callable[[], object]:
+        work = dist.all_reduce(tensor, group=self._group, async_op=True)
+        assert work is not None  # this rank is in the group
+        return work.wait
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
     """A parameter, the ranks that hold it too, and how many of this rank's stages read it.
@@ -51,7 +71,7 @@ class Shared:
 
     parameter: nn.Parameter
     name: str
-    group: dist.ProcessGroup
+    group: Summing
     holders: tuple[int, ...]
     readers: int
 
@@ -61,7 +81,7 @@ def find_shared(
     staged: StagedModel,
     holdings: Holdings,
     stage_indices: Sequence[int],
-    group_of: Callable[[tuple[int, ...]], dist.ProcessGroup],
+    group_of: Callable[[tuple[int, ...]], Summing],
 ) -> list[Shared]:
     """The trained parameters of a rank's part; ``group_of`` gives the ranks of a set of devices."""
     first_name = holdings.first_name
@@ -92,12 +112,12 @@ class _Bucket:
     """
 
     members: list[Shared]
-    group: dist.ProcessGroup
+    group: Summing
     counted: Sequence[_Bucket] = ()  # of the last bucket: all of the group's
     waiting: int = 0  # members whose last gradient of this step has not come
     exists: list[bool] = field(default_factory=list)  # per member: has this rank a gradient?
     flat: Tensor | None = None
-    work: dist.Work | None = None
+    wait: Callable[[], object] | None = None
 
     @property
     def sizes(self) -> list[int]:
@@ -113,7 +133,7 @@ class GradientReducer:
     """
 
     def __init__(self, shared: Iterable[Shared]) -> None:
-        self._buckets = _fill_buckets([s for s in shared if dist.get_world_size(s.group) > 1])
+        self._buckets = _fill_buckets([s for s in shared if s.group.size > 1])
         self._home = {s.parameter: bucket for bucket in self._buckets for s in bucket.members}
         self._left: dict[nn.Parameter, int] = {}
         self._next = 0
@@ -127,19 +147,15 @@ class GradientReducer:
 
         self._hooks = [p.register_post_accumulate_grad_hook(tell) for p in self._home]
 
-    def prepare(self, microbatches: int, *, overlap: bool) -> None:
-        """Before a step of ``microbatches`` backwards: gradients that are there already count once.
-
-        Without ``overlap`` everything is sent by `finish`, as when hooks cannot tell the end.
-        """
+    def prepare(self, microbatches: int) -> None:
+        """Before a step of ``microbatches`` backwards: gradients that are there already count once."""
         self._next = 0
         self._left = {}
         for bucket in self._buckets:
             bucket.waiting = len(bucket.members)
-            share = 1 / dist.get_world_size(bucket.group)
+            share = 1 / bucket.group.size
             for member in bucket.members:
-                if overlap:
-                    self._left[member.parameter] = microbatches * member.readers
+                self._left[member.parameter] = microbatches * member.readers
                 if member.parameter.grad is not None:
                     member.parameter.grad.mul_(share)
 
@@ -165,7 +181,7 @@ class GradientReducer:
         del grads
         for member in bucket.members:  # they are in the bucket now: not held twice
             member.parameter.grad = None
-        bucket.work = dist.all_reduce(bucket.flat, group=bucket.group, async_op=True)
+        bucket.wait = bucket.group.start_sum(bucket.flat)
 
     def _may_write(self, grads: Sequence[Tensor]) -> bool:
         """Is there but one gradient, and its memory not a part of another's?"""
@@ -187,8 +203,8 @@ class GradientReducer:
         exists: dict[nn.Parameter, bool] = {}
         for bucket in self._buckets:
             assert bucket.flat is not None
-            assert bucket.work is not None
-            bucket.work.wait()
+            assert bucket.wait is not None
+            bucket.wait()
             if bucket.counted:
                 counts = bucket.flat[sum(bucket.sizes) :]
                 parameters = [m.parameter for b in bucket.counted for m in b.members]
@@ -200,7 +216,7 @@ class GradientReducer:
                 if exists[member.parameter]:
                     # The bucket itself becomes the gradients: nothing is copied back.
                     member.parameter.grad = piece.view_as(member.parameter)
-            bucket.flat = bucket.work = None
+            bucket.flat = bucket.wait = None
 
     def _positive(self, counts: Tensor) -> list[bool]:
         return [count != 0 for count in counts.tolist()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, NoReturn
 
 import torch
@@ -20,7 +20,6 @@ from placer.plan.types import Plan
 from placer.precision import autocast_state
 from placer.runtime.distributed.agreement import Agreement, Called, Method
 from placer.runtime.distributed.batch import Share, count_rows, gather_result, take_share
-from placer.runtime.distributed.boundary import BoundaryFinder, Crossings
 from placer.runtime.distributed.checks import (
     check_inference,
     check_parameters,
@@ -30,20 +29,21 @@ from placer.runtime.distributed.checks import (
     refuse_partial_clipping,
     refuse_wrappers,
 )
-from placer.runtime.distributed.engine import Engine
+from placer.runtime.distributed.crossings import CrossingFinder, Crossings
 from placer.runtime.distributed.faults import Alarm
-from placer.runtime.distributed.gradients import GradientReducer, find_shared
+from placer.runtime.distributed.gradients import GradientReducer, GroupSum, find_shared
 from placer.runtime.distributed.groups import Groups, close_groups, find_lost, make_groups
 from placer.runtime.distributed.job import Seat
 from placer.runtime.distributed.loss_leaves import gradient_nodes, refuse_other_leaves
 from placer.runtime.distributed.outcome import LossSum, SharedBuffers
 from placer.runtime.distributed.part import Holdings
 from placer.runtime.distributed.partial import PartialModule
+from placer.runtime.distributed.pipeline import LossOf, Microbatch, Pipeline, Results
 from placer.runtime.distributed.randomness import own_random_state
 from placer.runtime.distributed.rehearse import find_culprit
-from placer.runtime.distributed.stage import Microbatch, Run
 from placer.runtime.distributed.statistics import SharedMoments
 from placer.runtime.distributed.sync_norm import synchronise_norms
+from placer.runtime.distributed.transport import GroupChannel
 from placer.runtime.hooks import run_forward_hooks
 from placer.runtime.loss import StepLoss
 from placer.runtime.place import CALLER, Place, is_on
@@ -65,11 +65,11 @@ class DistributedModule(PartialModule):
     mesh: DeviceMesh
     _job_group: Any  # the default process group in which it was made
     _groups: Groups | None  # None once this module has failed
-    _finder: BoundaryFinder
+    _finder: CrossingFinder
     _alarm: Alarm
     _layer_of: Mapping[str, str]
     _written: tuple[str, ...]
-    _engine: Engine
+    _pipeline: Pipeline
     _placeholder: nn.Parameter
     _reducer: GradientReducer | None
     _reduced: tuple[int, ...]  # ids of the parameters that the reducer watches
@@ -98,20 +98,20 @@ class DistributedModule(PartialModule):
         self._holdings = holdings
         self._job_group = dist.group.WORLD
         self._groups = make_groups(mesh, holdings, device)
-        self._finder = BoundaryFinder(capture.model, plan, staged, device)
+        self._finder = CrossingFinder(capture.model, plan, staged, device)
         self._alarm = Alarm(seat.rank, name)
         self._layer_of = dict(plan.node_layers)
         self._written = _written_names(capture, holdings, seat)
         if plan.batch_norm == "sync" and plan.replicas > 1:
             synchronise_norms(part, self._groups.dp)
-        self._engine = Engine(
+        self._pipeline = Pipeline(
             self._replicas[0],
             part,
             schedule=plan.schedule,
             microbatches=plan.microbatches,
-            stage_indices=seat.stage_indices,
-            group=self._groups.pp,
-            device=device,
+            rank=seat.device_index,
+            num_ranks=seat.num_devices,
+            channel=GroupChannel(self._groups.pp),
         )
         self._placeholder = nn.Parameter(torch.empty(0, device=device))
         self._reducer = None
@@ -193,12 +193,11 @@ class DistributedModule(PartialModule):
         with torch.no_grad(), self._own_random_state(), self.watch():
             with self._ask(programs.call, "placed(x)", leaves):
                 share = self._take_share(programs.call, leaves, grad=False)
-            run = Run(microbatches=share.microbatches, loss_of=None)
-            self._execute(run, share.largest)
+            results = self._execute(share.microbatches, None)
             moments = self._share_moments(share.largest)
             result = gather_result(
                 share.batch,
-                run,
+                results,
                 self._finder,
                 seat=self.seat,
                 last_device=self._last_device,
@@ -254,16 +253,15 @@ class DistributedModule(PartialModule):
                     total=agreement.total,
                     counted=agreement.counted,
                 )
-                reducer.prepare(share.filled, overlap=not self._engine.splits_backward)
-                run = Run(
-                    microbatches=share.microbatches,
-                    loss_of=self._loss_of(loss_of, target, agreement.total, share.microbatches),
+                reducer.prepare(len(share.microbatches))
+                results = self._execute(
+                    share.microbatches,
+                    self._loss_of(loss_of, target, agreement.total, share.microbatches),
                     scale=scale,
                 )
-                self._execute(run, share.largest)
                 reducer.send_rest()  # the next messages go the same way
                 losses = LossSum(
-                    run.losses,
+                    results.losses,
                     loss_of=loss_of,
                     source=self._last_device if self.num_replicas == 1 else None,
                     world=self.process_groups.world,
@@ -393,15 +391,13 @@ class DistributedModule(PartialModule):
         whole_target: Any,
         total: int | None,
         microbatches: Sequence[Microbatch],
-    ) -> Callable[[Microbatch, Any], Tensor]:
+    ) -> LossOf:
         place = self._replicas[0].output_place
         target_here = is_on(self.device, unwrap_target(whole_target))
-        cuts = [microbatch for microbatch in microbatches if microbatch.crossings is not None]
         counts: dict[int, float | None] = {}
 
         def loss_of_cut(given: Microbatch, output: Any) -> Tensor:
             if self._forward_hooks:
-                assert given.crossings is not None
                 arguments = rebuild_call(given.crossings.staged.call, given.leaves)
                 output = run_forward_hooks(self, *arguments, output)
             target = given.target
@@ -409,7 +405,11 @@ class DistributedModule(PartialModule):
                 target = transfer(target, CALLER, place)
             if not counts:  # all together, for those on a device are waited for
                 counts.update(
-                    zip(map(id, cuts), loss_of.count([m.target for m in cuts]), strict=True)
+                    zip(
+                        map(id, microbatches),
+                        loss_of.count([m.target for m in microbatches]),
+                        strict=True,
+                    )
                 )
             before = gradient_nodes(output)
             rows = None if total is None else given.rows
@@ -420,10 +420,12 @@ class DistributedModule(PartialModule):
 
         return loss_of_cut
 
-    def _execute(self, run: Run, largest: Crossings) -> None:
+    def _execute(
+        self, microbatches: Sequence[Microbatch], loss_of: LossOf | None, *, scale: float = 1.0
+    ) -> Results:
         if self._statistics is not None:
             self._statistics.clear()
-        self._engine.execute(run, largest)
+        return self._pipeline.run(microbatches, loss_of, scale=scale)
 
     def _norms(self, largest: Crossings) -> list[NormCall]:
         """The calls of this rank's stages that update running statistics, where these are deferred."""
@@ -464,7 +466,7 @@ class DistributedModule(PartialModule):
                 self._staged,
                 self._holdings,
                 self.stage_indices,
-                self.process_groups.of_holders,
+                cache(lambda devices: GroupSum(self.process_groups.of_holders(devices))),
             )
             self._reducer = GradientReducer(shared)
             self._reduced = trained

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from placer.runtime.attribution import Attribution
-from placer.runtime.distributed.boundary import BoundaryFinder
-from placer.runtime.distributed.faults import LayerFailure
-from placer.runtime.distributed.stage import Microbatch, Run, StageModule
+from placer.runtime.distributed.crossings import CrossingFinder, CrossingValue
+from placer.runtime.distributed.failures import LayerFailure
+from placer.runtime.distributed.pipeline import Microbatch
 from placer.runtime.distributed.suspects import (
     Culprit,
     Trace,
@@ -24,6 +23,8 @@ from placer.runtime.distributed.suspects import (
     reachable,
     trace_of,
 )
+from placer.runtime.execute import MicrobatchRun, PlacedMicrobatch
+from placer.schedule import Action
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +48,7 @@ class _Listener(TorchDispatchMode):
 
 
 def find_culprit(
-    finder: BoundaryFinder, layer_of: Mapping[str, str], part: nn.Module, failure: LayerFailure
+    finder: CrossingFinder, layer_of: Mapping[str, str], part: nn.Module, failure: LayerFailure
 ) -> Culprit:
     """Whose code failed on this rank, which has ``part``; ``layer_of`` gives a node's layer.
 
@@ -68,7 +69,7 @@ def find_culprit(
 
 
 def rehearse(
-    finder: BoundaryFinder,
+    finder: CrossingFinder,
     index: int,
     given: Microbatch,
     layer_of: Mapping[str, str],
@@ -79,33 +80,42 @@ def rehearse(
     ``names`` are those of the parameters in the rank's part.
     """
     crossings = given.crossings
-    assert crossings is not None
-    last = index == len(crossings.boundaries)
-    after = None if last else crossings.wires[index]
-    attribution = Attribution([crossings.staged.stages[index]], layer_of)
-    results: list[Any] = []
+    staged = crossings.staged
+    attribution = Attribution([staged.stages[index]], layer_of)
+    roots: list[Any] = []
 
-    def keep(_: Microbatch, result: Any) -> Tensor:
-        results.extend(tree_leaves(result))
-        return torch.zeros((), requires_grad=True)
+    def keep(_: int, result: list[Any]) -> None:
+        roots.extend(leaf for leaf in result if isinstance(leaf, Tensor) and leaf.requires_grad)
 
-    with finder.on_fakes(crossings.staged) as (replica, part):
-        stage = StageModule(index, replica, part, after)
-        inputs = {
-            name: torch.empty_like(x, device=x.device).requires_grad_(x.requires_grad)
-            for name, x in given.inputs.items()
-        }
-        wires = [
-            torch.empty(wire.numel, dtype=wire.dtype, device=finder.device).requires_grad_(
-                wire.requires_grad
-            )
-            for wire in (crossings.wires[index - 1] if index else ())
-        ]
-        again = Microbatch(inputs=inputs, crossings=crossings, inputs_here=given.inputs_here)
-        stage.run = Run(microbatches=[again], loss_of=keep)
-        with torch.enable_grad(), _Listener(attribution):
-            sent = stage(*wires, microbatch=0)
-        roots = [x for x in (results if last else sent) if isinstance(x, Tensor) and x.grad_fn]
-        made = reachable(roots)
+    with finder.on_fakes(staged) as (replica, part), torch.enable_grad(), _Listener(attribution):
+        run = MicrobatchRun(
+            PlacedMicrobatch(
+                replica=replica,
+                trees=[part] * len(staged.stages),
+                leaves=given.leaves,
+                inputs={
+                    name: torch.empty_like(x, device=x.device).requires_grad_(x.requires_grad)
+                    for name, x in given.inputs.items()
+                },
+            ),
+            0,
+            local=frozenset((index,)),
+            split=set(),
+        )
+        for name in staged.stages[index].inputs:
+            if name in crossings.values:
+                value = crossings.values[name]
+                run.put(name, value.rebuild(_like(value, finder.device)), replica.places[0])
+        run.do(Action(stage_index=index, kind="F", microbatch_index=0), keep)
+        made = reachable([*roots, *run.roots(index)])
         layers = [attribution.layer_of_node(number_of(node)) for node in made]
         return Rehearsal(trace=trace_of(made, parameter_names(part, names)), layers=layers)
+
+
+def _like(value: CrossingValue, device: torch.device) -> dict[int, Tensor]:
+    return {
+        position: torch.empty(
+            spec.shape, dtype=spec.dtype, device=device, requires_grad=spec.requires_grad
+        )
+        for position, spec in value.tensors.items()
+    }

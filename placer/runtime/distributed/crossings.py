@@ -1,12 +1,11 @@
-"""What crosses from stage to stage for inputs of a given shape, found without running the model.
+"""What goes from stage to stage for inputs of a given shape, found without running the model.
 
-Boundaries are a chain: a value that skips stages is relayed by those between. Every rank finds the
-same answer by running the stages on fake tensors, so no metadata is exchanged.
+Every rank finds the same answer by running the stages on fake tensors, so no metadata is exchanged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from placer.capture import FakeWorld, copy_module, copy_settings, tensors_of
@@ -26,73 +26,97 @@ from placer.runtime.place import Place
 from placer.runtime.programs import Programs
 from placer.runtime.replica import Replica
 from placer.runtime.statistics import DeferredStatistics, NormCall, defers_statistics
+from placer.schedule import Flow
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
-    """A tensor that crosses a boundary, as its receiver sees it."""
+class TensorSpec:
+    """A tensor that goes to another stage, as its reader sees it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
 
-    @property
-    def numel(self) -> int:
-        return torch.Size(self.shape).numel()
-
 
 @dataclass(frozen=True, kw_only=True)
 class CrossingValue:
-    """A value of the graph that crosses: a tensor, or a pytree; what is no tensor does not travel."""
+    """A value of the graph that a later stage reads: a tensor, or a pytree.
+
+    ``leaves`` are what it consists of: a ``TensorSpec`` for a tensor, and anything else itself (sizes are
+    the same on every rank). ``gradient_readers`` are, per leaf, the readers through which the model's
+    result depends on it, and which hand back a gradient.
+    """
 
     name: str
+    maker: int
+    readers: tuple[int, ...]
     spec: TreeSpec
-    leaves: tuple[Any, ...]  # a ``Wire``, or the leaf itself: sizes are the same on every rank
+    leaves: tuple[Any, ...]
+    gradient_readers: tuple[frozenset[int], ...]
 
     @cached_property
-    def wires(self) -> tuple[Wire, ...]:
-        return tuple(leaf for leaf in self.leaves if isinstance(leaf, Wire))
+    def tensors(self) -> Mapping[int, TensorSpec]:
+        """The tensors among the leaves, by their place."""
+        return {i: leaf for i, leaf in enumerate(self.leaves) if isinstance(leaf, TensorSpec)}
+
+    def rebuild(self, tensors: Mapping[int, Tensor]) -> Any:
+        """The value from its ``tensors``, by their place among the leaves."""
+        leaves = [tensors.get(position, leaf) for position, leaf in enumerate(self.leaves)]
+        return tree_unflatten(leaves, self.spec)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Crossings:
-    """All boundaries for one shape of micro-batch; ``boundaries[s]`` is between stage s and s + 1.
+    """All that goes between stages for one shape of micro-batch.
 
     ``staged`` are the stages that serve micro-batches of that shape in the present mode, ``norms``
     their calls that update running statistics, per stage, where these are deferred.
     """
 
     staged: StagedModel
-    boundaries: tuple[tuple[CrossingValue, ...], ...]
-    result: tuple[Any, ...]  # per leaf of the model's result: a ``Wire``, or the leaf itself
+    values: Mapping[str, CrossingValue]  # in the order in which stages make them
+    result: tuple[Any, ...]  # per leaf of the model's result: a ``TensorSpec``, or the leaf itself
     norms: tuple[tuple[NormCall, ...], ...]
 
     @cached_property
-    def wires(self) -> tuple[tuple[Wire, ...], ...]:
-        """Per boundary the tensors that cross, in the order in which they are sent."""
+    def flows(self) -> tuple[Flow, ...]:
+        """The values that have tensors."""
         return tuple(
-            tuple(wire for value in values for wire in value.wires) for values in self.boundaries
+            Flow(
+                name=value.name,
+                maker=value.maker,
+                readers=value.readers,
+                gradient_readers=frozenset().union(*value.gradient_readers),
+            )
+            for value in self.values.values()
+            if value.tensors
         )
 
+    @cached_property
+    def gradients_may_lack(self) -> bool:
+        """May a loss leave out a result, so that a gradient that is expected does not come?"""
+        wanted = [x for x in self.result if isinstance(x, TensorSpec) and x.requires_grad]
+        return len(wanted) > 1
 
-def crossing_names(staged: StagedModel) -> tuple[tuple[str, ...], ...]:
-    """Per boundary the values that cross it, in the order in which stages make them.
 
-    The model's own inputs do not cross: every rank has them.
+def find_readers(staged: StagedModel) -> Mapping[str, tuple[int, tuple[int, ...]]]:
+    """Per value that goes between stages its maker and readers, in the order in which they are made.
+
+    The model's own inputs and its constants do not go anywhere: every rank has them.
     """
-    local = {*staged.graph_inputs, *staged.constants}
-    made = [(stage.index, name) for stage in staged.stages for name in stage.outputs]
-    return tuple(
-        tuple(
-            name
-            for index, name in made
-            if index <= boundary and name not in local and staged.last_use.get(name, 0) > boundary
-        )
-        for boundary in range(len(staged.stages) - 1)
-    )
+    readers: dict[str, list[int]] = {}
+    for stage in staged.stages:
+        for name in stage.inputs:
+            readers.setdefault(name, []).append(stage.index)
+    return {
+        name: (stage.index, tuple(readers[name]))
+        for stage in staged.stages[:-1]
+        for name in stage.outputs
+        if name in readers
+    }
 
 
-class BoundaryFinder:
+class CrossingFinder:
     """Finds `Crossings` by running a copy of the whole model without data; answers are kept per shape."""
 
     def __init__(
@@ -157,6 +181,9 @@ class BoundaryFinder:
     ) -> Crossings:
         values: dict[str, Any] = {}
         norms = []
+        links: dict[
+            tuple[str, int, int], Node
+        ] = {}  # value, leaf, reader: where its gradient starts
         with self.on_fakes(staged) as (replica, part), torch.set_grad_enabled(grad):
             device = self.device
             for name, (shape, dtype, wanted) in zip(staged.graph_inputs, shapes, strict=True):
@@ -165,7 +192,9 @@ class BoundaryFinder:
                 values[name] = leaf.view_as(leaf) if wanted else leaf
             for stage in staged.stages:
                 inputs = [
-                    replica.constant(n, self._place) if n in staged.constants else values[n]
+                    replica.constant(n, self._place)
+                    if n in staged.constants
+                    else _linked(values[n], n, stage.index, links)
                     for n in stage.inputs
                 ]
                 try:
@@ -187,14 +216,21 @@ class BoundaryFinder:
                     ) from error
                 values.update(zip(stage.outputs, outputs, strict=True))
                 norms.append(self._take_norms())
-        result = [values[x] if kind == "value" else x for kind, x in staged.result]
+            result = [values[x] if kind == "value" else x for kind, x in staged.result]
+            reached = _reached(result)
         return Crossings(
             staged=staged,
-            boundaries=tuple(
-                tuple(_describe(name, values[name]) for name in names)
-                for names in crossing_names(staged)
-            ),
-            result=tuple(_wire(leaf) for leaf in result),
+            values={
+                name: _describe(
+                    name,
+                    maker,
+                    readers,
+                    values[name],
+                    {(p, r) for (n, p, r), node in links.items() if n == name and node in reached},
+                )
+                for name, (maker, readers) in find_readers(staged).items()
+            },
+            result=tuple(_spec_of(leaf) for leaf in result),
             norms=tuple(norms),
         )
 
@@ -207,22 +243,55 @@ class BoundaryFinder:
         return calls
 
 
-def _describe(name: str, value: Any) -> CrossingValue:
+def _linked(value: Any, name: str, reader: int, links: dict[tuple[str, int, int], Node]) -> Any:
+    """``value`` as a stage reads it: what requires gradients through a node of its own, in ``links``."""
     leaves, spec = tree_flatten(value)
-    return CrossingValue(name=name, spec=spec, leaves=tuple(_wire(leaf) for leaf in leaves))
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled():
+            leaves[position] = leaf.clone()
+            links[name, position, reader] = get_gradient_edge(leaves[position]).node
+    return tree_unflatten(leaves, spec)
 
 
-def _wire(leaf: Any) -> Any:
+def _reached(result: Sequence[Any]) -> set[Node]:
+    """The nodes of autograd's graph behind ``result``."""
+    tensors = [leaf for leaf in result if isinstance(leaf, Tensor) and leaf.requires_grad]
+    waiting = [get_gradient_edge(tensor).node for tensor in tensors]
+    seen = set(waiting)
+    while waiting:
+        for node, _ in waiting.pop().next_functions:
+            if node is not None and node not in seen:
+                seen.add(node)
+                waiting.append(node)
+    return seen
+
+
+def _describe(
+    name: str,
+    maker: int,
+    readers: tuple[int, ...],
+    value: Any,
+    gradients: Collection[tuple[int, int]],
+) -> CrossingValue:
+    """``gradients`` are places of leaves, each with a reader that hands back a gradient of it."""
+    leaves, spec = tree_flatten(value)
+    return CrossingValue(
+        name=name,
+        maker=maker,
+        readers=readers,
+        spec=spec,
+        leaves=tuple(map(_spec_of, leaves)),
+        gradient_readers=tuple(
+            frozenset(reader for place, reader in gradients if place == position)
+            for position in range(len(leaves))
+        ),
+    )
+
+
+def _spec_of(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        return Wire(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+        return TensorSpec(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
     return leaf
-
-
-def rebuild(value: CrossingValue, tensors: Sequence[Tensor]) -> Any:
-    """The value from its received tensors."""
-    remaining = iter(tensors)
-    leaves = [next(remaining) if isinstance(leaf, Wire) else leaf for leaf in value.leaves]
-    return tree_unflatten(leaves, value.spec)
 
 
 def _copy_with(

@@ -1,0 +1,159 @@
+"""A stage's backward in two halves, for its inputs and later for its weights (zero bubble schedules).
+
+The halves share a graph. A weight gets its gradient through the one node at which it meets the way
+from the stage's outputs to what the stage received. The first half runs along that way and keeps
+the gradients that arrive at such nodes; the second starts from these::
+
+    received ──► conv ──► relu ──► out      first half: relu, and conv for its input
+                  ▲                         kept: the gradient that arrived at conv
+    weight ───────┘                         second half: conv for its weight
+
+Two kinds of stages cannot be split so, and have their whole backward in the first half. An output may
+depend on nothing that was received, so that its weights meet no such way; and a weight may meet the
+way at two nodes, so that what lies between would run twice.
+
+Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+Received = tuple[GradientEdge, Callable[[Tensor], None]]
+
+
+class SplitBackward:
+    """The backward of one micro-batch through one stage.
+
+    ``roots`` have the given ``gradients`` (None: of a scalar). ``received`` are the edges of what the
+    stage was given, each with what takes its gradient.
+    """
+
+    def __init__(
+        self,
+        roots: Sequence[Tensor | GradientEdge],
+        gradients: Sequence[Tensor | None],
+        received: Sequence[Received],
+    ) -> None:
+        self._roots = list(roots)
+        self._gradients = list(gradients)
+        self._received = list(received)
+        # What is left for the second half: where it starts, and the weights that are reached from there.
+        self._weights: list[tuple[list[GradientEdge], list[Tensor], list[Tensor]]] = []
+
+    def run_inputs(self) -> None:
+        """Hand over the gradients of what was received; of all weights too, where no split is possible."""
+        roots, gradients = self._roots, self._gradients
+        received = self._received
+        self._roots, self._gradients, self._received = [], [], []
+        if not roots:
+            return
+        starts = [
+            root if isinstance(root, GradientEdge) else get_gradient_edge(root) for root in roots
+        ]
+        meetings = _find_meetings(starts, [edge for edge, _ in received])
+        if meetings is None:
+            torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]
+            return
+        edges = [edge for edge, _ in received]
+        kept = [edge for node_edges, _ in meetings for edge in node_edges]
+        found = iter(
+            torch.autograd.grad(
+                roots,  # type: ignore[arg-type]
+                [*edges, *kept],  # type: ignore[list-item]
+                gradients,
+                retain_graph=True,
+                allow_unused=True,
+            )
+        )
+        for _, deliver in received:
+            gradient = next(found)
+            if gradient is not None:
+                deliver(gradient)
+        for node_edges, weights in meetings:
+            arrived = [(edge, gradient) for edge, gradient in zip(node_edges, found, strict=False)]
+            arrived = [(edge, gradient) for edge, gradient in arrived if gradient is not None]
+            if arrived and weights:
+                some_edges, some_gradients = zip(*arrived, strict=True)
+                self._weights.append((list(some_edges), list(some_gradients), weights))
+
+    def run_weights(self) -> None:
+        """Give the weights their gradients; nothing where `run_inputs` has done so."""
+        while self._weights:
+            edges, gradients, weights = self._weights.pop()
+            torch.autograd.backward(edges, gradients, inputs=weights)
+
+
+def _find_meetings(
+    starts: Sequence[GradientEdge], received: Iterable[GradientEdge]
+) -> list[tuple[list[GradientEdge], list[Tensor]]] | None:
+    """Where weights meet the way from ``starts`` to ``received``: the edges into a node, its weights.
+
+    None where a backward cannot be split. Linear in the graph, times weights over 64.
+    """
+    ends = frozenset(edge.node for edge in received)
+    order = _topological((start.node for start in starts), ends=ends)
+    onward = set(ends)  # nodes on the way
+    for node in order:
+        if any(following in onward for following, _ in node.next_functions):
+            onward.add(node)
+    if not all(start.node in onward for start in starts):
+        return None
+    leaves = [node for node in order if _leaf(node) is not None]
+    bit = {node: 1 << i for i, node in enumerate(leaves)}
+    behind: dict[Node, int] = {}  # which leaves a node beside the way leads to
+    met: dict[Node, int] = {}
+    seen = 0
+    for node in order:
+        found = bit.get(node, 0)
+        for following, _ in node.next_functions if node not in ends else ():
+            if following is not None and following not in onward:
+                found |= behind[following]
+        if node not in onward:
+            behind[node] = found
+        elif found & seen:
+            return None
+        elif found:
+            met[node] = found
+            seen |= found
+    entries: dict[Node | None, set[int]] = {node: set() for node in met}
+    arrivals: list[tuple[Node | None, int]] = [(s.node, s.output_nr) for s in starts]
+    arrivals += [pair for node in order for pair in node.next_functions if node not in ends]
+    for following, number in arrivals:
+        if following in entries:
+            entries[following].add(number)
+    return [
+        (
+            [GradientEdge(node, number) for number in sorted(entries[node])],
+            [_leaf(leaf) for leaf in leaves if bit[leaf] & mask],  # type: ignore[misc]
+        )
+        for node, mask in met.items()
+    ]
+
+
+def _leaf(node: Node) -> Tensor | None:
+    """The leaf that ``node`` accumulates into."""
+    leaf: Any = getattr(node, "variable", None)
+    return leaf if isinstance(leaf, Tensor) and leaf.is_leaf else None
+
+
+def _topological(roots: Iterable[Node], *, ends: Container[Node]) -> list[Node]:
+    """All nodes from ``roots`` down to leaves and ``ends``, each after those that follow it in backward."""
+    order: list[Node] = []
+    seen: set[Node] = set()
+    waiting = [(root, False) for root in roots]
+    while waiting:
+        node, done = waiting.pop()
+        if done:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            waiting.append((node, True))
+            if node not in ends:
+                waiting += [(n, False) for n, _ in node.next_functions if n is not None]
+    return order

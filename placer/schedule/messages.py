@@ -1,0 +1,107 @@
+"""The messages between ranks that a schedule implies, in one order that all ranks share.
+
+Every message has the place of the action that makes it in one order of all actions
+(`linearize`). Each rank handles its messages in that order: it starts a receive only when it has sent
+every earlier message of the same pair of ranks. So no wait is circular, even where a message
+leaves its sender only when the receiver is ready for it: of the messages that have not arrived, the
+first waits for nothing but actions that come before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from placer.schedule.types import Action
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flow:
+    """A value that one stage makes and later stages read, for one micro-batch.
+
+    ``gradient_readers`` are the readers that hand back a gradient of it.
+    """
+
+    name: str
+    maker: int
+    readers: tuple[int, ...]
+    gradient_readers: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """A value, or its gradient, on its way from one rank to another.
+
+    ``sent_after`` and ``needed_before`` are places in the order of all actions.
+    """
+
+    kind: Literal["value", "gradient"]
+    name: str
+    microbatch_index: int
+    sender: int
+    receiver: int
+    sent_after: int
+    needed_before: int
+
+
+def find_messages(
+    order: Sequence[Action],
+    flows: Callable[[int], Iterable[Flow]],
+    rank_of: Callable[[int], int],
+) -> tuple[Message, ...]:
+    """The messages of a step whose actions are done in ``order``, first sent first.
+
+    ``flows(microbatch_index)`` are the values of a micro-batch in an order that all ranks have, and
+    ``rank_of(stage_index)`` is the rank that runs a stage. A value goes to a rank once, before the
+    first of its stages that reads it; its gradient comes back once, after the last of them. Where a
+    backward has two halves, it comes after the first. Linear in actions and flows.
+    """
+    at: dict[tuple[str, int, int], int] = {}
+    for place, action in enumerate(order):
+        if action.kind != "W":
+            kind = "F" if action.kind == "F" else "B"
+            at[kind, action.stage_index, action.microbatch_index] = place
+    found = []
+    for microbatch in dict.fromkeys(action.microbatch_index for action in order):
+        for flow in flows(microbatch):
+            maker = rank_of(flow.maker)
+            for rank, readers in _by_rank(flow.readers, rank_of).items():
+                if rank == maker:
+                    continue
+                found.append(
+                    Message(
+                        kind="value",
+                        name=flow.name,
+                        microbatch_index=microbatch,
+                        sender=maker,
+                        receiver=rank,
+                        sent_after=at["F", flow.maker, microbatch],
+                        needed_before=min(at["F", r, microbatch] for r in readers),
+                    )
+                )
+                backwards = [
+                    at["B", r, microbatch]
+                    for r in readers
+                    if r in flow.gradient_readers and ("B", r, microbatch) in at
+                ]
+                if backwards:
+                    found.append(
+                        Message(
+                            kind="gradient",
+                            name=flow.name,
+                            microbatch_index=microbatch,
+                            sender=rank,
+                            receiver=maker,
+                            sent_after=max(backwards),
+                            needed_before=at["B", flow.maker, microbatch],
+                        )
+                    )
+    return tuple(sorted(found, key=lambda message: message.sent_after))
+
+
+def _by_rank(stages: Iterable[int], rank_of: Callable[[int], int]) -> Mapping[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for stage in stages:
+        found.setdefault(rank_of(stage), []).append(stage)
+    return found
