@@ -259,9 +259,9 @@ def run_engine(call: EngineCall) -> None:
 
 
 def sequence_number(node: torch.autograd.graph.Node) -> int | None:
-    """When ``node`` was made; None for one that accumulates into a leaf."""
+    """When ``node`` was made; None for one that accumulates into a leaf, or was told to `run_at_once`."""
     number: int = node._sequence_nr()
-    return None if number == 2**64 - 1 else number
+    return None if number in (2**64 - 1, _FIRST_IN_LINE) else number
 
 
 def has_run(node: torch.autograd.graph.Node) -> bool | None:

@@ -65,7 +65,7 @@ class SplitBackward:
         found = iter(
             torch.autograd.grad(
                 roots,  # type: ignore[arg-type]
-                [*edges, *kept],  # type: ignore[list-item]
+                [*edges, *kept],
                 gradients,
                 retain_graph=True,
                 allow_unused=True,

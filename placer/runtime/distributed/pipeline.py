@@ -108,7 +108,6 @@ class Pipeline:
             )
 
         order, messages = self._plan(microbatches, training=loss_of is not None)
-        self._replica.follow_attributes(self._part)
         run_schedule(
             {index: self._placed(given) for index, given in enumerate(microbatches)},
             [action for action in order if self._rank_of(action.stage_index) == self._rank],
@@ -146,6 +145,7 @@ class Pipeline:
     def _placed(self, given: Microbatch) -> PlacedMicrobatch:
         staged = given.crossings.staged
         replica = self._replica.with_program(staged)
+        replica.follow_attributes(self._part)
         place = replica.places[0]
         return PlacedMicrobatch(
             replica=replica,
