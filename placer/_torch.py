@@ -11,9 +11,8 @@ The file can be imported on any torch: private names are looked up when they are
 from __future__ import annotations
 
 import importlib
-import inspect
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,8 +26,8 @@ from torch import Tensor, fx, nn
 
 from placer.errors import causes
 
-Feature = Literal["planning", "running", "a process per replica", "a process per stage"]
-"""What a private name is needed for. Several stages per process count as "a process per stage"."""
+Feature = Literal["planning", "running", "a process per device"]
+"""What a private name is needed for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,43 +78,30 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "torch._C._dynamo.eval_frame.get_eval_frame_callback",
     ),
     *_private(
-        "a process per replica",
+        "a process per device",
         "torch.autograd.graph._engine_run_backward",
         "torch.distributed.distributed_c10d._get_default_store",
         "torch.distributed.distributed_c10d._abort_process_group",
         "torch.distributed.ProcessGroup._get_backend",
-        lowest="2.14",
-    ),
-    *_private(
-        "a process per stage",
-        "torch.distributed.pipelining.stage._ForwardChunkState",
-        "torch.distributed.pipelining.PipelineStage._output_slot_is_releasable",
-        "torch.testing._internal.distributed.fake_pg.FakeStore",
-        "torch.ops.aten._unsafe_view",
-        lowest="2.15",
     ),
 )
 # Attributes of objects cannot be looked for without the object, so they are listed here only:
 # ``_op_dk`` (of an operator); ``_sequence_nr``, ``_set_sequence_nr`` and ``_raw_saved_*`` (of autograd's
-# nodes); ``_timeout`` (of a backend's options); ``_forward_chunk_states`` (of a pipeline stage).
+# nodes); ``_timeout`` (of a backend's options).
 
 _BUILDS_ON: Mapping[Feature, tuple[Feature, ...]] = {
     "planning": (),
     "running": ("planning",),
-    "a process per replica": ("planning", "running"),
-    "a process per stage": ("planning", "running", "a process per replica"),
+    "a process per device": ("planning", "running"),
 }
 
 
 def missing_names(feature: Feature) -> tuple[str, ...]:
     """The names of torch that ``feature`` needs and this torch does not have, in the table's order."""
     features = (*_BUILDS_ON[feature], feature)
-    missing = [
+    return tuple(
         each.name for each in PRIVATE_NAMES if each.feature in features and not _is_there(each.name)
-    ]
-    if "a process per replica" in features and not _takes_microbatches():
-        missing.append("torch.distributed.pipelining.ScheduleGPipe.step(arg_mbs=...)")
-    return tuple(missing)
+    )
 
 
 def _is_there(name: str) -> bool:
@@ -132,18 +118,6 @@ def _is_there(name: str) -> bool:
             found = getattr(found, part)
         return True
     return False
-
-
-def _takes_microbatches() -> bool:
-    """Do the schedules of ``torch.distributed.pipelining`` take micro-batches that are cut already?
-
-    Public, since torch 2.14.
-    """
-    try:
-        from torch.distributed.pipelining import ScheduleGPipe
-    except ImportError:  # a torch built without torch.distributed
-        return False
-    return "arg_mbs" in inspect.signature(ScheduleGPipe.step).parameters
 
 
 def clone_shallow(
@@ -214,7 +188,6 @@ def run_at_once(node: torch.autograd.graph.Node) -> None:
     """Have autograd run ``node`` before all that waits, when its gradient has come.
 
     Of the nodes that are ready, autograd runs the one with the highest number, the last made one.
-
     """
     node._set_sequence_nr(_FIRST_IN_LINE)  # type: ignore[attr-defined]
 
@@ -350,18 +323,6 @@ def without_torch_function() -> AbstractContextManager[object]:
     return torch._C.DisableTorchFunction()
 
 
-@contextmanager
-def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
-    """A default process group in which this process is ``rank`` and nothing is sent."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def abort_group(group: dist.ProcessGroup) -> None:
     """End what ``group`` does, without waiting for its other ranks, and forget it.
 
@@ -370,31 +331,6 @@ def abort_group(group: dist.ProcessGroup) -> None:
     the other, may wait for each other on different ranks (pytorch#119797).
     """
     dist.distributed_c10d._abort_process_group(group)
-
-
-def chunk_state(stage: Any, chunk: int) -> tuple[Sequence[Any], Sequence[Any]]:
-    """What the backward of a pipeline stage's micro-batch starts from, and the inputs."""
-    state = stage._forward_chunk_states[chunk]
-    return state.stage_output_for_backward(), state.input_values
-
-
-def releasing_fakes(stage_class: Any) -> Any:
-    """A ``PipelineStage`` that lets go of sent fake outputs too, as of real ones."""
-
-    class FakeStage(stage_class):  # type: ignore[misc]
-        def _output_slot_is_releasable(self, output: Any) -> tuple[bool, str]:
-            return not self.is_last, "last-stage output"
-
-    return FakeStage
-
-
-def reshape_in_place(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """``tensor`` in another shape and in the same memory, no view of it for autograd.
-
-    So it may be written to where ``tensor`` is a leaf, and be detached in place. Raises
-    ``RuntimeError`` where ``tensor.view(shape)`` does.
-    """
-    return torch.ops.aten._unsafe_view.default(tensor, shape)  # type: ignore[no-any-return]
 
 
 @contextmanager

@@ -20,8 +20,9 @@ from placer.runtime.module import PlacedModule
 from placer.runtime.places import resolve_places
 from placer.simulation import SimulationReport, simulate_plan
 from placer.simulation.judge import Planner, plan_maker
+from placer.simulation.ranks import simulate_ranks
 from placer.spec import DeviceSpec, PlacementSpec, load_spec
-from placer.versions import require, require_processes
+from placer.versions import require
 
 SpecSource = PlacementSpec | Mapping[str, Any] | str | Path
 
@@ -48,8 +49,6 @@ def make_plan(
     ``SpecError``, ``CaptureError``, and ``VersionError`` when the installed torch cannot do this.
     """
     wanted = as_spec(spec)
-    if processes:
-        require_processes(len(wanted.devices))
     capture, leaves = _capture(model, args, kwargs, ignore_device_moves=ignore_device_moves)
     return plan_maker(capture, leaves, processes=processes)(wanted)
 
@@ -83,7 +82,7 @@ def compile(
 
     def plan_here() -> tuple[Capture, Plan]:
         wanted = spec_or_plan if isinstance(spec_or_plan, Plan) else as_spec(spec_or_plan)
-        _require_torch(wanted, job)
+        require("running" if job is None else "a process per device")
         capture, leaves = _capture(model, args, kwargs, ignore_device_moves=ignore_device_moves)
         return capture, _plan_or_refuse(wanted, capture, leaves, job)
 
@@ -153,8 +152,6 @@ def auto_spec(
         **options,
     }
     spec = PlacementSpec.model_validate(fields)
-    if processes:
-        require_processes(len(spec.devices))
     capture, leaves = _capture(model, args, kwargs, ignore_device_moves=ignore_device_moves)
     return choose_spec(capture, spec, leaves, plan_maker(capture, leaves, processes=processes))
 
@@ -180,8 +177,6 @@ def simulate(
     ``ignore_device_moves`` is as for `make_plan`.
     """
     wanted = plan if isinstance(plan, Plan) else as_spec(plan)
-    if processes:
-        require_processes(len(wanted.stages if isinstance(wanted, Plan) else wanted.devices))
     capture, leaves = _capture(model, args, kwargs, ignore_device_moves=ignore_device_moves)
     if isinstance(wanted, PlacementSpec):
         plan = plan_maker(capture, leaves, processes=processes)(wanted)
@@ -204,8 +199,6 @@ def simulate_captured(
     """`simulate` for a model that is captured already, called with the tensors ``inputs``."""
     check_plan(plan, capture)
     if processes:
-        from placer.simulation.ranks import simulate_ranks  # pipelining takes a while to import
-
         return simulate_ranks(capture, plan, inputs, loss_fn=loss_fn, run_on=run_on)
     return simulate_plan(capture, plan, inputs, loss_fn=loss_fn, run_on=run_on)
 
@@ -243,22 +236,6 @@ def example_call(
             "write several inputs as one tuple: (x, y)",
         )
     return tuple(args), dict(kwargs or {})
-
-
-def _require_torch(wanted: PlacementSpec | Plan, job: Job | None) -> None:
-    """Raise ``VersionError`` for a torch that cannot run ``wanted``, in ``job`` if there is one.
-
-    How many stages there will be is not known before planning; a job with more processes than
-    replicas has several.
-    """
-    if job is None:
-        require("running")
-    elif isinstance(wanted, Plan):
-        require_processes(len(wanted.stages))
-    elif wanted.replicas == "auto":  # asked again when it is planned
-        require("a process per replica")
-    else:
-        require_processes(2 if job.world_size > wanted.replicas else 1)
 
 
 def _check_one_process(plan: Plan) -> None:

@@ -218,7 +218,7 @@ def _features() -> tuple[FeatureState, ...]:
         FeatureState(
             feature=feature,
             missing=missing_names(feature),
-            remedy=repair_command(feature),
+            remedy=repair_command(),
         )
         for feature in get_args(Feature)
     )

@@ -68,18 +68,10 @@ RANGES: tuple[Range, ...] = (
 )
 TORCH = RANGES[0]
 
-# Of which release of torch each feature can be had; `placer._torch.PRIVATE_NAMES` says why.
-_FIRST_TORCH: dict[Feature, str] = {
-    "planning": "2.11",
-    "running": "2.11",
-    "a process per replica": "2.14",
-    "a process per stage": "2.15",
-}
 _DOES: dict[Feature, str] = {
     "planning": "cannot capture and plan models",
     "running": "cannot run placed models",
-    "a process per replica": "cannot run replicas in processes of their own",
-    "a process per stage": "cannot run stages in processes of their own",
+    "a process per device": "cannot run a process per device",
 }
 
 
@@ -97,9 +89,9 @@ def found_release(package: str) -> str | None:
         return None
 
 
-def repair_command(feature: Feature = "planning") -> str:
-    """The command that installs a torch which has ``feature``."""
-    return f"python -m pip install 'torch>={_FIRST_TORCH[feature]},<{TORCH.below}' torchvision"
+def repair_command() -> str:
+    """The command that installs a torch which placer runs on."""
+    return f"python -m pip install '{TORCH.requirement}' torchvision"
 
 
 def require(feature: Feature) -> None:
@@ -110,20 +102,14 @@ def require(feature: Feature) -> None:
     if not missing:
         return
     others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-    remedy = repair_command(feature)
-    if feature.startswith("a process"):
+    remedy = repair_command()
+    if feature == "a process per device":
         remedy += "; or run the spec in one process, without torchrun, which this torch can do"
     raise VersionError(
         f"torch {found_release('torch')}",
-        f"{_DOES[feature]}: it has no {missing[0]}{others}; that needs torch "
-        f"{_FIRST_TORCH[feature]} or newer (placer runs on torch {TORCH})",
+        f"{_DOES[feature]}: it has no {missing[0]}{others} (placer runs on torch {TORCH})",
         remedy,
     )
-
-
-def require_processes(num_stages: int) -> None:
-    """`require` what one process per device needs for ``num_stages`` stages per replica."""
-    require("a process per stage" if num_stages > 1 else "a process per replica")
 
 
 @contextmanager

@@ -5,7 +5,6 @@ A comment right before a block says how it is tested:
     <!-- file: spec.json -->     it is saved under this name in the page's folder
     <!-- exit: 3 -->             the exit code of its last command; of a spec, that it is wrong
     <!-- not run: the reason --> it is not run
-    <!-- needs: a process per stage --> it is run where the installed torch can do this
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 
-_COMMENT = re.compile(r"<!-- (file|exit|not run|needs): (.+?) -->")
+_COMMENT = re.compile(r"<!-- (file|exit|not run): (.+?) -->")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 

@@ -65,8 +65,7 @@ def _devices(found: Diagnosis) -> Table:
 _FEATURES = {
     "planning": "plan, simulate, report",
     "running": "run a placed model in one process",
-    "a process per replica": "torchrun: a process per replica",
-    "a process per stage": "torchrun: a process per stage",
+    "a process per device": "torchrun: a process per device",
 }
 
 

@@ -37,7 +37,6 @@ def plan(
     """Show on which device everything goes and what it costs; nothing is allocated."""
     from placer.files import check_writable
     from placer.spec import load_spec
-    from placer.versions import require_processes
 
     wanted = load_spec(spec)
     subject.check()
@@ -49,8 +48,6 @@ def plan(
         from placer.report import plan_table, write_html
         from placer.simulation.judge import plan_maker
 
-        if processes:
-            require_processes(len(wanted.devices))
         loaded = subject.load()
     with progress(console, "recording the operations of the model"):
         capture, leaves = loaded.capture()

@@ -32,7 +32,6 @@ def simulate(
     from placer.cli.sources import load_spec_or_plan
     from placer.plan.types import Plan
     from placer.report import moment_text
-    from placer.versions import require_processes
 
     wanted = load_spec_or_plan(spec)
     subject.check()
@@ -41,8 +40,6 @@ def simulate(
         from placer.api import simulate_captured
         from placer.simulation.judge import plan_maker
 
-        if processes:
-            require_processes(len(wanted.stages if isinstance(wanted, Plan) else wanted.devices))
         loaded = subject.load()
     with progress(console, "recording the operations of the model"):
         capture, leaves = loaded.capture()

@@ -14,6 +14,7 @@ from placer.capture import Capture
 from placer.cost import CostEstimates
 from placer.plan.build import PlanMaker, build_plan
 from placer.plan.types import DevicePeak, Plan, StageMemory
+from placer.simulation.ranks import simulate_ranks
 from placer.simulation.simulate import simulate_peaks
 from placer.spec import PlacementSpec
 
@@ -136,8 +137,6 @@ def _is_doubtful(device: DevicePeak) -> bool:
 
 def _run_ranks(capture: Capture, inputs: Sequence[Tensor], plan: Plan, budgets: _Budgets) -> Plan:
     """``plan`` with the whole budgets and what every rank holds of them."""
-    from placer.simulation.ranks import simulate_ranks  # pipelining takes a while to import
-
     ranks = [device.peak for device in simulate_ranks(capture, plan, inputs).devices]
     found = itertools.islice(itertools.cycle(ranks), len(plan.devices))
     return _with_peaks(plan, list(found), budgets)

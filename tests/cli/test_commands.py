@@ -74,7 +74,6 @@ def test_models_that_cannot_be_built_on_meta(placer: Run) -> None:
     assert placer("plan", "net.py:Words", "fits.json", "-i", "2x5:int64<11").exit_code == 0
 
 
-@pytest.mark.needs("a process per stage")
 def test_a_plan_for_processes_has_the_peaks_of_its_ranks(placer: Run, tmp_path: Path) -> None:
     saved = tmp_path / "plan.json"
     result = placer("plan", "net.py:Net", "fits.json", *X, "--processes", "-o", str(saved))

@@ -48,12 +48,12 @@ def test_doctor_says_what_is_missing_for_which_feature(
     placer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = _torch._is_there
-    lost = "torch.distributed.pipelining.stage._ForwardChunkState"
+    lost = "torch.distributed.distributed_c10d._abort_process_group"
     monkeypatch.setattr(_torch, "_is_there", lambda name: name != lost and there(name))
     result = placer("doctor", "--json")
     assert result.exit_code == 0  # one process still works
     states = {each["feature"]: each for each in json.loads(result.stdout)["features"]}
-    assert lost in states["a process per stage"]["missing"]
+    assert lost in states["a process per device"]["missing"]
     assert states["running"] == {"feature": "running", "available": True, "missing": []}
     lost = "torch.library._scoped_library"
     result = placer("doctor", "--json")

@@ -62,7 +62,6 @@ def test_what_splitting_gets_wrong_easily(job_of: Callable[[int], Job], name: st
     check(job_of, name, (2, 2), SCHEDULES)
 
 
-@pytest.mark.needs("a process per replica")
 def test_a_replica_without_rows_has_the_buffers_and_gradients_of_the_others(
     job_of: Callable[[int], Job],
 ) -> None:

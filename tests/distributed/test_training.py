@@ -93,7 +93,6 @@ def test_what_needs_one_process_is_said(job_of: Callable[[int], Job]) -> None:
             assert part in message
 
 
-@pytest.mark.needs("a process per replica")
 def test_dropout_differs_per_replica_and_comes_again(job_of: Callable[[int], Job]) -> None:
     found = job_of(2).run(cases.drop_twice, cases.make_spec(1, 2, 2))
     assert found[0] == found[0][:2] * 2  # the same seed, the same step
@@ -134,7 +133,6 @@ def test_synchronised_batch_norm_equals_the_uncut_original(
     job_of(shape[0] * shape[1]).run(cases.train_with_synchronised_norms, spec)
 
 
-@pytest.mark.needs("running")
 def test_synchronised_batch_norm_needs_its_processes_and_whole_batches() -> None:
     model, (x,), _ = cases.CASES["in place"](4)
     with pytest.raises(placer.PlacerError, match="torchrun"):
@@ -155,7 +153,6 @@ def test_deferred_statistics_of_one_stage_or_one_replica(job_of: Callable[[int],
     job_of(2).run(norm_cases.train_with_deferred_statistics, "batch", 2, 1, checkpoint=("0", "3"))
 
 
-@pytest.mark.needs("a process per replica")
 def test_a_layer_that_synchronises_itself_is_not_deferred(job_of: Callable[[int], Job]) -> None:
     messages = job_of(2).run(norm_cases.compile_synchronised)
     assert all("SyncBatchNorm" in message for message in messages)

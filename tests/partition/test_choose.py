@@ -162,7 +162,6 @@ class LongSkip(nn.Module):
         return x + self.last(wide)
 
 
-@pytest.mark.needs("a process per stage")
 @pytest.mark.parametrize(("objective", "width"), [("throughput", 1024), ("memory", 256)])
 def test_relays_cost_the_stages_between_under_one_process_per_device(
     objective: str, width: int

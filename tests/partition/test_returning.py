@@ -68,7 +68,6 @@ def test_what_is_said_of_its_boundaries_is_so() -> None:
     assert "all stages of cpu:" in plan.explain()
 
 
-@pytest.mark.needs("a process per stage")
 def test_what_needs_one_stage_per_device_gets_it() -> None:
     with torch.device("meta"):
         model, x = _unet(), torch.empty(2, 1, 16, 16, 16)

@@ -39,7 +39,6 @@ def test_the_gradient_of_a_shared_weight_comes_home_before_the_first_stage_runs_
     check(model, (ids,), stages=4, microbatches=2)
 
 
-@pytest.mark.needs("a process per stage")
 def test_a_skip_whose_first_readers_stage_is_not_its_last() -> None:
     """The pooling keeps a cast of its own: the copy that it was made from goes at once."""
     model = unet3d(width=8, depth=4)

@@ -22,7 +22,7 @@ from placer.runtime.distributed.groups import gather_objects, make_mesh
 from placer.runtime.distributed.job import Job, choose_device, join_job, take_seat
 from placer.runtime.distributed.module import DistributedModule
 from placer.runtime.distributed.part import build_part, find_holdings, share_weights
-from placer.versions import require_processes
+from placer.versions import require
 
 
 def launch(
@@ -44,7 +44,7 @@ def launch(
     per device of the plan, before any communication; ``PlanError`` when another rank has another
     model or plan, before anything is built. Weights that are not read from a file are those of rank 0.
     """
-    require_processes(len(plan.stages))
+    require("a process per device")
     _check_norms(model, plan)
     seat = take_seat(plan, job)
     device = choose_device(plan, job, run_on)
