@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from distributed_cases import CASES, compare_state, make_spec
+from distributed_cases import CASES, SkippingChain, compare_state, make_spec
 from oracle import assert_close, mean_square, reference_step
 from torch import Tensor, nn
 from torch.distributed import pipelining
@@ -245,6 +245,88 @@ def step_where_outputs_depend_on_nothing_received(schedule: str) -> None:
             loss = placed.step(x, loss_fn=mean_square)
             assert_close(loss, reference_step(plain, (x,), {}, 1, 3), "loss")
             compare_state(placed, plain, f"{type(model).__name__}, step {step}")
+
+
+class Doubled(nn.Module):
+    """A layer whose result has a hook that doubles its gradient, as gradient reversal is done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient * 2)
+        return torch.tanh(y)
+
+
+def step_with_hooks_on_results(schedule: str) -> None:
+    """A hook's factor is in each gradient once, however the backward is cut."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Doubled() for _ in range(4))).double()
+    x = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    plain = copy.deepcopy(model)
+    layers = {str(i): f"cpu:{i // 2}" for i in range(4)}
+    placed = placer.compile(model, make_spec(2, 1, 3, schedule, layers=layers), x)
+    loss = placed.step(x, loss_fn=mean_square)
+    assert_close(loss, reference_step(plain, (x,), {}, 1, 3), "loss")
+    compare_state(placed, plain, "hooks")
+
+
+class TwoResults(nn.Module):
+    """The second result is made of a value that skips a stage, by a layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third, self.other, self.early = (
+            nn.Linear(4, 4) for _ in range(5)
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        kept = torch.tanh(self.first(x))
+        early = torch.sigmoid(self.early(x))
+        return self.third(torch.tanh(self.second(kept))), self.other(kept * early)
+
+
+def step_with_a_loss_of_one_result(schedule: str) -> None:
+    """What only the other result depends on gets no gradient, on any rank: None, not zeros."""
+    torch.manual_seed(0)
+    model = TwoResults().double()
+    x = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    layers = {"first": "cpu:0", "early": "cpu:0", "second": "cpu:1", "third": "cpu:2"}
+    spec = make_spec(3, 1, 2, schedule, layers={**layers, "other": "cpu:2"})
+    for used in (0, 1):
+        plain = copy.deepcopy(model)
+        placed = placer.compile(copy.deepcopy(model), spec, x)
+
+        def loss_fn(results: tuple[Tensor, Tensor], used: int = used) -> Tensor:
+            return results[used].square().mean()
+
+        loss = placed.step(x, loss_fn=loss_fn)
+        (expected := loss_fn(plain(x))).backward()
+        assert_close(loss, expected, "loss")
+        gradients = {name: p.grad for name, p in plain.named_parameters()}
+        assert any(grad is None for grad in gradients.values())
+        for name, parameter in placed.named_parameters():
+            assert (parameter.grad is None) == (gradients[name] is None), (used, name)
+            if parameter.grad is not None:
+                assert_close(parameter.grad, gradients[name], name)
+
+
+def count_messages_of_a_skip() -> tuple[int, int]:
+    """Messages that this rank sends and receives in a step of a value that skips two stages."""
+    torch.manual_seed(0)
+    model = SkippingChain().double()
+    x = torch.randn(4, 6, dtype=torch.float64)
+    layers = {str(i): f"cpu:{i}" for i in range(4)}
+    plain = copy.deepcopy(model)
+    placed = placer.compile(model, make_spec(4, 1, 2, "1F1B", layers=layers), x)
+    with WorkCounter() as counter:
+        loss = placed.step(x, loss_fn=mean_square)
+    assert_close(loss, reference_step(plain, (x,), {}, 1, 2), "loss")
+    compare_state(placed, plain, "skip")
+    return counter.counts["c10d::send"], counter.counts["c10d::recv_"]
 
 
 class ReadsInputsAgain(nn.Module):

@@ -73,15 +73,33 @@ def test_buffers_of_all_kinds_are_shared(job_of: Callable[[int], Job]) -> None:
 
 
 def test_split_backwards_lose_no_gradient(job_of: Callable[[int], Job]) -> None:
-    """Torch's own split leaves them out, without an error."""
+    """What is made of the model's input alone meets nothing that the stage received."""
     job_of(4).run(pipeline_cases.step_where_outputs_depend_on_nothing_received, SPLIT)
 
 
 def test_split_backwards_of_what_own_inputs_are_used_for_twice(
     job_of: Callable[[int], Job],
 ) -> None:
-    """Torch's own split goes through the graph a second time."""
+    """Weights that meet what the stage received at two nodes."""
     job_of(4).run(pipeline_cases.step_where_own_inputs_are_used_twice, SPLIT)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", SPLIT])
+def test_hooks_on_results_act_once(job_of: Callable[[int], Job], schedule: str) -> None:
+    job_of(2).run(pipeline_cases.step_with_hooks_on_results, schedule)
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", SPLIT])
+def test_what_the_loss_leaves_out_has_no_gradient(
+    job_of: Callable[[int], Job], schedule: str
+) -> None:
+    job_of(3).run(pipeline_cases.step_with_a_loss_of_one_result, schedule)
+
+
+def test_a_value_that_skips_stages_travels_once(job_of: Callable[[int], Job]) -> None:
+    """Of two micro-batches, each way: 0 to 1 and 2, 1 to 2, 2 to 3; rank 1 passes nothing on."""
+    sent = job_of(4).run(pipeline_cases.count_messages_of_a_skip)
+    assert sent == [(4, 4), (4, 4), (6, 6), (2, 2)]
 
 
 @pytest.mark.parametrize(

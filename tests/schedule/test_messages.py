@@ -1,0 +1,164 @@
+"""Messages between ranks: each value goes once, straight to its reader, and no wait is circular."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Sequence
+
+import pytest
+
+from placer.schedule import Action, Flow, Message, find_messages, linearize, make_schedule
+
+NAMES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
+
+
+def random_flows(rng: random.Random, stages: int) -> list[Flow]:
+    """A chain, and values that skip stages; some have no gradient, or from some readers only."""
+    flows = [
+        Flow(name=f"chain {s}", maker=s, readers=(s + 1,), gradient_readers=frozenset((s + 1,)))
+        for s in range(stages - 1)
+    ]
+    for number in range(rng.randrange(2 * stages)):
+        if stages < 2:
+            break
+        maker = rng.randrange(stages - 1)
+        readers = sorted(rng.sample(range(maker + 1, stages), rng.randint(1, stages - 1 - maker)))
+        gradients = frozenset(reader for reader in readers if rng.random() < 0.7)
+        flows.append(
+            Flow(
+                name=f"skip {number}",
+                maker=maker,
+                readers=tuple(readers),
+                gradient_readers=gradients,
+            )
+        )
+    return sorted(flows, key=lambda flow: flow.maker)
+
+
+def run_ranks(order: Sequence[Action], messages: Sequence[Message], ranks: int) -> None:
+    """Run every rank on its own, as far as it gets, where a message leaves only when it is awaited.
+
+    That is how NCCL does it, and harder than gloo: the two ends of a pair handle their messages one by
+    one, and one is through when both have come to it. A rank does an action when it has received
+    what it needs, and never waits for a send.
+    """
+    position = {action: index for index, action in enumerate(order)}
+    todo = [deque(a for a in order if a.stage_index % ranks == rank) for rank in range(ranks)]
+    pairs: dict[tuple[int, int], list[Message]] = {}
+    for message in messages:
+        pairs.setdefault(tuple(sorted((message.sender, message.receiver))), []).append(message)  # type: ignore[arg-type]
+    handled = {
+        (pair, rank): 0 for pair in pairs for rank in pair
+    }  # messages that a rank has started
+    done: set[Message] = set()
+    made: set[Message] = set()
+
+    def start(rank: int, action: Action, following: int) -> None:
+        """As `Messages.receive` does: receives whose turn it is, up to a send that is not made yet."""
+        for pair, queue in pairs.items():
+            if rank not in pair:
+                continue
+            while handled[pair, rank] < len(queue):
+                message = queue[handled[pair, rank]]
+                if message.sender == rank:
+                    if message not in made:
+                        break
+                elif message.sent_after >= position[action] and message.needed_before > following:
+                    break
+                handled[pair, rank] += 1
+
+    def deliver() -> None:
+        for pair, queue in pairs.items():
+            both = min(handled[pair, rank] for rank in pair)
+            done.update(queue[:both])
+
+    while any(todo):
+        progress = False
+        for rank in range(ranks):
+            while todo[rank]:
+                action = todo[rank][0]
+                following = position[todo[rank][1] if len(todo[rank]) > 1 else action]
+                start(rank, action, following)
+                deliver()
+                needed = [
+                    m
+                    for m in messages
+                    if m.receiver == rank and m.needed_before == position[action]
+                ]
+                if any(message not in done for message in needed):
+                    break
+                todo[rank].popleft()
+                sent = [
+                    m for m in messages if m.sender == rank and m.sent_after == position[action]
+                ]
+                for message in sent:  # it is the next one of its pair
+                    queue = pairs[tuple(sorted((message.sender, message.receiver)))]  # type: ignore[index]
+                    pair = tuple(sorted((message.sender, message.receiver)))
+                    assert queue[handled[pair, rank]] is message  # type: ignore[index]
+                    made.add(message)
+                    handled[pair, rank] += 1  # type: ignore[index]
+                progress = True
+        deliver()
+        assert progress, f"ranks wait for each other: {[str(q[0]) for q in todo if q]}"
+    assert done == set(messages)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("stages", range(1, 9))
+def test_no_wait_is_circular(name: str, stages: int) -> None:
+    """All schedules, 1 to 8 stages, 1 to 16 micro-batches, on as many ranks or fewer, with skips."""
+    for count in range(1, 17):
+        for ranks in (ranks for ranks in range(1, stages + 1) if stages % ranks == 0):
+            try:
+                schedule = make_schedule(name, stages, count, num_ranks=ranks)
+            except ValueError:  # an interleaved schedule wants a multiple
+                continue
+            rng = random.Random(f"{name} {stages} {count} {ranks}")
+            flows = random_flows(rng, stages)
+            order = linearize(schedule)
+            messages = find_messages(order, lambda _, f=flows: f, lambda s, r=ranks: s % r)  # type: ignore[misc]
+            assert [m.sent_after for m in messages] == sorted(m.sent_after for m in messages)
+            assert all(m.sent_after < m.needed_before for m in messages)
+            run_ranks(order, messages, ranks)
+
+
+def test_what_waits_in_a_circle_is_found() -> None:
+    """The check itself: two ranks that each need the other's later message first."""
+    order = linearize(make_schedule("GPipe", 2, 1))
+    first, last = (
+        Message(
+            kind="value",
+            name=name,
+            microbatch_index=0,
+            sender=sender,
+            receiver=1 - sender,
+            sent_after=after,
+            needed_before=before,
+        )
+        for name, sender, after, before in (("a", 0, 3, 1), ("b", 1, 1, 0))
+    )
+    with pytest.raises(AssertionError, match="wait for each other"):
+        run_ranks(order, [last, first], 2)
+
+
+def test_a_value_that_skips_stages_is_sent_once_to_each_rank_and_comes_back_once() -> None:
+    """Stage 0's value goes to rank 1, which reads it in stages 1 and 3, and to rank 0 itself."""
+    flow = Flow(name="v", maker=0, readers=(1, 2, 3), gradient_readers=frozenset((1, 3)))
+    order = linearize(make_schedule("GPipe", 4, 2, num_ranks=2))
+    messages = find_messages(order, lambda _: [flow], lambda stage: stage % 2)
+    assert Counter((m.kind, m.sender, m.receiver) for m in messages) == {
+        ("value", 0, 1): 2,
+        ("gradient", 1, 0): 2,
+    }
+    at = {str(action): position for position, action in enumerate(order)}
+    back = next(m for m in messages if m.kind == "gradient" and m.microbatch_index == 1)
+    assert back.sent_after == at["1B1"] and back.needed_before == at["0B1"]
+
+
+def test_messages_of_a_split_backward_come_after_its_first_half() -> None:
+    flow = Flow(name="v", maker=0, readers=(1,), gradient_readers=frozenset((1,)))
+    order = linearize(make_schedule("InterleavedZeroBubble", 2, 1))
+    (_, back) = find_messages(order, lambda _: [flow], lambda stage: stage)
+    at = {str(action): position for position, action in enumerate(order)}
+    assert back.sent_after == at["1I0"] < at["1W0"]
