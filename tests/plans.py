@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from placer.plan.types import DevicePeak, Plan, StageMemory, StagePlan, Transfer
 
 GIB = 2**30
+
+
+def stage_memory(**known: int) -> StageMemory:
+    """The bytes of a stage, 0 of what is not ``known``."""
+    kinds = dict.fromkeys((field.name for field in dataclasses.fields(StageMemory)), 0)
+    return StageMemory(**{**kinds, **known})
 
 
 def make_plan(*, budget: int | None = 16 * GIB) -> Plan:
@@ -21,7 +29,7 @@ def make_plan(*, budget: int | None = 16 * GIB) -> Plan:
             devices=(f"cuda:{i}",),
             layers=tuple(dict.fromkeys(nodes[n] for n in parts[i])),
             nodes=parts[i],
-            memory=StageMemory(
+            memory=stage_memory(
                 parameters=GIB, gradients=GIB, saved=peaks[i] - 2 * GIB, peak=peaks[i]
             ),
             budget=budget,
@@ -55,4 +63,10 @@ def make_plan(*, budget: int | None = 16 * GIB) -> Plan:
         ),
         notes=("BatchNorm <takes> its statistics per micro-batch",),
         node_layers=nodes,
+        processes=False,
+        checkpoint=(),
+        offload=(),
+        optimality=None,
+        extra_time=None,
+        boundaries=(),
     )

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.msr.solver.solve import solve
 from benchmarks.msr.variants import least_limit, size_problem, variants
 from benchmarks.msr.workload import (
     WorkloadError,
@@ -21,7 +22,6 @@ from benchmarks.msr.workload import (
     read_workload,
 )
 from benchmarks.record import write_result
-from placer.partition import solve
 
 _PLACES = [parent / "shared" / "workloads" / "msr" for parent in Path(__file__).parents]
 FOLDER = next((place for place in _PLACES if place.exists()), _PLACES[3])

@@ -16,8 +16,9 @@ from typing import Any
 import networkx as nx
 import numpy as np
 
+from benchmarks.msr.solver.solve import solve
 from benchmarks.msr.workload import Workload, partition_problem
-from placer.partition import PartitionProblem, SharedValue, solve
+from placer.partition import PartitionProblem, SharedValue
 
 Data = dict[str, Any]
 Random = np.random.Generator

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -107,6 +108,8 @@ def _wrong_fields(where: str, found: Any, fields: Mapping[str, type]) -> str | N
 def partition_problem(workload: Workload) -> PartitionProblem:
     """Units are the file's nodes, in its order; only forward edges order the stages.
 
+    The nodes of a colour class are on a cycle of edges: they share a stage.
+
     Accelerators only: what a file says of CPUs (``maxCPUs``, ``cpuLatency``) is not read.
     """
     nodes, edges = workload.data["nodes"], workload.data["edges"]
@@ -125,6 +128,7 @@ def partition_problem(workload: Workload) -> PartitionProblem:
     for i, node in enumerate(nodes):
         if node.get("colorClass") is not None:
             classes.setdefault(node["colorClass"], []).append(i)
+    tied = {(a, b) for group in classes.values() for a, b in itertools.pairwise([*group, group[0]])}
     slot = StageSlot(
         device="accelerator",
         seconds=np.array([float(node["fpgaLatency"]) for node in nodes]),
@@ -134,13 +138,12 @@ def partition_problem(workload: Workload) -> PartitionProblem:
     )
     return PartitionProblem(
         num_units=len(nodes),
-        edges=tuple(sorted(forward)),
+        edges=tuple(sorted(forward | {(a, b) for a, b in tied if a != b})),
         values=tuple(
             SharedValue(nbytes=cost[i], units=(i, *sorted(consumers[i] - {i})))
             for i in sorted(consumers)
         ),
         slots=(slot,) * workload.num_devices,
-        together=tuple(map(tuple, classes.values())),
         may_be_empty=True,
     )
 

@@ -24,7 +24,7 @@ from placer.partition.solver.problem import (
     stage_loads,
 )
 from placer.partition.solver.solve import solve
-from placer.partition.types import Demands, DeviceSlot, Partition, PartitionStage
+from placer.partition.types import Demands, DeviceSlot, Partition
 from placer.plan.types import Optimality
 
 __all__ = [
@@ -33,7 +33,6 @@ __all__ = [
     "Optimality",
     "Partition",
     "PartitionProblem",
-    "PartitionStage",
     "SharedValue",
     "Solution",
     "StageSlot",

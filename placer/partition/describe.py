@@ -29,8 +29,9 @@ from placer.partition.stage_cost.score import (
     transfer_seconds,
 )
 from placer.partition.stage_cost.tables import IntervalTables
-from placer.partition.types import Demands, DeviceSlot, Partition, PartitionStage
-from placer.plan.types import Boundary, Optimality, StageMemory
+from placer.partition.types import Demands, DeviceSlot, Partition
+from placer.plan.types import Boundary, Optimality, StageMemory, StagePlan
+from placer.regions import find_regions
 from placer.schedule import InFlight
 
 SLOWEST_SECONDS = "seconds of the slowest stage"
@@ -58,28 +59,30 @@ def describe_partition(
     """The partition of ``best``; ``pinned`` per node of its order, ``bound`` below its criterion."""
     spans = enumerate(itertools.pairwise(best.cuts))
     used = [_Used(q, x, y - 1) for q, (x, y) in spans if y > x]
-    stages = _stages(best, used, capture, costs, demands)
-    peaks, replica_peaks = _device_peaks(best, used, stages, costs, demands)
+    slots = [best.slots[q] for q, _, _ in used]
+    received_from = _received_from(best, used, costs)
+    stages = _stages(best, used, capture, costs, demands, received_from)
+    peaks, replica_peaks = _device_peaks(best, used, stages, costs, demands, received_from)
     fits = all(
-        stage.device.budget is None
-        or peaks[stage.device.name] + stage.device.reserve <= stage.device.budget
-        for stage in stages
+        slot.budget is None or peaks[slot.name] + slot.reserve <= slot.budget for slot in slots
     )
-    loads = [s.forward_seconds + s.backward_seconds + s.transfer_seconds for s in stages]
+    moved = _transfer_seconds(best, used, demands)
+    loads = [s.forward_seconds + s.backward_seconds + m for s, m in zip(stages, moved, strict=True)]
     busy = dict.fromkeys(peaks, 0.0)
-    for stage, load in zip(stages, loads, strict=True):
-        busy[stage.device.name] += load
+    for slot, load in zip(slots, loads, strict=True):
+        busy[slot.name] += load
     seconds = max(busy.values()) * (demands.microbatches - 1) + sum(loads)
     criterion = _criterion(best, demands)
     if criterion != TOTAL_SECONDS:
-        loads = [busy[stage.device.name] for stage in stages]
+        loads = [busy[slot.name] for slot in slots]
     measured = [
-        _measure(criterion, stage.device, peaks[stage.device.name], load, best)
-        for stage, load in zip(stages, loads, strict=True)
+        _measure(criterion, slot, peaks[slot.name], load, best)
+        for slot, load in zip(slots, loads, strict=True)
     ]
     value = sum(measured) if criterion == TOTAL_SECONDS else max(measured)
     return Partition(
         stages=tuple(stages),
+        slots=tuple(slots),
         peaks=peaks,
         replica_peaks=replica_peaks,
         fits=fits,
@@ -99,10 +102,11 @@ def _stages(
     capture: Capture,
     costs: CostTable,
     demands: Demands,
-) -> list[PartitionStage]:
+    received_from: NDArray[np.float64],
+) -> list[StagePlan]:
     t = best.tables
     trains = _training_devices(best, used)
-    received_from = _received_from(best, used, costs)
+    key_of = dict(zip(costs.names, costs.keys, strict=True)) if costs.keys else {}
     stages = []
     for index, (q, x, y) in enumerate(used):
         slot = best.slots[q]
@@ -110,22 +114,34 @@ def _stages(
         kept = optimizer_on(demands, [slot.name] if demands.processes else trains)
         waiting = received_from[index, :index].tolist()
         peaks = peak_bytes(t, count, kept, training=demands.training, received_from=waiting)
-        of_replica = replica_peak_bytes(t, count, training=demands.training, received_from=waiting)
         forward, backward = stage_seconds(t, slot.kind, half=demands.half)
-        moved = transfer_seconds(t, slot.kind, training=demands.training)
-        names = best.nodes[t.cuts[x] : t.cuts[y + 1]]  # the order that its peak is of
+        inside = best.nodes[t.cuts[x] : t.cuts[y + 1]]  # the order that its peak is of
+        names = tuple(capture.order[i] for i in inside)
+        layers = dict.fromkeys(capture.layer_of[name] for name in names)
         stages.append(
-            PartitionStage(
-                device=slot,
-                nodes=tuple(capture.order[i] for i in names),
+            StagePlan(
+                index=index,
+                devices=(slot.name,),
+                layers=tuple(layer for layer in layers if layer),
+                nodes=names,
                 memory=_memory(t, x, y, count, kept, int(peaks[x, y]), training=demands.training),
-                replica_peak=int(of_replica[x, y]),
+                budget=slot.budget,
+                reserve=slot.reserve,
                 forward_seconds=float(forward[x, y]),
                 backward_seconds=float(backward[x, y]) if demands.training else 0.0,
-                transfer_seconds=float(moved[x, y]),
+                regions=find_regions(names, key_of),
             )
         )
     return stages
+
+
+def _transfer_seconds(best: Candidate, used: Sequence[_Used], demands: Demands) -> list[float]:
+    """Per stage the seconds in which it moves what crosses its borders."""
+    moved = [
+        (transfer_seconds(best.tables, best.slots[q].kind, training=demands.training), x, y)
+        for q, x, y in used
+    ]
+    return [float(seconds[x, y]) for seconds, x, y in moved]
 
 
 def _memory(
@@ -162,9 +178,10 @@ def _training_devices(best: Candidate, used: Sequence[_Used]) -> list[str]:
 def _device_peaks(
     best: Candidate,
     used: Sequence[_Used],
-    stages: Sequence[PartitionStage],
+    stages: Sequence[StagePlan],
     costs: CostTable,
     demands: Demands,
+    received_from: NDArray[np.float64],
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Peak per device, of the first replica and of a further one."""
     t = best.tables
@@ -185,7 +202,13 @@ def _device_peaks(
             device_peaks(t, costs, best.nodes, spans, None),
         )
     peaks = {name: max(peak, int(updating[name])) for name, peak in peaks.items()}
-    return peaks, _per_device([(stage, stage.replica_peak) for stage in stages])
+    of_replica = []
+    for index, (stage, (_, x, y)) in enumerate(zip(stages, used, strict=True)):
+        count = waiting_at(demands, len(used), index)
+        waiting = received_from[index, :index].tolist()
+        found = replica_peak_bytes(t, count, training=demands.training, received_from=waiting)
+        of_replica.append((stage, int(found[x, y])))
+    return peaks, _per_device(of_replica)
 
 
 def _received_from(best: Candidate, used: Sequence[_Used], costs: CostTable) -> NDArray[np.float64]:
@@ -270,13 +293,13 @@ def _boundaries(
     return tuple(found)
 
 
-def _per_device(peaks: Sequence[tuple[PartitionStage, int]]) -> dict[str, int]:
+def _per_device(peaks: Sequence[tuple[StagePlan, int]]) -> dict[str, int]:
     """Peak per device; stages that share one keep what they hold, and one of them is at its peak."""
     parts: dict[str, list[tuple[int, int]]] = {}
     for stage, peak in peaks:
         m = stage.memory
         held = min(peak, m.parameters + m.optimizer + m.buffers + m.gradients + m.saved)
-        parts.setdefault(stage.device.name, []).append((held, peak - held))
+        parts.setdefault(stage.devices[0], []).append((held, peak - held))
     return {
         name: sum(held for held, _ in pairs) + max(rest for _, rest in pairs)
         for name, pairs in parts.items()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from placer.catalogue import DeviceKind
-from placer.plan.types import Boundary, Optimality, StageMemory
+from placer.plan.types import Boundary, Optimality, StagePlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,26 +34,22 @@ class Demands:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartitionStage:
-    """One stage: its device, its nodes in program order, and what they cost there."""
-
-    device: DeviceSlot
-    nodes: tuple[str, ...]
-    memory: StageMemory
-    replica_peak: int
-    forward_seconds: float
-    backward_seconds: float
-    transfer_seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """Stages in chain order; ``fits`` when every device holds all its stages under its budget."""
+    """Stages in chain order; ``fits`` when every device holds all its stages under its budget.
 
-    stages: tuple[PartitionStage, ...]
+    The stages have the devices of the first replica alone.
+    """
+
+    stages: tuple[StagePlan, ...]
+    slots: tuple[DeviceSlot, ...]  # the device of each stage
     peaks: Mapping[str, int]  # device -> predicted peak bytes of all its stages
     replica_peaks: Mapping[str, int]  # the same of the devices in its place in replicas 1, 2, …
     fits: bool
     seconds: float  # of a step
     optimality: Optimality
     boundaries: tuple[Boundary, ...]
+
+    @property
+    def placed(self) -> list[tuple[DeviceSlot, tuple[str, ...]]]:
+        """Per stage its device and its nodes."""
+        return [(slot, s.nodes) for slot, s in zip(self.slots, self.stages, strict=True)]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from placer.capture import Capture
 from placer.cost import CostTable
 from placer.partition import Demands, Partition
 from placer.plan.lighten import LightPlan
 from placer.plan.notes import placement_notes
-from placer.plan.types import DevicePeak, Optimality, Plan, StagePlan, Transfer
-from placer.regions import RegionKey, find_regions
+from placer.plan.types import DevicePeak, Optimality, Plan, Transfer
+from placer.regions import RegionKey
 from placer.spec import PlacementSpec
 from placer.units import format_seconds
 
@@ -40,7 +41,10 @@ def assemble_plan(
         training=spec.training,
         step_seconds=partition.seconds,
         fingerprint=capture.fingerprint,
-        stages=_stages(capture, light, rows, index_of),
+        stages=tuple(
+            replace(stage, devices=tuple(row[index_of[slot.name]] for row in rows))
+            for stage, slot in zip(partition.stages, partition.slots, strict=True)
+        ),
         devices=peaks,
         transfers=_transfers(capture, costs, partition),
         checkpoint=_labels(costs.keys, "recompute"),
@@ -54,34 +58,6 @@ def assemble_plan(
         boundaries=partition.boundaries,
         node_layers=dict(capture.layer_of),
     )
-
-
-def _stages(
-    capture: Capture,
-    light: LightPlan,
-    rows: Sequence[Sequence[str]],
-    index_of: Mapping[str, int],
-) -> tuple[StagePlan, ...]:
-    key_of = dict(zip(light.costs.names, light.costs.keys, strict=True)) if light.costs.keys else {}
-    stages = []
-    for index, stage in enumerate(light.partition.stages):
-        column = index_of[stage.device.name]
-        layers = dict.fromkeys(capture.layer_of[node] for node in stage.nodes)
-        stages.append(
-            StagePlan(
-                index=index,
-                devices=tuple(row[column] for row in rows),
-                layers=tuple(layer for layer in layers if layer),
-                nodes=stage.nodes,
-                memory=stage.memory,
-                budget=stage.device.budget,
-                reserve=stage.device.reserve,
-                forward_seconds=stage.forward_seconds,
-                backward_seconds=stage.backward_seconds,
-                regions=find_regions(stage.nodes, key_of),
-            )
-        )
-    return tuple(stages)
 
 
 def _light_notes(spec: PlacementSpec, light: LightPlan) -> list[str]:
@@ -122,7 +98,7 @@ def _labels(keys: Sequence[RegionKey | None], treatment: str) -> tuple[str, ...]
 def _device_peaks(
     partition: Partition, rows: Sequence[Sequence[str]], index_of: Mapping[str, int]
 ) -> tuple[DevicePeak, ...]:
-    slots = {stage.device.name: stage.device for stage in partition.stages}
+    slots = {slot.name: slot for slot in partition.slots}
     peaks = []
     for number, row in enumerate(rows):
         table = partition.peaks if number == 0 else partition.replica_peaks

@@ -128,7 +128,7 @@ def _plan_for(
     if costs is None and len({device_type(device.name) for device in spec.devices}) > 1:
         # Where each node runs is known now: once more, with its own kernels.
         stages = light.partition.stages
-        placed = {node: stage.device.name for stage in stages for node in stage.nodes}
+        placed = {node: stage.devices[0] for stage in stages for node in stage.nodes}
         kernels = {node: device_type(name) for node, name in placed.items()}
         light = place(costs_of(kernels=kernels), placed)
     return assemble_plan(capture, spec, light, demands, spec.device_rows(replicas), microbatches)

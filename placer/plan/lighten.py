@@ -82,7 +82,7 @@ def lighten(
     search = _Search(capture, costs, keys, choices, demands, limited=limited)
     everything = list(range(len(costs.names)))
     unlimited = StageLimits(static=0.0, budget=0.0, held=1, grown=False)
-    stage = search.labelled(everything, (), first.stages[0].device, unlimited)
+    stage = search.labelled(everything, (), first.slots[0], unlimited)
     unpinned = partial(choose, more_pins={})
     untreated = _Found(costs=plain, partition=first, stages=())
     start = search.found([lighten_stage(stage, choices, unlimited)], unpinned)
@@ -113,17 +113,17 @@ def lighten(
 
 
 def _pins(partition: Partition) -> dict[str, str]:
-    return {name: stage.device.name for stage in partition.stages for name in stage.nodes}
+    return {name: slot.name for slot, nodes in partition.placed for name in nodes}
 
 
 def _borders(partition: Partition) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    return tuple((stage.device.name, stage.nodes) for stage in partition.stages)
+    return tuple((slot.name, nodes) for slot, nodes in partition.placed)
 
 
 def _rank(plan: _Found) -> tuple[bool, float, float]:
     partition = plan.partition
-    over = max((_excess(partition, stage.device) for stage in partition.stages), default=0.0)
-    limited = any(stage.device.budget is not None for stage in partition.stages)
+    over = max((_excess(partition, slot) for slot in partition.slots), default=0.0)
+    limited = any(slot.budget is not None for slot in partition.slots)
     worst = over if limited else max(partition.peaks.values())
     return (
         not partition.fits,
@@ -192,8 +192,10 @@ class _Search:
         nodes = [sorted(position[name] for name in stage.nodes) for stage in stages]
         limits = [self._limits(partition, index) for index in range(len(stages))]
         labelled = [
-            self.labelled(inside, list(chain(*nodes[:index])), stage.device, limit)
-            for index, (inside, stage, limit) in enumerate(zip(nodes, stages, limits, strict=True))
+            self.labelled(inside, list(chain(*nodes[:index])), slot, limit)
+            for index, (inside, slot, limit) in enumerate(
+                zip(nodes, partition.slots, limits, strict=True)
+            )
         ]
         return labelled, limits
 
@@ -213,7 +215,7 @@ class _Search:
 
     def improve(self, partition: Partition) -> _Found:
         """``partition`` with the regions that its stages need."""
-        stages = [(stage.device, stage.nodes) for stage in partition.stages]
+        stages = partition.placed
         rate = partial(rate_partition, self._capture, stages=stages, demands=self._demands)
         labelled, limits = self._stages(partition)
         targets = [limit.budget for limit in limits]
@@ -259,11 +261,11 @@ class _Search:
     def _limits(self, partition: Partition, index: int) -> StageLimits:
         stage = partition.stages[index]
         count = waiting_at(self._demands, len(partition.stages), index)
-        slot = stage.device
+        slot = partition.slots[index]
         budget = float("inf") if self._limited else 0.0
         if slot.budget is not None:
             budget = slot.budget - slot.reserve
-        shared = [i for i, other in enumerate(partition.stages) if other.device == slot]
+        shared = [i for i, other in enumerate(partition.slots) if other == slot]
         running = [
             partition.stages[i].memory.peak + _beside(partition, {*shared} - {i, index}, i)
             for i in shared

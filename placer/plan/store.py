@@ -5,41 +5,30 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from placer.errors import PlanError
 from placer.files import writing
 from placer.jsonfile import JSONError, read_json
-from placer.plan.format import VERSION, PlanFile, read_plan_file
-from placer.plan.types import (
-    Boundary,
-    DevicePeak,
-    Optimality,
-    Plan,
-    StageMemory,
-    StagePlan,
-    Transfer,
-)
-from placer.regions import Region
+from placer.plan.problems import inconsistencies, plan_error, type_problems, wrong_value
+from placer.plan.types import Plan
+
+VERSION = 1  # of the format
+_PLAN = TypeAdapter(Plan)
+_HOW_GOOD = ("optimality", "extra_time")  # the fields that are an `Optimality`, and
+_DERIVED = ("proven", "gap")  # what a file says of it besides: for readers, computed again
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
     """``plan`` as JSON values, keys in a fixed order; bytes are integers, times seconds."""
-    values = {"version": VERSION, **asdict(plan)}
-    values["transfers"] = [
-        {"value": t.value, "from": t.source, "to": t.target, "bytes": t.nbytes}
-        for t in plan.transfers
-    ]
-    for name, how_good in (("optimality", plan.optimality), ("extra_time", plan.extra_time)):
-        if how_good is not None:
-            values[name] |= {"proven": how_good.proven, "gap": how_good.gap}
-    optimizer = plan.optimizer
-    values["optimizer"] = optimizer if isinstance(optimizer, str) else dict(optimizer)
-    values["node_layers"] = dict(plan.node_layers)
-    ordered: dict[str, Any] = _lists({key: values[key] for key in PlanFile.model_fields})
-    return ordered
+    values = _PLAN.dump_python(plan, mode="json", by_alias=True)
+    for name in _HOW_GOOD:
+        if values[name] is not None:
+            values[name] |= {key: getattr(getattr(plan, name), key) for key in _DERIVED}
+    return {"version": VERSION, **values}
 
 
 def plan_from_json(data: Mapping[str, Any], *, source: str = "plan") -> Plan:
@@ -47,33 +36,47 @@ def plan_from_json(data: Mapping[str, Any], *, source: str = "plan") -> Plan:
 
     Raises ``PlanError`` with the JSON pointer of everything missing, mistyped, unknown or at odds.
     """
-    file = read_plan_file(data, source)
-    fields = {name: getattr(file, name) for name in PlanFile.model_fields}
-    del fields["version"]
-    fields |= {name: tuple(fields[name]) for name in ("checkpoint", "offload", "notes")}
-    fields["stages"] = tuple(
-        StagePlan(
-            index=stage.index,
-            devices=tuple(stage.devices),
-            layers=tuple(stage.layers),
-            nodes=tuple(stage.nodes),
-            memory=StageMemory(**stage.memory.model_dump()),
-            budget=stage.budget,
-            reserve=stage.reserve,
-            forward_seconds=stage.forward_seconds,
-            backward_seconds=stage.backward_seconds,
-            regions=tuple(Region(**region.model_dump()) for region in stage.regions),
+    _check_version(data, source)
+    values = {key: value for key, value in data.items() if key != "version"}
+    missing = []
+    for name in _HOW_GOOD:
+        if isinstance(known := values.get(name), Mapping):
+            missing += [(f"/{name}/{key}", "is missing") for key in _DERIVED if key not in known]
+            values[name] = {key: value for key, value in known.items() if key not in _DERIVED}
+    problems = []
+    try:
+        plan = _PLAN.validate_json(json.dumps(values))  # as JSON, where a list is a strict tuple
+    except ValidationError as error:
+        problems = type_problems(error, values)
+    except (TypeError, ValueError, RecursionError) as error:
+        problems = [("/", f"holds what JSON cannot: {error}")]
+    problems += missing
+    if problems or (problems := list(inconsistencies(plan))):
+        raise plan_error(source, problems)
+    return plan
+
+
+def _check_version(data: Any, source: str) -> None:
+    """Raise ``PlanError`` unless ``data`` is an object that says it is a plan of this version."""
+    if not isinstance(data, Mapping):
+        raise plan_error(source, [("/", "an object was expected here")])
+    if "stages" not in data and "devices" in data:
+        raise PlanError(
+            source,
+            "is a placement spec, not a plan",
+            f"make one: placer plan MODEL {source} --input … -o plan.json",
         )
-        for stage in file.stages
-    )
-    fields["devices"] = tuple(DevicePeak(**device.model_dump()) for device in file.devices)
-    fields["transfers"] = tuple(Transfer(**transfer.model_dump()) for transfer in file.transfers)
-    for name in ("optimality", "extra_time"):
-        if fields[name] is not None:
-            derived = {"proven", "gap"}
-            fields[name] = Optimality(**fields[name].model_dump(exclude=derived))
-    fields["boundaries"] = tuple(Boundary(**b.model_dump(by_alias=False)) for b in file.boundaries)
-    return Plan(**fields)
+    if "version" not in data:
+        raise plan_error(source, [("/version", "is missing")])
+    version = data["version"]
+    if not isinstance(version, int) or isinstance(version, bool):
+        raise plan_error(source, [wrong_value("/version", version, str(VERSION))])
+    if version != VERSION:
+        raise PlanError(
+            f"{source} /version",
+            f"this plan has version {version}; this placer reads version {VERSION}",
+            "update placer, or plan again" if version > VERSION else "plan again",
+        )
 
 
 def plan_text(plan: Plan) -> str:
@@ -105,10 +108,3 @@ def load_plan(path: str | Path) -> Plan:
         place = "" if error.where == str(path) else f"{error.where}: "
         raise PlanError(str(path), f"{place}{error.problem}", error.remedy) from None
     return plan_from_json(data, source=str(path))
-
-
-def _lists(value: Any) -> Any:
-    """``value`` with lists for tuples, as JSON reads them back."""
-    if isinstance(value, dict):
-        return {key: _lists(item) for key, item in value.items()}
-    return [_lists(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,11 +1,24 @@
-"""A plan: the fully resolved placement, and what it is expected to cost."""
+"""A plan: the fully resolved placement, and what it is expected to cost.
+
+These dataclasses are the JSON of a plan file, too: pydantic reads and writes them by their
+annotations (`placer.plan.store`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field
 
 from placer.regions.types import Region
+from placer.spec.fields import MOST
+
+Bytes = Annotated[int, Field(ge=0, le=2**63 - 1)]  # torch counts them in an int64
+Index = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Count = Annotated[int, Field(ge=1, le=MOST)]
+Seconds = Annotated[float, Field(ge=0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,14 +30,14 @@ class StageMemory:
     over time, without the reserve: at most the sum of the kinds.
     """
 
-    parameters: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    buffers: int = 0
-    saved: int = 0
-    boundary: int = 0
-    transient: int = 0
-    peak: int = 0
+    parameters: Bytes
+    gradients: Bytes
+    optimizer: Bytes
+    buffers: Bytes
+    saved: Bytes
+    boundary: Bytes
+    transient: Bytes
+    peak: Bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,15 +47,15 @@ class StagePlan:
     ``memory`` is in bytes, that of the first replica; times are in seconds, of one micro-batch.
     """
 
-    index: int
+    index: Index
     devices: tuple[str, ...]  # one per replica
     layers: tuple[str, ...]  # modules wholly or partly on this stage, in program order
     nodes: tuple[str, ...]
     memory: StageMemory
-    budget: int | None  # bytes of the first replica's device; None: no limit given
-    reserve: int  # bytes of it that are kept free
-    forward_seconds: float
-    backward_seconds: float
+    budget: Bytes | None  # of the first replica's device; None: no limit given
+    reserve: Bytes  # what is kept free of it
+    forward_seconds: Seconds
+    backward_seconds: Seconds
     regions: tuple[Region, ...] = ()  # in the order of nodes; they do not overlap
 
     def __repr__(self) -> str:
@@ -56,9 +69,9 @@ class Transfer:
     """A value that crosses from a stage to a later one, once per micro-batch forward."""
 
     value: str  # node name
-    source: int  # stage index; "from" in JSON
-    target: int  # stage index; "to" in JSON
-    nbytes: int  # of one micro-batch; "bytes" in JSON
+    source: Annotated[Index, Field(alias="from")]  # stage index
+    target: Annotated[Index, Field(alias="to")]  # stage index
+    nbytes: Annotated[Bytes, Field(alias="bytes")]  # of one micro-batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +79,9 @@ class DevicePeak:
     """Predicted peak of one device (it may hold several stages) against its budget, in bytes."""
 
     device: str
-    peak: int
-    budget: int | None
-    reserve: int
+    peak: Bytes
+    budget: Bytes | None
+    reserve: Bytes
 
     @property
     def fits(self) -> bool:
@@ -110,42 +123,48 @@ class Boundary:
     plan's order of nodes, after ``next_best``, and the other boundaries free to move.
     """
 
-    index: int  # between the stages index and index + 1
+    index: Index  # between the stages index and index + 1
     last: str  # the node before it, and
     first: str  # the one after it, in the plan's order
     left: float  # load of the stage before it
     right: float  # and of the one after
-    nbytes: int  # that cross it per micro-batch forward
-    next_best: str | None = None  # None: it can be nowhere else
-    next_value: float | None = None
+    nbytes: Bytes  # that cross it per micro-batch forward
+    next_best: str | None  # None: it can be nowhere else
+    next_value: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The lock file of a placement; holds all that emission needs besides the model."""
+    """The lock file of a placement; holds all that emission needs besides the model.
+
+    Its fields and theirs are those of the JSON, in this order (`placer.plan.store`). ``devices`` are
+    those of the first replica, then those of the second, and so on.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     fits: bool
-    objective: str
-    replicas: int
-    microbatches: int
-    schedule: str
-    precision: str
-    batch_norm: str
-    optimizer: str | Mapping[str, int]
+    objective: Literal["throughput", "memory", "latency"]
+    processes: bool  # made for one process per device
+    replicas: Count
+    microbatches: Count
+    schedule: Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble"]
+    precision: Literal["fp32", "bf16", "fp16"]
+    batch_norm: Literal["per_microbatch", "deferred", "sync"]
+    optimizer: str | Mapping[str, Bytes]
     training: bool
-    step_seconds: float
-    fingerprint: str
+    step_seconds: Seconds
+    fingerprint: str  # of the captured model
     stages: tuple[StagePlan, ...]
     devices: tuple[DevicePeak, ...]
     transfers: tuple[Transfer, ...]
-    checkpoint: tuple[str, ...] = ()
-    offload: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    optimality: Optimality | None = None  # None: a file of a placer that did not say
-    extra_time: Optimality | None = None  # of what "auto" recomputes and offloads; None: nothing
-    boundaries: tuple[Boundary, ...] = ()
-    node_layers: Mapping[str, str] = field(default_factory=dict)  # for the diff of a changed model
-    processes: bool = False  # made for one process per device
+    checkpoint: tuple[str, ...]  # layers whose activations are recomputed
+    offload: tuple[str, ...]  # layers whose activations wait in host memory
+    notes: tuple[str, ...]
+    optimality: Optimality | None  # None: a file of a placer that did not say
+    extra_time: Optimality | None  # of what "auto" recomputes and offloads; None: nothing
+    boundaries: tuple[Boundary, ...]
+    node_layers: Mapping[str, str]  # node -> layer, for the diff of a changed model
 
     def __repr__(self) -> str:
         from placer.plan.summary import summarize_plan

@@ -28,7 +28,8 @@ def memory_parts(memory: StageMemory) -> dict[str, int]:
 
     Kinds that are not all live at the peak's moment count with what is left of it.
 
-    >>> memory_parts(StageMemory(parameters=4, saved=5, transient=3, peak=10))["transient"]
+    >>> kinds = dict.fromkeys(KINDS, 0) | {"parameters": 4, "saved": 5, "transient": 3}
+    >>> memory_parts(StageMemory(**kinds, peak=10))["transient"]
     1
     """
     left = memory.peak

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from benchmarks.scale import layered_problem
 from placer.partition import PartitionProblem, SharedValue, StageSlot, solve, stage_loads
+from placer.partition.solver.conditions import BorderConditions
 from placer.partition.solver.interval import best_intervals
 from placer.partition.solver.lattice import Lattice, build_lattice
 from placer.partition.solver.moves import move_units
@@ -19,7 +20,7 @@ from placer.partition.solver.surviving import surviving_rows
 
 
 def random_problem(seed: int) -> PartitionProblem:
-    """7 units on 2 or 3 stages: branches, units without edges, pins, groups, budgets, two kinds."""
+    """7 units on 2 or 3 stages: branches, units without edges, pins, cycles, budgets, two kinds."""
     rng = np.random.default_rng(seed)
     n, k = 7, int(rng.integers(2, 4))
     graph = nx.DiGraph(
@@ -57,11 +58,10 @@ def random_problem(seed: int) -> PartitionProblem:
     pins = {2: "d0", 5: f"d{k - 1}"} if seed % 5 == 0 else {}
     return PartitionProblem(
         num_units=n,
-        edges=tuple(graph.edges),
+        edges=(*graph.edges, *(((1, 4), (4, 1)) if seed % 4 == 0 else ())),
         values=tuple(values),
         slots=tuple(slots),
         pins=pins,
-        together=((1, 4),) if seed % 4 == 0 else (),
         may_be_empty=bool(rng.random() < 0.6),
         relayed=relayed,
     )
@@ -70,7 +70,6 @@ def random_problem(seed: int) -> PartitionProblem:
 def follows_rules(problem: PartitionProblem, stage_of: NDArray[np.int64]) -> bool:
     return (
         all(stage_of[a] <= stage_of[b] for a, b in problem.edges)
-        and all(len({int(stage_of[u]) for u in group}) == 1 for group in problem.together)
         and all(problem.slots[stage_of[u]].device == d for u, d in problem.pins.items())
         and all(
             slot.budget is None or slot.nbytes[stage_of == q].sum() <= slot.budget
@@ -119,13 +118,13 @@ def all_downsets(lattice: Lattice) -> set[int]:
     return {row for row in rows if all(row >> a & 1 or not row >> b & 1 for a, b in edges)}
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", (1, 2, 3, 5))
 def test_a_bound_that_closes_nothing_leaves_all_downsets(seed: int) -> None:
     problem = random_problem(seed)
     slots = tuple(dataclasses.replace(slot, budget=None) for slot in problem.slots)
     problem = dataclasses.replace(problem, slots=slots, pins={})
     lattice = build_lattice(problem, topological_sort(problem))
-    rows = surviving_rows(lattice, 1e9, most=10_000)
+    rows = surviving_rows(BorderConditions(lattice, 1e9), most=10_000)
     assert rows is not None
     assert {int(row[0]) for row in rows} == all_downsets(lattice)
 

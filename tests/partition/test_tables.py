@@ -82,8 +82,7 @@ def test_stages_cost_what_they_did_when_they_were_chosen(
     demands = demands_of(spec, [len(rows)] * microbatches, processes=processes)
     slots: list[DeviceSlot] = [device_slot(device, spec) for device in spec.devices]
     chosen = choose_partition(capture, costs, slots, {}, demands)
-    stages = [(stage.device, stage.nodes) for stage in chosen.stages]
-    rated = rate_partition(capture, costs, stages, demands)
+    rated = rate_partition(capture, costs, chosen.placed, demands)
     assert rated.stages == chosen.stages
     assert rated.peaks == chosen.peaks
     assert (rated.fits, rated.seconds) == (chosen.fits, chosen.seconds)

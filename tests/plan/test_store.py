@@ -12,7 +12,15 @@ import pytest
 
 from placer.errors import PlanError, SpecError
 from placer.plan.store import load_plan, plan_from_json, plan_text, plan_to_json, save_plan
-from placer.plan.types import DevicePeak, Plan, StageMemory, StagePlan, Transfer
+from placer.plan.types import (
+    Boundary,
+    DevicePeak,
+    Optimality,
+    Plan,
+    StageMemory,
+    StagePlan,
+    Transfer,
+)
 from placer.spec import load_spec
 
 
@@ -60,6 +68,20 @@ def make_plan() -> Plan:
             for i in range(4)
         ),
         transfers=(Transfer(value="relu_0", source=0, target=1, nbytes=64),),
+        optimality=None,
+        extra_time=Optimality(criterion="extra seconds", value=2.0, lower_bound=1.5),
+        boundaries=(
+            Boundary(
+                index=0,
+                last="relu_0",
+                first="conv_1",
+                left=0.1,
+                right=0.2,
+                nbytes=64,
+                next_best=None,
+                next_value=None,
+            ),
+        ),
         checkpoint=("block.0",),
         offload=("block.1",),
         notes=("a note with ünicode",),
@@ -145,8 +167,16 @@ WRONG = [
     ("optimizer", {"bytes_per_parameter": "six"}, r"/optimizer"),
     ("step_second", 1, r"/step_second: is not a key of a plan; did you mean 'step_seconds'"),
     ("version", 2, r"this plan has version 2"),
+    ("version", 0, r"this plan has version 0; this placer reads version 1\n  -> plan again$"),
+    ("version", True, r"/version: True where 1 belongs"),
     ("version", "1", r"/version: '1' where 1 belongs"),
-    ("stages", [], r"/stages"),
+    ("extra_time/value", "2", r"/extra_time/value: '2' where a number belongs"),
+    ("extra_time/valu", 2, r"/extra_time/valu: is not a key of a plan; did you mean 'value'"),
+    ("boundaries/0/nbyte", 2, r"/boundaries/0/nbyte: is not a key .* did you mean 'nbytes'"),
+    ("stages/0/memory", 3, r"/stages/0/memory: 3 where an object belongs"),
+    ("stages/0/nodes", "ab", r"/stages/0/nodes: 'ab' where a list belongs"),
+    ("notes", [b"text"], r"/: holds what JSON cannot"),
+    ("stages", [], r"/stages: \[\] where at least one stage belongs"),
     ("node_layers/a~b", 1, r"/node_layers/a~0b: 1 where text belongs"),
 ]
 
@@ -166,6 +196,25 @@ def test_missing_keys_are_refused(key: str) -> None:
     del data[key]
     with pytest.raises(PlanError, match="missing" if key != "stages" else "not a plan"):
         plan_from_json(data)
+
+
+@pytest.mark.parametrize("key", ["proven", "gap", "criterion"])
+def test_missing_figures_of_how_good_it_is_are_refused(key: str) -> None:
+    data = plan_to_json(make_plan())
+    del data["extra_time"][key]
+    with pytest.raises(PlanError, match=f"/extra_time/{key}: is missing"):
+        plan_from_json(data)
+
+
+def test_a_file_that_an_earlier_placer_wrote_is_read_and_written_alike() -> None:
+    """It has all that a plan can have: replicas, a region, a skip, boundaries, extra time."""
+    path = Path(__file__).with_name("plan_version_1.json")
+    plan = load_plan(path)
+    assert plan_text(plan) == path.read_text(encoding="utf-8")
+    assert plan.stages[1].regions[0].recompute
+    assert plan.extra_time is not None and plan.extra_time.proven
+    assert isinstance(plan.boundaries[0], Boundary) and isinstance(plan.stages, tuple)
+    assert hash(plan.stages) == hash(load_plan(path).stages)
 
 
 def test_all_problems_at_once() -> None:

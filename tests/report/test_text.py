@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from plans import GIB, make_plan
+from plans import GIB, make_plan, stage_memory
 from rich.console import Console
 
-from placer.plan.types import DevicePeak, Plan, StageMemory
+from placer.plan.types import DevicePeak, Plan
 from placer.report import plan_table
 from placer.report.figures import bubble, memory_parts, relative_difference, verdict
 from placer.report.layers import compact_layers, stage_layers
@@ -92,7 +92,7 @@ def test_bubble_is_the_idle_share() -> None:
 
 def test_memory_parts_add_up_to_the_peak() -> None:
     for peak in (0, 5, 10, 100):
-        memory = StageMemory(parameters=4, saved=5, boundary=2, transient=3, peak=peak)
+        memory = stage_memory(parameters=4, saved=5, boundary=2, transient=3, peak=peak)
         assert sum(memory_parts(memory).values()) == peak
 
 
@@ -102,7 +102,7 @@ def test_a_difference_without_size_has_no_sign() -> None:
 
 
 def test_no_figure_is_cut_off_at_80_columns() -> None:
-    memory = StageMemory(parameters=1015 * 2**20, saved=1016 * 2**20, peak=1017 * 2**20)
+    memory = stage_memory(parameters=1015 * 2**20, saved=1016 * 2**20, peak=1017 * 2**20)
     plan = make_plan(budget=1018 * 2**20)
     stages = tuple(dataclasses.replace(stage, memory=memory) for stage in plan.stages)
     file = io.StringIO()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from placer.partition.solver.lattice import Flags, Lattice
-from placer.partition.solver.problem import Vector
+from placer.partition.solver.problem import StageSlot, Vector
 
 
 class BorderConditions:
@@ -15,10 +17,14 @@ class BorderConditions:
     value is paid by some stage before the border, and likewise from the other side; the bytes held
     on either side fit into the budgets there. Where stages differ, the least cost of the stages on
     a side counts. The same conditions hold for partly decided downsets, with what is decided.
+
+    ``cut_nbytes`` are the bytes that each value adds to c. A subclass may lower them, and know
+    better `least_seconds` and `least_bytes`.
     """
 
     def __init__(self, lattice: Lattice, bound: float) -> None:
-        slots, order = lattice.problem.slots, lattice.order
+        slots = lattice.problem.slots
+        self.lattice = lattice
         self.cut_nbytes = lattice.value_nbytes.copy()
         self.columns: list[Vector] = []  # weights of units that are summed
         self._keys: dict[bytes, int] = {}
@@ -26,22 +32,13 @@ class BorderConditions:
         self.outside: list[list[tuple[int, float, float]]] = []
         for q in range(1, len(slots)):
             for conditions, side in ((self.inside, slots[:q]), (self.outside, slots[q:])):
-                seconds = np.min([s.seconds[order] for s in side], axis=0)
+                first = conditions is self.inside
                 factor = min(s.seconds_per_byte for s in side)
-                for i, f in enumerate(lattice.floats, lattice.num_paid):
-                    # A side with units that it shares values with pays its seconds, or for a value;
-                    # a border that parts them costs the cheapest value: the rest of that.
-                    nbytes = float(lattice.value_nbytes[i])
-                    least = min(*(s.seconds[f.unit] for s in side), factor * nbytes)
-                    seconds[f.shared[0 if conditions is self.inside else -1]] += least
-                    rest = nbytes - least / factor if factor else 0.0
-                    self.cut_nbytes[i] = min(self.cut_nbytes[i], rest)
+                seconds = self.least_seconds(side, first=first)
                 entries = [(self._column(seconds), factor, len(side) * bound)]
                 budgets = [s.budget for s in side if s.budget is not None]
                 if len(budgets) == len(side):
-                    first = conditions is self.inside
-                    held = [s.nbytes_or_earlier if first else s.nbytes_or_later for s in side]
-                    nbytes = np.min(held, axis=0)[order]
+                    nbytes = self.least_bytes(side, first=first)
                     total = float(sum(budgets))
                     if nbytes.sum() > total:
                         entries.append((self._column(nbytes), 0.0, total * (1 + 1e-12)))
@@ -50,6 +47,16 @@ class BorderConditions:
                     entries.append((self._column(foreign), 0.0, 0.5))
                 conditions.append(entries)
         self._pairs = list(zip(self.inside, self.outside, strict=True))
+
+    def least_seconds(self, side: Sequence[StageSlot], *, first: bool) -> Vector:
+        """Per unit of the lattice, the least seconds on one side of a border; ``first``: before it."""
+        found: Vector = np.min([slot.seconds[self.lattice.order] for slot in side], axis=0)
+        return found
+
+    def least_bytes(self, side: Sequence[StageSlot], *, first: bool) -> Vector:
+        """Per unit of the lattice, the least bytes on one side of a border; ``first``: before it."""
+        found: Vector = np.min([slot.nbytes[self.lattice.order] for slot in side], axis=0)
+        return found
 
     def _column(self, weights: Vector) -> int:
         key = weights.tobytes()

@@ -21,30 +21,10 @@ _FEW_ROWS = 100  # are multiplied, which takes less than a look at each byte
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Float:
-    """A unit without edges: it may go to any stage, and is left out of the downsets.
-
-    A stage pays at least the smaller of what it costs to have the unit, and not to have it: its
-    seconds and the values that others of their units share, or the values that units here share.
-    """
-
-    unit: int  # of the problem
-    values: tuple[tuple[int, ...], ...]  # the other units of each value, by position
-    nbytes: Vector
-
-    @property
-    def shared(self) -> tuple[int, ...]:
-        """All units that it shares a value with."""
-        return tuple(sorted({u for units in self.values for u in units}))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Lattice:
     """``problem`` with its units renumbered along ``order``; values with one unit are left out.
 
-    ``values[e]`` are the units of value e; a value of the caller's is in ``external``, not here,
-    and one that a float shares is in ``floats``. After the first ``num_paid`` there is one per
-    float: a border that parts the units it shares values with costs its cheapest value at least.
+    ``values[e]`` are the units of value e; a value of the caller's is in ``external``, not here.
     """
 
     problem: PartitionProblem
@@ -53,11 +33,9 @@ class Lattice:
     succs: tuple[tuple[int, ...], ...]
     values: tuple[tuple[int, ...], ...]
     value_nbytes: Vector
-    num_paid: int
     values_of: tuple[tuple[int, ...], ...]  # unit -> values
     external: tuple[tuple[int, ...], ...]
     external_nbytes: Vector
-    floats: tuple[Float, ...]
     solid: Flags  # units that can make a stage by themselves
 
     @property
@@ -65,20 +43,10 @@ class Lattice:
         return len(self.order)
 
 
-def floating_units(problem: PartitionProblem) -> list[int]:
-    """Units without edges that share values with others, where stages may be empty."""
-    if problem.relayed or not problem.may_be_empty:
-        return []
-    tied = {u for edge in problem.edges for u in edge} | {*problem.pins} | problem.hollow
-    tied |= {u for value in problem.values if value.external for u in value.units}
-    free = {u for v in problem.values if len(v.units) > 1 for u in v.units} - tied
-    return sorted(free) if len(free) < problem.num_units else []
-
-
 def build_lattice(problem: PartitionProblem, order: Sequence[int]) -> Lattice:
-    """The lattice of ``problem`` along ``order``, a topological order of all but its floats."""
+    """The lattice of ``problem`` along ``order``, a topological order of its units."""
     n = len(order)
-    place = np.full(problem.num_units, -1, dtype=np.int64)
+    place = np.zeros(problem.num_units, dtype=np.int64)
     place[np.asarray(order, dtype=np.int64)] = np.arange(n)
     preds: list[set[int]] = [set() for _ in range(n)]
     succs: list[set[int]] = [set() for _ in range(n)]
@@ -87,10 +55,8 @@ def build_lattice(problem: PartitionProblem, order: Sequence[int]) -> Lattice:
         succs[place[a]].add(int(place[b]))
     paid = _merged_values(problem, place, external=False)
     outer = _merged_values(problem, place, external=True)
-    floats = _floats(problem, place)
-    values = [*paid, *(f.shared for f in floats)]
     values_of: list[list[int]] = [[] for _ in range(n)]
-    for e, units in enumerate(values):
+    for e, units in enumerate(paid):
         for u in units:
             values_of[u].append(e)
     solid = np.ones(n, dtype=bool)
@@ -100,13 +66,11 @@ def build_lattice(problem: PartitionProblem, order: Sequence[int]) -> Lattice:
         order=np.asarray(order, dtype=np.int64),
         preds=tuple(tuple(sorted(p)) for p in preds),
         succs=tuple(tuple(sorted(s)) for s in succs),
-        values=tuple(values),
-        value_nbytes=np.array([*paid.values(), *(float(f.nbytes.min()) for f in floats)]),
-        num_paid=len(paid),
+        values=tuple(paid),
+        value_nbytes=np.array(list(paid.values())),
         values_of=tuple(map(tuple, values_of)),
         external=tuple(outer),
         external_nbytes=np.array(list(outer.values())),
-        floats=floats,
         solid=solid,
     )
 
@@ -114,35 +78,14 @@ def build_lattice(problem: PartitionProblem, order: Sequence[int]) -> Lattice:
 def _merged_values(
     problem: PartitionProblem, place: NDArray[np.int64], *, external: bool
 ) -> dict[tuple[int, ...], float]:
-    """Bytes of the values that no float shares, by their units (positions), sorted by these."""
+    """Bytes of the values by their units (positions), sorted by these."""
     merged: dict[tuple[int, ...], float] = {}
     for value in problem.values:
         if value.external == external and value.nbytes:
             units = tuple(sorted({int(place[u]) for u in value.units}))
-            if units[:1] != (-1,) and (external or len(units) > 1):
+            if external or len(units) > 1:
                 merged[units] = merged.get(units, 0.0) + value.nbytes
     return dict(sorted(merged.items()))
-
-
-def _floats(problem: PartitionProblem, place: NDArray[np.int64]) -> tuple[Float, ...]:
-    """The floats that share values with units of the lattice and no other float.
-
-    Of what several floats share nothing is certain, and nothing is paid.
-    """
-    shared: dict[int, list[tuple[tuple[int, ...], float]]] = {}
-    for value in problem.values:
-        units = tuple(sorted({int(place[u]) for u in value.units} - {-1}))
-        floats = [u for u in value.units if place[u] < 0]
-        if units and len(floats) == 1:
-            shared.setdefault(floats[0], []).append((units, value.nbytes))
-    return tuple(
-        Float(
-            unit=u,
-            values=tuple(units for units, _ in shared[u]),
-            nbytes=np.array([nbytes for _, nbytes in shared[u]]),
-        )
-        for u in sorted(shared)
-    )
 
 
 def num_words(bits: int) -> int:

@@ -13,7 +13,7 @@ and each of its borders is paid: once out, once in. The largest load is the crit
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import numpy as np
@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 from placer.plan.types import Optimality
 
 Vector = NDArray[np.float64]
+
+_NEAR = 0.8  # share of a budget from which on it may bind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +43,7 @@ class StageSlot:
     """A stage's device, and what every unit costs at that position of the chain.
 
     ``nbytes[u]`` is what unit u holds there at the peak: what stays, and what waits for backward
-    times the micro-batches in flight at this position. ``budget`` None: no limit. In a relaxation
-    (`reduce.fold_dominated`), ``earlier[u]`` is held here if u is, or by an earlier stage;
-    ``later[u]`` here or by a later one. None: nothing is.
+    times the micro-batches in flight at this position. ``budget`` None: no limit.
     """
 
     device: str
@@ -51,25 +51,13 @@ class StageSlot:
     seconds_per_byte: float
     nbytes: Vector
     budget: float | None = None
-    earlier: Vector | None = None
-    later: Vector | None = None
-
-    @property
-    def nbytes_or_earlier(self) -> Vector:
-        """Bytes that are here or on an earlier stage where the unit is here."""
-        return self.nbytes if self.earlier is None else self.nbytes + self.earlier
-
-    @property
-    def nbytes_or_later(self) -> Vector:
-        """Bytes that are here or on a later stage where the unit is here."""
-        return self.nbytes if self.later is None else self.nbytes + self.later
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PartitionProblem:
     """Units 0 … n - 1 with edges between them, and the chain of stages to put them on.
 
-    ``pins``: unit -> device; ``together``: groups that share a stage. ``hollow`` units make no
+    ``pins``: unit -> device. Units on a cycle of edges share a stage. ``hollow`` units make no
     stage by themselves (the loss). Without ``may_be_empty`` each stage gets some unit.
     """
 
@@ -78,7 +66,6 @@ class PartitionProblem:
     values: tuple[SharedValue, ...]
     slots: tuple[StageSlot, ...]
     pins: Mapping[int, str] = field(default_factory=dict)
-    together: tuple[tuple[int, ...], ...] = ()
     hollow: frozenset[int] = frozenset()
     may_be_empty: bool = False
     relayed: bool = False
@@ -119,3 +106,56 @@ def stage_loads(problem: PartitionProblem, stage_of: NDArray[np.int64]) -> Vecto
     crossing += np.bincount(stage[pays], weights=nbytes[value[pays]], minlength=k)
     found: Vector = loads + crossing * [slot.seconds_per_byte for slot in problem.slots]
     return found
+
+
+def simple_bound(problem: PartitionProblem) -> float:
+    """No placement can be better than its largest unit, or than all work spread evenly; O(n)."""
+    seconds = np.min([slot.seconds for slot in problem.slots], axis=0)
+    return max(float(seconds.max(initial=0.0)), float(seconds.sum()) / len(problem.slots))
+
+
+def load_above_all(problem: PartitionProblem) -> float:
+    """More than any stage's load in any placement."""
+    crossing = 2 * sum(value.nbytes for value in problem.values)
+    return 1.0 + max(float(s.seconds.sum() + s.seconds_per_byte * crossing) for s in problem.slots)
+
+
+def largest_load(problem: PartitionProblem, stage_of: NDArray[np.int64]) -> float:
+    """The criterion: the load of the stage that has the most."""
+    return float(stage_loads(problem, stage_of).max())
+
+
+def is_limited(problem: PartitionProblem) -> bool:
+    """Has any stage a budget?"""
+    return any(slot.budget is not None for slot in problem.slots)
+
+
+def is_within_budgets(problem: PartitionProblem, stage_of: NDArray[np.int64]) -> bool:
+    """Does every stage hold at most its budget, but for rounding?"""
+    return all(
+        slot.budget is None or slot.nbytes[stage_of == q].sum() <= slot.budget * (1 + 1e-12)
+        for q, slot in enumerate(problem.slots)
+    )
+
+
+def is_tight(problem: PartitionProblem, stage_of: NDArray[np.int64]) -> bool:
+    """Is some stage near its budget, so that budgets may have shaped the answer?"""
+    return any(
+        slot.budget is not None and slot.nbytes[stage_of == q].sum() > _NEAR * slot.budget
+        for q, slot in enumerate(problem.slots)
+    )
+
+
+def memory_as_load(problem: PartitionProblem) -> PartitionProblem:
+    """The problem whose load is a stage's share of its budget; values cost nothing."""
+    slots = tuple(
+        replace(
+            slot,
+            seconds=slot.nbytes / slot.budget if slot.budget else np.zeros(problem.num_units),
+            seconds_per_byte=0.0,
+            budget=None,
+        )
+        for slot in problem.slots
+    )
+    ties = tuple(SharedValue(nbytes=v.nbytes, units=v.units) for v in problem.values)
+    return replace(problem, slots=slots, values=ties)

@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.partition.solver.conditions import BorderConditions
-from placer.partition.solver.float_costs import FloatCosts
 from placer.partition.solver.lattice import Flags, Lattice, WeightLookup, Words, unpack
 from placer.partition.solver.problem import StageSlot, Vector
 from placer.partition.solver.work import Work
@@ -21,7 +20,6 @@ Indices = NDArray[np.int64]
 
 _BLOCK = 64  # rows whose stages are looked at together
 _FIRST = 4  # a quarter of the work for a program over all rows, before they are narrowed
-_FLOAT = 3.0  # nanoseconds for what a group of floats costs a stage
 _PAIR, _LOAD, _STAGE = 4.0, 30.0, 30.0  # nanoseconds for two rows, a load, a stage in the program
 
 
@@ -41,22 +39,23 @@ def _counts(flags: NDArray[np.uint8], groups: Sequence[Sequence[int]]) -> NDArra
     return counts
 
 
-class _Family:
-    """Downsets sorted by size, with what the loads of their differences are made of."""
+class Family:
+    """Downsets sorted by size, with what the loads of their differences are made of.
 
-    def __init__(self, lattice: Lattice, rows: Words, cut_nbytes: Vector) -> None:
+    ``cut[i]`` are the bytes that cross the border that row i is; ``border_cut`` those of them that
+    `BorderConditions` may count.
+    """
+
+    def __init__(self, lattice: Lattice, rows: Words) -> None:
         self.lattice, self.rows = lattice, rows
         n = lattice.num_units
         flags = unpack(rows, n)
         self.solid = flags[:, lattice.solid].sum(axis=1, dtype=np.int64)
-        counts = _counts(flags, lattice.values)
-        sizes = np.array([len(v) for v in lattice.values], dtype=np.int16)
-        self.cut = ((counts > 0) & (counts < sizes)) @ cut_nbytes
-        self.counts, self.sizes = counts[:, : lattice.num_paid], sizes[: lattice.num_paid]
-        self.paid = lattice.value_nbytes[: lattice.num_paid]
-        self.cut_paid = ((self.counts > 0) & (self.counts < self.sizes)) @ self.paid
+        self.counts = _counts(flags, lattice.values)
+        self.sizes = np.array([len(v) for v in lattice.values], dtype=np.int16)
+        self.nbytes = lattice.value_nbytes
+        self.cut = self.border_cut = ((self.counts > 0) & (self.counts < self.sizes)) @ self.nbytes
         self.outer = _counts(flags, lattice.external)
-        self.floats = FloatCosts(lattice, flags)
         self._sums: dict[bytes, Vector] = {}
 
     def sums(self, weights: Vector) -> Vector:
@@ -70,17 +69,26 @@ class _Family:
 
         A value is paid if it crosses one border or the other, less where it crosses both and the
         stage has none of its units, which is so where both have as many of them: all sums of
-        products, over the values that cross in ``after`` only. Without floats.
+        products, over the values that cross in ``after`` only.
         """
         lattice = self.lattice
         seconds = self.sums(slot.seconds[lattice.order])
         load: Vector = seconds[after, None] - seconds[None, before]
-        crossing = self.cut_paid[after, None] + self.cut_paid[None, before]
+        crossing = self.cut[after, None] + self.cut[None, before]
         if not lattice.problem.relayed:
             crossing -= self._both(before, after)
         for e, nbytes in enumerate(lattice.external_nbytes):
             crossing += nbytes * (self.outer[after, None, e] != self.outer[None, before, e])
         load += slot.seconds_per_byte * crossing
+        return load
+
+    def whole_load(
+        self, before: Indices, after: Indices, load: Vector, stage: int, work: Work
+    ) -> Vector:
+        """``load[i]`` of stage ``after[i] - before[i]`` with what is added for nested rows only.
+
+        Nothing here; a subclass may add what takes long to find (and ``work``).
+        """
         return load
 
     def _both(self, before: Indices, after: Indices) -> Vector:
@@ -90,7 +98,7 @@ class _Family:
         columns = np.flatnonzero(crossing.any(axis=0))
         last, crossing = last[:, columns], crossing[:, columns]
         first = self.counts[np.ix_(before, columns)]
-        nbytes, sizes = self.paid[columns], self.sizes[columns]
+        nbytes, sizes = self.nbytes[columns], self.sizes[columns]
         found: Vector = (crossing * nbytes) @ ((first > 0) & (first < sizes)).T.astype(np.float64)
         for count in range(1, int(last.max(initial=0)) + 1):
             equal = crossing & (last == count)
@@ -101,31 +109,29 @@ class _Family:
         return found
 
 
-def _open_rows(lattice: Lattice, rows: Words, bound: float) -> tuple[_Family, list[Flags]]:
+def open_rows(family: Family, conditions: BorderConditions) -> list[Flags]:
     """The rows that may end each stage."""
-    slots = lattice.problem.slots
-    conditions = BorderConditions(lattice, bound)
-    family = _Family(lattice, rows, conditions.cut_nbytes)
+    slots, rows = family.lattice.problem.slots, family.rows
     inside = np.empty((len(rows), len(conditions.columns)))  # no columns where there is one stage
     for c, weights in enumerate(conditions.columns):
         inside[:, c] = family.sums(weights)
     outside = np.array([w.sum() for w in conditions.columns]) - inside
-    opens = [conditions.open(q, inside, outside, family.cut) for q in range(1, len(slots))]
+    opens = [conditions.open(q, inside, outside, family.border_cut) for q in range(1, len(slots))]
     opens.append(np.arange(len(rows)) == len(rows) - 1)
-    return family, opens
+    return opens
 
 
 def best_borders(
-    lattice: Lattice, rows: Words, bound: float, work: Work | None = None
+    family: Family, conditions: BorderConditions, bound: float, work: Work | None = None
 ) -> Borders | None:
-    """The placement of least largest load, below ``bound``, with its borders among ``rows``.
+    """The placement of least largest load, below ``bound``, with its borders in ``family``.
 
-    ``rows`` are distinct and sorted by size, the empty and the full set among them. Ties go to the
+    Its rows are distinct and sorted by size, the empty and the full set among them. Ties go to the
     earlier row. O(pairs of nested rows whose difference is within the bound * values). None, too,
     where that is more than what is left of ``work`` (then it is spent).
     """
     work = Work() if work is None else work
-    family, opens = _open_rows(lattice, rows, bound)
+    opens = open_rows(family, conditions)
     if not np.isfinite(work.left):
         return _program(family, opens, bound, work)
     first = Work(work.left / _FIRST)
@@ -137,54 +143,7 @@ def best_borders(
     return None if narrowed is None else _program(family, narrowed, bound, work)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StagePairs:
-    """What a stage may be: it begins after row ``before[i]``, ends with ``after[i]``, has ``load[i]``.
-
-    The load is without floats, or with what these cost at least.
-    """
-
-    before: NDArray[np.int32]
-    after: NDArray[np.int32]
-    load: Vector
-
-
-def stage_pairs(
-    lattice: Lattice, rows: Words, bound: float, work: Work
-) -> tuple[FloatCosts, list[StagePairs]] | None:
-    """For each stage the pairs of ``rows`` that it may lie between, its load below ``bound``.
-
-    Empty stages too, where these may be. Loads are with what floats cost at least. None where
-    ``work`` did not suffice.
-    """
-    family, opens = _open_rows(lattice, rows, bound)
-    ends = [np.arange(len(rows)) == 0, *opens]
-    alive = np.flatnonzero(np.any(ends, axis=0))
-    known: dict[tuple[object, ...], StagePairs] = {}
-    found = []
-    for q, slot in enumerate(lattice.problem.slots):
-        limits = _limits(family, slot)
-        key = slot.seconds.tobytes(), slot.seconds_per_byte, *((id(s), most) for s, most in limits)
-        if key not in known:
-            nested = _Stages(family, alive, None, q, bound, work).from_rows(alive)
-            if work.is_spent():
-                return None
-            parts = [(p.before, p.after, p.load) for p in nested]
-            if lattice.problem.may_be_empty:
-                parts.append((alive, alive, np.zeros(len(alive))))
-            before, after, load = (np.concatenate(column) for column in zip(*parts, strict=True))
-            known[key] = StagePairs(
-                before=before.astype(np.int32), after=after.astype(np.int32), load=load
-            )
-        pairs = known[key]
-        may = ends[q][pairs.before] & ends[q + 1][pairs.after]
-        found.append(
-            StagePairs(before=pairs.before[may], after=pairs.after[may], load=pairs.load[may])
-        )
-    return family.floats, found
-
-
-def _program(family: _Family, opens: list[Flags], bound: float, work: Work) -> Borders | None:
+def _program(family: Family, opens: list[Flags], bound: float, work: Work) -> Borders | None:
     """The dynamic program; ``opens[q]`` are the rows that may end stage q. None as `best_borders`."""
     lattice, rows = family.lattice, family.rows
     slots, last = lattice.problem.slots, len(rows) - 1
@@ -195,12 +154,12 @@ def _program(family: _Family, opens: list[Flags], bound: float, work: Work) -> B
     value = np.full(len(rows), np.inf)
     value[0] = 0.0
     choices: list[Indices] = []
-    stages: dict[tuple[object, ...], _Stages] = {}
+    stages: dict[tuple[object, ...], Stages] = {}
     for q, (slot, may_end) in enumerate(zip(slots, opens, strict=True)):
-        limits = _limits(family, slot)
+        limits = stage_limits(family, slot)
         key = slot.seconds.tobytes(), slot.seconds_per_byte, *((id(s), most) for s, most in limits)
         if key not in stages:
-            stages[key] = _Stages(family, alive, (first, final), q, bound, work)
+            stages[key] = Stages(family, alive, (first, final), q, bound, work)
         following = np.full(len(rows), np.inf)
         choice = np.full(len(rows), len(rows), dtype=np.int64)
         if lattice.problem.may_be_empty:
@@ -231,7 +190,7 @@ def _program(family: _Family, opens: list[Flags], bound: float, work: Work) -> B
     return Borders(rows=tuple(borders[::-1]), value=float(value[last]))
 
 
-def _narrow(family: _Family, opens: list[Flags], bound: float, work: Work) -> list[Flags] | None:
+def _narrow(family: Family, opens: list[Flags], bound: float, work: Work) -> list[Flags] | None:
     """``opens`` less the rows that no stage within the bound begins at, or ends at; None for none.
 
     Stages are looked at once each, those with the fewest pairs of rows first: a border that few
@@ -251,7 +210,7 @@ def _narrow(family: _Family, opens: list[Flags], bound: float, work: Work) -> li
         if spare < 0:
             break
         todo.remove(q)
-        stages = _Stages(family, rows[q + 1], None, q, bound, work)
+        stages = Stages(family, rows[q + 1], None, q, bound, work)
         kept = np.zeros((2, len(family.rows)), dtype=bool)
         if empty:
             kept[:, np.intersect1d(rows[q], rows[q + 1])] = True
@@ -267,7 +226,7 @@ def _narrow(family: _Family, opens: list[Flags], bound: float, work: Work) -> li
     return found
 
 
-def _limits(family: _Family, slot: StageSlot) -> list[tuple[Vector, float]]:
+def stage_limits(family: Family, slot: StageSlot) -> list[tuple[Vector, float]]:
     """Sums over a stage's units that must not exceed a limit there: bytes, units pinned elsewhere."""
     limits = []
     order = family.lattice.order
@@ -290,12 +249,12 @@ class _Pairs:
     starts: Indices  # where the pairs of each ``after`` begin
 
 
-class _Stages:
+class Stages:
     """All stages within the bound, found when a row that they begin at is first reached."""
 
     def __init__(
         self,
-        family: _Family,
+        family: Family,
         alive: Indices,
         positions: tuple[Indices, Indices] | None,
         stage: int,
@@ -305,7 +264,7 @@ class _Stages:
         """Stages end at ``alive`` rows; ``positions`` are the first and the last that rows may end."""
         slot = family.lattice.problem.slots[stage]
         self._family, self._stage, self._slot, self._bound = family, stage, slot, bound
-        self._limits, self._work = _limits(family, slot), work
+        self._limits, self._work = stage_limits(family, slot), work
         self._alive, self._positions = alive, positions
         self._known = np.zeros(len(family.rows), dtype=bool)
         self._found: list[_Pairs] = []
@@ -354,11 +313,11 @@ class _Stages:
                 column = family.rows[:, word]
                 nested = (column[before] & ~column[after]) == 0
                 before, after, load = before[nested], after[nested], load[nested]
-            if len(before) and family.floats.groups:
-                self._work.take(_FLOAT * len(family.floats.groups) * len(before))
-                load = load + family.floats.least(before, after, self._stage)
-                near_enough = load < self._bound
-                before, after, load = before[near_enough], after[near_enough], load[near_enough]
+            whole = family.whole_load(before, after, load, self._stage, self._work)
+            if whole is not load:
+                near_enough = whole < self._bound
+                before, after = before[near_enough], after[near_enough]
+                load = whole[near_enough]
             if len(before):
                 parts.append((before, after, load))
         if not parts:

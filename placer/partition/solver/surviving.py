@@ -18,18 +18,18 @@ _STEP, _UNDECIDED, _PER_BIT = 1e5, 250.0, 0.5
 
 
 def surviving_rows(
-    lattice: Lattice, bound: float, *, most: int, work: Work | None = None
+    conditions: BorderConditions, *, most: int, work: Work | None = None
 ) -> Words | None:
-    """Every downset that can be a border of a placement with all loads <= ``bound``.
+    """Every downset that ``conditions`` allow as a border of a placement.
 
     Units are decided in topological order, in or out (out with all that follows it), all partial
-    decisions at once; those that `BorderConditions` close are dropped. None when more than ``most``
+    decisions at once; those that ``conditions`` close are dropped. None when more than ``most``
     partial decisions would be alive, or ``work`` is spent. The empty and the full set are in the
     answer.
     """
     work = work or Work()
-    deciding = _Deciding(lattice, bound)
-    for u in range(lattice.num_units):
+    deciding = _Deciding(conditions)
+    for u in range(conditions.lattice.num_units):
         work.take(deciding.decide(u))
         alive = len(deciding.rows)
         if alive > most or sum(map(len, deciding.done)) > most or work.is_spent():
@@ -42,10 +42,11 @@ def surviving_rows(
 class _Deciding:
     """All partial decisions that are alive (``rows``), and the downsets that came of others."""
 
-    def __init__(self, lattice: Lattice, bound: float) -> None:
+    def __init__(self, conditions: BorderConditions) -> None:
+        lattice = conditions.lattice
         n, m = lattice.num_units, len(lattice.values)
         self._size = n + m
-        self._conditions = BorderConditions(lattice, bound)
+        self._conditions = conditions
         columns = self._conditions.columns
         self._weights = np.array(columns).reshape(len(columns), n)  # no columns for one stage
         self._sums_of = BitSums(self._weights.T)

@@ -17,11 +17,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from placer.partition.solver.float_costs import FloatCosts
-from placer.partition.solver.floats import assign_floats
-from placer.partition.solver.lattice import Lattice, WeightLookup, Words, unpack
+from benchmarks.msr.solver.assign import assign_floats
+from benchmarks.msr.solver.conditions import FloatConditions
+from benchmarks.msr.solver.lattice import FloatLattice
+from benchmarks.msr.solver.pairs import FloatFamily, StagePairs, stage_pairs
+from placer.partition.solver.lattice import WeightLookup, Words, unpack
 from placer.partition.solver.problem import Vector, stage_loads
-from placer.partition.solver.program import StagePairs, stage_pairs
+from placer.partition.solver.search import Answer
 from placer.partition.solver.work import Work
 
 Indices = NDArray[np.int64]
@@ -31,19 +33,6 @@ _MOST_STORED = 10_000_000  # stages in open nodes, for the memory they take
 _REACHED = 40.0  # nanoseconds for a stage in the programs of a node
 _NODE, _FLOAT = 4e5, 4e4  # for a node, and for a float whose stage is looked for there
 _SEARCHED, _SEARCH = 8, 2e5  # every eighth node that a first try did not settle; for each float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Branched:
-    """The best placement that a search found below its limit, if any, and a proven bound.
-
-    ``bound`` is on all placements with borders in the family: the limit, or the placement's load,
-    where the search was ``finished``.
-    """
-
-    stage_of: Indices | None
-    bound: float
-    finished: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -69,31 +58,32 @@ class _Put:
     extra: float  # of the sum
 
 
-def branch_floats(lattice: Lattice, rows: Words, limit: float, work: Work) -> Branched:
+def branch_floats(lattice: FloatLattice, rows: Words, limit: float, work: Work) -> Answer:
     """The placement of least largest load below ``limit`` with its borders among ``rows``.
 
     Exact where ``work`` suffices: floats, what they share with each other, and budgets count.
     Exponential in the floats that want to be on several stages. The node of least bound is first;
     ties go to the one with more floats fixed, then to the older.
     """
-    found = stage_pairs(lattice, rows, limit, work)
-    if found is None:
-        return Branched(stage_of=None, bound=0.0, finished=False)
-    return _Search(lattice, rows, *found, limit, work).run()
+    conditions = FloatConditions(lattice, limit)
+    family = FloatFamily(lattice, rows, conditions.cut_nbytes)
+    stages = stage_pairs(family, conditions, limit, work)
+    if stages is None:
+        return Answer(stage_of=None, bound=0.0, finished=False)
+    return _Search(family, stages, limit, work).run()
 
 
 class _Search:
     def __init__(
         self,
-        lattice: Lattice,
-        rows: Words,
-        costs: FloatCosts,
+        family: FloatFamily,
         stages: list[StagePairs],
         limit: float,
         work: Work,
     ) -> None:
+        lattice, rows = family.lattice, family.rows
         self._lattice, self._problem, self._rows = lattice, lattice.problem, rows
-        self._costs, self._limit, self._work = costs, limit, work
+        self._costs, self._limit, self._work = family.floats, limit, work
         self._held = [WeightLookup(s.nbytes[lattice.order])(rows) for s in self._problem.slots]
         self._budgets = [
             np.inf if s.budget is None else s.budget * (1 + 1e-12) for s in self._problem.slots
@@ -106,18 +96,18 @@ class _Search:
         self._stored = self._count = 0
         self._push(_Node(fixed={}, stages=stages), self._bound(stages))
 
-    def run(self) -> Branched:
+    def run(self) -> Answer:
         while self._heap:
             bound, _, _, node = self._heap[0]
             if bound >= self._limit:
                 break
             if self._work.is_spent() or self._stored > _MOST_STORED:
                 found = self._first if self._best is None else self._best
-                return Branched(stage_of=found, bound=bound, finished=False)
+                return Answer(stage_of=found, bound=bound, finished=False)
             heapq.heappop(self._heap)
             self._stored -= node.size
             self._settle(node, bound)
-        return Branched(stage_of=self._best, bound=self._limit, finished=True)
+        return Answer(stage_of=self._best, bound=self._limit, finished=True)
 
     def _push(self, node: _Node, bound: float) -> None:
         if bound < self._limit:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.msr.__main__ import FOLDER, main, place
+from benchmarks.msr.solver.solve import solve
 from benchmarks.msr.workload import (
     Workload,
     WorkloadError,
@@ -16,7 +17,6 @@ from benchmarks.msr.workload import (
     partition_problem,
     read_workload,
 )
-from placer.partition import solve
 
 published = pytest.mark.skipif(not FOLDER.exists(), reason="the published workloads are not here")
 

@@ -8,9 +8,12 @@ import itertools
 import numpy as np
 import pytest
 
-from placer.partition import PartitionProblem, SharedValue, StageSlot, solve, stage_loads
-from placer.partition.solver.branch import branch_floats
-from placer.partition.solver.lattice import build_lattice, floating_units
+from benchmarks.msr.solver.branch import branch_floats
+from benchmarks.msr.solver.conditions import FloatConditions
+from benchmarks.msr.solver.lattice import build_float_lattice, floating_units
+from benchmarks.msr.solver.solve import solve
+from placer.partition import PartitionProblem, SharedValue, StageSlot, stage_loads
+from placer.partition.solver.search import Answer
 from placer.partition.solver.surviving import surviving_rows
 from placer.partition.solver.work import Work
 
@@ -59,10 +62,10 @@ def is_allowed(problem: PartitionProblem, stage_of: np.ndarray) -> bool:
     )
 
 
-def branched(problem: PartitionProblem, limit: float, work: float):  # type: ignore[no-untyped-def]
+def branched(problem: PartitionProblem, limit: float, work: float) -> Answer:
     loose = floating_units(problem)
-    lattice = build_lattice(problem, [u for u in range(7) if u not in loose])
-    rows = surviving_rows(lattice, limit, most=1_000)
+    lattice = build_float_lattice(problem, [u for u in range(7) if u not in loose])
+    rows = surviving_rows(FloatConditions(lattice, limit), most=1_000)
     assert rows is not None
     return branch_floats(lattice, rows, limit, Work(work))
 

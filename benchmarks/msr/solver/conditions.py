@@ -1,0 +1,47 @@
+"""What floats, and bytes that may wait elsewhere, add to the conditions on borders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from benchmarks.msr.solver.folds import LooseSlot
+from benchmarks.msr.solver.lattice import FloatLattice
+from placer.partition.solver.conditions import BorderConditions
+from placer.partition.solver.problem import StageSlot, Vector
+
+
+class FloatConditions(BorderConditions):
+    """The conditions with the least that floats cost either side of a border."""
+
+    def __init__(self, lattice: FloatLattice, bound: float) -> None:
+        self._floats, self._num_paid = lattice.floats, lattice.num_paid
+        super().__init__(lattice, bound)
+
+    def least_seconds(self, side: Sequence[StageSlot], *, first: bool) -> Vector:
+        """A side with units that a float shares values with pays its seconds, or for a value.
+
+        A border that parts these units costs the float's cheapest value: the rest of it is left in
+        ``cut_nbytes``.
+        """
+        seconds = super().least_seconds(side, first=first)
+        factor = min(s.seconds_per_byte for s in side)
+        for i, f in enumerate(self._floats, self._num_paid):
+            nbytes = float(self.lattice.value_nbytes[i])
+            least = min(*(s.seconds[f.unit] for s in side), factor * nbytes)
+            seconds[f.shared[0 if first else -1]] += least
+            rest = nbytes - least / factor if factor else 0.0
+            self.cut_nbytes[i] = min(self.cut_nbytes[i], rest)
+        return seconds
+
+    def least_bytes(self, side: Sequence[StageSlot], *, first: bool) -> Vector:
+        """With the bytes that are on this side wherever they wait."""
+        held = []
+        for slot in side:
+            nbytes = slot.nbytes
+            if isinstance(slot, LooseSlot):
+                nbytes = nbytes + (slot.earlier if first else slot.later)
+            held.append(nbytes)
+        found: Vector = np.min(held, axis=0)[self.lattice.order]
+        return found

@@ -1,0 +1,102 @@
+"""Units without edges ("floats"), and a lattice of the other units."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placer.partition.solver.lattice import Lattice, build_lattice
+from placer.partition.solver.problem import PartitionProblem, Vector
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Float:
+    """A unit without edges: it may go to any stage, and is left out of the downsets.
+
+    A stage pays at least the smaller of what it costs to have the unit, and not to have it: its
+    seconds and the values that others of their units share, or the values that units here share.
+    """
+
+    unit: int  # of the problem
+    values: tuple[tuple[int, ...], ...]  # the other units of each value, by position
+    nbytes: Vector
+
+    @property
+    def shared(self) -> tuple[int, ...]:
+        """All units that it shares a value with."""
+        return tuple(sorted({u for units in self.values for u in units}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FloatLattice(Lattice):
+    """A lattice of all units but the floats.
+
+    A value that a float shares is in ``floats``. After the first ``num_paid`` values there is one
+    per float: a border that parts the units it shares values with costs its cheapest at least.
+    """
+
+    num_paid: int
+    floats: tuple[Float, ...]
+
+
+def floating_units(problem: PartitionProblem) -> list[int]:
+    """Units without edges that share values with others, where stages may be empty."""
+    if problem.relayed or not problem.may_be_empty:
+        return []
+    tied = {u for edge in problem.edges for u in edge} | {*problem.pins} | problem.hollow
+    tied |= {u for value in problem.values if value.external for u in value.units}
+    free = {u for v in problem.values if len(v.units) > 1 for u in v.units} - tied
+    return sorted(free) if len(free) < problem.num_units else []
+
+
+def build_float_lattice(problem: PartitionProblem, order: Sequence[int]) -> FloatLattice:
+    """The lattice of ``problem`` along ``order``, a topological order of all but its floats."""
+    loose = set(range(problem.num_units)) - set(order)
+    own = tuple(value for value in problem.values if loose.isdisjoint(value.units))
+    plain = build_lattice(replace(problem, values=own), order)
+    place = np.full(problem.num_units, -1, dtype=np.int64)
+    place[plain.order] = np.arange(plain.num_units)
+    floats = _floats(problem, place)
+    values_of = [list(values) for values in plain.values_of]
+    for e, f in enumerate(floats, len(plain.values)):
+        for u in f.shared:
+            values_of[u].append(e)
+    cheapest = [float(f.nbytes.min()) for f in floats]
+    return FloatLattice(
+        problem=problem,
+        order=plain.order,
+        preds=plain.preds,
+        succs=plain.succs,
+        values=(*plain.values, *(f.shared for f in floats)),
+        value_nbytes=np.array([*plain.value_nbytes, *cheapest]),
+        values_of=tuple(map(tuple, values_of)),
+        external=plain.external,
+        external_nbytes=plain.external_nbytes,
+        solid=plain.solid,
+        num_paid=len(plain.values),
+        floats=floats,
+    )
+
+
+def _floats(problem: PartitionProblem, place: NDArray[np.int64]) -> tuple[Float, ...]:
+    """The floats that share values with units of the lattice and no other float.
+
+    Of what several floats share nothing is certain, and nothing is paid.
+    """
+    shared: dict[int, list[tuple[tuple[int, ...], float]]] = {}
+    for value in problem.values:
+        units = tuple(sorted({int(place[u]) for u in value.units} - {-1}))
+        floats = [u for u in value.units if place[u] < 0]
+        if units and len(floats) == 1:
+            shared.setdefault(floats[0], []).append((units, value.nbytes))
+    return tuple(
+        Float(
+            unit=u,
+            values=tuple(units for units, _ in shared[u]),
+            nbytes=np.array([nbytes for _, nbytes in shared[u]]),
+        )
+        for u in sorted(shared)
+    )

@@ -1,0 +1,139 @@
+"""Solve a partition problem whose graph may have units without edges."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from benchmarks.msr.solver.assign import assign_floats
+from benchmarks.msr.solver.branch import branch_floats
+from benchmarks.msr.solver.conditions import FloatConditions
+from benchmarks.msr.solver.folds import fold_dominated
+from benchmarks.msr.solver.lattice import FloatLattice, build_float_lattice, floating_units
+from benchmarks.msr.solver.pairs import FloatFamily
+from placer.partition import PartitionProblem, Solution
+from placer.partition import solve as solve_plain
+from placer.partition.solver.conditions import BorderConditions
+from placer.partition.solver.lattice import Lattice, Words, topological_order
+from placer.partition.solver.moves import move_units
+from placer.partition.solver.problem import is_limited, memory_as_load, simple_bound
+from placer.partition.solver.program import Borders, Family
+from placer.partition.solver.reduce import Reduction, contract, join_cycles
+from placer.partition.solver.search import (
+    Answer,
+    DownsetSearch,
+    StageOf,
+    adjacency,
+    is_reached,
+)
+from placer.partition.solver.solve import LARGE, MOST_ALIVE, Best, as_solution, proof_work
+from placer.partition.solver.work import Work
+
+
+class FloatSearch(DownsetSearch):
+    """placer's search over downsets of all units but the floats, which are placed afterwards."""
+
+    lattice: FloatLattice
+
+    def make_lattice(self) -> Lattice:
+        """All units but the floats, in a topological order."""
+        loose = set(floating_units(self.problem))
+        order = topological_order(*adjacency(self.problem), range(self.problem.num_units))
+        return build_float_lattice(self.problem, [u for u in order if u not in loose])
+
+    def conditions(self, bound: float) -> BorderConditions:
+        """With what floats cost either side at least."""
+        return FloatConditions(self.lattice, bound)
+
+    def family(self, rows: Words, conditions: BorderConditions) -> Family:
+        """With what floats cost a stage at least."""
+        return FloatFamily(self.lattice, rows, conditions.cut_nbytes)
+
+    def stages(self, borders: Borders) -> StageOf:
+        """Floats go where they cost least."""
+        return assign_floats(self.problem, super().stages(borders))
+
+    def least_memory(self) -> StageOf | None:
+        """A placement whose largest share of a budget is small."""
+        problem = memory_as_load(self.problem)
+        folded = _folded(problem, fold_dominated(problem, relaxed=True))
+        found = type(self)(folded.problem).first_answer()
+        return None if found is None else found[folded.unit_of]
+
+
+class BranchedSearch(FloatSearch):
+    """Proves with branch and bound where the floats are."""
+
+    def best_within(self, rows: Words, limit: float, work: Work) -> Answer:
+        """The best placement with its borders among ``rows``, floats anywhere."""
+        return branch_floats(self.lattice, rows, limit, work)
+
+
+def solve(problem: PartitionProblem, *, most_alive: int = MOST_ALIVE) -> Solution | None:
+    """As `placer.partition.solve`, and much faster where many units have no edges.
+
+    The proof is by branch and bound over the stages of these units, where relaxations do not
+    suffice.
+    """
+    slots = problem.slots
+    if problem.may_be_empty and all(slot is slots[0] for slot in slots):
+        problem = replace(problem, slots=slots[: max(1, problem.num_units)])  # more stay empty
+    joined = join_cycles(problem)
+    if joined.problem.num_units > LARGE:
+        return solve_plain(problem, most_alive=most_alive)
+    stage_of, bound = _solve_joined(joined.problem, most_alive, proof_work(most_alive))
+    return None if stage_of is None else as_solution(problem, stage_of[joined.unit_of], bound)
+
+
+def _solve_joined(
+    problem: PartitionProblem, most_alive: int, work: Work
+) -> tuple[StageOf | None, float]:
+    """The best placement of a problem whose edges have no cycle, and a lower bound."""
+    best, bound = Best(problem), simple_bound(problem)
+    relaxed = fold_dominated(problem, relaxed=True)
+    folded = _folded(problem, relaxed)
+    best.offer(_unfolded(FloatSearch(folded.problem).first_answer(), folded))
+    moved = False  # the best one, over worse placements, without finding a better one
+    for rung, (reduction, search) in enumerate(_ladder(problem, relaxed)):
+        if rung and best.is_tight and type(search) is FloatSearch:
+            best.offer(_unfolded(search.first_answer(), reduction))
+        if best.stage_of is None and is_limited(problem):
+            smallest, _ = _solve_joined(memory_as_load(problem), most_alive, Work(work.left / 2))
+            best.offer(smallest)
+        best.improve(bound)
+        bound, found = search.prove(best.value, most_alive, work, bound=bound)
+        found = _unfolded(found, reduction)
+        best.offer(found)
+        moved = False
+        if found is not None and not is_reached(best.value, bound):
+            moved = best.offer(move_units(problem, found, bound))
+        if is_reached(best.value, bound):
+            break
+    if not moved:
+        best.improve(bound)
+    return best.stage_of, bound
+
+
+def _folded(problem: PartitionProblem, relaxed: Reduction) -> Reduction:
+    """The problem with the units of ``relaxed``, which hold their bytes where they are."""
+    return contract(problem, relaxed.unit_of.tolist())
+
+
+def _unfolded(stage_of: StageOf | None, reduction: Reduction) -> StageOf | None:
+    return None if stage_of is None else stage_of[reduction.unit_of]
+
+
+def _ladder(
+    problem: PartitionProblem, relaxed: Reduction
+) -> Iterator[tuple[Reduction, FloatSearch]]:
+    """Reductions to prove on, from the loosest to the exact one.
+
+    Folds are exact but for budgets, floats that are left out but for budgets and for what they cost
+    among themselves.
+    """
+    yield relaxed, FloatSearch(relaxed.problem)
+    exact = fold_dominated(problem, weightless=True)
+    if exact.problem.num_units > relaxed.problem.num_units:
+        yield exact, FloatSearch(exact.problem)
+    if floating_units(exact.problem):
+        yield exact, BranchedSearch(exact.problem)
