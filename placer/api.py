@@ -39,8 +39,7 @@ def make_plan(
     """The plan for ``model`` under ``spec`` for inputs like ``args`` and ``kwargs``.
 
     Nothing is allocated: model and inputs may live on ``meta``. With ``processes`` the plan is for
-    one process per device (``torchrun``): a value that skips stages passes through them and costs
-    each its bytes, where one process copies it once, and peaks are those of a dry run of every rank.
+    one process per device (``torchrun``), and its peaks are those of a dry run of every rank.
     `compile` plans so by itself inside a job, with estimated peaks. A plan that overflows a budget
     has ``fits`` False; where an estimate is near its budget, a dry run decides.
 
@@ -172,8 +171,7 @@ def simulate(
     A stage on a CUDA device keeps what CUDA's kernels keep (`placer.cost.kernels`), for which no GPU
     is needed; ``run_on="cpu"`` says what ``compile(…, run_on="cpu")`` would hold.
 
-    With ``processes`` every device has a process of its own, as under ``torchrun``: torch's
-    pipeline engine keeps more than the plan's figures say, which are for one process.
+    With ``processes`` every device has a process of its own, as under ``torchrun``.
     ``ignore_device_moves`` is as for `make_plan`.
     """
     wanted = plan if isinstance(plan, Plan) else as_spec(plan)

@@ -109,9 +109,7 @@ def rate_partition(
 def _build(
     costs: CostTable, nodes: Sequence[int], cuts: Sequence[int], demands: Demands
 ) -> IntervalTables:
-    return build_tables(
-        costs, nodes, cuts, relayed=demands.processes, later=demands.microbatches > 1
-    )
+    return build_tables(costs, nodes, cuts, later=demands.microbatches > 1)
 
 
 class _Search:

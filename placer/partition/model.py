@@ -122,7 +122,6 @@ def _problem(model: ModelUnits, slots: Sequence[StageSlot], demands: Demands) ->
         slots=tuple(slots),
         pins=model.pins,
         hollow=frozenset({len(model.order)}),
-        relayed=demands.processes,
     )
 
 

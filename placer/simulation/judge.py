@@ -35,9 +35,8 @@ class Planner:
 
     In one process a plan is dry-run when a device's estimate is near its budget; its peaks stay the
     estimates, unless the dry run comes to another verdict. With ``processes`` peaks are always
-    those of `simulate_ranks`: estimates are of one process, and torch's engine holds more (whole
-    boundaries with their gradients, both halves of a split backward, buckets; and every replica has
-    its own optimizer); only for inference, and inside a job whose process group is there already,
+    those of `simulate_ranks`: estimates are of one process, and a rank holds more (what it received,
+    both halves of a split backward, buckets; and every replica has its own optimizer); only for inference, and inside a job whose process group is there already,
     estimates stay. Without ``judged`` they stay always.
     """
 

@@ -38,7 +38,7 @@ def fold_dominated(
     where stages may be empty.
     """
     unit_of = np.arange(problem.num_units)
-    if not problem.may_be_empty or problem.relayed:
+    if not problem.may_be_empty:
         return Reduction(problem=problem, unit_of=unit_of)
     while True:
         leaders, folded = _foldable(problem, weightless=weightless)

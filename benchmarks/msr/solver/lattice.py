@@ -44,7 +44,7 @@ class FloatLattice(Lattice):
 
 def floating_units(problem: PartitionProblem) -> list[int]:
     """Units without edges that share values with others, where stages may be empty."""
-    if problem.relayed or not problem.may_be_empty:
+    if not problem.may_be_empty:
         return []
     tied = {u for edge in problem.edges for u in edge} | {*problem.pins} | problem.hollow
     tied |= {u for value in problem.values if value.external for u in value.units}

@@ -114,11 +114,6 @@ def _crossing_bytes(problem: PartitionProblem, cuts: Indices, place: Indices) ->
     slots = np.searchsorted(cuts, np.arange(problem.num_units), side="right") - 1
     for value in problem.values:
         held = np.unique(slots[place[list(value.units)]]).tolist()  # intervals with some unit
-        if problem.relayed and not value.external:
-            if len(held) > 1:
-                add(held[0] + 1, held[-1], 0, count, value.nbytes)
-                add(0, count - 1, held[0] + 1, held[-1] + 1, value.nbytes)
-            continue
         previous = -1
         for interval in held:  # some unit in [x, y): the first one at or after x is before y
             add(previous + 1, interval, interval + 1, count, value.nbytes)

@@ -22,11 +22,8 @@ def move_units(problem: PartitionProblem, stage_of: Indices, target: float) -> I
     above its budget (or ``target``, the load to reach) to a stage that its edges allow, where the
     sum of squared excesses is then the least, better than before or not; a unit moves once in a
     pass, and the best placement of a pass begins the next. Heuristic, deterministic.
-    O(passes * moves * stages * uses of the units of a stage). Pins hold. Relayed values are not
-    understood: None.
+    O(passes * moves * stages * uses of the units of a stage). Pins hold.
     """
-    if problem.relayed:
-        return None
     search = _Moves(problem, stage_of, target)
     best, best_value = None, np.inf
     for _ in range(_MOST_PASSES):

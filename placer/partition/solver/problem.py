@@ -6,8 +6,7 @@ A placement puts every unit on one of the stages 0 … k - 1 so that no edge goe
 
 where a value crosses if the stage holds some, but not all, of the units that make and need it
 (Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators", NeurIPS 2020,
-section 3). With ``relayed`` a value passes through every stage between its first and its last unit,
-and each of its borders is paid: once out, once in. The largest load is the criterion.
+section 3). The largest load is the criterion.
 """
 
 from __future__ import annotations
@@ -68,7 +67,6 @@ class PartitionProblem:
     pins: Mapping[int, str] = field(default_factory=dict)
     hollow: frozenset[int] = frozenset()
     may_be_empty: bool = False
-    relayed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,18 +90,10 @@ def stage_loads(problem: PartitionProblem, stage_of: NDArray[np.int64]) -> Vecto
     units = np.fromiter(chain.from_iterable(v.units for v in values), np.int64, sum(sizes))
     held = np.unique(np.repeat(np.arange(len(values)), sizes) * k + stage_of[units])
     value, stage = np.divmod(held, k)  # each value on each stage that holds some of its units
-    first = np.searchsorted(value, np.arange(len(values)))
     number = np.bincount(value, minlength=len(values))
     paid = external | (number > 1)
-    crossing = np.zeros(k)
-    if problem.relayed:
-        for v in np.flatnonzero(paid & ~external):
-            lowest, highest = stage[first[v]], stage[first[v] + number[v] - 1]
-            crossing[lowest : highest + 1] += 2 * nbytes[v]  # out of one stage, into the next
-            crossing[[lowest, highest]] -= nbytes[v]
-        paid &= external
     pays = paid[value]
-    crossing += np.bincount(stage[pays], weights=nbytes[value[pays]], minlength=k)
+    crossing = np.bincount(stage[pays], weights=nbytes[value[pays]], minlength=k)
     found: Vector = loads + crossing * [slot.seconds_per_byte for slot in problem.slots]
     return found
 

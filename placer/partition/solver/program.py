@@ -75,8 +75,7 @@ class Family:
         seconds = self.sums(slot.seconds[lattice.order])
         load: Vector = seconds[after, None] - seconds[None, before]
         crossing = self.cut[after, None] + self.cut[None, before]
-        if not lattice.problem.relayed:
-            crossing -= self._both(before, after)
+        crossing -= self._both(before, after)
         for e, nbytes in enumerate(lattice.external_nbytes):
             crossing += nbytes * (self.outer[after, None, e] != self.outer[None, before, e])
         load += slot.seconds_per_byte * crossing

@@ -62,6 +62,5 @@ def contract(problem: PartitionProblem, leaders: Sequence[int]) -> Reduction:
         pins=pins,
         hollow=frozenset(range(count)) - solid,
         may_be_empty=problem.may_be_empty,
-        relayed=problem.relayed,
     )
     return Reduction(problem=reduced, unit_of=unit_of)

@@ -143,7 +143,6 @@ def _window_problem(
         values=tuple(values),
         slots=_window_slots(problem, stage_of, units, border),
         pins=pins,
-        relayed=problem.relayed,
         may_be_empty=True,
     )
 

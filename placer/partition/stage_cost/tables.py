@@ -52,14 +52,12 @@ def build_tables(
     order: Sequence[int],
     cuts: Sequence[int],
     *,
-    relayed: bool = False,
     later: bool = True,
 ) -> IntervalTables:
     """The tables for the stages that ``cuts`` of ``order`` (positions of nodes) allow.
 
-    The loss is computed with the last node of the order. ``relayed``: values pass through every
-    stage between their producer and their last reader; else they go there directly. ``later``: there
-    are later backwards than a stage's first one, of further micro-batches.
+    The loss is computed with the last node of the order. ``later``: there are later backwards than a
+    stage's first one, of further micro-batches.
     """
     n = len(order)
     place = np.empty(n + 1, dtype=np.int64)  # node -> position; the loss stays last
@@ -74,10 +72,9 @@ def build_tables(
         costs,
         place,
         lambda x, y, i, j, nbytes: held.waiting.add(x, y, i, nbytes, until=j),
-        relayed=relayed,
         held_from=None if regions is None else regions.held_from,
     )
-    crossing = _crossing_values(costs, place, build, relayed=relayed)
+    crossing = _crossing_values(costs, place, build)
     state = _state(costs, place, build)
     # The loss stays in all of its stage's backward: added below where stages end with it, here off
     # where it is counted already.
@@ -173,7 +170,7 @@ class _CrossingValues:
 
 
 def _crossing_values(
-    costs: CostTable, place: NDArray[np.int64], build: _Builder, *, relayed: bool
+    costs: CostTable, place: NDArray[np.int64], build: _Builder
 ) -> _CrossingValues:
     received, computed, sent = build.rectangles(), build.rectangles(), build.rectangles()
     released: list[Elsewhere] = []
@@ -192,10 +189,6 @@ def _crossing_values(
         ),
     ]
     for producer, readers, nbytes, need in crossing:
-        if relayed and producer >= 0 and readers and readers[-1] > producer:
-            received.add(producer + 1, readers[-1], 0, nbytes)
-            sent.add(0, readers[-1], producer, nbytes, until=readers[-1])
-            continue
         received.some(readers, nbytes, after=producer)
         if readers:
             released += releases(producer, readers, need, nbytes)

@@ -8,8 +8,7 @@ belongs and ``target`` the last node that adds to it (``home`` itself, or anothe
     stage has sender, not target  a copy of the part that is needed waits from sender on, to the end
     stage has target, not sender  it comes when the backward of home runs; nothing waits
 
-That is the rule of `placer.runtime.transfer.WaitingGradients`. Where values are relayed from stage
-to stage, under torchrun, gradients come with the others and wait in the stage of ``home``.
+That is the rule of `placer.runtime.transfer.WaitingGradients`.
 
 Whether a stage has its sender depends on its end, so the tables, which have a row per start and a
 column per node, hold what is there if it has, and `Elsewhere` what changes where the stage ends
@@ -54,7 +53,6 @@ def waiting_gradients(
     place: NDArray[np.int64],
     add: Add,
     *,
-    relayed: bool = False,
     held_from: HeldFrom | None = None,
 ) -> list[Elsewhere]:
     """Fill a table by ``add`` for stages that have all senders; the answer is for those that do not.
@@ -68,10 +66,7 @@ def waiting_gradients(
     sender_of: dict[tuple[int, int], int] = {}
     for gradient in costs.gradients:
         if place[gradient.target] < place[gradient.source]:
-            if relayed:
-                filling.wait_at_home(gradient)
-            else:
-                filling.wait(gradient)
+            filling.wait(gradient)
             sum_at = gradient.target, gradient.home
             sender = int(place[gradient.sender])
             sender_of[sum_at] = min(sender, sender_of.get(sum_at, sender))
@@ -79,7 +74,7 @@ def waiting_gradients(
         home, node = int(place[sum_.home]), int(place[sum_.node])
         if home >= node:
             continue
-        sender = len(costs.nodes) if relayed else sender_of.get((sum_.node, sum_.home), node)
+        sender = sender_of.get((sum_.node, sum_.home), node)
         for first, last, nbytes in _beside_sum(sum_, costs, place, held_from):
             add(first, last, node, node + 1, nbytes)
             filling.change(max(first, home + 1), last, node, node + 1, sender, -nbytes)
@@ -168,13 +163,6 @@ class _Filling:
         if first <= last:
             self._add(first, last, begin, until, nbytes)
             self.change(first, last, begin, until, sender, -nbytes)
-
-    def wait_at_home(self, gradient: PendingGradient) -> None:
-        """It waits in the stage of its home, wherever it was made: values are relayed."""
-        home, target = int(self._place[gradient.home]), int(self._place[gradient.target])
-        source, sender = int(self._place[gradient.source]), int(self._place[gradient.sender])
-        self._add(0, home, target + 1, source, gradient.nbytes)
-        self.change(0, home, target, len(self._costs.nodes), sender, -gradient.surplus)
 
 
 def _beside_sum(

@@ -62,7 +62,7 @@ def crew_of(
     ``PlacerError`` when not all are at this ``method`` with these ``options``.
     """
     if isinstance(module, PartialModule):
-        from placer.runtime.distributed.module import DistributedModule  # pipelining takes a while
+        from placer.runtime.distributed.module import DistributedModule  # takes a while
 
         assert isinstance(module, DistributedModule)
         stages, replicas = len(module.plan.stages), module.num_replicas

@@ -1,4 +1,4 @@
-"""The same spec under ``torchrun``: one process per device, on PyTorch's own engine.
+"""The same spec under ``torchrun``: one process per device, by point-to-point messages.
 
 Inside a job (``torchrun``, or a launcher that sets the same RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and
 MASTER_PORT, or the default process group exists already) ``placer.compile(model, spec, args)`` returns a
@@ -42,12 +42,13 @@ module, or in a message of the program's own, cannot be told: it waits for the o
 that was refused a call by itself tells the others at its next.) Without ``own_rows`` every rank is given the
 whole batch and uses its rows. The weights are those of rank 0's model.
 
-How it is done: the plan's stages are `PipelineStage`s with static shapes, found on fake tensors; a
-boundary is a chain, so skips are relayed. Every rank has the model's own inputs, they do not travel.
-A micro-batch with fewer rows is filled up on the wire only, one without rows sends zeros. Gradients
-are summed over replicas in buckets while backward runs, those of tied weights over their stages too.
+How it is done: every rank runs its own actions of the schedule, with the code that runs them all in one
+process (`placer.runtime.execute`). What another rank made comes as a message straight from there;
+its shape is found on fake tensors. Every rank has the model's own inputs, they do not travel.
+Gradients are summed over replicas in buckets while backward runs, those of tied weights over their
+stages too.
 ``placer.make_plan(model, spec, args, processes=True)`` says what each rank will hold: its peaks are
-those of a dry run of torch's engine on fake tensors (``placer.simulate(…, processes=True)``). A plan
+those of a dry run of each rank on fake tensors (``placer.simulate(…, processes=True)``). A plan
 that ``compile`` makes inside a job has estimates; give it a plan made before for the judged ones.
 
 As in one process: inputs of other sizes and modes after ``compile``; hooks, those on the whole module
@@ -75,8 +76,6 @@ What differs:
  * ``placed.load_state_dict`` takes the state of the whole model, or of this part.
  * No ``deepcopy``, no pickling: ``placer.save`` has the whole; a moving average of the weights is one of
    ``placed.state_dict()``, by name.
- * Under InterleavedZeroBubble torch computes the gradients of weights outside of autograd's accumulation:
-   ``register_post_accumulate_grad_hook`` does not fire.
  * Every ``compile`` makes process groups, which stay until the job ends (gloo: some 9 file descriptors and
    6 threads each time), also where the module goes.
  * Dropout: every rank has random numbers of its own, the same again when the program is run again.
