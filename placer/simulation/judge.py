@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-import torch.distributed as dist
 from torch import Tensor
 
 from placer.capture import Capture
@@ -34,10 +33,10 @@ class Planner:
     taken, else the one that overflows the least.
 
     In one process a plan is dry-run when a device's estimate is near its budget; its peaks stay the
-    estimates, unless the dry run comes to another verdict. With ``processes`` peaks are always
-    those of `simulate_ranks`: estimates are of one process, and a rank holds more (what it received,
-    both halves of a split backward, buckets; and every replica has its own optimizer); only for inference, and inside a job whose process group is there already,
-    estimates stay. Without ``judged`` they stay always.
+    estimates, unless the dry run comes to another verdict. With ``processes`` peaks are always those
+    of `simulate_ranks`, but for inference: estimates are of one process, and a rank holds more (what
+    it received, both halves of a split backward, buckets; and every replica has its own optimizer).
+    Without ``judged`` they stay estimates.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class Planner:
         judge = _check_verdict
         if self._processes:
             judge = _run_ranks
-            if not self._judged or not spec.training or dist.is_initialized():
+            if not self._judged or not spec.training:
                 return build(spec)
         look = partial(judge, self._capture, self._inputs)
         return _plan_judged(build, look, spec, second_look=second_look)
