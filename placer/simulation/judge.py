@@ -12,8 +12,8 @@ from torch import Tensor
 
 from placer.capture import Capture
 from placer.cost import CostEstimates
-from placer.plan.build import PlanMaker, build_plan
 from placer.plan.types import DevicePeak, Plan, StageMemory
+from placer.planner.build import PlanMaker, build_plan
 from placer.simulation.simulate import simulate_peaks
 from placer.spec import PlacementSpec
 
@@ -53,7 +53,7 @@ class Planner:
         self._processes, self._judged = processes, judged
 
     def __call__(self, spec: PlacementSpec, *, second_look: bool = True) -> Plan:
-        """As `placer.plan.build.PlanMaker` says.
+        """As `placer.planner.build.PlanMaker` says.
 
         Raises ``PlacerError`` when the stages cannot be dealt out to ranks in turn.
         """

@@ -16,7 +16,7 @@ import placer
 from placer.capture import capture_model
 from placer.cost import estimate
 from placer.errors import BudgetError
-from placer.plan.build import build_plan
+from placer.planner.build import build_plan
 from placer.simulation import judge, simulate_plan
 from placer.simulation.simulate import simulate_peaks
 

@@ -12,10 +12,11 @@ from placer.capture import Capture
 from placer.cost import CostEstimates, CostTable, device_type
 from placer.errors import CaptureError
 from placer.partition import Demands, DeviceSlot, Partition, choose_partition
-from placer.plan.assemble import assemble_plan
-from placer.plan.devices import device_slot, likely_kernels, memory_uses, with_known_memory
-from placer.plan.lighten import LightPlan, lighten
-from placer.plan.resolve import (
+from placer.plan.types import Plan
+from placer.planner.assemble import assemble_plan
+from placer.planner.devices import device_slot, likely_kernels, memory_uses, with_known_memory
+from placer.planner.lighten import LightPlan, lighten
+from placer.planner.resolve import (
     check_supported,
     count_replicas,
     demands_of,
@@ -26,7 +27,6 @@ from placer.plan.resolve import (
     wanted_devices,
     wanted_regions,
 )
-from placer.plan.types import Plan
 from placer.regions import RegionKey
 from placer.spec import PlacementSpec
 
