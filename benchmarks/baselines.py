@@ -29,8 +29,8 @@ from placer.partition.chain import best_cuts
 from placer.partition.stage_cost.score import optimizer_bytes, peak_bytes
 from placer.partition.stage_cost.tables import build_tables
 from placer.partition.units import sampled_orders, unit_graph
-from placer.plan.build import build_plan
 from placer.plan.types import Plan
+from placer.planner.build import build_plan
 from placer.schedule import InFlight
 from placer.spec import PlacementSpec, resolve_layers
 

@@ -39,8 +39,8 @@ from benchmarks.record import RESULTS, write_page
 from examples.unet3d import unet3d
 from placer.capture import Capture, capture_model
 from placer.cost import CostTable, estimate_costs
-from placer.plan.build import build_plan
 from placer.plan.types import Plan
+from placer.planner.build import build_plan
 from placer.simulation import simulate_plan
 from placer.spec import PlacementSpec
 

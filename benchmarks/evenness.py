@@ -25,7 +25,7 @@ from placer.partition.stage_cost.score import optimizer_bytes, peak_bytes
 from placer.partition.stage_cost.shared import SharedPeaks
 from placer.partition.stage_cost.tables import build_tables
 from placer.partition.units import program_order, unit_graph
-from placer.plan.build import build_plan
+from placer.planner.build import build_plan
 from placer.schedule import InFlight
 from placer.simulation import simulate_plan
 from placer.spec import PlacementSpec

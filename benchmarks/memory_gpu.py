@@ -121,7 +121,7 @@ def measure(case: Case, device: str) -> Iterator[dict[str, Any]]:
 def _pinned(model: nn.Module, spec: Any, x: Tensor, pins: Mapping[str, str]) -> placer.Plan:
     from placer.api import as_spec
     from placer.capture import capture_model, flatten_call
-    from placer.plan.build import build_plan
+    from placer.planner.build import build_plan
 
     capture = capture_model(model, (x,))
     return build_plan(capture, as_spec(spec), flatten_call(capture.call, (x,), {}), pins=pins)

@@ -25,7 +25,7 @@ from torch import nn
 from benchmarks.record import RESULTS, write_result
 from examples.unet3d import unet3d
 from placer.capture import capture_model, flatten_call
-from placer.plan.build import build_plan
+from placer.planner.build import build_plan
 from placer.simulation import simulate_plan
 from placer.spec import load_spec
 from tests import models

@@ -51,9 +51,9 @@ from placer.cost import CostTable, estimate_costs
 from placer.partition import Demands, DeviceSlot, PartitionProblem, solve, stage_loads
 from placer.partition.model import ModelUnits, model_units, seconds_problem
 from placer.partition.units import program_order, unit_graph
-from placer.plan.build import build_plan
-from placer.plan.devices import device_slot
 from placer.plan.types import Plan
+from placer.planner.build import build_plan
+from placer.planner.devices import device_slot
 from placer.simulation import simulate_plan
 from placer.spec import PlacementSpec
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from placer.capture import Capture, capture_model, flatten_call
 from placer.emit import emit_stages, materialize
 from placer.errors import CaptureError, PlacerError
-from placer.plan.auto import choose_spec
 from placer.plan.check import check_plan, require_fit
-from placer.plan.remedies import misfit_error
 from placer.plan.types import Plan
+from placer.planner.auto import choose_spec
+from placer.planner.remedies import misfit_error
 from placer.runtime.distributed.job import Job, find_job
 from placer.runtime.module import PlacedModule
 from placer.runtime.places import resolve_places

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from placer import api
 from placer.capture import Capture
 from placer.cost import CostTable, estimate
-from placer.plan import build
+from placer.planner import build
 
 Call = tuple[Capture, list[Tensor]]
 

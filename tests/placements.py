@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import placer
 from placer import api
 from placer.capture import capture_model
-from placer.plan.build import build_plan
+from placer.planner.build import build_plan
 from placer.spec import PlacementSpec, resolve_layers
 
 

@@ -107,8 +107,8 @@ def auto(
     with progress(console, "importing torch and the model"):
         from placer.cli.fit import report_misfit
         from placer.errors import BudgetError
-        from placer.plan.auto import choose_spec
         from placer.plan.store import save_plan
+        from placer.planner.auto import choose_spec
         from placer.report import plan_table
         from placer.simulation.judge import plan_maker
 

@@ -118,7 +118,7 @@ def _check_model(
     as_json: bool,
 ) -> None:
     from placer.cli.limits import print_limits
-    from placer.plan.pieces import count_pieces
+    from placer.planner.cut_limits import count_pieces
 
     with progress(console, "recording the operations of the model"):
         capture, leaves = subject.capture()
@@ -164,7 +164,7 @@ def _measured(
     optimizer: str,
     training: bool,
 ) -> dict[str, Any]:
-    from placer.plan.pieces import devices_needed, measure_limits
+    from placer.planner.cut_limits import devices_needed, measure_limits
 
     limits = measure_limits(capture, leaves, optimizer=optimizer, training=training)
     for module in whole:

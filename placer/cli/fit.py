@@ -14,10 +14,10 @@ from placer.capture import Capture
 from placer.cli.main import EXIT_NO_FIT
 from placer.cli.output import print_json, progress
 from placer.errors import BudgetError, Tried
-from placer.plan.build import PlanMaker
 from placer.plan.check import describe_overflow
-from placer.plan.remedies import find_largest_node, lacks_room, memory_needed, misfit_error
 from placer.plan.types import Plan
+from placer.planner.build import PlanMaker
+from placer.planner.remedies import find_largest_node, lacks_room, memory_needed, misfit_error
 from placer.spec import PlacementSpec
 from placer.units import format_bytes
 

@@ -31,8 +31,8 @@ from placer.capture import (
 )
 from placer.emit import StagedModel, emit_stages
 from placer.errors import CaptureError
-from placer.plan.follow import follow_plan
 from placer.plan.types import Plan
+from placer.planner.follow import follow_plan
 from placer.regions import find_regions, region_keys
 
 _MOST_SETTINGS = 16  # values of attributes per mode and size for which the program is kept

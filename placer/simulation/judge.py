@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from placer.capture import Capture
 from placer.cost import CostEstimates
-from placer.plan.build import PlanMaker, build_plan
 from placer.plan.types import DevicePeak, Plan, StageMemory
+from placer.planner.build import PlanMaker, build_plan
 from placer.simulation.ranks import simulate_ranks
 from placer.simulation.simulate import simulate_peaks
 from placer.spec import PlacementSpec
@@ -22,15 +22,13 @@ _MOST_ROUNDS = 3
 # 14% below its dry run; a device that has more room than that, or lacks more, is not run for it.
 _DOUBTFUL_SHARE = 0.15
 
-_Budgets = Mapping[str, int | None]  # device -> bytes; None: not known
-
 
 class Planner:
     """Plans specs for one captured model and its inputs, and judges every plan's verdict.
 
-    Where a judged plan does not fit, what its devices hold beyond their estimates is taken from
-    their budgets and it is planned again, at most twice: a heuristic. The first plan that fits is
-    taken, else the one that overflows the least.
+    Where a judged plan does not fit, it is planned again with what its devices hold beyond their
+    estimates as corrections, at most twice: a heuristic. The first plan that fits is taken, else the
+    one that overflows the least.
 
     In one process a plan is dry-run when a device's estimate is near its budget; its peaks stay the
     estimates, unless the dry run comes to another verdict. With ``processes`` peaks are always those
@@ -52,7 +50,7 @@ class Planner:
         self._processes, self._judged = processes, judged
 
     def __call__(self, spec: PlacementSpec, *, second_look: bool = True) -> Plan:
-        """As `placer.plan.build.PlanMaker` says.
+        """As `placer.planner.build.PlanMaker` says.
 
         Raises ``PlacerError`` when the stages cannot be dealt out to ranks in turn.
         """
@@ -78,8 +76,8 @@ def plan_maker(capture: Capture, inputs: Sequence[Tensor], *, processes: bool = 
 
 
 def _plan_judged(
-    build: Callable[[PlacementSpec], Plan],
-    judge: Callable[[Plan, _Budgets], Plan],
+    build: Callable[..., Plan],
+    judge: Callable[[Plan], Plan],
     spec: PlacementSpec,
     *,
     second_look: bool,
@@ -87,45 +85,32 @@ def _plan_judged(
     plan = build(spec)
     if not plan.fits and not second_look:
         return plan
-    budgets = {stage.devices[0]: stage.budget for stage in plan.stages}
-    less = dict.fromkeys(budgets, 0)
+    beyond = {stage.devices[0]: 0 for stage in plan.stages}  # bytes that estimates were too low by
     judged: list[Plan] = []
     for _ in range(_MOST_ROUNDS):
-        judged.append(judge(plan, budgets))
+        judged.append(judge(plan))
         if judged[-1].fits:
             break
-        before = dict(less)
-        row = [device.device for device in plan.devices[: len(budgets)]]  # of the first replica
+        before = dict(beyond)
+        row = [device.device for device in plan.devices[: len(beyond)]]  # of the first replica
         for name, now, estimate in zip(itertools.cycle(row), judged[-1].devices, plan.devices):
-            less[name] = max(less[name], now.peak - estimate.peak)
-        if less == before:
+            beyond[name] = max(beyond[name], now.peak - estimate.peak)
+        if beyond == before:
             break
-        plan = build(_shrink(spec, budgets, less))
+        plan = build(spec, corrections=beyond)
     return min(judged, key=lambda p: (not p.fits, p.overflow_bytes))
 
 
-def _shrink(spec: PlacementSpec, budgets: _Budgets, less: Mapping[str, int]) -> PlacementSpec:
-    devices = []
-    for device in spec.devices:
-        budget = budgets.get(device.name)
-        if budget is not None and less[device.name]:
-            device = device.model_copy(update={"memory": max(1, budget - less[device.name])})
-        devices.append(device)
-    return spec.model_copy(update={"devices": tuple(devices)})
-
-
-def _check_verdict(
-    capture: Capture, inputs: Sequence[Tensor], plan: Plan, budgets: _Budgets
-) -> Plan:
-    """``plan`` with the whole budgets; with the peaks of a dry run if its verdict is another one."""
-    estimated = _with_peaks(plan, [device.peak for device in plan.devices], budgets)
-    if not any(map(_is_doubtful, estimated.devices)):
-        return estimated
-    found = simulate_peaks(capture, plan, inputs)
-    run = _with_peaks(plan, found, budgets)
-    if estimated.fits == run.fits:
-        return estimated
-    note = f"Estimates said that it {'fits' if estimated.fits else 'does not fit'}; peaks are a dry run's."
+def _check_verdict(capture: Capture, inputs: Sequence[Tensor], plan: Plan) -> Plan:
+    """``plan``, with the peaks of a dry run if its verdict is another one."""
+    if not any(map(_is_doubtful, plan.devices)):
+        return plan
+    run = _with_peaks(plan, simulate_peaks(capture, plan, inputs))
+    if plan.fits == run.fits:
+        return plan
+    note = (
+        f"Estimates said that it {'fits' if plan.fits else 'does not fit'}; peaks are a dry run's."
+    )
     return replace(run, notes=(*run.notes, note))
 
 
@@ -133,18 +118,17 @@ def _is_doubtful(device: DevicePeak) -> bool:
     return device.headroom is not None and abs(device.headroom) <= _DOUBTFUL_SHARE * device.peak
 
 
-def _run_ranks(capture: Capture, inputs: Sequence[Tensor], plan: Plan, budgets: _Budgets) -> Plan:
-    """``plan`` with the whole budgets and what every rank holds of them."""
+def _run_ranks(capture: Capture, inputs: Sequence[Tensor], plan: Plan) -> Plan:
+    """``plan`` with the peaks of every rank."""
     ranks = [device.peak for device in simulate_ranks(capture, plan, inputs).devices]
     found = itertools.islice(itertools.cycle(ranks), len(plan.devices))
-    return _with_peaks(plan, list(found), budgets)
+    return _with_peaks(plan, list(found))
 
 
-def _with_peaks(plan: Plan, peaks: Sequence[int], budgets: _Budgets) -> Plan:
-    """``plan`` with these peaks, one for each of its devices, and the budgets of the spec."""
+def _with_peaks(plan: Plan, peaks: Sequence[int]) -> Plan:
+    """``plan`` with these peaks, one for each of its devices."""
     devices = tuple(
-        replace(device, peak=peak, budget=budgets.get(device.device, device.budget))
-        for device, peak in zip(plan.devices, peaks, strict=True)
+        replace(device, peak=peak) for device, peak in zip(plan.devices, peaks, strict=True)
     )
     row = len({stage.devices[0] for stage in plan.stages})
     changed = {
@@ -159,7 +143,7 @@ def _with_peaks(plan: Plan, peaks: Sequence[int], budgets: _Budgets) -> Plan:
         memory = stage.memory
         if name in changed and names.count(name) == 1:
             memory = _with_peak(memory, changed[name])
-        stages.append(replace(stage, memory=memory, budget=budgets.get(name, stage.budget)))
+        stages.append(replace(stage, memory=memory))
     fits = all(device.fits for device in devices)
     return replace(plan, fits=fits, devices=devices, stages=tuple(stages))
 

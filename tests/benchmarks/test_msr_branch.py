@@ -1,4 +1,4 @@
-"""Floats by branch and bound against all placements of small problems."""
+"""Isolated units by branch and bound against all placements of small problems."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import itertools
 import numpy as np
 import pytest
 
-from benchmarks.msr.solver.branch import branch_floats
-from benchmarks.msr.solver.conditions import FloatConditions
-from benchmarks.msr.solver.lattice import build_float_lattice, floating_units
+from benchmarks.msr.solver.branch import branch_isolated
+from benchmarks.msr.solver.conditions import PartialConditions
+from benchmarks.msr.solver.lattice import build_partial_lattice, isolated_units
 from benchmarks.msr.solver.solve import solve
 from placer.partition import PartitionProblem, SharedValue, StageSlot, stage_loads
 from placer.partition.solver.search import Answer
@@ -18,7 +18,7 @@ from placer.partition.solver.surviving import surviving_rows
 from placer.partition.solver.work import Work
 
 
-def problem_with_floats(seed: int) -> PartitionProblem:
+def problem_with_isolated_units(seed: int) -> PartitionProblem:
     """Four units in a diamond or a chain, and three that share values with them and each other."""
     rng = np.random.default_rng(seed)
     edges = ((0, 1), (0, 2), (1, 3), (2, 3)) if seed % 2 else ((0, 1), (1, 2), (2, 3))
@@ -63,17 +63,17 @@ def is_allowed(problem: PartitionProblem, stage_of: np.ndarray) -> bool:
 
 
 def branched(problem: PartitionProblem, limit: float, work: float) -> Answer:
-    loose = floating_units(problem)
-    lattice = build_float_lattice(problem, [u for u in range(7) if u not in loose])
-    rows = surviving_rows(FloatConditions(lattice, limit), most=1_000)
+    loose = isolated_units(problem)
+    lattice = build_partial_lattice(problem, [u for u in range(7) if u not in loose])
+    rows = surviving_rows(PartialConditions(lattice, limit), most=1_000)
     assert rows is not None
-    return branch_floats(lattice, rows, limit, Work(work))
+    return branch_isolated(lattice, rows, limit, Work(work))
 
 
 @pytest.mark.parametrize("seed", range(16))
 def test_a_finished_search_has_the_least_load_of_all_placements(seed: int) -> None:
-    problem = problem_with_floats(seed)
-    assert floating_units(problem) == [4, 5, 6]
+    problem = problem_with_isolated_units(seed)
+    assert isolated_units(problem) == [4, 5, 6]
     least = least_load(problem)
     found = branched(problem, 1e3, 1e12)
     assert found.finished
@@ -93,7 +93,7 @@ def test_a_finished_search_has_the_least_load_of_all_placements(seed: int) -> No
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_search_that_was_stopped_has_a_bound_on_all_placements(seed: int) -> None:
-    problem = problem_with_floats(seed)
+    problem = problem_with_isolated_units(seed)
     problem = dataclasses.replace(problem, slots=problem.slots[:1] * 3)
     least = least_load(problem)
     bounds = []

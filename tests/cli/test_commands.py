@@ -305,7 +305,7 @@ def test_progress_is_told_in_lines_where_nobody_watches(placer: Run) -> None:
 def test_what_would_fit_is_told_as_it_is_found(
     placer: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from placer.plan import remedies
+    from placer.planner import remedies
 
     real = remedies._devices
 

@@ -18,7 +18,7 @@ import placer
 from placer.capture import Capture, capture_model
 from placer.partition import choose
 from placer.partition.bound import least_peak
-from placer.plan.build import build_plan
+from placer.planner.build import build_plan
 from placer.spec import PlacementSpec
 
 _WIDTH = 16

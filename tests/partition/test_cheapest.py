@@ -58,7 +58,7 @@ def test_the_least_peak_of_a_stage_is_looked_for_once(monkeypatch: pytest.Monkey
         return lighten_stage(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(LabelledStage, "search", counted)
-    monkeypatch.setattr("placer.plan.lighten.lighten_stage", lighten)
+    monkeypatch.setattr("placer.planner.lighten.lighten_stage", lighten)
     with torch.device("meta"):
         model, x = unet3d(width=4, depth=3), torch.empty(1, 1, 16, 16, 16)
     spec = {"devices": ["cuda:0", "cuda:1"], "objective": "memory"}

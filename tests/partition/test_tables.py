@@ -15,8 +15,8 @@ from placer.capture import capture_model
 from placer.cost import estimate_costs
 from placer.partition import DeviceSlot, choose_partition, rate_partition
 from placer.partition.stage_cost.waiting import Elsewhere, largest_up_to
-from placer.plan.devices import device_slot
-from placer.plan.resolve import demands_of
+from placer.planner.devices import device_slot
+from placer.planner.resolve import demands_of
 
 WIDTH = 9
 

@@ -23,7 +23,7 @@ from placer.partition.stage_cost.tables import build_tables
 from placer.partition.treatments.cheapest import keys_of, lighten_stage
 from placer.partition.treatments.labels import LabelledStage, StageLimits, Treatment
 from placer.partition.treatments.least import least_extra_seconds
-from placer.plan import lighten
+from placer.planner import lighten
 from placer.regions import RegionBorders
 from placer.schedule import InFlight
 

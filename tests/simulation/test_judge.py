@@ -16,7 +16,7 @@ import placer
 from placer.capture import capture_model
 from placer.cost import estimate
 from placer.errors import BudgetError
-from placer.plan.build import build_plan
+from placer.planner.build import build_plan
 from placer.simulation import judge, simulate_plan
 from placer.simulation.simulate import simulate_peaks
 
@@ -82,11 +82,12 @@ def test_it_is_planned_again_within_what_the_dry_run_leaves(
 ) -> None:
     budget = int(1.2 * peak)
     uneven = {**dict.fromkeys("0123", "cuda:0"), **dict.fromkeys("45", "cuda:1")}
-    budgets = []
+    corrections = []
 
     def build(capture: Any, spec: placer.PlacementSpec, *args: Any, **kwargs: Any) -> placer.Plan:
-        budgets.append(spec.devices[0].memory)
-        if len(budgets) > 1:
+        corrections.append(kwargs.get("corrections", {}))
+        assert spec.devices[0].memory == budget  # what the user wrote, in every round
+        if len(corrections) > 1:
             return build_plan(capture, spec, *args, **kwargs)
         plan = build_plan(capture, spec.with_layers(uneven), *args, **kwargs)
         assert max(device.peak for device in plan.devices) > budget
@@ -95,8 +96,7 @@ def test_it_is_planned_again_within_what_the_dry_run_leaves(
 
     monkeypatch.setattr(judge, "build_plan", build)
     plan = placer.make_plan(chain(), spec_of(budget), (X,))
-    assert budgets[0] == budget
-    assert budgets[1] < budget
+    assert corrections[0] == {} and corrections[1]["cuda:0"] > 0
     assert plan.fits
     assert really_fits(plan)
     assert {device.budget for device in plan.devices} == {budget}
@@ -166,3 +166,18 @@ def test_the_model_is_run_once_per_micro_batch_however_many_changes_are_planned(
         placer.compile(chain.__wrapped__(), spec_of(peak // 3), (X,))
     assert len(caught.value.tried) >= 4
     assert len(runs) == len(set(runs)) == 3  # two rows, one row, and what offloading takes
+
+
+def test_corrections_leave_budgets_free_and_plans_say_the_whole_ones(peak: int) -> None:
+    """Of every replica, too: its devices are those of the first in their place."""
+    capture = capture_model(chain(), (X,))
+    spec = placer.load_spec(spec_of(int(1.2 * peak), replicas=2))
+    plain = build_plan(capture, spec, [X])
+    peaks = {d.device: d.peak for d in plain.devices[:2]}
+    full = max(peaks, key=lambda name: peaks[name])
+    free = int(1.2 * peak) - peaks[full] + 1  # one byte more than it has to spare
+    corrected = build_plan(capture, spec, [X], corrections={full: free})
+    assert {d.budget for d in corrected.devices} == {int(1.2 * peak)}
+    assert {stage.budget for stage in corrected.stages} == {int(1.2 * peak)}
+    assert len(corrected.devices) == 4
+    assert next(d.peak for d in corrected.devices if d.device == full) < peaks[full]

@@ -1,12 +1,12 @@
 """placer's solver with what only the published workloads need.
 
-Their graphs have units without edges ("floats": backward nodes of no colour class), which may be on
+Their graphs have units without edges ("isolated units": backward nodes of no colour class), which may be on
 any stage, and units that no stage is ever better off without. A captured model has neither.
 
 =====================  ===========================================================================
 solve                  `placer.partition.solve` for these problems: begin here
 folds                  units that some best placement has beside their only neighbour
-lattice, conditions    floats left out of the downsets, and what they cost a border at least
+lattice, conditions    isolated units left out of the downsets, and what they cost a border at least
 costs                  what they cost a stage at least; `assign` puts them on stages afterwards
 branch, pairs          which stages they are on, proven by branch and bound
 =====================  ===========================================================================

@@ -10,16 +10,16 @@ from placer.partition.solver.problem import PartitionProblem, SharedValue, Vecto
 _MOST_ROUNDS = 10
 
 
-def assign_floats(problem: PartitionProblem, stage_of: NDArray[np.int64]) -> NDArray[np.int64]:
+def assign_isolated(problem: PartitionProblem, stage_of: NDArray[np.int64]) -> NDArray[np.int64]:
     """``stage_of`` with the units at -1 put on stages; a local search, not optimal.
 
     Each goes where the loads, sorted from the largest, are then the least, the costliest unit
-    first; they move until no move helps. O(rounds * floats * stages * uses).
+    first; they move until no move helps. O(rounds * isolated units * stages * uses).
     """
-    floats = np.flatnonzero(stage_of < 0)
-    if not len(floats):
+    isolated = np.flatnonzero(stage_of < 0)
+    if not len(isolated):
         return stage_of
-    values_of: dict[int, list[SharedValue]] = {int(u): [] for u in floats}
+    values_of: dict[int, list[SharedValue]] = {int(u): [] for u in isolated}
     for value in problem.values:
         for u in value.units:
             if u in values_of:

@@ -1,10 +1,11 @@
 """Units without edges put on stages by branch and bound, over a family of downsets of the others.
 
-The dynamic program over downsets lets every stage have each float (`lattice.Float`), or not, as is
-cheapest for that stage: a lower bound. A node of the search fixes the stages of some floats; its
-bound is that of the program with what these cost there, and their bytes. Where the floats of its
-best borders can be put on stages at no more than the bound, the node is settled; else the float
-whose stage raises the load along these borders the most is fixed, on each stage in turn.
+The dynamic program over downsets lets every stage have each isolated unit (`lattice.IsolatedUnit`),
+or not, as is cheapest for that stage: a lower bound. A node of the search fixes the stages of some
+of them; its bound is that of the program with what these cost there, and their bytes. Where the
+isolated units of its best borders can be put on stages at no more than the bound, the node is
+settled; else the one whose stage raises the load along these borders the most is fixed, on each
+stage in turn.
 (Land and Doig, "An automatic method of solving discrete programming problems", Econometrica 1960.)
 """
 
@@ -17,10 +18,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.msr.solver.assign import assign_floats
-from benchmarks.msr.solver.conditions import FloatConditions
-from benchmarks.msr.solver.lattice import FloatLattice
-from benchmarks.msr.solver.pairs import FloatFamily, StagePairs, stage_pairs
+from benchmarks.msr.solver.assign import assign_isolated
+from benchmarks.msr.solver.conditions import PartialConditions
+from benchmarks.msr.solver.lattice import PartialLattice
+from benchmarks.msr.solver.pairs import PartialFamily, StagePairs, stage_pairs
 from placer.partition.solver.lattice import WeightLookup, Words, unpack
 from placer.partition.solver.problem import Vector, stage_loads
 from placer.partition.solver.search import Answer
@@ -31,13 +32,16 @@ Indices = NDArray[np.int64]
 _TOLERANCE = 1e-10
 _MOST_STORED = 10_000_000  # stages in open nodes, for the memory they take
 _REACHED = 40.0  # nanoseconds for a stage in the programs of a node
-_NODE, _FLOAT = 4e5, 4e4  # for a node, and for a float whose stage is looked for there
-_SEARCHED, _SEARCH = 8, 2e5  # every eighth node that a first try did not settle; for each float
+_NODE, _ISOLATED = 4e5, 4e4  # for a node, and for an isolated unit whose stage is looked for there
+_SEARCHED, _SEARCH = (
+    8,
+    2e5,
+)  # every eighth node that a first try did not settle; for each isolated unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Node:
-    """Floats that are fixed, and for each stage what it may be then."""
+    """Isolated units that are fixed, and for each stage what it may be then."""
 
     fixed: Mapping[int, int]
     stages: Sequence[StagePairs]
@@ -50,7 +54,7 @@ class _Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Put:
-    """A stage for a float: the loads of all stages then, and what these rise by."""
+    """A stage for an isolated unit: the loads of all stages then, and what these rise by."""
 
     stage: int
     loads: Vector
@@ -58,15 +62,15 @@ class _Put:
     extra: float  # of the sum
 
 
-def branch_floats(lattice: FloatLattice, rows: Words, limit: float, work: Work) -> Answer:
+def branch_isolated(lattice: PartialLattice, rows: Words, limit: float, work: Work) -> Answer:
     """The placement of least largest load below ``limit`` with its borders among ``rows``.
 
-    Exact where ``work`` suffices: floats, what they share with each other, and budgets count.
-    Exponential in the floats that want to be on several stages. The node of least bound is first;
-    ties go to the one with more floats fixed, then to the older.
+    Exact where ``work`` suffices: isolated units, what they share with each other, and budgets count.
+    Exponential in the isolated units that want to be on several stages. The node of least bound is first;
+    ties go to the one with more isolated units fixed, then to the older.
     """
-    conditions = FloatConditions(lattice, limit)
-    family = FloatFamily(lattice, rows, conditions.cut_nbytes)
+    conditions = PartialConditions(lattice, limit)
+    family = PartialFamily(lattice, rows, conditions.cut_nbytes)
     stages = stage_pairs(family, conditions, limit, work)
     if stages is None:
         return Answer(stage_of=None, bound=0.0, finished=False)
@@ -76,14 +80,14 @@ def branch_floats(lattice: FloatLattice, rows: Words, limit: float, work: Work) 
 class _Search:
     def __init__(
         self,
-        family: FloatFamily,
+        family: PartialFamily,
         stages: list[StagePairs],
         limit: float,
         work: Work,
     ) -> None:
         lattice, rows = family.lattice, family.rows
         self._lattice, self._problem, self._rows = lattice, lattice.problem, rows
-        self._costs, self._limit, self._work = family.floats, limit, work
+        self._costs, self._limit, self._work = family.isolated, limit, work
         self._held = [WeightLookup(s.nbytes[lattice.order])(rows) for s in self._problem.slots]
         self._budgets = [
             np.inf if s.budget is None else s.budget * (1 + 1e-12) for s in self._problem.slots
@@ -116,7 +120,7 @@ class _Search:
             self._stored += node.size
 
     def _settle(self, node: _Node, bound: float) -> None:
-        """Place the floats of the node's best borders; push its children if they cost more."""
+        """Place the isolated units of the node's best borders; push its children if they cost more."""
         self._work.take(_NODE)
         ahead, behind = _forward(node.stages, len(self._rows)), self._backward(node.stages)
         stages = []
@@ -131,9 +135,9 @@ class _Search:
             self._best, self._limit = self._placed(path, assigned[0]), assigned[1]
         elif self._settled % _SEARCHED == 0:
             self._work.take(_SEARCH * len(free))
-            self._offer(assign_floats(self._problem, self._placed(path, node.fixed)))
+            self._offer(assign_isolated(self._problem, self._placed(path, node.fixed)))
         self._settled += 1
-        self._work.take(_FLOAT * len(free) + _REACHED * node.size * len(node.stages))
+        self._work.take(_ISOLATED * len(free) + _REACHED * node.size * len(node.stages))
         if unit is not None and self._limit > bound * (1 + _TOLERANCE):
             self._branch(node, stages, unit)
 
@@ -185,10 +189,10 @@ class _Search:
     def _assign(
         self, path: StagePairs, free: Sequence[int], fixed: Mapping[int, int]
     ) -> tuple[int | None, tuple[dict[int, int], float] | None]:
-        """The float to branch on; stages for all floats, if the largest load is below the limit.
+        """The isolated unit to branch on; stages for all, if the largest load is below the limit.
 
-        Each float has a stage that raises the largest load along ``path`` the least, then the sum
-        of loads; that of the float that is to be branched on does so the most.
+        Each has a stage that raises the largest load along ``path`` the least, then the sum of
+        loads; that of the one that is to be branched on does so the most.
         """
         ends = zip(self._held, path.before, path.after, strict=True)
         held = np.array([h[b] - h[a] for h, a, b in ends])

@@ -1,4 +1,4 @@
-"""What floats, and bytes that may wait elsewhere, add to the conditions on borders."""
+"""What isolated units, and bytes that may wait elsewhere, add to the conditions on borders."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from collections.abc import Sequence
 import numpy as np
 
 from benchmarks.msr.solver.folds import LooseSlot
-from benchmarks.msr.solver.lattice import FloatLattice
+from benchmarks.msr.solver.lattice import PartialLattice
 from placer.partition.solver.conditions import BorderConditions
 from placer.partition.solver.problem import StageSlot, Vector
 
 
-class FloatConditions(BorderConditions):
-    """The conditions with the least that floats cost either side of a border."""
+class PartialConditions(BorderConditions):
+    """The conditions with the least that isolated units cost either side of a border."""
 
-    def __init__(self, lattice: FloatLattice, bound: float) -> None:
-        self._floats, self._num_paid = lattice.floats, lattice.num_paid
+    def __init__(self, lattice: PartialLattice, bound: float) -> None:
+        self._isolated, self._num_paid = lattice.isolated, lattice.num_paid
         super().__init__(lattice, bound)
 
     def least_seconds(self, side: Sequence[StageSlot], *, first: bool) -> Vector:
-        """A side with units that a float shares values with pays its seconds, or for a value.
+        """A side with units that an isolated unit shares values with pays its seconds, or for a value.
 
-        A border that parts these units costs the float's cheapest value: the rest of it is left in
+        A border that parts these units costs the isolated unit's cheapest value: the rest of it is left in
         ``cut_nbytes``.
         """
         seconds = super().least_seconds(side, first=first)
         factor = min(s.seconds_per_byte for s in side)
-        for i, f in enumerate(self._floats, self._num_paid):
+        for i, f in enumerate(self._isolated, self._num_paid):
             nbytes = float(self.lattice.value_nbytes[i])
             least = min(*(s.seconds[f.unit] for s in side), factor * nbytes)
             seconds[f.shared[0 if first else -1]] += least

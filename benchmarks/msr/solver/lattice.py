@@ -1,4 +1,4 @@
-"""Units without edges ("floats"), and a lattice of the other units."""
+"""Units without edges ("isolated units"), and a lattice of the other units."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from placer.partition.solver.problem import PartitionProblem, Vector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Float:
+class IsolatedUnit:
     """A unit without edges: it may go to any stage, and is left out of the downsets.
 
     A stage pays at least the smaller of what it costs to have the unit, and not to have it: its
@@ -31,18 +31,18 @@ class Float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class FloatLattice(Lattice):
-    """A lattice of all units but the floats.
+class PartialLattice(Lattice):
+    """A lattice of all units but the isolated ones.
 
-    A value that a float shares is in ``floats``. After the first ``num_paid`` values there is one
-    per float: a border that parts the units it shares values with costs its cheapest at least.
+    A value that an isolated unit shares is in ``isolated``. After the first ``num_paid`` values there is one
+    per isolated unit: a border that parts the units it shares values with costs its cheapest at least.
     """
 
     num_paid: int
-    floats: tuple[Float, ...]
+    isolated: tuple[IsolatedUnit, ...]
 
 
-def floating_units(problem: PartitionProblem) -> list[int]:
+def isolated_units(problem: PartitionProblem) -> list[int]:
     """Units without edges that share values with others, where stages may be empty."""
     if not problem.may_be_empty:
         return []
@@ -52,48 +52,48 @@ def floating_units(problem: PartitionProblem) -> list[int]:
     return sorted(free) if len(free) < problem.num_units else []
 
 
-def build_float_lattice(problem: PartitionProblem, order: Sequence[int]) -> FloatLattice:
-    """The lattice of ``problem`` along ``order``, a topological order of all but its floats."""
+def build_partial_lattice(problem: PartitionProblem, order: Sequence[int]) -> PartialLattice:
+    """The lattice of ``problem`` along ``order``, a topological order of all but its isolated units."""
     loose = set(range(problem.num_units)) - set(order)
     own = tuple(value for value in problem.values if loose.isdisjoint(value.units))
     plain = build_lattice(replace(problem, values=own), order)
     place = np.full(problem.num_units, -1, dtype=np.int64)
     place[plain.order] = np.arange(plain.num_units)
-    floats = _floats(problem, place)
+    isolated = _isolated(problem, place)
     values_of = [list(values) for values in plain.values_of]
-    for e, f in enumerate(floats, len(plain.values)):
+    for e, f in enumerate(isolated, len(plain.values)):
         for u in f.shared:
             values_of[u].append(e)
-    cheapest = [float(f.nbytes.min()) for f in floats]
-    return FloatLattice(
+    cheapest = [float(f.nbytes.min()) for f in isolated]
+    return PartialLattice(
         problem=problem,
         order=plain.order,
         preds=plain.preds,
         succs=plain.succs,
-        values=(*plain.values, *(f.shared for f in floats)),
+        values=(*plain.values, *(f.shared for f in isolated)),
         value_nbytes=np.array([*plain.value_nbytes, *cheapest]),
         values_of=tuple(map(tuple, values_of)),
         external=plain.external,
         external_nbytes=plain.external_nbytes,
         solid=plain.solid,
         num_paid=len(plain.values),
-        floats=floats,
+        isolated=isolated,
     )
 
 
-def _floats(problem: PartitionProblem, place: NDArray[np.int64]) -> tuple[Float, ...]:
-    """The floats that share values with units of the lattice and no other float.
+def _isolated(problem: PartitionProblem, place: NDArray[np.int64]) -> tuple[IsolatedUnit, ...]:
+    """The isolated units that share values with units of the lattice and no other isolated unit.
 
-    Of what several floats share nothing is certain, and nothing is paid.
+    Of what several isolated units share nothing is certain, and nothing is paid.
     """
     shared: dict[int, list[tuple[tuple[int, ...], float]]] = {}
     for value in problem.values:
         units = tuple(sorted({int(place[u]) for u in value.units} - {-1}))
-        floats = [u for u in value.units if place[u] < 0]
-        if units and len(floats) == 1:
-            shared.setdefault(floats[0], []).append((units, value.nbytes))
+        isolated = [u for u in value.units if place[u] < 0]
+        if units and len(isolated) == 1:
+            shared.setdefault(isolated[0], []).append((units, value.nbytes))
     return tuple(
-        Float(
+        IsolatedUnit(
             unit=u,
             values=tuple(units for units, _ in shared[u]),
             nbytes=np.array([nbytes for _, nbytes in shared[u]]),

@@ -1,4 +1,4 @@
-"""Downsets with what floats cost, and the pairs of them that a stage may lie between."""
+"""Downsets with what isolated units cost, and the pairs of them that a stage may lie between."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.msr.solver.conditions import FloatConditions
-from benchmarks.msr.solver.costs import FloatCosts
-from benchmarks.msr.solver.lattice import FloatLattice
+from benchmarks.msr.solver.conditions import PartialConditions
+from benchmarks.msr.solver.costs import IsolatedCosts
+from benchmarks.msr.solver.lattice import PartialLattice
 from placer.partition.solver.lattice import Words, unpack
 from placer.partition.solver.problem import Vector
 from placer.partition.solver.program import Family, Stages, open_rows, stage_limits
 from placer.partition.solver.work import Work
 
-_FLOAT = 3.0  # nanoseconds for what a group of floats costs a stage
+_ISOLATED = 3.0  # nanoseconds for what a group of isolated units costs a stage
 
 
-class FloatFamily(Family):
-    """Downsets of the units that are no floats; loads are with what floats cost at least."""
+class PartialFamily(Family):
+    """Downsets of the other units; loads are with what isolated units cost at least."""
 
-    def __init__(self, lattice: FloatLattice, rows: Words, cut_nbytes: Vector) -> None:
-        """``cut_nbytes`` are those of `FloatConditions`."""
+    def __init__(self, lattice: PartialLattice, rows: Words, cut_nbytes: Vector) -> None:
+        """``cut_nbytes`` are those of `PartialConditions`."""
         super().__init__(lattice, rows)
         crossing = (self.counts > 0) & (self.counts < self.sizes)
         paid = lattice.num_paid
@@ -30,7 +30,7 @@ class FloatFamily(Family):
         self.counts, self.sizes = self.counts[:, :paid], self.sizes[:paid]
         self.nbytes = lattice.value_nbytes[:paid]
         self.cut = crossing[:, :paid] @ self.nbytes
-        self.floats = FloatCosts(lattice, unpack(rows, lattice.num_units))
+        self.isolated = IsolatedCosts(lattice, unpack(rows, lattice.num_units))
 
     def whole_load(
         self,
@@ -40,11 +40,11 @@ class FloatFamily(Family):
         stage: int,
         work: Work,
     ) -> Vector:
-        """The load with what all floats cost at least."""
-        if not len(before) or not self.floats.groups:
+        """The load with what all isolated units cost at least."""
+        if not len(before) or not self.isolated.groups:
             return load
-        work.take(_FLOAT * len(self.floats.groups) * len(before))
-        found: Vector = load + self.floats.least(before, after, stage)
+        work.take(_ISOLATED * len(self.isolated.groups) * len(before))
+        found: Vector = load + self.isolated.least(before, after, stage)
         return found
 
 
@@ -52,7 +52,7 @@ class FloatFamily(Family):
 class StagePairs:
     """What a stage may be: it begins after row ``before[i]``, ends with ``after[i]``, has ``load[i]``.
 
-    The load is without floats, or with what these cost at least.
+    The load is without isolated units, or with what these cost at least.
     """
 
     before: NDArray[np.int32]
@@ -61,11 +61,11 @@ class StagePairs:
 
 
 def stage_pairs(
-    family: FloatFamily, conditions: FloatConditions, bound: float, work: Work
+    family: PartialFamily, conditions: PartialConditions, bound: float, work: Work
 ) -> list[StagePairs] | None:
     """For each stage the pairs of rows that it may lie between, its load below ``bound``.
 
-    Empty stages too, where these may be. Loads are with what floats cost at least. None where
+    Empty stages too, where these may be. Loads are with what isolated units cost at least. None where
     ``work`` did not suffice.
     """
     lattice, rows, opens = family.lattice, family.rows, open_rows(family, conditions)

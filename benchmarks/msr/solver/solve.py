@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from benchmarks.msr.solver.assign import assign_floats
-from benchmarks.msr.solver.branch import branch_floats
-from benchmarks.msr.solver.conditions import FloatConditions
+from benchmarks.msr.solver.assign import assign_isolated
+from benchmarks.msr.solver.branch import branch_isolated
+from benchmarks.msr.solver.conditions import PartialConditions
 from benchmarks.msr.solver.folds import fold_dominated
-from benchmarks.msr.solver.lattice import FloatLattice, build_float_lattice, floating_units
-from benchmarks.msr.solver.pairs import FloatFamily
+from benchmarks.msr.solver.lattice import PartialLattice, build_partial_lattice, isolated_units
+from benchmarks.msr.solver.pairs import PartialFamily
 from placer.partition import PartitionProblem, Solution
 from placer.partition import solve as solve_plain
 from placer.partition.solver.conditions import BorderConditions
@@ -30,28 +30,28 @@ from placer.partition.solver.solve import LARGE, MOST_ALIVE, Best, as_solution, 
 from placer.partition.solver.work import Work
 
 
-class FloatSearch(DownsetSearch):
-    """placer's search over downsets of all units but the floats, which are placed afterwards."""
+class PartialSearch(DownsetSearch):
+    """placer's search over downsets of all units but the isolated ones, which are placed afterwards."""
 
-    lattice: FloatLattice
+    lattice: PartialLattice
 
     def make_lattice(self) -> Lattice:
-        """All units but the floats, in a topological order."""
-        loose = set(floating_units(self.problem))
+        """All units but the isolated ones, in a topological order."""
+        loose = set(isolated_units(self.problem))
         order = topological_order(*adjacency(self.problem), range(self.problem.num_units))
-        return build_float_lattice(self.problem, [u for u in order if u not in loose])
+        return build_partial_lattice(self.problem, [u for u in order if u not in loose])
 
     def conditions(self, bound: float) -> BorderConditions:
-        """With what floats cost either side at least."""
-        return FloatConditions(self.lattice, bound)
+        """With what isolated units cost either side at least."""
+        return PartialConditions(self.lattice, bound)
 
     def family(self, rows: Words, conditions: BorderConditions) -> Family:
-        """With what floats cost a stage at least."""
-        return FloatFamily(self.lattice, rows, conditions.cut_nbytes)
+        """With what isolated units cost a stage at least."""
+        return PartialFamily(self.lattice, rows, conditions.cut_nbytes)
 
     def stages(self, borders: Borders) -> StageOf:
-        """Floats go where they cost least."""
-        return assign_floats(self.problem, super().stages(borders))
+        """Isolated units go where they cost least."""
+        return assign_isolated(self.problem, super().stages(borders))
 
     def least_memory(self) -> StageOf | None:
         """A placement whose largest share of a budget is small."""
@@ -61,12 +61,12 @@ class FloatSearch(DownsetSearch):
         return None if found is None else found[folded.unit_of]
 
 
-class BranchedSearch(FloatSearch):
-    """Proves with branch and bound where the floats are."""
+class BranchedSearch(PartialSearch):
+    """Proves with branch and bound where the isolated units are."""
 
     def best_within(self, rows: Words, limit: float, work: Work) -> Answer:
-        """The best placement with its borders among ``rows``, floats anywhere."""
-        return branch_floats(self.lattice, rows, limit, work)
+        """The best placement with its borders among ``rows``, isolated units anywhere."""
+        return branch_isolated(self.lattice, rows, limit, work)
 
 
 def solve(problem: PartitionProblem, *, most_alive: int = MOST_ALIVE) -> Solution | None:
@@ -92,10 +92,10 @@ def _solve_joined(
     best, bound = Best(problem), simple_bound(problem)
     relaxed = fold_dominated(problem, relaxed=True)
     folded = _folded(problem, relaxed)
-    best.offer(_unfolded(FloatSearch(folded.problem).first_answer(), folded))
+    best.offer(_unfolded(PartialSearch(folded.problem).first_answer(), folded))
     moved = False  # the best one, over worse placements, without finding a better one
     for rung, (reduction, search) in enumerate(_ladder(problem, relaxed)):
-        if rung and best.is_tight and type(search) is FloatSearch:
+        if rung and best.is_tight and type(search) is PartialSearch:
             best.offer(_unfolded(search.first_answer(), reduction))
         if best.stage_of is None and is_limited(problem):
             smallest, _ = _solve_joined(memory_as_load(problem), most_alive, Work(work.left / 2))
@@ -125,15 +125,15 @@ def _unfolded(stage_of: StageOf | None, reduction: Reduction) -> StageOf | None:
 
 def _ladder(
     problem: PartitionProblem, relaxed: Reduction
-) -> Iterator[tuple[Reduction, FloatSearch]]:
+) -> Iterator[tuple[Reduction, PartialSearch]]:
     """Reductions to prove on, from the loosest to the exact one.
 
-    Folds are exact but for budgets, floats that are left out but for budgets and for what they cost
+    Folds are exact but for budgets, isolated units that are left out but for budgets and for what they cost
     among themselves.
     """
-    yield relaxed, FloatSearch(relaxed.problem)
+    yield relaxed, PartialSearch(relaxed.problem)
     exact = fold_dominated(problem, weightless=True)
     if exact.problem.num_units > relaxed.problem.num_units:
-        yield exact, FloatSearch(exact.problem)
-    if floating_units(exact.problem):
+        yield exact, PartialSearch(exact.problem)
+    if isolated_units(exact.problem):
         yield exact, BranchedSearch(exact.problem)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -12,10 +13,11 @@ from placer.capture import Capture
 from placer.cost import CostEstimates, CostTable, device_type
 from placer.errors import CaptureError
 from placer.partition import Demands, DeviceSlot, Partition, choose_partition
-from placer.plan.assemble import assemble_plan
-from placer.plan.devices import device_slot, likely_kernels, memory_uses, with_known_memory
-from placer.plan.lighten import LightPlan, lighten
-from placer.plan.resolve import (
+from placer.plan.types import Plan
+from placer.planner.assemble import assemble_plan
+from placer.planner.devices import device_slot, likely_kernels, memory_uses, with_known_memory
+from placer.planner.lighten import LightPlan, lighten
+from placer.planner.resolve import (
     check_supported,
     count_replicas,
     demands_of,
@@ -26,7 +28,6 @@ from placer.plan.resolve import (
     wanted_devices,
     wanted_regions,
 )
-from placer.plan.types import Plan
 from placer.regions import RegionKey
 from placer.spec import PlacementSpec
 
@@ -55,13 +56,16 @@ def build_plan(
     costs: CostTable | None = None,
     estimate: CostEstimates | None = None,
     processes: bool = False,
+    corrections: Mapping[str, int] | None = None,
 ) -> Plan:
     """The plan for ``capture`` under ``spec``, for a batch shaped like ``inputs`` (any device).
 
     ``pins`` are nodes and the devices they must be on, beyond what the spec's layers say; ``costs``
     those of the spec's micro-batch, where they are known already; ``estimate`` is shared by plans of
     one capture, so that the model is run once per micro-batch. ``processes``: the plan is for one
-    process per device, where values pass through the stages between. A plan
+    process per device, where values pass through the stages between. ``corrections`` are bytes that
+    a device (of the first replica, by name) is known to hold beyond what its estimate says: that much
+    of its budget is left free. A plan
     that overflows a budget is returned with ``fits`` False. Raises ``SpecError`` when the spec's
     layers or devices do not go with the model, ``PlacerError`` for what is not supported.
     """
@@ -86,13 +90,15 @@ def build_plan(
                 costs=costs,
                 estimate=estimate,
                 processes=processes,
+                corrections=corrections or {},
             )
         except CaptureError:
             if not plans:
                 raise
             break  # of "auto": too few rows for the model, such as a single one for BatchNorm
         plans.append(plan)
-    return min(plans, key=lambda plan: (not plan.fits, plan.overflow_bytes, plan.step_seconds))
+    best = min(plans, key=lambda plan: (not plan.fits, plan.overflow_bytes, plan.step_seconds))
+    return _with_whole_budgets(best, spec) if corrections else best
 
 
 def _plan_for(
@@ -107,9 +113,13 @@ def _plan_for(
     costs: CostTable | None,
     estimate: CostEstimates,
     processes: bool,
+    corrections: Mapping[str, int],
 ) -> Plan:
     """The plan for this number of replicas and micro-batches."""
-    slots = [device_slot(device, spec) for device in spec.devices]
+    slots = [
+        _corrected(device_slot(device, spec), corrections.get(device.name, 0))
+        for device in spec.devices
+    ]
     sizes = microbatch_rows(capture, inputs, replicas, microbatches)
     demands = demands_of(spec, sizes, processes=processes)
     costs_of = partial(
@@ -132,6 +142,24 @@ def _plan_for(
         kernels = {node: device_type(name) for node, name in placed.items()}
         light = place(costs_of(kernels=kernels), placed)
     return assemble_plan(capture, spec, light, demands, spec.device_rows(replicas), microbatches)
+
+
+def _corrected(slot: DeviceSlot, nbytes: int) -> DeviceSlot:
+    """``slot`` with so many bytes less to use."""
+    if slot.budget is None or not nbytes:
+        return slot
+    return replace(slot, budget=max(1, slot.budget - nbytes))
+
+
+def _with_whole_budgets(plan: Plan, spec: PlacementSpec) -> Plan:
+    """``plan``, made with corrections, with the budgets that its devices have without them."""
+    budgets = [device_slot(device, spec).budget for device in spec.devices]
+    rows = spec.device_rows(plan.replicas)
+    whole = {name: budget for row in rows for name, budget in zip(row, budgets, strict=True)}
+    devices = tuple(replace(device, budget=whole[device.device]) for device in plan.devices)
+    stages = tuple(replace(stage, budget=whole[stage.devices[0]]) for stage in plan.stages)
+    fits = all(device.fits for device in devices)
+    return replace(plan, fits=fits, devices=devices, stages=stages)
 
 
 def _choose(

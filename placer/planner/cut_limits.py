@@ -17,7 +17,7 @@ from placer.partition.model import least_bytes, model_units
 from placer.partition.stage_cost.score import optimizer_bytes, peak_bytes, unit_seconds
 from placer.partition.stage_cost.tables import build_tables
 from placer.partition.units import program_order, unit_graph
-from placer.plan.devices import device_slot
+from placer.planner.devices import device_slot
 from placer.schedule import InFlight
 from placer.spec import DeviceSpec, PlacementSpec
 

@@ -11,7 +11,7 @@ from placer.capture import Capture
 from placer.errors import PlacerError, SpecError
 from placer.partition import Demands
 from placer.partition.treatments.labels import Treatment
-from placer.plan.notes import layer_paths, shared_modules
+from placer.planner.notes import layer_paths, shared_modules
 from placer.regions import RegionKey, region_keys
 from placer.schedule import batch_cuts
 from placer.spec import PlacementSpec, resolve_layers, resolve_patterns

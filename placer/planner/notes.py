@@ -6,7 +6,7 @@ from torch import nn
 
 from placer.capture import Capture, placeholder_names
 from placer.partition import Demands
-from placer.plan.devices import device_slot
+from placer.planner.devices import device_slot
 from placer.schedule import batch_cuts
 from placer.spec import PlacementSpec, resolve_layers
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from placer.capture import Capture
 from placer.cost import CostEstimates
 from placer.errors import BudgetError, PlacerError, Tried
-from placer.plan.build import PlanMaker
 from placer.plan.check import describe_overflow
-from placer.plan.devices import device_slot, likely_kernels
-from placer.plan.resolve import microbatch_inputs
 from placer.plan.types import Plan
+from placer.planner.build import PlanMaker
+from placer.planner.devices import device_slot, likely_kernels
+from placer.planner.resolve import microbatch_inputs
 from placer.spec import DeviceSpec, PlacementSpec
 from placer.units import format_bytes
 

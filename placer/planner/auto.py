@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from placer.capture import Capture
-from placer.plan.build import PlanMaker
-from placer.plan.devices import with_known_memory
-from placer.plan.remedies import misfit_error
 from placer.plan.types import Plan
+from placer.planner.build import PlanMaker
+from placer.planner.devices import with_known_memory
+from placer.planner.remedies import misfit_error
 from placer.spec import PlacementSpec
 
 

@@ -15,7 +15,7 @@ from unet3d import unet3d
 
 import placer
 from placer.capture import capture_model
-from placer.plan.remedies import memory_needed
+from placer.planner.remedies import memory_needed
 from placer.simulation.judge import plan_maker
 
 MODEL = unet3d(width=4, depth=3)

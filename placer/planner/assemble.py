@@ -8,9 +8,9 @@ from dataclasses import replace
 from placer.capture import Capture
 from placer.cost import CostTable
 from placer.partition import Demands, Partition
-from placer.plan.lighten import LightPlan
-from placer.plan.notes import placement_notes
 from placer.plan.types import DevicePeak, Optimality, Plan, Transfer
+from placer.planner.lighten import LightPlan
+from placer.planner.notes import placement_notes
 from placer.regions import RegionKey
 from placer.spec import PlacementSpec
 from placer.units import format_seconds
