@@ -437,13 +437,13 @@ def leave_the_job(folder: Path) -> list[str]:
     return found
 
 
-def wait_too_long(rank: int) -> tuple[str, str]:
+def wait_too_long(rank: int, seconds: float) -> tuple[str, str]:
     """The error of a step in which ``rank`` takes longer than the groups wait."""
     x = torch.randn(4, 3)
     placed = placer.compile(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), make_spec(1, 3, 1), x)
 
     def loss_of(y: Tensor) -> Tensor:
-        time.sleep(8.0 if dist.get_rank() == rank else 0.0)
+        time.sleep(seconds if dist.get_rank() == rank else 0.0)
         return y.square().mean()
 
     try:
@@ -451,6 +451,61 @@ def wait_too_long(rank: int) -> tuple[str, str]:
     except placer.PlacerError as error:
         return type(error).__name__, str(error)
     return "none", ""
+
+
+def hang(where: str, rank: int) -> tuple[str, str]:
+    """The error of the other ranks when ``rank`` sleeps for ever."""
+    here = dist.get_rank() == rank
+    x = torch.randn(4, 3)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2))
+
+    def initialize(module: nn.Module) -> None:
+        for parameter in module.parameters(recurse=False):
+            nn.init.ones_(parameter)
+        if here and where == "compile":
+            time.sleep(1e6)
+
+    try:
+        placed = placer.compile(model, make_spec(3, 1, 3), x, initialize=initialize)
+        if here and where == "data loader":
+            time.sleep(1e6)
+        if here and where == "layer":
+            child = next(iter(placed.children()))
+            child.register_forward_hook(lambda *_: time.sleep(1e6))
+        placed.step(x, loss_fn=lambda y: y.square().mean())
+    except placer.PlacerError as error:
+        return type(error).__name__, str(error)
+    return "none", ""
+
+
+def fail_by_hand(where: str, rank: int) -> None:
+    """``rank`` fails in ``compile`` or in a step; the others come there later, or wait already."""
+    here = int(os.environ["RANK"]) == rank
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    spec: dict[str, Any] = {"devices": ["cpu:0", "cpu:1", "cpu:2"]}
+    if here and where == "compile":
+        spec["devices"] = [{"name": name, "memory": 64} for name in spec["devices"]]
+    placed = placer.compile(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), spec, x)
+    child = next(iter(placed.children()))
+    # Others have something to do when the connection closes, and look for the message later.
+    child.register_forward_hook(_boom if here else lambda *_: time.sleep(0.3))
+    assert isinstance(placed, placer.PlacedModule)
+    placed.step(x, loss_fn=lambda y: y.square().mean())
+
+
+def fail_to_compile_and_go_on(folder: Path) -> None:
+    """A program for ``torchrun``: rank 1 has another spec, and does not end when it is refused."""
+    rank = int(os.environ["RANK"])
+    memory = {"memory": 64} if rank == 1 else {}
+    spec = {"devices": [{"name": name, **memory} for name in ("cpu:0", "cpu:1")]}
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    try:
+        placer.compile(model, spec, torch.randn(4, 4))
+    except placer.PlacerError as error:
+        (folder / f"said.{rank}").write_text(f"{type(error).__name__}: {error}")
+    while not (folder / f"said.{1 - rank}").exists():
+        time.sleep(0.05)
 
 
 def refuse_own_rows() -> tuple[str, str]:

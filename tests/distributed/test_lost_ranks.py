@@ -14,11 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed_cases import make_spec
-from jobs import TIMEOUT_SECONDS, Job
+from jobs import TIMEOUT_SECONDS, Job, start_by_hand
 from torch import nn
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import placer
+from placer.runtime.distributed import faults
 
 
 @pytest.mark.parametrize("rank", [0, 3])
@@ -78,9 +79,33 @@ def test_a_rank_that_ends_for_its_own_spec_has_told_why(what: str, said: str) ->
     assert "give every rank the same model and spec" in text
 
 
-def test_a_rank_that_hangs_is_found_by_the_timeout_of_the_process_group(tmp_path: Path) -> None:
-    """It is stopped, so its connections stay open; the other stage waits for it."""
-    job = Job(2, timeout_seconds=10.0)
+@pytest.mark.parametrize(
+    ("where", "rank", "said"),
+    [
+        ("data loader", 0, "has not come to placed.step; ranks 1, 2 waited longer than 3 s"),
+        ("layer", 1, "does not answer; ranks 0, 2 waited longer than 3 s"),
+        ("compile", 2, "does not answer; ranks 0, 1 waited longer than 3 s"),
+    ],
+)
+def test_a_rank_that_hangs_is_named(where: str, rank: int, said: str) -> None:
+    """By those that waited for it, also by one that waited for another that waited for it."""
+    others = [r for r in range(3) if r != rank]
+    job = Job(3, timeout_seconds=3.0)
+    try:
+        answers = job.ask(cases.hang, where, rank, wait_for=others)
+    finally:
+        job.close()
+    for other in others:
+        answer = answers[other]
+        assert answer is not None, f"rank {other} hangs"
+        ok, (kind, text) = answer
+        assert ok and kind == "PeerError", text
+        assert text.startswith(f"rank {rank} ") and said in text, text
+
+
+def test_a_rank_that_is_stopped_is_named(tmp_path: Path) -> None:
+    """Its connections stay open; the other stage waits for it."""
+    job = Job(2, timeout_seconds=6.0)
     try:
         answers = job.ask(cases.lose_a_rank, tmp_path, 1, signal.SIGSTOP, wait_for=[0])
     finally:
@@ -88,18 +113,43 @@ def test_a_rank_that_hangs_is_found_by_the_timeout_of_the_process_group(tmp_path
     assert answers[0] is not None, "rank 0 hangs"
     ok, found = answers[0]
     assert ok and found["type"] == "PeerError", found
+    assert found["text"].startswith("rank 1 (process "), found
+    assert "does not answer; rank 0 waited longer than 6 s" in found["text"]
 
 
-def test_a_rank_that_takes_too_long_is_not_said_to_have_ended() -> None:
-    job = Job(3, timeout_seconds=4.0)
+def test_a_rank_that_takes_too_long_is_named_and_not_said_to_have_ended() -> None:
+    """It finds its connections closed when it comes back, and says what the others do."""
+    job = Job(3, timeout_seconds=3.0)
     try:
-        found = job.run(cases.wait_too_long, 1)
+        found = job.run(cases.wait_too_long, 1, seconds=7.0)
     finally:
         job.close()
     assert {kind for kind, _ in found} == {"PeerError"}
     for _, text in found:
-        assert "another rank, which ended or does not answer" in text, text
-        assert "imed out" in text, text
+        assert text.startswith("rank 1 (process "), text
+        assert "does not answer; ranks 0, 2 waited longer than 3 s" in text, text
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("where", ["compile", "step"])
+def test_processes_started_by_hand_all_say_why_one_failed(where: str, rank: int) -> None:
+    """Also when that is rank 0, with which the store ends."""
+    found = start_by_hand(3, cases.fail_by_hand, where, rank)
+    said = "64 bytes are less than any device has" if where == "compile" else "boom"
+    for number, error in enumerate(found):
+        assert error is not None, f"rank {number} hangs"
+        kind, text = error
+        expected = {"compile": "SpecError", "step": "StageError"}[where]
+        assert kind == (expected if number == rank else "PeerError"), (number, text)
+        assert said in text and (number == rank or f"rank {rank}" in text), (number, text)
+
+
+def test_a_rank_that_fails_in_compile_and_lives_on_keeps_none_waiting(tmp_path: Path) -> None:
+    """Under torchrun, which ends all when a process ends."""
+    _torchrun(cases.fail_to_compile_and_go_on, tmp_path, processes=2, max_restarts=0)
+    said = [(tmp_path / f"said.{rank}").read_text() for rank in range(2)]
+    assert said[1].startswith("SpecError: placement spec: 2 problems")
+    assert said[0].startswith("PeerError: rank 1, placement spec: 2 problems")
 
 
 def test_a_rank_killed_while_layers_talk_is_named() -> None:
@@ -169,6 +219,7 @@ def test_world_size_is_compared_before_any_communication(monkeypatch: pytest.Mon
     _pretend_torchrun(
         monkeypatch, RANK=0, WORLD_SIZE=3, MASTER_ADDR="192.0.2.1", MASTER_PORT=1, LOCAL_RANK=0
     )
+    monkeypatch.setattr(faults, "_START_SECONDS", 0.0)  # nobody comes to read why it failed
     start = time.monotonic()
     with pytest.raises(placer.PlacerError) as caught:
         placer.compile(nn.Linear(2, 2), make_spec(1, 2, 1), (torch.randn(4, 2),))

@@ -251,9 +251,8 @@ class Alarm:
     def tell_end(self, error: BaseException) -> None:
         """Tell the others that this rank ends by ``error``, such as ``KeyboardInterrupt``."""
         remedy = "start the job anew"
-        self._tell(
-            {"where": f"rank {self._rank}", "problem": type(error).__name__, "remedy": remedy}
-        )
+        told = {"where": f"rank {self._rank}", "problem": type(error).__name__, "remedy": remedy}
+        self._tell(told, wait_seconds=0.0)  # the program is to end at once
 
     def tell_failure(self, error: Exception) -> None:
         """Tell the others that this rank could not compile the model."""
@@ -278,7 +277,7 @@ class Alarm:
             return
         end = time.monotonic() + self._patience_seconds
         heard = [f"{self._key}/heard/{rank}" for rank in range(self._world_size)]
-        with suppress(dist.DistError, RuntimeError, ValueError):
+        with suppress(RuntimeError, ValueError):
             while (store := self.find_store()) is not None:
                 store.set(heard[self._rank], "")
                 if not self._is_needed_by_others(store) or store.check(heard):
@@ -291,19 +290,22 @@ class Alarm:
         answers = isinstance(self.find_store, TorchrunStore) and self._rank == 0
         return answers or is_hosted_here(store, self._rank)
 
-    def _tell(self, told: Mapping[str, str]) -> dict[str, str]:
+    def _tell(
+        self, told: Mapping[str, str], *, wait_seconds: float | None = None
+    ) -> dict[str, str]:
         """Leave the message, unless another rank was first; the one that is there then.
 
         ``told`` itself when the store is not there yet, or no more.
         """
-        end = time.monotonic() + self._patience_seconds
+        seconds = self._patience_seconds if wait_seconds is None else wait_seconds
+        end = time.monotonic() + seconds
         try:
             while (store := self.find_store()) is None:
                 if time.monotonic() > end:
                     return dict(told)
                 time.sleep(_PAUSE_SECONDS)
             first = dict(json.loads(store.compare_set(self._key, "", json.dumps(dict(told)))))
-        except (dist.DistError, RuntimeError, ValueError):
+        except (RuntimeError, ValueError):
             return dict(told)
         self._note_heard(store)
         return first
@@ -321,7 +323,7 @@ class Alarm:
                     told: dict[str, str] = json.loads(store.get(self._key))
                     self._note_heard(store)
                     return told
-            except (dist.DistError, RuntimeError, ValueError):
+            except (RuntimeError, ValueError):
                 return None  # the store's own process is gone, or the program left the job
             if time.monotonic() > end or self._roll.is_called():
                 return None
@@ -329,7 +331,7 @@ class Alarm:
 
     def _note_heard(self, store: Any) -> None:
         self._is_known = True
-        with suppress(dist.DistError, RuntimeError, ValueError):
+        with suppress(RuntimeError, ValueError):
             store.set(f"{self._key}/heard/{self._rank}", "")
 
 
@@ -345,7 +347,7 @@ def failure_told(job: Job) -> Iterator[Alarm]:
     """
     name = f"compile {next(_compiled)}"
     find_store = store_of_start(job, name)
-    with suppress(dist.DistError, RuntimeError):  # `join_job` tells what is wrong with it
+    with suppress(RuntimeError, ValueError):  # `join_job` tells what is wrong with it
         find_store()  # rank 0 may host it: ranks that fail early leave their message there
     by_hand = not dist.is_initialized() and not is_torchrun_store()
     patience = _START_SECONDS if by_hand else _PATIENCE_SECONDS
@@ -358,6 +360,9 @@ def failure_told(job: Job) -> Iterator[Alarm]:
     except Exception as error:
         alarm.tell_failure(error)
         alarm.await_readers()
+        raise
+    except BaseException as error:
+        alarm.tell_end(error)
         raise
 
 

@@ -98,10 +98,10 @@ class TcpStore:
     def __call__(self) -> Store | None:
         """The store; None as long as nothing listens there. Returns within about a second.
 
-        Raises ``RuntimeError`` when the port is taken.
+        Raises ``RuntimeError`` when the port is taken, ``ValueError`` when no address is given.
         """
         if self._store is None:
-            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            address, port = _address()
             if self._hosts:
                 address = "localhost"  # what others call this host need not be known here
             elif not _listens(address, port):  # asked first: torch would wait, and log every try
@@ -188,6 +188,13 @@ def meet(
             )
             warn_seconds *= 2
         time.sleep(_PAUSE_SECONDS)
+
+
+def _address() -> tuple[str, int]:
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ValueError(f"the environment variable {missing[0]} is not set")
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
 
 def _listens(address: str, port: int) -> bool:
