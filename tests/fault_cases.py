@@ -535,9 +535,11 @@ def lose_a_rank_in_a_layer(rank: int) -> tuple[str, str]:
 
 
 def end_of_another_spec(what: str) -> tuple[str, str]:
-    """The error of rank 0 when rank 1 was given a spec that fails there, and ends."""
+    """The error of rank 0 when rank 1 ends without a word, or for a spec that fails there."""
     x = torch.randn(4, 4)
     spec: dict[str, Any] = {"devices": ["cpu:0", "cpu:1"]}
+    if dist.get_rank() == 1 and what == "no word":
+        os.kill(os.getpid(), signal.SIGKILL)
     if dist.get_rank() == 1 and what == "too many devices":
         spec["devices"] += ["cpu:2"]
     elif dist.get_rank() == 1:
