@@ -480,16 +480,23 @@ def hang(where: str, rank: int) -> tuple[str, str]:
 
 
 def fail_by_hand(where: str, rank: int) -> None:
-    """``rank`` fails in ``compile`` or in a step; the others come there later, or wait already."""
+    """``rank`` fails in ``compile``, or in its second micro-batch; the others look later for the reason."""
     here = int(os.environ["RANK"]) == rank
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
-    spec: dict[str, Any] = {"devices": ["cpu:0", "cpu:1", "cpu:2"]}
+    spec: dict[str, Any] = {"devices": ["cpu:0", "cpu:1"], "microbatches": 2}
     if here and where == "compile":
         spec["devices"] = [{"name": name, "memory": 64} for name in spec["devices"]]
-    placed = placer.compile(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), spec, x)
-    child = next(iter(placed.children()))
-    # Others have something to do when the connection closes, and look for the message later.
-    child.register_forward_hook(_boom if here else lambda *_: time.sleep(0.3))
+    placed = placer.compile(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), spec, x)
+    calls = iter(range(2))
+
+    def hook(*_: Any) -> None:
+        if not here:
+            time.sleep(0.5)  # has something to do when the connection closes
+        elif next(calls):
+            time.sleep(0.1)  # the first micro-batch arrives
+            _boom()
+
+    next(iter(placed.children())).register_forward_hook(hook)
     assert isinstance(placed, placer.PlacedModule)
     placed.step(x, loss_fn=lambda y: y.square().mean())
 
