@@ -511,7 +511,9 @@ def fail_to_compile_and_go_on(folder: Path) -> None:
         placer.compile(model, spec, torch.randn(4, 4))
     except placer.PlacerError as error:
         (folder / f"said.{rank}").write_text(f"{type(error).__name__}: {error}")
+    end = time.monotonic() + 30.0
     while not (folder / f"said.{1 - rank}").exists():
+        assert time.monotonic() < end, f"rank {1 - rank} is left waiting"
         time.sleep(0.05)
 
 
