@@ -12,6 +12,7 @@ import pytest
 from torch.distributed import HashStore, Store
 
 import placer
+from placer.runtime.distributed import rendezvous
 from placer.runtime.distributed.faults import Alarm
 from placer.runtime.distributed.job import Job
 from placer.runtime.distributed.join import store_of_start
@@ -21,13 +22,17 @@ RANKS = range(4)
 
 
 def _start(
-    finder_of: Callable[[int], StoreFinder], ranks: range | list[int] = RANKS, late: int = -1
+    finder_of: Callable[[int], StoreFinder],
+    ranks: range | list[int] = RANKS,
+    late: int = -1,
+    seconds: float | None = None,
 ) -> list[Store | placer.PeerError]:
     """What ``meet`` returns or raises on each of ``ranks``, in threads; rank ``late`` comes last.
 
     It waits for half a second where not all come.
     """
-    seconds = 20.0 if len(ranks) == len(RANKS) else 0.5
+    if seconds is None:
+        seconds = 20.0 if len(ranks) == len(RANKS) else 0.5
 
     def join(rank: int) -> Store | placer.PeerError:
         time.sleep(0.2 if rank == late else 0)
@@ -127,8 +132,9 @@ def test_processes_started_by_hand_meet_in_the_store_of_rank_0(
 
 
 def test_a_store_that_is_lost_with_rank_0_ends_the_wait(
-    by_hand: Callable[[int], StoreFinder],
+    by_hand: Callable[[int], StoreFinder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(rendezvous, "_RECONNECT_SECONDS", 0.1)
     hosted = by_hand(0)
     assert hosted() is not None
     with ThreadPoolExecutor(1) as pool:
@@ -137,3 +143,16 @@ def test_a_store_that_is_lost_with_rank_0_ends_the_wait(
         del hosted
         (error,) = waiting.result()
     assert "lost the connection to rank 0, which ended before all ranks" in str(error)
+
+
+def test_rank_0_may_fail_to_compile_and_try_again(by_hand: Callable[[int], StoreFinder]) -> None:
+    """Others may come to the second try while the store of the first is still there."""
+    first, later = by_hand(0), by_hand(1)
+    assert first() is not None and later() is not None
+    del first
+    with ThreadPoolExecutor(len(RANKS)) as pool:
+        finders = {0: by_hand(0), 1: later, 2: by_hand(2), 3: by_hand(3)}
+        stores = list(
+            pool.map(lambda rank: _start(finders.__getitem__, [rank], seconds=20.0), RANKS)
+        )
+    assert all(isinstance(store, Store) for (store,) in stores), stores

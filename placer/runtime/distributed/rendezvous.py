@@ -31,6 +31,7 @@ _PAUSE_SECONDS = 0.02
 _WARN_SECONDS = 30.0  # the first warning; each further one comes after twice the time
 _LOST_SECONDS = 1.0  # how often a rank that waits looks for closed connections
 _CONNECT_SECONDS = 1.0
+_RECONNECT_SECONDS = 5.0  # how long a rank whose store is lost looks for another one
 
 
 class TorchrunStore:
@@ -98,8 +99,14 @@ class TcpStore:
     def __call__(self) -> Store | None:
         """The store; None as long as nothing listens there. Returns within about a second.
 
+        Connects anew where the connection is lost: rank 0 hosts another store for another ``compile``.
         Raises ``RuntimeError`` when the port is taken, ``ValueError`` when no address is given.
         """
+        if self._store is not None and not self._hosts:
+            try:
+                self._store.check(["any"])
+            except dist.DistError:
+                self._store = None
         if self._store is None:
             address, port = _address()
             if self._hosts:
@@ -150,23 +157,22 @@ def meet(
     start = time.monotonic()
     look_seconds = _LOST_SECONDS
     others = [other for other in range(world_size) if other != rank]
-    has_come = False
+    last_found: float | None = None  # when the store was there; None before it ever was
     while True:
         seconds = time.monotonic() - start
         missing = [0]  # nobody else answers for the store
-        try:
+        with suppress(dist.DistError):  # the store is lost
             store = find_store()
             if store is not None:
-                if not has_come:
-                    store.set(f"here/{rank}", "")
-                    has_come = True
+                last_found = seconds
+                store.set(f"here/{rank}", "")
                 raise_if_told()
                 if store.check([f"here/{other}" for other in others]):
                     return store
                 if seconds > min(warn_seconds, limit.total_seconds()):
                     missing = [r for r in others if not store.check([f"here/{r}"])]
-        except dist.DistError as error:
-            raise _store_lost(rank, error) from error
+        if last_found is not None and seconds > last_found + _RECONNECT_SECONDS:
+            raise _store_lost(rank)
         if seconds > look_seconds:
             look_seconds = seconds + _LOST_SECONDS
             if lost := find_lost():
@@ -208,12 +214,11 @@ def _at() -> str:
     return f" (by {address}:{port})" if address and port else ""
 
 
-def _store_lost(rank: int, error: Exception) -> PeerError:
+def _store_lost(rank: int) -> PeerError:
     host = "torchrun's agent" if is_torchrun_store() else "rank 0"
     return PeerError(
         f"rank {rank}",
-        f"lost the connection to {host}, which ended before all ranks had come to placer.compile "
-        f"({str(error).splitlines()[0]})",
+        f"lost the connection to {host}, which ended before all ranks had come to placer.compile",
         f"look at the output of {host} for the first error",
     )
 
