@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import time
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import pytest
 from torch.distributed import HashStore, Store
 
 import placer
-from placer.runtime.distributed import rendezvous
+from placer.runtime.distributed import faults, rendezvous
 from placer.runtime.distributed.faults import Alarm
 from placer.runtime.distributed.job import Job
 from placer.runtime.distributed.join import store_of_start
@@ -119,8 +120,11 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], StoreFinder]:
         port = taken.getsockname()[1]
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
-    jobs = [Job(rank=rank, world_size=len(RANKS), local_rank=rank) for rank in RANKS]
-    return lambda rank: store_of_start(jobs[rank], "test")
+    return lambda rank: store_of_start(_job(rank), "compile 7")
+
+
+def _job(rank: int) -> Job:
+    return Job(rank=rank, world_size=len(RANKS), local_rank=rank)
 
 
 def test_processes_started_by_hand_meet_in_the_store_of_rank_0(
@@ -156,3 +160,16 @@ def test_rank_0_may_fail_to_compile_and_try_again(by_hand: Callable[[int], Store
             pool.map(lambda rank: _start(finders.__getitem__, [rank], seconds=20.0), RANKS)
         )
     assert all(isinstance(store, Store) for (store,) in stores), stores
+
+
+def test_a_program_that_exits_in_compile_has_told_so(
+    by_hand: Callable[[int], StoreFinder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faults, "_compiled", itertools.repeat(7))
+    hosted = by_hand(0)
+    assert hosted() is not None
+    with pytest.raises(SystemExit), faults.failure_told(_job(1)):
+        raise SystemExit
+    alarm = Alarm(0, len(RANKS), "compile 7", find_store=hosted)
+    with pytest.raises(placer.PeerError, match="rank 1: SystemExit"):
+        alarm.raise_if_told()

@@ -167,10 +167,12 @@ def meet(
                 last_found = seconds
                 store.set(f"here/{rank}", "")
                 raise_if_told()
-                if store.check([f"here/{other}" for other in others]):
+                if not others or store.check([f"here/{other}" for other in others]):
                     return store
                 if seconds > min(warn_seconds, limit.total_seconds()):
                     missing = [r for r in others if not store.check([f"here/{r}"])]
+                    if not missing:
+                        return store
         if last_found is not None and seconds > last_found + _RECONNECT_SECONDS:
             raise _store_lost(rank)
         if seconds > look_seconds:
@@ -211,7 +213,7 @@ def _listens(address: str, port: int) -> bool:
 
 def _at() -> str:
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    return f" (by {address}:{port})" if address and port else ""
+    return f" (at {address}:{port})" if address and port else ""
 
 
 def _store_lost(rank: int) -> PeerError:
