@@ -90,7 +90,7 @@ def compile(
         from placer.runtime.distributed.faults import failure_told
         from placer.runtime.distributed.launch import launch
 
-        with failure_told(job.rank) as alarm:
+        with failure_told(job) as alarm:
             capture, plan = plan_here()
             return launch(
                 model,

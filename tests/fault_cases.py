@@ -437,13 +437,13 @@ def leave_the_job(folder: Path) -> list[str]:
     return found
 
 
-def wait_too_long(rank: int) -> tuple[str, str]:
+def wait_too_long(rank: int, seconds: float) -> tuple[str, str]:
     """The error of a step in which ``rank`` takes longer than the groups wait."""
     x = torch.randn(4, 3)
     placed = placer.compile(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), make_spec(1, 3, 1), x)
 
     def loss_of(y: Tensor) -> Tensor:
-        time.sleep(8.0 if dist.get_rank() == rank else 0.0)
+        time.sleep(seconds if dist.get_rank() == rank else 0.0)
         return y.square().mean()
 
     try:
@@ -451,6 +451,70 @@ def wait_too_long(rank: int) -> tuple[str, str]:
     except placer.PlacerError as error:
         return type(error).__name__, str(error)
     return "none", ""
+
+
+def hang(where: str, rank: int) -> tuple[str, str]:
+    """The error of the other ranks when ``rank`` sleeps for ever."""
+    here = dist.get_rank() == rank
+    x = torch.randn(4, 3)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2))
+
+    def initialize(module: nn.Module) -> None:
+        for parameter in module.parameters(recurse=False):
+            nn.init.ones_(parameter)
+        if here and where == "compile":
+            time.sleep(1e6)
+
+    try:
+        placed = placer.compile(model, make_spec(3, 1, 3), x, initialize=initialize)
+        if here and where == "data loader":
+            time.sleep(1e6)
+        if here and where == "layer":
+            child = next(iter(placed.children()))
+            child.register_forward_hook(lambda *_: time.sleep(1e6))
+        placed.step(x, loss_fn=lambda y: y.square().mean())
+    except placer.PlacerError as error:
+        return type(error).__name__, str(error)
+    return "none", ""
+
+
+def fail_by_hand(where: str, rank: int) -> None:
+    """``rank`` fails in ``compile``, or in its second micro-batch; the others look later for the reason."""
+    here = int(os.environ["RANK"]) == rank
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    spec: dict[str, Any] = {"devices": ["cpu:0", "cpu:1"], "microbatches": 2}
+    if here and where == "compile":
+        spec["devices"] = [{"name": name, "memory": 64} for name in spec["devices"]]
+    placed = placer.compile(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), spec, x)
+    calls = iter(range(2))
+
+    def hook(*_: Any) -> None:
+        if not here:
+            time.sleep(0.5)  # has something to do when the connection closes
+        elif next(calls):
+            time.sleep(0.1)  # the first micro-batch arrives
+            _boom()
+
+    next(iter(placed.children())).register_forward_hook(hook)
+    assert isinstance(placed, placer.PlacedModule)
+    placed.step(x, loss_fn=lambda y: y.square().mean())
+
+
+def fail_to_compile_and_go_on(folder: Path) -> None:
+    """A program for ``torchrun``: rank 1 has another spec, and does not end when it is refused."""
+    rank = int(os.environ["RANK"])
+    memory = {"memory": 64} if rank == 1 else {}
+    spec = {"devices": [{"name": name, **memory} for name in ("cpu:0", "cpu:1")]}
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    try:
+        placer.compile(model, spec, torch.randn(4, 4))
+    except placer.PlacerError as error:
+        (folder / f"said.{rank}").write_text(f"{type(error).__name__}: {error}")
+    end = time.monotonic() + 30.0
+    while not (folder / f"said.{1 - rank}").exists():
+        assert time.monotonic() < end, f"rank {1 - rank} is left waiting"
+        time.sleep(0.05)
 
 
 def refuse_own_rows() -> tuple[str, str]:
@@ -480,9 +544,11 @@ def lose_a_rank_in_a_layer(rank: int) -> tuple[str, str]:
 
 
 def end_of_another_spec(what: str) -> tuple[str, str]:
-    """The error of rank 0 when rank 1 was given a spec that fails there, and ends."""
+    """The error of rank 0 when rank 1 ends without a word, or for a spec that fails there."""
     x = torch.randn(4, 4)
     spec: dict[str, Any] = {"devices": ["cpu:0", "cpu:1"]}
+    if dist.get_rank() == 1 and what == "no word":
+        os.kill(os.getpid(), signal.SIGKILL)
     if dist.get_rank() == 1 and what == "too many devices":
         spec["devices"] += ["cpu:2"]
     elif dist.get_rank() == 1:

@@ -7,6 +7,7 @@ import gc
 import itertools
 import multiprocessing
 import os
+import socket
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
@@ -80,6 +81,56 @@ class Job:
         for process in self._processes:
             process.join()
         self._folder.cleanup()
+
+
+def start_by_hand(
+    world_size: int, function: Callable[..., Any], *args: Any
+) -> list[tuple[str, str] | None]:
+    """The error of ``function(*args)`` on each rank, its type and text, as it is before the rank ends.
+
+    Processes with the variables that torch looks for; rank 0 hosts the store, and each ends as soon as
+    it has an error. ("", "") for none, None for a rank that does not end in time.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    ends, processes = [], []
+    for rank in range(world_size):
+        ours, theirs = context.Pipe()
+        given = rank, world_size, port, theirs, function, args
+        process = context.Process(target=_work_by_hand, args=given, daemon=True)
+        process.start()
+        ends.append(ours)
+        processes.append(process)
+    found = [end.recv() if end.poll(TIMEOUT_SECONDS) else None for end in ends]
+    for process in processes:
+        process.kill()
+        process.join()
+    return found
+
+
+def _work_by_hand(
+    rank: int,
+    world_size: int,
+    port: int,
+    end: Connection,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in values.items()})
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    found = "", ""
+    try:
+        function(*args)
+    except Exception as error:
+        found = type(error).__name__, str(error)
+    end.send(found)
+    os._exit(0)  # at once, with the store
 
 
 def _work(rank: int, world_size: int, store: str, timeout_seconds: float, end: Connection) -> None:

@@ -144,13 +144,14 @@ def _check_model(
         "whole_modules": whole,
         "largest_piece": None,
         "devices_needed": {},
+        "reserve": _reserve(),
         "notes": notes,
     }
     try:
         result |= _measured(capture, leaves, sizes, whole, optimizer=optimizer, training=training)
     except CaptureError as error:  # what stays whole may need the values of tensors, say
         notes.append(f"memory cannot be estimated: {error.where} {error.problem}")
-    print_limits(console, result)
+    print_limits(console, result, dict(sizes))
     if as_json:
         print_json(result)
 
@@ -188,6 +189,13 @@ def _measured(
             for size, nbytes in sizes
         },
     }
+
+
+def _reserve() -> int:
+    """Bytes that stay free on each of the devices that are counted."""
+    from placer.cost.devices import device_kind
+
+    return device_kind("cuda:0", None).reserve
 
 
 def _sizes(texts: list[str]) -> list[tuple[str, int]]:

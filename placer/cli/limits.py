@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 _SHOWN = 8  # modules that stay whole for one reason
 
 
-def print_limits(console: Console, result: Mapping[str, Any]) -> None:
-    """Print the result of ``placer check`` without a spec."""
+def print_limits(console: Console, result: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
+    """Print the result of ``placer check`` without a spec; ``sizes`` are in bytes, by their text."""
     console.print(
         f"{result['nodes']} operations in {result['pieces']} pieces that can go to different "
         "devices\n"
@@ -28,11 +28,23 @@ def print_limits(console: Console, result: Mapping[str, Any]) -> None:
     console.print()
     _print_whole(console, result["whole_modules"])
     _print_largest(console, result["largest_piece"])
-    for size, devices in result["devices_needed"].items():
-        answer = str(devices or "no number up to 64 is enough")
-        console.print(f"devices of {size} needed: {answer}")
+    _print_devices(console, result, sizes)
     for note in result["notes"]:
         console.print(f"note: {note}", style="dim", markup=False)
+
+
+def _print_devices(console: Console, result: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
+    from placer.units import format_bytes
+
+    reserve = format_bytes(result["reserve"])
+    for size, devices in result["devices_needed"].items():
+        answer = str(devices or "no number up to 64 is enough")
+        if sizes[size] <= result["reserve"]:
+            answer = f"no number is enough, the reserve of {reserve} alone takes up each of them"
+        console.print(f"devices of {size} needed: {answer}")
+    if result["devices_needed"]:
+        hint = f"{reserve} of each device stay free, the reserve; a spec can set another"
+        console.print(hint, style="dim")
 
 
 def _print_whole(console: Console, modules: list[dict[str, Any]]) -> None:

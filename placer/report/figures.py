@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from placer.plan.types import DevicePeak, Plan, StageMemory
+from placer.plan.types import DevicePeak, Plan, StageMemory, Transfer
 from placer.units import format_bytes
 
 if TYPE_CHECKING:
@@ -55,6 +55,17 @@ def bubble(plan: Plan) -> float:
 def holds_several(plan: Plan) -> bool:
     """Is the table of stages not also one of devices: replicas, or two stages on a device?"""
     return len(plan.devices) != len(plan.stages) or plan.replicas > 1
+
+
+def data_transfers(plan: Plan) -> tuple[list[Transfer], str]:
+    """The transfers that have bytes, the largest first; and what is said of the others, if any.
+
+    What a later stage reads of the shape of a tensor has none.
+    """
+    found = [transfer for transfer in plan.transfers if transfer.nbytes]
+    found.sort(key=lambda t: (-t.nbytes, t.source, t.target, t.value))
+    others = len(plan.transfers) - len(found)
+    return found, f"and {others} without tensors, such as sizes" if others else ""
 
 
 def verdict(plan: Plan) -> list[str]:

@@ -14,6 +14,7 @@ from placer.report.bars import legend, memory_bars
 from placer.report.figures import (
     LARGEST_HEADERS,
     bubble,
+    data_transfers,
     largest_rows,
     moment_text,
     relative_difference,
@@ -178,19 +179,21 @@ def _compared(predicted: int, simulated: int | None) -> list[_Cell]:
 def _transfers(plan: Plan) -> str:
     if not plan.transfers:
         return "<p>None: nothing crosses between stages.</p>"
+    found, others = data_transfers(plan)
     rows: list[list[_Cell]] = [
         [
             (f"{t.source} → {t.target}", "name"),
             (t.value, "wide"),
             (format_bytes(t.nbytes), "number"),
         ]
-        for t in plan.transfers[:_TRANSFERS_SHOWN]
+        for t in found[:_TRANSFERS_SHOWN]
     ]
-    total = format_bytes(sum(t.nbytes for t in plan.transfers))
-    hidden = len(plan.transfers) - _TRANSFERS_SHOWN
-    more = f" The first {_TRANSFERS_SHOWN} are listed." if hidden > 0 else ""
-    count = len(plan.transfers)
-    text = f"<p>{count} value{'s' * (count > 1)}, {total} per micro-batch forward.{more}</p>"
+    total = format_bytes(sum(t.nbytes for t in found))
+    hidden = len(found) - _TRANSFERS_SHOWN
+    more = f" The largest {_TRANSFERS_SHOWN} are listed." if hidden > 0 else ""
+    count = len(found)
+    values = f"{count} value{'s' * (count != 1)}, {total} per micro-batch forward"
+    text = f"<p>{values}{', ' * bool(others)}{others}.{more}</p>"
     return text + _table(["stages", "value", "bytes"], rows)
 
 

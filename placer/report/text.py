@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from placer.plan.types import DevicePeak, Plan, StagePlan
-from placer.report.figures import bubble, holds_several, simulated_peaks, verdict
+from placer.report.figures import bubble, data_transfers, holds_several, simulated_peaks, verdict
 from placer.report.layers import compact_layers, stage_layers
 from placer.units import format_bytes, format_seconds
 
@@ -100,10 +100,10 @@ def _devices(plan: Plan, simulated: Mapping[str, int]) -> Table:
 
 def _transfers(plan: Plan) -> Text:
     """The largest transfers, and what all of them come to."""
-    total = sum(transfer.nbytes for transfer in plan.transfers)
-    count = _count(len(plan.transfers), "transfer")
+    largest, others = data_transfers(plan)
+    total = sum(transfer.nbytes for transfer in largest)
+    count = _count(len(largest), "transfer")
     lines = [f"{count}, {format_bytes(total)} per micro-batch forward:"]
-    largest = sorted(plan.transfers, key=lambda t: (-t.nbytes, t.source, t.target, t.value))
     for transfer in largest[:_TRANSFERS_SHOWN]:
         lines.append(
             f"  {transfer.source} → {transfer.target}  {format_bytes(transfer.nbytes):>10}  "
@@ -111,6 +111,8 @@ def _transfers(plan: Plan) -> Text:
         )
     if len(largest) > _TRANSFERS_SHOWN:
         lines.append(f"  … and {len(largest) - _TRANSFERS_SHOWN} smaller")
+    if others:
+        lines.append(f"  {others}")
     return Text("\n".join(lines))
 
 

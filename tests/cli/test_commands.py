@@ -204,7 +204,11 @@ def test_check_a_model(placer: Run) -> None:
     data = json.loads(result.stdout)
     assert data["pieces"] == sum(data["pieces_per_layer"].values())
     assert data["whole_modules"] == []
-    assert data["devices_needed"] == {"300KiB": None, "2GiB": 1}  # the reserve is 1 GiB
+    assert data["devices_needed"] == {"300KiB": None, "2GiB": 1}
+    assert data["reserve"] == 2**30
+    said = " ".join(result.stderr.split())
+    assert "devices of 300KiB needed: no number is enough, the reserve of 1.00 GiB alone" in said
+    assert "devices of 2GiB needed: 1 1.00 GiB of each device stay free, the reserve" in said
     largest = data["largest_piece"]
     assert largest["peak"] >= largest["least_bytes"] > 4 * 64 * 64 * 4  # weights, gradients, Adam
     assert 1 < largest["least_devices"] <= 7  # of seven like layers and a small one

@@ -6,7 +6,9 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import fault_cases as cases
 import models
@@ -14,11 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed_cases import make_spec
-from jobs import TIMEOUT_SECONDS, Job
+from jobs import TIMEOUT_SECONDS, Job, start_by_hand
 from torch import nn
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import placer
+from placer.runtime.distributed import faults
 
 
 @pytest.mark.parametrize("rank", [0, 3])
@@ -63,9 +66,11 @@ def test_a_rank_killed_while_saving_leaves_the_last_checkpoint(tmp_path: Path) -
     [
         ("too many devices", "rank 1, world size: the job has 2 processes, the plan needs 3"),
         ("a mistake", "rank 1, placement spec: 2 problems"),
+        ("no word", "rank 0: lost the connection to rank 1, which ended before all ranks had come"),
     ],
 )
-def test_a_rank_that_ends_for_its_own_spec_has_told_why(what: str, said: str) -> None:
+def test_a_rank_that_ends_before_all_have_come_is_named(what: str, said: str) -> None:
+    """With the reason, if it has told one."""
     job = Job(2)
     try:
         answers = job.ask(cases.end_of_another_spec, what)
@@ -75,12 +80,41 @@ def test_a_rank_that_ends_for_its_own_spec_has_told_why(what: str, said: str) ->
     ok, (kind, text) = answers[0]
     assert ok and kind == "PeerError", text
     assert text.startswith(said), text
-    assert "give every rank the same model and spec" in text
+    assert what == "no word" or "give every rank the same model and spec" in text
 
 
-def test_a_rank_that_hangs_is_found_by_the_timeout_of_the_process_group(tmp_path: Path) -> None:
-    """It is stopped, so its connections stay open; the other stage waits for it."""
-    job = Job(2, timeout_seconds=10.0)
+def test_a_rank_that_hangs_is_named() -> None:
+    """By those that waited for it, also by one that waited for another that waited for it.
+
+    Three jobs at once, which all wait for the same time.
+    """
+    expected = {
+        ("data loader", 0): "has not come to placed.step; ranks 1, 2 waited longer than 4 s",
+        ("layer", 1): "does not answer; ranks 0, 2 waited longer than 4 s",
+        ("compile", 2): "does not answer; ranks 0, 1 waited longer than 4 s",
+    }
+    with ThreadPoolExecutor(len(expected)) as pool:
+        found = list(pool.map(_hang, expected))
+    for ((where, rank), said), answers in zip(expected.items(), found, strict=True):
+        assert len(answers) == 2
+        for other, answer in answers.items():
+            assert answer is not None, f"{where}: rank {other} hangs"
+            ok, (kind, text) = answer
+            assert ok and kind == "PeerError", text
+            assert text.startswith(f"rank {rank} (process ") and said in text, text
+
+
+def _hang(case: tuple[str, int]) -> dict[int, Any]:
+    job = Job(3, timeout_seconds=4.0)
+    try:
+        return job.ask(cases.hang, *case, wait_for=[r for r in range(3) if r != case[1]])
+    finally:
+        job.close()
+
+
+def test_a_rank_that_is_stopped_is_named(tmp_path: Path) -> None:
+    """Its connections stay open; the other stage waits for it."""
+    job = Job(2, timeout_seconds=4.0)
     try:
         answers = job.ask(cases.lose_a_rank, tmp_path, 1, signal.SIGSTOP, wait_for=[0])
     finally:
@@ -88,18 +122,42 @@ def test_a_rank_that_hangs_is_found_by_the_timeout_of_the_process_group(tmp_path
     assert answers[0] is not None, "rank 0 hangs"
     ok, found = answers[0]
     assert ok and found["type"] == "PeerError", found
+    assert found["text"].startswith("rank 1 (process "), found
+    assert "does not answer; rank 0 waited longer than 4 s" in found["text"]
 
 
-def test_a_rank_that_takes_too_long_is_not_said_to_have_ended() -> None:
-    job = Job(3, timeout_seconds=4.0)
+def test_a_rank_that_takes_too_long_is_named_and_not_said_to_have_ended() -> None:
+    """It finds its connections closed when it comes back, and says what the others do."""
+    job = Job(3, timeout_seconds=3.0)
     try:
-        found = job.run(cases.wait_too_long, 1)
+        found = job.run(cases.wait_too_long, 1, seconds=7.0)
     finally:
         job.close()
     assert {kind for kind, _ in found} == {"PeerError"}
     for _, text in found:
-        assert "another rank, which ended or does not answer" in text, text
-        assert "imed out" in text, text
+        assert text.startswith("rank 1 (process "), text
+        assert "does not answer; ranks 0, 2 waited longer than 3 s" in text, text
+
+
+@pytest.mark.parametrize(("where", "rank"), [("compile", 0), ("compile", 1), ("step", 0)])
+def test_processes_started_by_hand_all_say_why_one_failed(where: str, rank: int) -> None:
+    """Also when that is rank 0, with which the store ends."""
+    found = start_by_hand(2, cases.fail_by_hand, where, rank)
+    said = "64 bytes are less than any device has" if where == "compile" else "boom"
+    for number, error in enumerate(found):
+        assert error is not None, f"rank {number} hangs"
+        kind, text = error
+        expected = {"compile": "SpecError", "step": "StageError"}[where]
+        assert kind == (expected if number == rank else "PeerError"), (number, text)
+        assert said in text and (number == rank or f"rank {rank}" in text), (number, text)
+
+
+def test_a_rank_that_fails_in_compile_and_lives_on_keeps_none_waiting(tmp_path: Path) -> None:
+    """Under torchrun, which ends all when a process ends."""
+    _torchrun(cases.fail_to_compile_and_go_on, tmp_path, processes=2, max_restarts=0)
+    said = [(tmp_path / f"said.{rank}").read_text() for rank in range(2)]
+    assert said[1].startswith("SpecError: placement spec: 2 problems")
+    assert said[0].startswith("PeerError: rank 1, placement spec: 2 problems")
 
 
 def test_a_rank_killed_while_layers_talk_is_named() -> None:
@@ -169,6 +227,7 @@ def test_world_size_is_compared_before_any_communication(monkeypatch: pytest.Mon
     _pretend_torchrun(
         monkeypatch, RANK=0, WORLD_SIZE=3, MASTER_ADDR="192.0.2.1", MASTER_PORT=1, LOCAL_RANK=0
     )
+    monkeypatch.setattr(faults, "_START_SECONDS", 0.0)  # nobody comes to read why it failed
     start = time.monotonic()
     with pytest.raises(placer.PlacerError) as caught:
         placer.compile(nn.Linear(2, 2), make_spec(1, 2, 1), (torch.randn(4, 2),))

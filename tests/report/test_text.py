@@ -11,9 +11,10 @@ import pytest
 from plans import GIB, make_plan, stage_memory
 from rich.console import Console
 
-from placer.plan.types import DevicePeak, Plan
+from placer.plan.types import DevicePeak, Plan, Transfer
 from placer.report import plan_table
 from placer.report.figures import bubble, memory_parts, relative_difference, verdict
+from placer.report.html import page
 from placer.report.layers import compact_layers, stage_layers
 
 
@@ -34,6 +35,16 @@ def test_the_table_says_what_a_reader_asks() -> None:
     assert "BatchNorm <takes>" in text
     assert "fits: cuda:0 has the least headroom, 2.00 GiB" in text
     assert all(len(line) <= 100 for line in text.splitlines())
+
+
+def test_values_without_bytes_are_counted_and_not_listed() -> None:
+    plan = make_plan()
+    sizes = [Transfer(value=name, source=0, target=1, nbytes=0) for name in ("size", "size_1")]
+    plan = dataclasses.replace(plan, transfers=(sizes[0], *plan.transfers, sizes[1]))
+    for text in (render(plan), page(plan)):
+        assert "size_1" not in text and " 0 B" not in text
+        assert "and 2 without tensors, such as sizes" in text
+        assert "2 transfers, 4.00 MiB" in text or "2 values, 4.00 MiB" in text
 
 
 def test_a_plan_that_overflows_says_where_and_by_how_much() -> None:

@@ -29,8 +29,16 @@ line works in both, so that one script serves both.
 saved, a job of another shape, one process, or the plain model loads (`placer.runtime.checkpoint`).
 
 A rank that fails ends the others: ``StageError`` on the rank where a stage raised, ``PeerError`` on
-those that lost it, as soon as its connections close, or after the process group's timeout when it
-hangs (half an hour by default; ``init_process_group(timeout=…)`` before ``compile`` for another).
+those that lost it, as soon as its connections close. A rank that hangs ends them after the process
+group's timeout (half an hour by default; ``init_process_group(timeout=…)`` before ``compile`` for
+another): ``PeerError`` names it, as the one that was not waiting.
+
+In ``compile`` the ranks wait for each other before anything is sent, as long as that timeout says. After
+half a minute they warn which ranks are missing. One that cannot compile the model tells the others why,
+also when its program goes on. (One that has ended before it came to ``compile`` cannot; ``torchrun``
+then ends the others by itself.) Where rank 0 hosts the store, as in a job without ``torchrun``, it stays
+for up to five seconds when it fails, so that the others can read why.
+
 ``torchrun --max-restarts`` starts all anew; a program that loads its last checkpoint goes on there.
 
 Rank ``r * P + p`` is device ``p`` of replica ``r``; ``P`` devices per replica. With an interleaved

@@ -67,6 +67,14 @@ class Called:
         ]
 
 
+class CallNotAnswered(RuntimeError):
+    """Not all ranks have made the call ``method``: some were lost, or have not come to it in time."""
+
+    def __init__(self, method: Method) -> None:
+        super().__init__(method)
+        self.method = method
+
+
 class Agreement:
     """Whether all ranks were called alike: a small message from each to all, on its way.
 
@@ -107,7 +115,10 @@ class Agreement:
     def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
         if kind is not None and not issubclass(kind, Exception):
             return  # the program is to end
-        self._work.wait()
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise CallNotAnswered(self._called.method) from error
         try:
             rows = self._rows_if_alike()
             self.total = None if self._count is None else self._count(rows)

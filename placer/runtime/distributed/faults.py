@@ -7,27 +7,63 @@ import json
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from placer._torch import default_store
 from placer.errors import PeerError, PlacerError, StageError, causes
-from placer.runtime.distributed.agreement import name_ranks
+from placer.runtime.distributed.agreement import CallNotAnswered, name_ranks
 from placer.runtime.distributed.failures import LayerFailure
+from placer.runtime.distributed.job import Job
+from placer.runtime.distributed.join import store_of_start
+from placer.runtime.distributed.rendezvous import (
+    StoreFinder,
+    TorchrunStore,
+    is_hosted_here,
+    is_torchrun_store,
+)
+from placer.runtime.distributed.roll_call import RollCall
 from placer.runtime.distributed.suspects import Culprit
 
-_PATIENCE_SECONDS = 2.0  # how long a rank that lost its neighbour waits to be told why
+_PATIENCE_SECONDS = 2.0  # how long a rank waits to be told why another was lost, or to be heard
+_START_SECONDS = 5.0  # the same where processes that were started by hand come at different times
+_PAUSE_SECONDS = 0.05
 
 
 class Alarm:
     """One message of one failed rank to all others, in the job's key-value store."""
 
-    def __init__(self, rank: int, name: str) -> None:
-        """``name`` is that of the placed module, the same on every rank and of no other one."""
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        name: str,
+        *,
+        find_store: StoreFinder = default_store,
+        limit: timedelta = default_pg_timeout,
+        patience_seconds: float = _PATIENCE_SECONDS,
+    ) -> None:
+        """``name`` is that of the placed module, the same on every rank and of no other one.
+
+        ``find_store`` finds the store, or None as long as it is not there; ``limit`` is how long ranks
+        wait for each other's messages, ``patience_seconds`` how long this one waits for the store when
+        it has failed, and for the others to read why.
+        """
         self._key = f"placer/alarm/{name}"
         self._rank = rank
+        self._world_size = world_size
+        self.find_store = find_store
+        self._patience_seconds = patience_seconds
+        self._roll = RollCall(self._key, rank, world_size, find_store=find_store, limit=limit)
+        self._is_known = False  # has this rank told, or heard, why the job ends?
+
+    def set_limit(self, limit: timedelta) -> None:
+        """How long ranks wait for each other's messages is ``limit``."""
+        self._roll.limit = limit
 
     def raise_for(
         self,
@@ -93,25 +129,45 @@ class Alarm:
         """Raise ``PeerError`` if ``cause`` is that messages to other ranks failed.
 
         Gloo raises plain ``RuntimeError``s: then some connection is closed. Others raise ``DistError``.
-        A rank that waited too long tells so at once: its connections are closed, and who sees that
-        would take it for the one that ended.
+        A rank that waited too long says so at once (`RollCall`): its connections are closed, and who
+        sees that would take it for the one that ended.
         """
-        timed_out = "timed out" in str(cause).lower()
-        lost_ranks = [] if timed_out else find_lost()  # before others close theirs
-        told = self._listen(0 if timed_out else _PATIENCE_SECONDS)
-        if told is None:
-            lost_ranks = lost_ranks or ([] if timed_out else find_lost())
-            if timed_out or lost_ranks or isinstance(cause, dist.DistError):
-                told = self._tell(_lost(self._rank, cause, lost_ranks))
+        call = _find_cause(error, CallNotAnswered)
+        told = self._explain_loss(cause, find_lost, method="" if call is None else call.method)
         if told is not None:
             raise PeerError(**told) from error
+
+    def explain_loss(self, cause: BaseException) -> dict[str, str]:
+        """Why a message to other ranks failed with ``cause``, as ``PeerError`` takes it."""
+        told = self._explain_loss(cause, tuple, method="")
+        return told or _lost(self._rank, cause, ())
+
+    def _explain_loss(
+        self, cause: BaseException, find_lost: Callable[[], Sequence[int]], *, method: str
+    ) -> dict[str, str] | None:
+        """What a rank has told; else what this one can tell of the loss, if it is one.
+
+        ``method`` is the call that not all ranks have come to, if this one waited for that.
+        """
+        timed_out = "timed out" in str(cause).lower()
+        if timed_out:
+            self._roll.answer(method)
+        lost_ranks = [] if timed_out else find_lost()  # before others close theirs
+        told = self._listen(0 if timed_out else _PATIENCE_SECONDS)
+        if told is None and self._roll.is_called():
+            self._roll.answer(method)
+            return self._tell(self._roll.call(stop=lambda: self._listen(0) is not None))
+        if told is None:
+            lost_ranks = lost_ranks or find_lost()
+            if lost_ranks or isinstance(cause, dist.DistError):
+                told = self._tell(_lost(self._rank, cause, lost_ranks))
+        return told
 
     def tell_end(self, error: BaseException) -> None:
         """Tell the others that this rank ends by ``error``, such as ``KeyboardInterrupt``."""
         remedy = "start the job anew"
-        self._tell(
-            {"where": f"rank {self._rank}", "problem": type(error).__name__, "remedy": remedy}
-        )
+        told = {"where": f"rank {self._rank}", "problem": type(error).__name__, "remedy": remedy}
+        self._tell(told, wait_seconds=0.0)  # the program is to end at once
 
     def tell_failure(self, error: Exception) -> None:
         """Tell the others that this rank could not compile the model."""
@@ -122,59 +178,111 @@ class Alarm:
         remedy = f"{remedy}; {alike}" if remedy else alike
         self._tell({"where": where, "problem": problem, "remedy": remedy})
 
-    def hear(self) -> dict[str, str] | None:
-        """The message of the rank that failed first, if there is one soon."""
-        return self._listen(_PATIENCE_SECONDS)
+    def raise_if_told(self) -> None:
+        """Raise what another rank has told, if any has, as ``PeerError``."""
+        if (told := self._listen(0)) is not None:
+            raise PeerError(**told)
 
-    def _tell(self, told: Mapping[str, str]) -> dict[str, str]:
+    def await_readers(self) -> None:
+        """Give the others the time to read the message, where they cannot once this process has ended.
+
+        That is on the rank that hosts the store. Returns after some seconds at the latest.
+        """
+        if not self._is_known:
+            return
+        end = time.monotonic() + self._patience_seconds
+        heard = [f"{self._key}/heard/{rank}" for rank in range(self._world_size)]
+        with suppress(RuntimeError, ValueError):
+            while (store := self.find_store()) is not None:
+                store.set(heard[self._rank], "")
+                if not self._is_needed_by_others(store) or store.check(heard):
+                    return
+                if time.monotonic() > end:
+                    return
+                time.sleep(_PAUSE_SECONDS)
+
+    def _is_needed_by_others(self, store: Any) -> bool:
+        answers = isinstance(self.find_store, TorchrunStore) and self._rank == 0
+        return answers or is_hosted_here(store, self._rank)
+
+    def _tell(
+        self, told: Mapping[str, str], *, wait_seconds: float | None = None
+    ) -> dict[str, str]:
         """Leave the message, unless another rank was first; the one that is there then.
 
-        ``told`` itself when the store is gone.
+        ``told`` itself when the store is not there yet, or no more.
         """
+        seconds = self._patience_seconds if wait_seconds is None else wait_seconds
+        end = time.monotonic() + seconds
         try:
-            store = default_store()
-            return dict(json.loads(store.compare_set(self._key, "", json.dumps(dict(told)))))
-        except (dist.DistError, RuntimeError, ValueError):
+            while (store := self.find_store()) is None:
+                if time.monotonic() > end:
+                    return dict(told)
+                time.sleep(_PAUSE_SECONDS)
+            first = dict(json.loads(store.compare_set(self._key, "", json.dumps(dict(told)))))
+        except (RuntimeError, ValueError):
             return dict(told)
+        self._note_heard(store)
+        return first
 
     def _listen(self, seconds: float) -> dict[str, str] | None:
-        """The message of the rank that failed first, if there is one within ``seconds``."""
+        """The message of the rank that failed first, if there is one within ``seconds``.
+
+        Ends early when ranks say that they have waited too long.
+        """
         end = time.monotonic() + seconds
         while True:
             try:
-                if default_store().check([self._key]):
-                    told: dict[str, str] = json.loads(default_store().get(self._key))
+                store = self.find_store()
+                if store is not None and store.check([self._key]):
+                    told: dict[str, str] = json.loads(store.get(self._key))
+                    self._note_heard(store)
                     return told
-            except (dist.DistError, RuntimeError, ValueError):
+            except (RuntimeError, ValueError):
                 return None  # the store's own process is gone, or the program left the job
-            if time.monotonic() > end:
+            if time.monotonic() > end or self._roll.is_called():
                 return None
-            time.sleep(0.05)
+            time.sleep(_PAUSE_SECONDS)
+
+    def _note_heard(self, store: Any) -> None:
+        self._is_known = True
+        with suppress(RuntimeError, ValueError):
+            store.set(f"{self._key}/heard/{self._rank}", "")
 
 
 _compiled = itertools.count()  # calls of compile in this process: every rank makes the same ones
 
 
 @contextmanager
-def failure_told(rank: int) -> Iterator[Alarm]:
+def failure_told(job: Job) -> Iterator[Alarm]:
     """Leave what the block raises, before any module is there, where the other ranks look for it.
 
-    They look when they lose this rank (`lost_peers` with the yielded ``Alarm``). Without a process group
-    there is nowhere to leave it.
+    They look while they wait for this rank (`join_job`) and when they lose it (`lost_peers` with the
+    yielded ``Alarm``).
     """
-    alarm = Alarm(rank, f"compile {next(_compiled)}")
+    name = f"compile {next(_compiled)}"
+    find_store = store_of_start(job, name)
+    with suppress(RuntimeError, ValueError):  # `join_job` tells what is wrong with it
+        find_store()  # rank 0 may host it: ranks that fail early leave their message there
+    by_hand = not dist.is_initialized() and not is_torchrun_store()
+    patience = _START_SECONDS if by_hand else _PATIENCE_SECONDS
+    alarm = Alarm(job.rank, job.world_size, name, find_store=find_store, patience_seconds=patience)
     try:
         yield alarm
     except PeerError:
+        alarm.await_readers()
         raise
     except Exception as error:
-        if dist.is_initialized():
-            alarm.tell_failure(error)
+        alarm.tell_failure(error)
+        alarm.await_readers()
+        raise
+    except BaseException as error:
+        alarm.tell_end(error)
         raise
 
 
 @contextmanager
-def lost_peers(rank: int, alarm: Alarm) -> Iterator[None]:
+def lost_peers(alarm: Alarm) -> Iterator[None]:
     """Raise the loss of another rank inside the block, before any module is there, as ``PeerError``.
 
     With what that rank has left at ``alarm``, if it has.
@@ -184,7 +292,7 @@ def lost_peers(rank: int, alarm: Alarm) -> Iterator[None]:
     except PlacerError:
         raise
     except RuntimeError as error:
-        raise PeerError(**(alarm.hear() or _lost(rank, error, ()))) from error
+        raise PeerError(**alarm.explain_loss(error)) from error
 
 
 def _lost(rank: int, error: BaseException, lost_ranks: Sequence[int]) -> dict[str, str]:

@@ -5,18 +5,13 @@ from __future__ import annotations
 import os
 import warnings
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from placer.errors import DeviceError, PlacerError
 from placer.plan.types import Plan
-from placer.runtime.distributed.rendezvous import fresh_store
 from placer.runtime.places import SimulatedDeviceWarning, device_count, torch_type
-
-_START_TIMEOUT = timedelta(minutes=30)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,49 +129,3 @@ def choose_device(plan: Plan, job: Job, run_on: str | None) -> torch.device:
             "has to set LOCAL_RANK, which counts on each machine",
         )
     return torch.device(kind, job.local_rank if count > 1 else 0)
-
-
-def join_job(device: torch.device, job: Job) -> None:
-    """Make the default process group, if the program has not: NCCL for CUDA, gloo for the CPU.
-
-    Waits half an hour for the other processes, as torch does. Raises ``PlacerError`` when they do
-    not find each other.
-    """
-    if device.type != "cpu":
-        torch.accelerator.set_device_index(device.index)
-    if not dist.is_initialized():
-        backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
-        try:
-            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-                store = fresh_store(_torchrun_store(), job.rank, job.world_size, _START_TIMEOUT)
-                dist.init_process_group(
-                    backend, store=store, rank=job.rank, world_size=job.world_size
-                )
-            else:
-                dist.init_process_group(backend)
-        except (RuntimeError, ValueError) as error:
-            raise _not_joined(error) from error
-
-
-def _torchrun_store() -> Any:
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return dist.TCPStore(address, port, is_master=False)  # type: ignore[attr-defined]
-
-
-def _not_joined(error: Exception) -> PlacerError:
-    """What ``init_process_group`` means by ``error``."""
-    env = os.environ
-    where = f"rank {env.get('RANK', '?')}"
-    address = f"{env.get('MASTER_ADDR', '?')}:{env.get('MASTER_PORT', '?')}"
-    reason = f"({str(error).splitlines()[0]})"
-    if "EADDRINUSE" in str(error):
-        return PlacerError(
-            where,
-            f"port {env['MASTER_PORT']} is taken already, by another job or program {reason}",
-            "choose another MASTER_PORT, or start with torchrun --standalone, which finds one",
-        )
-    return PlacerError(
-        where,
-        f"did not find the other processes of the job by {address} {reason}",
-        "start as many as WORLD_SIZE says, and check that they reach that address",
-    )

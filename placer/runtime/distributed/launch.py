@@ -11,6 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import nn
 
+from placer._torch import default_timeout
 from placer.capture import Capture, named_state
 from placer.emit import emit_stages
 from placer.errors import PeerError, PlacerError, PlanError
@@ -19,7 +20,8 @@ from placer.plan.types import Plan
 from placer.runtime.distributed.agreement import name_ranks
 from placer.runtime.distributed.faults import Alarm, lost_peers
 from placer.runtime.distributed.groups import gather_objects, make_mesh
-from placer.runtime.distributed.job import Job, choose_device, join_job, take_seat
+from placer.runtime.distributed.job import Job, choose_device, take_seat
+from placer.runtime.distributed.join import join_job
 from placer.runtime.distributed.module import DistributedModule
 from placer.runtime.distributed.part import build_part, find_holdings, share_weights
 from placer.versions import require
@@ -48,8 +50,9 @@ def launch(
     _check_norms(model, plan)
     seat = take_seat(plan, job)
     device = choose_device(plan, job, run_on)
-    join_job(device, job)
-    with lost_peers(job.rank, alarm):
+    join_job(device, job, alarm.find_store, raise_if_told=alarm.raise_if_told)
+    alarm.set_limit(default_timeout(device))
+    with lost_peers(alarm):
         name = compare_plans(plan, model)
     staged = emit_stages(capture, *plan.parts)
     holdings = find_holdings(model, staged, seat.num_devices)
@@ -64,7 +67,7 @@ def launch(
         initialize=initialize,
     )
     part = build_together(build, job.rank, alarm)
-    with lost_peers(job.rank, alarm):
+    with lost_peers(alarm):
         if weights is None:
             share_weights(model, part, holdings, device)
         return DistributedModule(
@@ -133,7 +136,7 @@ def build_together(build: Callable[[], nn.Module], rank: int, alarm: Alarm) -> n
     except Exception as error:
         failure = error
         told = f"rank {rank}", f"{type(error).__name__}: {error}"
-    with lost_peers(rank, alarm):
+    with lost_peers(alarm):
         everyone = gather_objects(told)
     if part is None:
         assert failure is not None

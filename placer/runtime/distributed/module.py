@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from placer._torch import default_timeout
 from placer.capture import CallFormat, Capture, rebuild_call
 from placer.emit import StagedModel
 from placer.errors import PeerError, PlacerError
@@ -99,7 +100,7 @@ class DistributedModule(PartialModule):
         self._job_group = dist.group.WORLD
         self._groups = make_groups(mesh, holdings, device)
         self._finder = CrossingFinder(capture.model, plan, staged, device)
-        self._alarm = Alarm(seat.rank, name)
+        self._alarm = Alarm(seat.rank, dist.get_world_size(), name, limit=default_timeout(device))
         self._layer_of = dict(plan.node_layers)
         self._written = _written_names(capture, holdings, seat)
         if plan.batch_norm == "sync" and plan.replicas > 1:
@@ -505,6 +506,8 @@ class DistributedModule(PartialModule):
             self._groups = self._reducer = None
             if groups is not None:
                 close_groups(groups.each())
+            if isinstance(error, Exception):  # else the program is to end at once
+                self._alarm.await_readers()
 
 
 def _written_names(capture: Capture, holdings: Holdings, seat: Seat) -> tuple[str, ...]:
