@@ -5,20 +5,11 @@ from __future__ import annotations
 import bisect
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from types import FrameType
 
 from placer._torch import next_sequence_number, running_sequence_number
 from placer.emit import StageCode, node_lines
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Where:
-    """A point in a step: the phase, and the node and layer that run ("" between stages)."""
-
-    phase: str = ""  # "forward", "backward", "recompute" (a forward again), "optimizer"
-    node: str = ""
-    layer: str = ""
+from placer.timeline import Where
 
 
 class Attribution:

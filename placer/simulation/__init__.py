@@ -1,7 +1,7 @@
 """Simulation: a plan in, the bytes that its emitted module holds per device out; a dry run."""
 
-from placer.simulation.ledger import Ledger, LiveTensor
+from placer.simulation.ledger import Ledger
 from placer.simulation.simulate import simulate_plan
 from placer.simulation.types import DeviceSimulation, SimulationReport
 
-__all__ = ["DeviceSimulation", "Ledger", "LiveTensor", "SimulationReport", "simulate_plan"]
+__all__ = ["DeviceSimulation", "Ledger", "SimulationReport", "simulate_plan"]

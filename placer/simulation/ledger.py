@@ -1,4 +1,4 @@
-"""The ledger: live bytes per simulated device, counted storage by storage.
+"""The ledger writes the timeline of a run: what each simulated device is given, storage by storage.
 
 Every storage is tagged with a place when it is made: a copy goes where it is copied to, anything
 else where its inputs are, and what has no inputs where the running stage is. An operation on
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,34 +19,12 @@ from torch.utils._pytree import tree_leaves
 
 from placer.cost import cpu_result, workspace_nbytes
 from placer.errors import DeviceError
-from placer.runtime.attribution import Where
 from placer.runtime.place import CALLER, Place, current_place
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LiveTensor:
-    """One storage: where it is, its bytes, and what it was made for."""
-
-    place: str
-    nbytes: int
-    kind: str  # "parameter", "buffer", "input", "received" (a copy), "workspace", or the phase
-    name: str  # of the parameter or buffer (its optimizer's state, too), else of the node
-    layer: str
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
-    """A device's peak: its bytes, where the step was, and how far the log had come."""
-
-    nbytes: int = 0
-    where: Where = field(default_factory=Where)
-    operation: str = ""
-    entries: int = 0
+from placer.timeline import Block, Recorder, Timeline, Where
 
 
 class Ledger(TorchDispatchMode):
-    """Counts while entered; ``where`` tells, when asked, which part of the model is running.
+    """Records while entered; ``where`` tells, when asked, which part of the model is running.
 
     ``kernels`` gives the device type whose kernels a place runs: those of a "cpu" take workspaces
     (`placer.cost.workspaces`) that are counted too.
@@ -61,13 +38,11 @@ class Ledger(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self._kernels = kernels
-        self.live: dict[str, int] = {}
-        self.peaks: dict[str, Moment] = {}
+        self.live: dict[str, int] = {}  # bytes, by place
         self._where = where
         self._here = Where()
-        self._tensors: list[LiveTensor] = []
-        self._log: list[int] = []  # i: tensor i came; ~i: it went
-        self._known: dict[int, tuple[weakref.ref[Any], int]] = {}  # id of storage -> tensor
+        self._recorder = Recorder()
+        self._known: dict[int, tuple[weakref.ref[Any], int]] = {}  # id of storage -> block
         self._latest = CALLER.name
 
     def __torch_dispatch__(
@@ -103,10 +78,10 @@ class Ledger(TorchDispatchMode):
             self._entry(x) for x in inputs if isinstance(x, Tensor) and x.shape == tensor.shape
         )
         source = next((entry for entry in known if entry is not None), None)
-        if source is None or (self._here.node and source.place == place):
+        if source is None or (self._here.node and source.device == place):
             self.add(tensor, place, operation=str(func))
             return
-        kind = "" if source.place == place else "received"
+        kind = "" if source.device == place else "received"
         self.add(
             tensor, place, kind=kind, name=source.name, layer=source.layer, operation=str(func)
         )
@@ -116,7 +91,7 @@ class Ledger(TorchDispatchMode):
         if func is torch.ops.aten._to_copy.default and here is not None:
             return here.name
         found = dict.fromkeys(
-            entry.place
+            entry.device
             for leaf in leaves
             if isinstance(leaf, Tensor) and leaf.dim() and (entry := self._entry(leaf)) is not None
         )
@@ -131,9 +106,9 @@ class Ledger(TorchDispatchMode):
             return next(iter(found))
         return here.name if here is not None else self._latest
 
-    def _entry(self, tensor: Tensor) -> LiveTensor | None:
+    def _entry(self, tensor: Tensor) -> Block | None:
         known = self._known.get(id(tensor.untyped_storage()))
-        return self._tensors[known[1]] if known is not None else None
+        return self._recorder.blocks[known[1]] if known is not None else None
 
     def add(
         self,
@@ -156,58 +131,48 @@ class Ledger(TorchDispatchMode):
             return
         if layer is None:
             layer = name.rpartition(".")[0] if name else self._here.layer
-        made = LiveTensor(
-            place=device,
+        block = Block(
+            device=device,
             nbytes=storage.nbytes(),
             kind=kind or self._here.phase,
             name=name or self._here.node or operation,
             layer=layer,
             shape=tuple(tensor.shape),
+            where=self._here,
+            operation=operation,
         )
-        index = self._come(made, operation)
+        index = self._allocate(block)
 
         def gone(_: Any) -> None:
             del self._known[key]
-            self._go(index)
+            self._free(index)
 
         self._known[key] = (weakref.ref(storage, gone), index)
 
     def _add_workspace(self, nbytes: int, place: str, operation: str) -> None:
         """Count what the operation that has just run held on ``place`` inside its call."""
         if nbytes:
-            made = LiveTensor(
-                place=place,
+            block = Block(
+                device=place,
                 nbytes=nbytes,
                 kind="workspace",
                 name=self._here.node or operation,
                 layer=self._here.layer,
                 shape=(nbytes,),
+                where=self._here,
+                operation=operation,
             )
-            self._go(self._come(made, operation))
+            self._free(self._allocate(block))
 
-    def _come(self, made: LiveTensor, operation: str) -> int:
-        """``made`` is there from now on; its number."""
-        index = len(self._tensors)
-        self._tensors.append(made)
-        self._log.append(index)
-        live = self.live[made.place] = self.live.get(made.place, 0) + made.nbytes
-        if live > self.peaks.get(made.place, Moment()).nbytes:
-            self.peaks[made.place] = Moment(
-                nbytes=live, where=self._here, operation=operation, entries=len(self._log)
-            )
-        return index
+    def _allocate(self, block: Block) -> int:
+        self.live[block.device] = self.live.get(block.device, 0) + block.nbytes
+        return self._recorder.allocate(block)
 
-    def _go(self, index: int) -> None:
-        self._log.append(~index)
-        self.live[self._tensors[index].place] -= self._tensors[index].nbytes
+    def _free(self, index: int) -> None:
+        block = self._recorder.blocks[index]
+        self.live[block.device] -= block.nbytes
+        self._recorder.free(index)
 
-    def live_at(self, device: str, moment: Moment) -> list[LiveTensor]:
-        """All that was live on ``device`` at ``moment``, the largest first."""
-        alive: dict[int, None] = {}
-        for entry in self._log[: moment.entries]:
-            if entry >= 0:
-                alive[entry] = None
-            else:
-                alive.pop(~entry, None)
-        found = [self._tensors[i] for i in alive if self._tensors[i].place == device]
-        return sorted(found, key=lambda tensor: -tensor.nbytes)
+    def timeline(self) -> Timeline:
+        """What has been recorded so far."""
+        return self._recorder.timeline()

@@ -14,7 +14,7 @@ from placer.capture import Capture, FakeWorld
 from placer.cost import device_type, stand_in_loss, updates_together
 from placer.emit import StagedModel, emit_stages
 from placer.plan.types import Plan
-from placer.runtime.attribution import Attribution, Where
+from placer.runtime.attribution import Attribution
 from placer.runtime.distributed.crossings import CrossingFinder, Crossings
 from placer.runtime.distributed.gradients import GradientReducer, find_shared
 from placer.runtime.distributed.job import Job, Seat, take_seat
@@ -26,10 +26,11 @@ from placer.runtime.replica import Replica
 from placer.runtime.scatter import batch_size, split_rows
 from placer.runtime.statistics import DeferredStatistics, defers_statistics
 from placer.schedule import batch_cuts
-from placer.simulation.ledger import Ledger, Moment
+from placer.simulation.ledger import Ledger
 from placer.simulation.optimizers import make_optimizer
 from placer.simulation.simulate import describe_peak, running_kernels
 from placer.simulation.types import SimulationReport
+from placer.timeline import Moment, Where
 
 _CPU = torch.device("cpu")
 _RANK = "rank"
@@ -77,7 +78,7 @@ class RankLedger(Ledger):
     @property
     def peak(self) -> Moment:
         """The moment when the rank held the most."""
-        return self.peaks.get(_RANK, Moment())
+        return self.timeline().peaks().get(_RANK, Moment())
 
 
 def simulate_ranks(
@@ -102,7 +103,7 @@ def simulate_ranks(
         job = Job(rank=index, world_size=plan.replicas * len(names), local_rank=0)
         seat = take_seat(plan, job)
         ledger = _simulate_rank(capture, plan, staged, seat, inputs, loss_fn, run_on or name)
-        found.append(describe_peak(ledger, name, predicted[name], place=_RANK))
+        found.append(describe_peak(ledger.timeline(), name, predicted[name], place=_RANK))
     return SimulationReport(devices=tuple(found), step_ok=True)
 
 

@@ -15,12 +15,13 @@ from placer.capture.call import placeholder_names
 from placer.cost import device_kernels, device_type, stand_in_loss, updates_together
 from placer.emit import StagedModel, emit_stages, materialize
 from placer.plan.types import Plan
-from placer.runtime.attribution import Attribution, Where
+from placer.runtime.attribution import Attribution
 from placer.runtime.module import PlacedModule
 from placer.runtime.place import CALLER, HOST, Place, current_place, on
-from placer.simulation.ledger import Ledger, Moment
+from placer.simulation.ledger import Ledger
 from placer.simulation.optimizers import make_optimizer
 from placer.simulation.types import DeviceSimulation, SimulationReport
+from placer.timeline import Moment, Timeline, Where
 
 _LARGEST_SHOWN = 10
 
@@ -41,9 +42,9 @@ def simulate_plan(
     Every stage runs its device's kernels; with ``run_on`` all run that device's, as they do after
     ``placer.compile(…, run_on="cpu")``. Raises ``DeviceError`` when an operation would mix devices.
     """
-    ledger = _run(capture, plan, inputs, loss_fn=loss_fn, run_on=run_on).ledger
+    timeline = _run(capture, plan, inputs, loss_fn=loss_fn, run_on=run_on).ledger.timeline()
     return SimulationReport(
-        devices=tuple(describe_peak(ledger, device.device, device.peak) for device in plan.devices),
+        devices=tuple(describe_peak(timeline, each.device, each.peak) for each in plan.devices),
         step_ok=True,
     )
 
@@ -59,7 +60,7 @@ def simulate_peaks(capture: Capture, plan: Plan, inputs: Sequence[Tensor]) -> li
     """
     plain = plan.replicas == 1 and not any(leaf.requires_grad for leaf in inputs)
     found = _run(capture, plan, inputs, steps=1 if plain and plan.training else 2)
-    peaks = found.ledger.peaks
+    peaks = found.ledger.timeline().peaks()
     return [
         max(
             peaks.get(name, Moment()).nbytes,
@@ -131,7 +132,7 @@ def _train_once(
 ) -> _Simulated:
     """One forward and backward, then the optimizer twice: it makes its state, then uses it."""
     placed.step_leaves(leaves, loss_fn=loss_of)
-    first_step = {place: moment.nbytes for place, moment in ledger.peaks.items()}
+    first_step = {p: moment.nbytes for p, moment in ledger.timeline().peaks().items()}
     before = dict(ledger.live)
     with watch.optimizing():
         for _ in range(2):
@@ -202,11 +203,11 @@ def _optimizers(
 
 
 def describe_peak(
-    ledger: Ledger, device: str, predicted: int, *, place: str = ""
+    timeline: Timeline, device: str, predicted: int, *, place: str = ""
 ) -> DeviceSimulation:
-    """The peak of ``device``, which the ledger knows as ``place`` (by default by its own name)."""
+    """The peak of ``device``, which ``timeline`` knows as ``place`` (by default by its own name)."""
     place = place or device
-    moment = ledger.peaks.get(place, Moment())
+    moment = timeline.peaks().get(place, Moment())
     return DeviceSimulation(
         device=device,
         peak=moment.nbytes,
@@ -215,5 +216,5 @@ def describe_peak(
         node=moment.where.node,
         layer=moment.where.layer,
         operation=moment.operation,
-        largest=tuple(ledger.live_at(place, moment)[:_LARGEST_SHOWN]),
+        largest=tuple(timeline.live(place, moment)[:_LARGEST_SHOWN]),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from placer.simulation.ledger import LiveTensor
+from placer.timeline import Block
 from placer.units import format_bytes
 
 
@@ -24,7 +24,7 @@ class DeviceSimulation:
     node: str
     layer: str
     operation: str
-    largest: tuple[LiveTensor, ...]
+    largest: tuple[Block, ...]
 
     def __repr__(self) -> str:
         ran = ", ".join(part for part in (self.phase, self.node) if part)

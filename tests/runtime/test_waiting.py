@@ -79,7 +79,7 @@ def _peaks(run: Callable[[], object]) -> dict[str, int]:
     ledger = Ledger()  # weights and inputs, which it did not see come, do not count
     with ledger:
         run()
-    return {d: m.nbytes for d, m in ledger.peaks.items() if d.startswith("cpu:")}
+    return {d: m.nbytes for d, m in ledger.timeline().peaks().items() if d.startswith("cpu:")}
 
 
 def test_calling_the_module_holds_what_step_holds() -> None:
@@ -127,7 +127,7 @@ def test_all_that_waits_is_added_up_in_one_tensor() -> None:
     with ledger, torch.no_grad():
         found = waiting.add_to(own)
     assert found is not None and torch.allclose(found, expected, rtol=1e-15)
-    assert 2 * own.nbytes < ledger.peaks["cpu:0"].nbytes < 2.2 * own.nbytes
+    assert 2 * own.nbytes < ledger.timeline().peaks()["cpu:0"].nbytes < 2.2 * own.nbytes
 
 
 def test_what_waits_at_home_itself_is_not_written_to() -> None:

@@ -106,7 +106,7 @@ def _peaks(model: nn.Module, layers: dict[str, str], x: Tensor, run: Callable[[]
     with ledger, on(SECOND):  # where the loss is
         run()
     model.zero_grad()
-    return {place.name: ledger.peaks[place.name].nbytes for place in (FIRST, SECOND)}
+    return {place.name: ledger.timeline().peaks()[place.name].nbytes for place in (FIRST, SECOND)}
 
 
 def _loss(output: Tensor) -> Tensor:

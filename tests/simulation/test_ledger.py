@@ -33,7 +33,7 @@ def test_counts_a_storage_once_while_it_lives() -> None:
         del view, y
         gc.collect()
     assert ledger.live == {"cuda:0": 0}
-    assert ledger.peaks["cuda:0"].nbytes == 2 * KIB
+    assert ledger.timeline().peaks()["cuda:0"].nbytes == 2 * KIB
 
 
 def test_a_transfer_moves_to_the_other_device() -> None:
@@ -64,7 +64,7 @@ def test_in_place_operations_allocate_nothing() -> None:
         with on(A):
             x = _tile()
         x.add_(1).mul_(2)
-    assert ledger.peaks["cuda:0"].nbytes == KIB
+    assert ledger.timeline().peaks()["cuda:0"].nbytes == KIB
 
 
 def test_what_was_live_at_the_peak() -> None:
@@ -74,7 +74,7 @@ def test_what_was_live_at_the_peak() -> None:
             big = _tile()
         del big
         other = small + 1
-        found = ledger.live_at("cuda:0", ledger.peaks["cuda:0"])
+        found = ledger.timeline().live("cuda:0", ledger.timeline().peaks()["cuda:0"])
     assert [t.shape for t in found] == [(16, 16), (4,)]
     assert other.shape == (4,)
 
@@ -87,6 +87,6 @@ def test_a_copy_and_the_state_of_an_optimizer_are_named_after_their_source() -> 
         with on(A):
             state = torch.zeros_like(weight)
     for place, kind in (("cuda:0", ""), ("cuda:1", "received")):
-        found = ledger.live_at(place, ledger.peaks[place])[-1]
+        found = ledger.timeline().live(place, ledger.timeline().peaks()[place])[-1]
         assert (found.kind, found.name, found.layer) == (kind, "conv.weight", "conv")
     assert copy.shape == state.shape

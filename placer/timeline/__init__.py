@@ -1,0 +1,20 @@
+"""Timeline: what a device is given and gives back during a training step, in order; nothing of torch.
+
+A peak is a sweep over it (`Timeline.peaks`), and so is what torch's allocator reserves of the driver
+for it (`placer.timeline.allocator`).
+"""
+
+from placer.timeline.allocator import CachingAllocator, OutOfMemory, reserved_nbytes
+from placer.timeline.types import Block, Event, Moment, Recorder, Timeline, Where
+
+__all__ = [
+    "Block",
+    "CachingAllocator",
+    "Event",
+    "Moment",
+    "OutOfMemory",
+    "Recorder",
+    "Timeline",
+    "Where",
+    "reserved_nbytes",
+]

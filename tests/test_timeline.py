@@ -1,0 +1,134 @@
+"""The timeline's sweep, and the model of torch's caching allocator that runs over it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from placer.timeline import (
+    Block,
+    CachingAllocator,
+    OutOfMemory,
+    Recorder,
+    Timeline,
+    Where,
+    reserved_nbytes,
+)
+
+KIB, MIB = 2**10, 2**20
+
+
+def block(nbytes: int, device: str = "cuda:0", node: str = "") -> Block:
+    where = Where(phase="forward", node=node)
+    return Block(
+        device=device, nbytes=nbytes, kind="saved", name=node, layer="", shape=(), where=where
+    )
+
+
+def record(*sizes: int) -> Timeline:
+    """Positive: a block of so many bytes comes; negative: the last one of that size goes."""
+    recorder, live = Recorder(), {}
+    for size in sizes:
+        if size > 0:
+            live[size] = recorder.allocate(block(size))
+        else:
+            recorder.free(live[-size])
+    return recorder.timeline()
+
+
+def test_a_peak_is_the_first_moment_that_holds_the_most() -> None:
+    recorder = Recorder()
+    first = recorder.allocate(block(4, node="a"))
+    recorder.allocate(block(7, device="cuda:1", node="b"))
+    second = recorder.allocate(block(6, node="c"))
+    recorder.free(first)
+    recorder.allocate(block(4, node="d"))
+    recorder.free(second)
+    timeline = recorder.timeline()
+    peaks = timeline.peaks()
+    assert {device: moment.nbytes for device, moment in peaks.items()} == {
+        "cuda:0": 10,
+        "cuda:1": 7,
+    }
+    assert peaks["cuda:0"].where.node == "c"
+    assert [b.name for b in timeline.live("cuda:0", peaks["cuda:0"])] == ["c", "a"]
+    assert [event.kind for event in timeline.on("cuda:0")].count("allocate") == 3
+
+
+@pytest.mark.parametrize(
+    ("sizes", "default", "expandable"),
+    [
+        ((1,), 2, 2),  # a small segment
+        ((MIB,), 2, 2),  # still small
+        ((MIB + 1,), 20, 20),  # a middle one
+        ((10 * MIB,), 10, 20),  # large: multiples of 2 MiB; an expandable pool grows by 20
+        ((11 * MIB,), 12, 20),
+        ((3 * MIB, 3 * MIB), 20, 20),  # two blocks of one segment
+        ((64 * MIB, -64 * MIB, 40 * MIB), 64, 80),  # what came back is used, the rest split off
+        # A hole that the next block does not fit into; an expandable segment grows at its end.
+        ((64 * MIB, -64 * MIB, 66 * MIB), 130, 80),
+        ((64 * MIB, 8 * MIB, -64 * MIB, 72 * MIB), 156, 160),
+        ((512, 513), 2, 2),
+    ],
+)
+def test_segments(sizes: tuple[int, ...], default: int, expandable: int) -> None:
+    timeline = record(*sizes)
+    assert reserved_nbytes(timeline, "cuda:0") == default * MIB
+    assert reserved_nbytes(timeline, "cuda:0", expandable=True) == expandable * MIB
+
+
+def test_a_rest_of_up_to_one_mib_of_a_large_block_is_not_split_off() -> None:
+    allocator = CachingAllocator()
+    piece = allocator.allocate(64 * MIB)
+    allocator.free(piece)
+    assert allocator.allocate(63 * MIB).nbytes == 64 * MIB
+    allocator = CachingAllocator()
+    allocator.free(allocator.allocate(64 * MIB))
+    assert allocator.allocate(63 * MIB - 512).nbytes == 63 * MIB - 512
+
+
+def test_neighbours_become_one_again() -> None:
+    allocator = CachingAllocator()
+    parts = [allocator.allocate(4 * MIB) for _ in range(5)]  # one segment of 20 MiB
+    for part in (parts[1], parts[3], parts[2], parts[0], parts[4]):
+        allocator.free(part)
+    allocator.allocate(9 * MIB)
+    allocator.allocate(9 * MIB)
+    assert allocator.reserved == 20 * MIB
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_the_cache_is_given_back_before_it_is_out_of_memory(*, expandable: bool) -> None:
+    allocator = CachingAllocator(expandable=expandable, limit=100 * MIB)
+    allocator.free(allocator.allocate(60 * MIB))
+    allocator.allocate(80 * MIB)
+    assert allocator.reserved == 80 * MIB
+    assert allocator.flushes == (0 if expandable else 1)  # that grew by 20 MiB
+    with pytest.raises(OutOfMemory) as raised:
+        allocator.allocate(40 * MIB)
+    assert raised.value.reserved == 80 * MIB
+    assert raised.value.asked == 40 * MIB
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_reserved_covers_what_is_live_without_overlap(
+    seed: int, *, expandable: bool
+) -> None:
+    rng = random.Random(seed)
+    allocator = CachingAllocator(expandable=expandable, limit=2**40)
+    live = []
+    for _ in range(400):
+        if live and rng.random() < 0.45:
+            allocator.free(live.pop(rng.randrange(len(live))))
+        else:
+            live.append(allocator.allocate(rng.choice([300, 5000, 2 * MIB, 7 * MIB, 31 * MIB])))
+        spans = sorted((p.address, p.address + p.nbytes) for p in live)
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+        assert allocator.reserved >= sum(p.nbytes for p in live)
+    for piece in live:
+        allocator.free(piece)
+    allocator._flush()
+    assert allocator.reserved == 0
