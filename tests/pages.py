@@ -16,8 +16,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+FOR_DEVELOPERS = (ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md")
 
 _COMMENT = re.compile(r"<!-- (file|exit|not run): (.+?) -->")
+_PATH = re.compile(r"`([\w./]*(?:/|\.py|\.toml)[\w./]*)`")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -112,3 +114,9 @@ def first_column(page: Path, heading: str) -> list[str]:
     assert rows is not None, f"{page.name} has no table below {heading!r}"
     cells = [row.split("|")[1] for row in rows[1].splitlines()]
     return [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+
+
+def named_paths(page: Path) -> list[str]:
+    """Files and folders that a page names in its text, between backquotes."""
+    found: list[str] = _PATH.findall(page.read_text(encoding="utf-8"))
+    return found

@@ -80,7 +80,7 @@ def _run_command(block: pages.Block, command: pages.Command) -> int:
     return result.exit_code
 
 
-@pytest.mark.parametrize("page", pages.PAGES, **_ID)
+@pytest.mark.parametrize("page", [*pages.PAGES, *pages.FOR_DEVELOPERS], **_ID)
 def test_links_of_a_page_lead_somewhere(page: Path) -> None:
     for link in pages.links(page):
         if link.startswith("https://"):
@@ -89,6 +89,14 @@ def test_links_of_a_page_lead_somewhere(page: Path) -> None:
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), f"{page.name} links to {link}"
         assert not anchor or anchor in pages.anchors(target), f"{page.name} links to {link}"
+
+
+@pytest.mark.parametrize("page", pages.FOR_DEVELOPERS, **_ID)
+def test_what_a_page_for_developers_names_is_there(page: Path) -> None:
+    """Files and folders, and functions as ``module.name``, below the root or below placer/."""
+    for path in pages.named_paths(page):
+        roots = (pages.ROOT, pages.ROOT / "placer", pages.ROOT / "placer" / "runtime")
+        assert any((root / path).exists() for root in roots), f"{page.name} names {path}"
 
 
 def test_both_tables_of_fields_have_every_field_of_a_spec() -> None:
