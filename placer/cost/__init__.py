@@ -7,7 +7,7 @@ kernels take besides; `devices` says what kind a device is (`placer.catalogue`).
 """
 
 from placer.cost.devices import device_kind, device_type, updates_together
-from placer.cost.estimate import CostEstimates, estimate_costs
+from placer.cost.estimate import CostEstimates, GuessedCosts, estimate_costs
 from placer.cost.kernels import device_kernels
 from placer.cost.record import stand_in_loss
 from placer.cost.regions import with_regions
@@ -18,6 +18,7 @@ __all__ = [
     "AddedGradient",
     "CostEstimates",
     "CostTable",
+    "GuessedCosts",
     "NodeCost",
     "PendingGradient",
     "StoredValue",
