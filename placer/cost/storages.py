@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from placer._torch import READS_DEVICE, DispatchMode
 from placer.cost.workspaces import cpu_result, workspace_nbytes
 from placer.errors import CaptureError
 
@@ -56,7 +56,7 @@ class NodeTally:
     events: list[tuple[RecordedStorage, int]] = field(default_factory=list)
 
 
-class StorageRecorder(TorchDispatchMode):
+class StorageRecorder(DispatchMode):
     """Watches one run; ``position`` and ``backward`` say which node is running, and which way.
 
     ``kernels`` are the device types, per node, whose kernels run.
@@ -76,6 +76,8 @@ class StorageRecorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is READS_DEVICE:
+            return func(*args)
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         on_cpu = self.position != OUTSIDE and self._kernels[self.position] == "cpu"
@@ -179,8 +181,11 @@ class StorageRecorder(TorchDispatchMode):
     def save(self, tensor: Tensor) -> None:
         """Note that the running node saves ``tensor`` for backward."""
         self.saving.add(self.position)
+        if self.position != OUTSIDE and id(_key(tensor)) not in self._known:
+            self.add(tensor).fixed = True  # a constant that no operation made
         stored = self.storage(tensor)
         if stored is not None:
+            stored.users.add(self.position)
             stored.savers.add(self.position)
             nbytes = tensor.numel() * tensor.element_size()
             stored.saved_nbytes.append((self.position, min(nbytes, stored.nbytes)))

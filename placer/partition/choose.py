@@ -79,7 +79,7 @@ def choose_partition(
     search = _Search(units, costs, devices, pin_of, demands, tables or TableCache())
     program = program_order(units)
     search.add(program)
-    if search.best is not None and search.best.fullest <= enough:
+    if enough and search.best is not None and search.best.fullest <= enough:
         best = search.best
         return describe_partition(best, capture, costs, search.pinned_nodes(best), demands, 0.0)
     if len(set(pin_of.values())) > 1:

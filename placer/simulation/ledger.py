@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from placer._torch import READS_DEVICE, DispatchMode
 from placer.cost import cpu_result, workspace_nbytes
 from placer.errors import DeviceError
 from placer.runtime.attribution import Where
@@ -46,7 +46,7 @@ class Moment:
     entries: int = 0
 
 
-class Ledger(TorchDispatchMode):
+class Ledger(DispatchMode):
     """Counts while entered; ``where`` tells, when asked, which part of the model is running.
 
     ``kernels`` gives the device type whose kernels a place runs: those of a "cpu" take workspaces
@@ -73,6 +73,8 @@ class Ledger(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is READS_DEVICE:
+            return func(*args)
         kwargs = kwargs or {}
         self._here = self._where()
         result = func(*args, **kwargs)
