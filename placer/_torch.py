@@ -330,6 +330,11 @@ READS_DEVICE = torch.ops.prim.device.default
 """A read of a tensor's device. Fake tensors have modes hear of it more often than of operations."""
 
 
+def read_device(tensor: Tensor) -> Any:
+    """What `READS_DEVICE` gives; of a fake tensor without asking further modes."""
+    return tensor.device if type(tensor) is FakeTensor else READS_DEVICE(tensor)
+
+
 class DispatchMode(TorchDispatchMode):
     """A dispatch mode that ``torch.compile`` may look into.
 
@@ -378,6 +383,8 @@ class FakeMode(FakeTensorMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is READS_DEVICE:
+            return args[0].device
         if func in _QUICK_OPERATORS and all(map(self._is_plain, args)):
             with in_kernel_invocation_manager(self):
                 data = func(*args, **(kwargs or {}))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_iter
 
-from placer._torch import READS_DEVICE, DispatchMode, storage_key
+from placer._torch import READS_DEVICE, DispatchMode, read_device, storage_key
 from placer.capture.fake import FakeWorld
 
 
@@ -91,7 +91,7 @@ class _WriteLog(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is READS_DEVICE:
-            return func(*args)
+            return read_device(args[0])
         kwargs = kwargs or {}
         draws, written = _effects(func)
         self.drew = self.drew or draws

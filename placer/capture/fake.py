@@ -25,6 +25,7 @@ from placer._torch import (
     READS_DEVICE,
     DispatchMode,
     FakeMode,
+    read_device,
     storage_key,
     without_modes,
     without_torch_function,
@@ -197,7 +198,7 @@ class GuessData(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is READS_DEVICE:
-            return func(*args)
+            return read_device(args[0])
         kwargs = kwargs or {}
         if len(self._values) and func._schema.is_mutable and args and isinstance(args[0], Tensor):
             self._values.pop(args[0], None)

@@ -22,9 +22,10 @@ from torch.utils._pytree import tree_iter
 
 from placer._torch import (
     READS_DEVICE,
-    DispatchMode,
     REENTRANT_CHECKPOINT,
+    DispatchMode,
     is_checkpointing,
+    read_device,
     saved_tensor_hooks,
     without_modes,
     without_torch_function,
@@ -458,7 +459,7 @@ class _Unseen(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is READS_DEVICE:
-            return func(*args)
+            return read_device(args[0])
         return self._recorder.run_unseen(func, args, kwargs or {})
 
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from placer._torch import READS_DEVICE, DispatchMode
+from placer._torch import READS_DEVICE, DispatchMode, read_device
 from placer.cost.workspaces import cpu_result, workspace_nbytes
 from placer.errors import CaptureError
+from placer.operands import tensors_in
 
 OUTSIDE = -1  # the position of what is made before the first node runs: inputs
 
@@ -77,16 +77,15 @@ class StorageRecorder(DispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is READS_DEVICE:
-            return func(*args)
+            return read_device(args[0])
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         on_cpu = self.position != OUTSIDE and self._kernels[self.position] == "cpu"
         if on_cpu:
             result = cpu_result(func, args, result)
-        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
         if self.position == OUTSIDE:
             return result
+        inputs, outputs = tensors_in(args, kwargs), tensors_in(result)
         tally = self.tallies[self.position]
         for tensor in inputs:
             stored = self.storage(tensor)
