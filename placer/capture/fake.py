@@ -38,7 +38,6 @@ from placer.capture.packed import PACKING, RECURRENT, run_recurrent
 from placer.capture.reach import Reach, find_reach
 from placer.errors import CaptureError
 
-
 _CPU = torch.device("cpu")
 
 

@@ -11,6 +11,7 @@ from placer.cost.estimate import CostEstimates, GuessedCosts, estimate_costs
 from placer.cost.kernels import device_kernels
 from placer.cost.record import stand_in_loss
 from placer.cost.regions import with_regions
+from placer.cost.rows import with_fewer_rows
 from placer.cost.types import AddedGradient, CostTable, NodeCost, PendingGradient, StoredValue
 from placer.cost.workspaces import cpu_result, workspace_nbytes
 
@@ -29,6 +30,7 @@ __all__ = [
     "estimate_costs",
     "stand_in_loss",
     "updates_together",
+    "with_fewer_rows",
     "with_regions",
     "workspace_nbytes",
 ]

@@ -14,8 +14,8 @@ from placer.capture import Capture, FakeWorld, first_names, named_state
 from placer.capture.call import describe_shapes
 from placer.cost.gradients import backward_needs, pending_gradients
 from placer.cost.record import NodeFailed, Recording, record_run
-from placer.cost.storages import RecordedStorage
 from placer.cost.rows import with_fewer_rows
+from placer.cost.storages import RecordedStorage
 from placer.cost.types import CostTable, NodeCost, StoredValue
 from placer.errors import CaptureError
 from placer.precision import precision_context
@@ -122,7 +122,9 @@ class GuessedCosts:
         if wanted in self._known:
             return self._known[wanted]
         if wanted not in self._guesses:
-            shares = ((_share(key, other), other) for other, sent in self._known if sent == wanted[1])
+            shares = (
+                (_share(key, other), other) for other, sent in self._known if sent == wanted[1]
+            )
             share, source = min(((s, o) for s, o in shares if s is not None), default=(None, None))
             if share is None:
                 return self._exact(

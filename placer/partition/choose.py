@@ -79,9 +79,9 @@ def choose_partition(
     search = _Search(units, costs, devices, pin_of, demands, tables or TableCache())
     program = program_order(units)
     search.add(program)
-    if enough and search.best is not None and search.best.fullest <= enough:
-        best = search.best
-        return describe_partition(best, capture, costs, search.pinned_nodes(best), demands, 0.0)
+    found = search.best
+    if enough and found is not None and found.fullest <= enough:
+        return describe_partition(found, capture, costs, search.pinned_nodes(found), demands, 0.0)
     if len(set(pin_of.values())) > 1:
         search.add(grouped_order(units, pin_of))
     best = search.best

@@ -79,9 +79,7 @@ class Planner:
             enough=_CLEAR_SHARE,
         )
 
-    def _plan(
-        self, spec: PlacementSpec, *, enough: float = 0.0, second_look: bool = True
-    ) -> Plan:
+    def _plan(self, spec: PlacementSpec, *, enough: float = 0.0, second_look: bool = True) -> Plan:
         build = partial(
             build_plan,
             self._capture,
@@ -159,9 +157,7 @@ def _shrink(spec: PlacementSpec, budgets: _Budgets, less: Mapping[str, int]) -> 
     return spec.model_copy(update={"devices": tuple(devices)})
 
 
-def _check_verdict(
-    dry_run: Callable[[Plan], Sequence[int]], plan: Plan, budgets: _Budgets
-) -> Plan:
+def _check_verdict(dry_run: Callable[[Plan], Sequence[int]], plan: Plan, budgets: _Budgets) -> Plan:
     """``plan`` with the whole budgets; with the peaks of a dry run if its verdict is another one."""
     estimated = _with_peaks(plan, [device.peak for device in plan.devices], budgets)
     if not any(map(_is_doubtful, estimated.devices)):
@@ -177,9 +173,7 @@ def _is_doubtful(device: DevicePeak) -> bool:
     return device.headroom is not None and abs(device.headroom) <= _DOUBTFUL_SHARE * device.peak
 
 
-def _run_ranks(
-    dry_run: Callable[[Plan], Sequence[int]], plan: Plan, budgets: _Budgets
-) -> Plan:
+def _run_ranks(dry_run: Callable[[Plan], Sequence[int]], plan: Plan, budgets: _Budgets) -> Plan:
     """``plan`` with the whole budgets and what every rank holds of them."""
     return _with_peaks(plan, dry_run(plan), budgets)
 

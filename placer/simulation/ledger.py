@@ -84,9 +84,7 @@ class Ledger(DispatchMode):
         if on_cpu:
             result = cpu_result(func, args, result)
         fresh = [
-            leaf
-            for leaf in tensors_in(result)
-            if id(leaf.untyped_storage()) not in self._known
+            leaf for leaf in tensors_in(result) if id(leaf.untyped_storage()) not in self._known
         ]
         for leaf in fresh:
             self._add_result(leaf, place, func, leaves)
@@ -95,9 +93,7 @@ class Ledger(DispatchMode):
         self._latest = place
         return result
 
-    def _add_result(
-        self, tensor: Tensor, place: str, func: Any, inputs: Sequence[Tensor]
-    ) -> None:
+    def _add_result(self, tensor: Tensor, place: str, func: Any, inputs: Sequence[Tensor]) -> None:
         """Count what an operation made; between the model's nodes it is named after its source.
 
         That is the first of the inputs of its shape: a value or a gradient that was copied to

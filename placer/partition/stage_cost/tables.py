@@ -49,7 +49,9 @@ class IntervalTables:
     @property
     def nbytes(self) -> int:
         """Bytes of all tables that are as large as there are pairs of cuts."""
-        return sum(t.nbytes for f in fields(self) if isinstance(t := getattr(self, f.name), np.ndarray))
+        return sum(
+            t.nbytes for f in fields(self) if isinstance(t := getattr(self, f.name), np.ndarray)
+        )
 
 
 def build_tables(
