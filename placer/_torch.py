@@ -338,7 +338,7 @@ def read_device(tensor: Tensor) -> Any:
 class DispatchMode(TorchDispatchMode):
     """A dispatch mode that ``torch.compile`` may look into.
 
-    Torch keeps it out of others by a wrapper that imports ``torch._dynamo``, which takes seconds.
+    Torch keeps it out of others by a wrapper around every call, which costs as much as the mode.
     """
 
     @classmethod

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import Counter
 from typing import Any
 
@@ -49,7 +47,7 @@ def test_all_remedies_of_a_misfit_take_few_runs(runs: Counter[str]) -> None:
     peak = max(d.peak for d in Planner(capture, [X])(_spec(2**40, objective="memory")).devices)
     runs.clear()
     make = Planner(capture, [X])
-    spec = _spec(int(0.6 * peak))
+    spec = _spec(int(0.7 * peak))
     plan = make(spec)
     error = misfit_error(capture, spec, [X], plan, make)
     assert not plan.fits
@@ -81,7 +79,7 @@ def test_what_is_offloaded_is_run_for_only_where_something_is(runs: Counter[str]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4])
-def test_fewer_rows_cost_no_more_than_is_guessed_and_not_much_less(rows: int) -> None:
+def test_the_guessed_costs_of_fewer_rows_are_a_little_below_a_run_s(rows: int) -> None:
     capture = capture_model(MODEL, (X,))
     exact = CostEstimates(capture)
     whole, few = exact([X], kernels="cuda"), exact([X[:rows]], kernels="cuda")
@@ -103,17 +101,3 @@ def test_a_guess_makes_no_run(runs: Counter[str]) -> None:
     assert runs["cost"] == 1
     peaks = [max(d.peak for d in plan.devices) for plan in (guessed, planned)]
     assert peaks[0] == pytest.approx(peaks[1], rel=0.1)
-
-
-def test_planning_does_not_import_the_compiler() -> None:
-    """``torch._dynamo`` takes longer to import than torch itself."""
-    code = """if True:
-        import sys, torch, placer
-        device = {"name": "cuda:0", "memory": "1GiB"}
-        with torch.device("meta"):
-            net, x = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()), torch.empty(2, 4)
-        assert placer.make_plan(net, {"devices": [device], "reserve": 0}, (x,)).fits
-        assert "torch._dynamo" not in sys.modules
-    """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
