@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -9,10 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from placer._torch import storage_key
+from placer._torch import READS_DEVICE, DispatchMode, read_device, storage_key
 from placer.capture.fake import FakeWorld
 
 
@@ -81,7 +81,7 @@ def analyze_aliasing(
     )
 
 
-class _WriteLog(TorchDispatchMode):
+class _WriteLog(DispatchMode):
     """Collects the storages that operators write, by their schemas; sees random numbers drawn."""
 
     def __init__(self) -> None:
@@ -90,16 +90,26 @@ class _WriteLog(TorchDispatchMode):
         self.drew = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is READS_DEVICE:
+            return read_device(args[0])
         kwargs = kwargs or {}
-        self.drew = self.drew or torch.Tag.nondeterministic_seeded in func.tags
-        for index, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = args[index] if index < len(args) else kwargs.get(argument.name)
-                self.written.update(_storages(value))
-        # These write running statistics (arguments 3 and 4) although their schemas do not say so.
-        if func._schema.name in _BATCH_NORMS:
-            self.written.update(_storages(args[3:5]))
+        draws, written = _effects(func)
+        self.drew = self.drew or draws
+        for index, name in written:
+            value = args[index] if index < len(args) else kwargs.get(name)
+            self.written.update(_storages(value))
         return func(*args, **kwargs)
+
+
+@functools.cache
+def _effects(func: Any) -> tuple[bool, tuple[tuple[int, str], ...]]:
+    """Does the operator draw random numbers, and which arguments does it write: position and name?"""
+    arguments = list(enumerate(func._schema.arguments))
+    written = [(i, a.name) for i, a in arguments if a.alias_info and a.alias_info.is_write]
+    if func._schema.name in _BATCH_NORMS:
+        # These write running statistics (arguments 3 and 4) although their schemas do not say so.
+        written += [(i, a.name) for i, a in arguments[3:5]]
+    return torch.Tag.nondeterministic_seeded in func.tags, tuple(written)
 
 
 _BATCH_NORMS = (

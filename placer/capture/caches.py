@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -29,25 +29,30 @@ def caches_set_aside(reach: Reach) -> Iterator[None]:
     cache, as long as what comes back holds no tensor; one that does is computed once in this block.
     A cache into which tensors of this block came is emptied.
     """
-    with ExitStack() as stack:
-        stand_ins: dict[int, Any] = {}
+    stand_ins: dict[int, Any] = {}
+    replaced: list[tuple[Place, Any]] = []
+    containers: list[tuple[Any, Any]] = []  # with copies of what they hold
+    variables: list[tuple[Place, Any]] = []
+    try:
         for place in reach.cached:
             if place.read() is place.value:
                 if id(place.value) not in stand_ins:
                     stand_ins[id(place.value)] = _stand_in(place.value)
                 stand_in = stand_ins[id(place.value)]
                 place.write(stand_in)
-                stack.callback(_put_back, place, stand_in)
-        for container in reach.containers:
-            stack.callback(_restore, container, container.copy())
-        for place in reach.variables:
-            stack.callback(_restore_variable, place, place.read())
+                replaced.append((place, stand_in))
+        # Most are a module's own tables of hooks, which are empty.
+        containers += [(held, held.copy() if held else ()) for held in reach.containers]
+        variables += [(place, place.read()) for place in reach.variables]
         yield
-
-
-def _put_back(place: Place, stand_in: Any) -> None:
-    if place.read() is stand_in:  # else the code itself has put something there
-        place.write(place.value)
+    finally:
+        for place, before in reversed(variables):
+            _restore_variable(place, before)
+        for container, copy in reversed(containers):
+            _restore(container, copy)
+        for place, stand_in in reversed(replaced):
+            if place.read() is stand_in:  # else the code itself has put something there
+                place.write(place.value)
 
 
 def _restore(container: Any, before: Any) -> None:

@@ -15,14 +15,21 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses import FakeTensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from placer._torch import storage_key, without_modes, without_torch_function
+from placer._torch import (
+    READS_DEVICE,
+    DispatchMode,
+    FakeMode,
+    read_device,
+    storage_key,
+    without_modes,
+    without_torch_function,
+)
 from placer.capture.caches import caches_set_aside
 from placer.capture.copying import copy_module, tensors_of
 from placer.capture.draws import keep_random
@@ -30,6 +37,8 @@ from placer.capture.failure import Untraceable
 from placer.capture.packed import PACKING, RECURRENT, run_recurrent
 from placer.capture.reach import Reach, find_reach
 from placer.errors import CaptureError
+
+_CPU = torch.device("cpu")
 
 
 class FakeWorld:
@@ -40,7 +49,7 @@ class FakeWorld:
     """
 
     def __init__(self) -> None:
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = FakeMode(allow_non_fake_inputs=True)
         self._twins: dict[int, Tensor] = {}
         self._originals: dict[int, Tensor] = {}  # by the twin's id; also keeps the ids in _twins
         self._bases: dict[tuple[int, torch.dtype], Tensor] = {}
@@ -98,18 +107,27 @@ class FakeWorld:
         self._sharing.setdefault(_storage(original), set()).add(id(original))
 
     def _make(self, original: Tensor) -> Tensor:
-        with self.mode, torch.no_grad():
-            shared = len(self._sharing.get(_storage(original), ())) > 1
-            if original.layout != torch.strided:
-                twin = torch.empty(original.shape, dtype=original.dtype, device="cpu")
-            elif shared:
-                twin = self._base(original).as_strided(
-                    original.size(), original.stride(), original.storage_offset()
-                )
+        if len(self._sharing.get(_storage(original), ())) > 1 and original.layout == torch.strided:
+            return self._make_sharing(original)
+        # Not by operators on fake tensors, which take ten times as long.
+        with without_modes(), without_torch_function():
+            if original.layout == torch.strided:
+                size, stride = original.size(), original.stride()
+                data = torch.empty_strided(size, stride, dtype=original.dtype, device="meta")
             else:
-                twin = torch.empty_strided(
-                    original.size(), original.stride(), dtype=original.dtype, device="cpu"
-                )
+                data = torch.empty(original.shape, dtype=original.dtype, device="meta")
+            data.requires_grad_(original.requires_grad)
+            twin = FakeTensor(self.mode, data, _CPU)
+        if isinstance(original, nn.Parameter):
+            twin._is_param = True  # as `nn.Parameter` says of a tensor of another class
+        return twin
+
+    def _make_sharing(self, original: Tensor) -> Tensor:
+        """A twin that is a view of that of the storage."""
+        with self.mode, torch.no_grad():
+            twin = self._base(original).as_strided(
+                original.size(), original.stride(), original.storage_offset()
+            )
             if isinstance(original, nn.Parameter):
                 return nn.Parameter(twin, requires_grad=original.requires_grad)
             return twin.requires_grad_(original.requires_grad)
@@ -152,7 +170,7 @@ def on_fakes() -> Iterator[None]:
         nn.Module._apply = convert  # type: ignore[method-assign]
 
 
-class GuessData(TorchDispatchMode):
+class GuessData(DispatchMode):
     """Lets code that looks at the values of tensors run on fake ones, by guessing the values.
 
     A scalar read is ``value``, 1 or 0 (True or False); as many elements are selected as there can
@@ -178,8 +196,10 @@ class GuessData(TorchDispatchMode):
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is READS_DEVICE:
+            return read_device(args[0])
         kwargs = kwargs or {}
-        if func._schema.is_mutable and args and isinstance(args[0], Tensor):
+        if len(self._values) and func._schema.is_mutable and args and isinstance(args[0], Tensor):
             self._values.pop(args[0], None)
         if not len(self._values) or not self._knows((args, kwargs)):
             return self._run(func, args, kwargs)

@@ -18,12 +18,14 @@ from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from placer._torch import (
+    READS_DEVICE,
     REENTRANT_CHECKPOINT,
+    DispatchMode,
     is_checkpointing,
+    read_device,
     saved_tensor_hooks,
     without_modes,
     without_torch_function,
@@ -448,7 +450,7 @@ class Recorder(TorchFunctionMode):
         return number
 
 
-class _Unseen(TorchDispatchMode):
+class _Unseen(DispatchMode):
     """Tells the recorder of operators; most are those of torch functions that it heard of."""
 
     def __init__(self, recorder: Recorder) -> None:
@@ -456,6 +458,8 @@ class _Unseen(TorchDispatchMode):
         self._recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is READS_DEVICE:
+            return read_device(args[0])
         return self._recorder.run_unseen(func, args, kwargs or {})
 
 

@@ -7,10 +7,11 @@ kernels take besides; `devices` says what kind a device is (`placer.catalogue`).
 """
 
 from placer.cost.devices import device_kind, device_type, updates_together
-from placer.cost.estimate import CostEstimates, estimate_costs
+from placer.cost.estimate import CostEstimates, GuessedCosts, estimate_costs
 from placer.cost.kernels import device_kernels
 from placer.cost.record import stand_in_loss
 from placer.cost.regions import with_regions
+from placer.cost.rows import with_fewer_rows
 from placer.cost.types import AddedGradient, CostTable, NodeCost, PendingGradient, StoredValue
 from placer.cost.workspaces import cpu_result, workspace_nbytes
 
@@ -18,6 +19,7 @@ __all__ = [
     "AddedGradient",
     "CostEstimates",
     "CostTable",
+    "GuessedCosts",
     "NodeCost",
     "PendingGradient",
     "StoredValue",
@@ -28,6 +30,7 @@ __all__ = [
     "estimate_costs",
     "stand_in_loss",
     "updates_together",
+    "with_fewer_rows",
     "with_regions",
     "workspace_nbytes",
 ]

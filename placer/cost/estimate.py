@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from placer.capture import Capture, FakeWorld, first_names, named_state
 from placer.capture.call import describe_shapes
 from placer.cost.gradients import backward_needs, pending_gradients
 from placer.cost.record import NodeFailed, Recording, record_run
+from placer.cost.rows import with_fewer_rows
 from placer.cost.storages import RecordedStorage
 from placer.cost.types import CostTable, NodeCost, StoredValue
 from placer.errors import CaptureError
@@ -62,6 +64,11 @@ class CostEstimates:
     def __init__(self, capture: Capture) -> None:
         self._capture = capture
         self._tables: dict[Any, CostTable] = {}
+        self._guesses: dict[Any, CostTable] = {}
+
+    def guessed(self) -> GuessedCosts:
+        """The same without any further run of the model where there was one with more rows."""
+        return GuessedCosts(self, self._tables, self._guesses)
 
     def __call__(
         self,
@@ -74,9 +81,7 @@ class CostEstimates:
     ) -> CostTable:
         """As `estimate_costs`."""
         offloads = offloads and training
-        shapes = tuple((tuple(t.shape), t.stride(), t.dtype, t.requires_grad) for t in inputs)
-        of_nodes = kernels if isinstance(kernels, str) else tuple(sorted(kernels.items()))
-        key = shapes, training, precision, of_nodes
+        key = _key(inputs, training=training, precision=precision, kernels=kernels)
         if (key, False) not in self._tables:
             self._tables[key, False] = estimate_costs(
                 self._capture, inputs, training=training, precision=precision, kernels=kernels
@@ -92,6 +97,84 @@ class CostEstimates:
             )
             self._tables[key, True] = _with_sending(self._tables[key, False], sent)
         return self._tables[key, offloads]
+
+
+class GuessedCosts:
+    """`CostEstimates` that makes no run where one with more rows is known: its costs with fewer rows."""
+
+    def __init__(
+        self, exact: CostEstimates, known: Mapping[Any, CostTable], guesses: dict[Any, CostTable]
+    ) -> None:
+        self._exact, self._known, self._guesses = exact, known, guesses
+
+    def __call__(
+        self,
+        inputs: Sequence[Tensor],
+        *,
+        training: bool = True,
+        precision: str = "fp32",
+        offloads: bool = False,
+        kernels: str | Mapping[str, str] = "",
+    ) -> CostTable:
+        """As `estimate_costs`."""
+        key = _key(inputs, training=training, precision=precision, kernels=kernels)
+        wanted = (key, offloads and training)
+        if wanted in self._known:
+            return self._known[wanted]
+        if wanted not in self._guesses:
+            shares = (
+                (_share(key, other), other) for other, sent in self._known if sent == wanted[1]
+            )
+            share, source = min(((s, o) for s, o in shares if s is not None), default=(None, None))
+            if share is None:
+                return self._exact(
+                    inputs,
+                    training=training,
+                    precision=precision,
+                    offloads=offloads,
+                    kernels=kernels,
+                )
+            self._guesses[wanted] = with_fewer_rows(self._known[source, wanted[1]], share)
+        return self._guesses[wanted]
+
+
+class _Key(NamedTuple):
+    """What the costs of a micro-batch depend on."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    kinds: tuple[tuple[torch.dtype, bool], ...]
+    training: bool
+    precision: str
+    kernels: str | tuple[tuple[str, str], ...]
+
+
+def _key(
+    inputs: Sequence[Tensor],
+    *,
+    training: bool,
+    precision: str,
+    kernels: str | Mapping[str, str],
+) -> _Key:
+    return _Key(
+        shapes=tuple((*t.shape, *t.stride()) for t in inputs),
+        kinds=tuple((t.dtype, t.requires_grad) for t in inputs),
+        training=training,
+        precision=precision,
+        kernels=kernels if isinstance(kernels, str) else tuple(sorted(kernels.items())),
+    )
+
+
+def _share(few: _Key, many: _Key) -> float | None:
+    """What share of the rows of ``many`` those of ``few`` are; None where more than that differs."""
+    if few._replace(shapes=()) != many._replace(shapes=()):
+        return None
+    shares = set()
+    for a, b in zip(few.shapes, many.shapes, strict=True):
+        if a != b and (not a or a[1:] != b[1:] or a[0] >= b[0]):
+            return None
+        if a != b:
+            shares.add(a[0] / b[0])
+    return shares.pop() if len(shares) == 1 else None
 
 
 def _record(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
+from placer._torch import detach_fake
 from placer.cost.kernels import device_kernels
 from placer.cost.owners import BackwardOwners
 from placer.cost.storages import OUTSIDE, NodeTally, RecordedStorage, StorageRecorder
@@ -115,7 +116,8 @@ def _saving_hooks(
     def pack(tensor: Tensor) -> Tensor:
         if not recorder.backward:
             recorder.save(tensor)
-        return tensor.detach() if keeps else tensor.new_empty(0)
+        # A result would refer to its own node, and would not be freed.
+        return detach_fake(tensor) if keeps else tensor.new_empty(0)
 
     def unpack(tensor: Tensor) -> Tensor:
         stored = recorder.storage(tensor)

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from placer._torch import READS_DEVICE, DispatchMode, read_device
 from placer.cost.workspaces import cpu_result, workspace_nbytes
 from placer.errors import CaptureError
+from placer.operands import tensors_in
 
 OUTSIDE = -1  # the position of what is made before the first node runs: inputs
 
@@ -56,7 +56,7 @@ class NodeTally:
     events: list[tuple[RecordedStorage, int]] = field(default_factory=list)
 
 
-class StorageRecorder(TorchDispatchMode):
+class StorageRecorder(DispatchMode):
     """Watches one run; ``position`` and ``backward`` say which node is running, and which way.
 
     ``kernels`` are the device types, per node, whose kernels run.
@@ -76,15 +76,17 @@ class StorageRecorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is READS_DEVICE:
+            self._count_device_read(args[0])
+            return read_device(args[0])
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         on_cpu = self.position != OUTSIDE and self._kernels[self.position] == "cpu"
         if on_cpu:
             result = cpu_result(func, args, result)
-        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
         if self.position == OUTSIDE:
             return result
+        inputs, outputs = tensors_in(args, kwargs), tensors_in(result)
         tally = self.tallies[self.position]
         for tensor in inputs:
             stored = self.storage(tensor)
@@ -110,6 +112,20 @@ class StorageRecorder(TorchDispatchMode):
         if on_cpu:
             self._add_workspace(workspace_nbytes(func, args, kwargs, result))
         return result
+
+    def _count_device_read(self, tensor: Tensor) -> None:
+        """Count a read of the tensor's device as one of its bytes, which it is not.
+
+        The seconds of all plans so far have it: an operation of ten tensors is so much slower.
+        """
+        if self.position == OUTSIDE:
+            return
+        tally = self.tallies[self.position]
+        traffic = tensor.numel() * tensor.element_size()
+        if self.backward:
+            tally.backward_traffic += traffic
+        else:
+            tally.forward_traffic += traffic
 
     def _add_workspace(self, nbytes: int) -> None:
         """Record what the operation that has just run held inside its call."""
@@ -179,8 +195,11 @@ class StorageRecorder(TorchDispatchMode):
     def save(self, tensor: Tensor) -> None:
         """Note that the running node saves ``tensor`` for backward."""
         self.saving.add(self.position)
+        if self.position != OUTSIDE and id(_key(tensor)) not in self._known:
+            self.add(tensor).fixed = True  # a constant that no operation made
         stored = self.storage(tensor)
         if stored is not None:
+            stored.users.add(self.position)
             stored.savers.add(self.position)
             nbytes = tensor.numel() * tensor.element_size()
             stored.saved_nbytes.append((self.position, min(nbytes, stored.nbytes)))

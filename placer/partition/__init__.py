@@ -24,6 +24,7 @@ from placer.partition.solver.problem import (
     stage_loads,
 )
 from placer.partition.solver.solve import solve
+from placer.partition.stage_cost.cache import TableCache
 from placer.partition.types import Demands, DeviceSlot, Partition
 from placer.plan.types import Optimality
 
@@ -36,6 +37,7 @@ __all__ = [
     "SharedValue",
     "Solution",
     "StageSlot",
+    "TableCache",
     "choose_partition",
     "rate_partition",
     "solve",

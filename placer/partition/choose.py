@@ -32,7 +32,8 @@ from placer.partition.returning import (
 )
 from placer.partition.solver.problem import Solution
 from placer.partition.solver.solve import lower_bound, solve
-from placer.partition.stage_cost.tables import IntervalTables, build_tables
+from placer.partition.stage_cost.cache import TableCache
+from placer.partition.stage_cost.tables import IntervalTables
 from placer.partition.types import Demands, DeviceSlot, Partition
 from placer.partition.units import grouped_order, program_order, sampled_orders, unit_graph
 
@@ -51,6 +52,9 @@ def choose_partition(
     devices: Sequence[DeviceSlot],
     pins: Mapping[str, str],
     demands: Demands,
+    *,
+    tables: TableCache | None = None,
+    enough: float = 0.0,
 ) -> Partition:
     """The best chain of stages on ``devices`` that keeps every node of ``pins`` on its device.
 
@@ -64,13 +68,20 @@ def choose_partition(
     lower bound on peaks under the budgets) and by that bound. Where memory decides it is given some
     drawn orders too, and the stages found along these, each with its units in program order.
     `Partition.optimality` says how far the answer can be from the best of all placements.
+
+    ``tables`` are shared by searches for one model. The search ends with the first placement that
+    fills no device beyond ``enough`` of its budget, the reserve counted; then nothing is known of how
+    good it is.
     """
     units = unit_graph(capture)
     position = {name: i for i, name in enumerate(capture.order)}
     pin_of = unit_pins(units, {position[name]: device for name, device in pins.items()})
-    search = _Search(units, costs, devices, pin_of, demands)
+    search = _Search(units, costs, devices, pin_of, demands, tables or TableCache())
     program = program_order(units)
     search.add(program)
+    found = search.best
+    if enough and found is not None and found.fullest <= enough:
+        return describe_partition(found, capture, costs, search.pinned_nodes(found), demands, 0.0)
     if len(set(pin_of.values())) > 1:
         search.add(grouped_order(units, pin_of))
     best = search.best
@@ -101,15 +112,19 @@ def rate_partition(
     cuts = list(itertools.accumulate((len(names) for _, names in stages), initial=0))
     slots = [slot for slot, _ in stages]
     pinned: list[str | None] = [slot.name for slot, names in stages for _ in names]
-    tables = _build(costs, nodes, cuts, demands)
+    tables = _build(TableCache(), costs, nodes, cuts, demands)
     rated = rate_stages(tables, nodes, slots, range(len(cuts)), pinned, demands)
     return describe_partition(rated, capture, costs, pinned, demands, 0.0)
 
 
 def _build(
-    costs: CostTable, nodes: Sequence[int], cuts: Sequence[int], demands: Demands
+    cache: TableCache,
+    costs: CostTable,
+    nodes: Sequence[int],
+    cuts: Sequence[int],
+    demands: Demands,
 ) -> IntervalTables:
-    return build_tables(costs, nodes, cuts, later=demands.microbatches > 1)
+    return cache.build(costs, nodes, cuts, later=demands.microbatches > 1)
 
 
 class _Search:
@@ -122,9 +137,11 @@ class _Search:
         devices: Sequence[DeviceSlot],
         pin_of: Mapping[int, str],
         demands: Demands,
+        tables: TableCache,
     ) -> None:
         self._units, self._costs, self._devices = units, costs, devices
         self._pin_of, self._demands = pin_of, demands
+        self._cache = tables
         self._place = {unit: i for i, unit in enumerate(program_order(units))}
         self._chains: dict[tuple[str, ...], tuple[DeviceSlot, ...]] = {}
         self._tried: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
@@ -156,7 +173,7 @@ class _Search:
                 break
             self._tried.add(tried)
             nodes, pinned = self._nodes(order)
-            tables = _build(self._costs, nodes, cuts, self._demands)
+            tables = _build(self._cache, self._costs, nodes, cuts, self._demands)
             if found is not None:  # the very stages that the order was made of
                 same = self._indices(tables, order, kept)
                 slots, demands = found.slots, self._demands
@@ -200,13 +217,14 @@ class _Search:
         self, order: Sequence[int], nodes: Sequence[int], kept: Collection[int]
     ) -> IntervalTables:
         cuts = candidate_cuts(self._units, order, self._costs, self._pin_of, kept)
-        return _build(self._costs, nodes, cuts, self._demands)
+        return _build(self._cache, self._costs, nodes, cuts, self._demands)
 
     def _tables_of(
         self, order: Sequence[int], nodes: Sequence[int], counts: Collection[int]
     ) -> IntervalTables:
         """The tables for the stages that end after so many units, and no others."""
-        return _build(self._costs, nodes, sorted(set(self._borders(order, counts))), self._demands)
+        ends = sorted(set(self._borders(order, counts)))
+        return _build(self._cache, self._costs, nodes, ends, self._demands)
 
     def with_all_borders(self, found: Candidate) -> Candidate:
         """``found`` with tables that say where else its stages could end."""

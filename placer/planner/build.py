@@ -10,13 +10,13 @@ from typing import Protocol
 from torch import Tensor
 
 from placer.capture import Capture
-from placer.cost import CostEstimates, CostTable, device_type
+from placer.cost import CostEstimates, CostTable, GuessedCosts, device_type, with_regions
 from placer.errors import CaptureError
-from placer.partition import Demands, DeviceSlot, Partition, choose_partition
+from placer.partition import Demands, DeviceSlot, Partition, TableCache, choose_partition
 from placer.plan.types import Plan
 from placer.planner.assemble import assemble_plan
 from placer.planner.devices import device_slot, likely_kernels, memory_uses, with_known_memory
-from placer.planner.lighten import LightPlan, lighten
+from placer.planner.lighten import LightPlan, is_heavy, lighten
 from placer.planner.resolve import (
     check_supported,
     count_replicas,
@@ -39,12 +39,18 @@ class PlanMaker(Protocol):
     def costs(self) -> CostEstimates:
         """The model's costs, shared by all plans that it makes."""
 
-    def __call__(self, spec: PlacementSpec, *, second_look: bool = True) -> Plan:
-        """The plan for ``spec``.
+    def __call__(self, spec: PlacementSpec) -> Plan:
+        """The plan for ``spec``."""
 
-        Without ``second_look`` a plan that does not fit by its estimates is returned as it is, even
-        if it is so near to fitting that a dry run might say otherwise.
+    def try_out(self, spec: PlacementSpec) -> Plan:
+        """A plan that says whether ``spec`` fits; it is not the fastest.
+
+        It need not be near a budget for the sake of time, so it seldom needs a dry run. One that does
+        not fit by its estimates is returned as it is, even if a dry run might say otherwise.
         """
+
+    def guess(self, spec: PlacementSpec) -> Plan:
+        """About what `try_out` would return, from the costs that are known, without a run of the model."""
 
 
 def build_plan(
@@ -54,28 +60,35 @@ def build_plan(
     *,
     pins: Mapping[str, str] | None = None,
     costs: CostTable | None = None,
-    estimate: CostEstimates | None = None,
+    estimate: CostEstimates | GuessedCosts | None = None,
     processes: bool = False,
     corrections: Mapping[str, int] | None = None,
+    tables: TableCache | None = None,
+    enough: float = 0.0,
 ) -> Plan:
     """The plan for ``capture`` under ``spec``, for a batch shaped like ``inputs`` (any device).
 
     ``pins`` are nodes and the devices they must be on, beyond what the spec's layers say; ``costs``
     those of the spec's micro-batch, where they are known already; ``estimate`` is shared by plans of
     one capture, so that the model is run once per micro-batch. ``processes``: the plan is for one
-    process per device, where values pass through the stages between. ``corrections`` are bytes that
+    process per device. ``corrections`` are bytes that
     a device (of the first replica, by name) is known to hold beyond what its estimate says: that much
-    of its budget is left free. A plan
+    of its budget is left free. ``tables`` are shared by plans of one capture, too. With ``enough``
+    only whether a plan fits matters: the search ends with the first that fills no device beyond this
+    share of its budget, else it is for the least memory. A plan
     that overflows a budget is returned with ``fits`` False. Raises ``SpecError`` when the spec's
     layers or devices do not go with the model, ``PlacerError`` for what is not supported.
     """
     check_supported(spec)
     for use in memory_uses(spec):
         spec = with_known_memory(spec, use)
+    if enough:
+        spec = spec.model_copy(update={"objective": "memory"})
     replicas = count_replicas(spec)
     pins = {**wanted_devices(capture, spec), **(pins or {})}
     keys = wanted_regions(capture, spec)
     estimate = estimate or CostEstimates(capture)
+    tables = tables or TableCache()
     plans: list[Plan] = []
     for microbatches in microbatch_choices(spec, capture, replicas):
         try:
@@ -91,12 +104,16 @@ def build_plan(
                 estimate=estimate,
                 processes=processes,
                 corrections=corrections or {},
+                tables=tables,
+                enough=enough,
             )
         except CaptureError:
             if not plans:
                 raise
             break  # of "auto": too few rows for the model, such as a single one for BatchNorm
         plans.append(plan)
+        if enough and plan.fits:
+            break
     best = min(plans, key=lambda plan: (not plan.fits, plan.overflow_bytes, plan.step_seconds))
     return _with_whole_budgets(best, spec) if corrections else best
 
@@ -111,9 +128,11 @@ def _plan_for(
     pins: Mapping[str, str],
     keys: Sequence[RegionKey | None],
     costs: CostTable | None,
-    estimate: CostEstimates,
+    estimate: CostEstimates | GuessedCosts,
     processes: bool,
     corrections: Mapping[str, int],
+    tables: TableCache,
+    enough: float,
 ) -> Plan:
     """The plan for this number of replicas and micro-batches."""
     slots = [
@@ -127,20 +146,36 @@ def _plan_for(
         microbatch_inputs(capture, inputs, replicas, microbatches),
         training=spec.training,
         precision=spec.precision,
-        offloads=bool(spec.offload),
     )
+    choices = treatments_of(spec)
+    offloaded = any(key is not None and key.offload for key in keys)
 
-    def place(found: CostTable, pins: Mapping[str, str]) -> LightPlan:
-        choose = partial(_choose, capture, slots, pins, demands)
-        return lighten(capture, found, keys, treatments_of(spec), slots, demands, choose)
+    def place(kernels: str | Mapping[str, str], pins: Mapping[str, str]) -> LightPlan:
+        choose = partial(_choose, capture, slots, pins, demands, tables, enough)
+        plain = costs or costs_of(kernels=kernels, offloads=offloaded)
+        first = choose(with_regions(plain, keys), {})
+        heavy = is_heavy(first, choices, slots, demands)
+        if heavy and spec.offload and costs is None:  # one more run, of no use to what fits without
+            plain = costs_of(kernels=kernels, offloads=True)
+        return lighten(
+            capture,
+            plain,
+            keys,
+            choices if heavy else (),
+            slots,
+            demands,
+            choose,
+            first=first,
+            at_once=enough > 0,
+        )
 
-    light = place(costs or costs_of(kernels=likely_kernels(spec)), pins)
+    light = place(likely_kernels(spec), pins)
     if costs is None and len({device_type(device.name) for device in spec.devices}) > 1:
         # Where each node runs is known now: once more, with its own kernels.
         stages = light.partition.stages
         placed = {node: stage.devices[0] for stage in stages for node in stage.nodes}
         kernels = {node: device_type(name) for node, name in placed.items()}
-        light = place(costs_of(kernels=kernels), placed)
+        light = place(kernels, placed)
     return assemble_plan(capture, spec, light, demands, spec.device_rows(replicas), microbatches)
 
 
@@ -167,7 +202,11 @@ def _choose(
     slots: Sequence[DeviceSlot],
     pins: Mapping[str, str],
     demands: Demands,
+    tables: TableCache,
+    enough: float,
     costs: CostTable,
     more_pins: Mapping[str, str],
 ) -> Partition:
-    return choose_partition(capture, costs, slots, {**more_pins, **pins}, demands)
+    return choose_partition(
+        capture, costs, slots, {**more_pins, **pins}, demands, tables=tables, enough=enough
+    )

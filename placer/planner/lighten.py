@@ -64,6 +64,9 @@ def lighten(
     slots: Sequence[DeviceSlot],
     demands: Demands,
     choose: Choose,
+    *,
+    first: Partition | None = None,
+    at_once: bool = False,
 ) -> LightPlan:
     """A placement that fits the budgets at little extra time, or else with the least overflow.
 
@@ -73,17 +76,27 @@ def lighten(
     (`placer.partition.treatments.cheapest`). Without any budget and with the objective "memory", every stage
     gets its least peak. Where there is no budget, or that does not fit, the borders of the best are
     moved to where they are best for stages as light as can be, and so on: a local search.
+
+    ``first`` is the partition of the plain costs, where it is known already. ``at_once``: the search
+    ends with the first placement that fits, whatever time its stages add.
     """
     plain = with_regions(costs, keys)
-    first = choose(plain, {})
-    limited = any(slot.budget is not None for slot in slots)
-    if not choices or (first.fits and (limited or demands.objective != "memory")):
+    first = first or choose(plain, {})
+    if not is_heavy(first, choices, slots, demands):
         return LightPlan(costs=plain, partition=first, extra_seconds=0.0, least_seconds=0.0)
+    limited = any(slot.budget is not None for slot in slots)
     search = _Search(capture, costs, keys, choices, demands, limited=limited)
     everything = list(range(len(costs.names)))
     unlimited = StageLimits(static=0.0, budget=0.0, held=1, grown=False)
     stage = search.labelled(everything, (), first.slots[0], unlimited)
     unpinned = partial(choose, more_pins={})
+    if at_once and limited and (light := search.fitting(first, unpinned)) is not None:
+        return LightPlan(
+            costs=light.costs,
+            partition=light.partition,
+            extra_seconds=light.extra_seconds,
+            least_seconds=0.0,
+        )
     untreated = _Found(costs=plain, partition=first, stages=())
     start = search.found([lighten_stage(stage, choices, unlimited)], unpinned)
     found = [search.improve(first), start, search.improve(start.partition)]
@@ -110,6 +123,18 @@ def lighten(
         extra_seconds=best.extra_seconds,
         least_seconds=search.least(best) if limited and best.partition.fits else 0.0,
     )
+
+
+def is_heavy(
+    first: Partition,
+    choices: Collection[Treatment],
+    slots: Sequence[DeviceSlot],
+    demands: Demands,
+) -> bool:
+    """Whether the partition of the plain costs is to be lightened: may it be, and does it gain?"""
+    limited = any(slot.budget is not None for slot in slots)
+    enough = first.fits and (limited or demands.objective != "memory")
+    return bool(choices) and not enough
 
 
 def _pins(partition: Partition) -> dict[str, str]:
@@ -212,6 +237,23 @@ class _Search:
             lighten_stage(stage, self._choices, replace(limit, budget=0.0))
             for stage, limit in zip(*self._stages(partition), strict=True)
         ]
+
+    def fitting(
+        self, partition: Partition, choose: Callable[[CostTable], Partition]
+    ) -> _Found | None:
+        """A placement that fits, each stage as light as can be, if it is found from ``partition`` on."""
+        seen: set[object] = set()
+        while len(seen) < _MOVES and _borders(partition) not in seen:
+            seen.add(_borders(partition))
+            stages = partition.placed
+            rate = partial(rate_partition, self._capture, stages=stages, demands=self._demands)
+            light = self.lightest(partition)
+            for way in (rate, choose):
+                found = self.found(light, way)
+                if found.partition.fits:
+                    return found
+            partition = found.partition
+        return None
 
     def improve(self, partition: Partition) -> _Found:
         """``partition`` with the regions that its stages need."""

@@ -22,6 +22,7 @@ from placer.units import format_bytes
 _MOST_DEVICES = 8
 _MOST_ROUNDS = 4
 _MICROBATCHES = (2, 4, 8, 16)
+_FAR = 1.15  # times the room of a device: a guess that is further off is believed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,24 +148,59 @@ def _own_placement(make: PlanMaker, spec: PlacementSpec) -> Iterator[Tried]:
 
 
 def _microbatches(make: PlanMaker, spec: PlacementSpec, batch_size: int) -> Iterator[Tried]:
-    """The fewest micro-batches that fit, under the given schedule or 1F1B; else the nearest."""
+    """The fewest micro-batches that fit, under the given schedule or 1F1B; else the nearest.
+
+    Costs of a micro-batch are a run of the model. So the costs at hand say first which numbers of
+    micro-batches come near.
+    """
     if spec.microbatches == "auto":
         return
     replicas = spec.replicas if isinstance(spec.replicas, int) else 1
     rows = batch_size // replicas
+    far: list[tuple[int, str, PlacementSpec]] = []
     tried: list[Tried] = []
     for count in _MICROBATCHES:
         if not int(spec.microbatches) < count <= rows:
             continue
-        for schedule in dict.fromkeys((spec.schedule, "1F1B")):
+        fitting: Tried | None = None
+        for schedule in _schedules(spec):
             new = "" if schedule == spec.schedule else f', "schedule": "{schedule}"'
             change = f'cut the batch: "microbatches": {count}{new}'
             wanted = _updated(spec, microbatches=count, schedule=schedule)
-            tried += _try(change, make, wanted)
-            if tried and tried[-1].fits:
-                yield tried[-1]
-                return
+            if (peak := _peak_if_far(make, wanted)) is not None:
+                far.append((peak, change, wanted))
+                continue
+            now = next(_try(change, make, wanted), None)
+            if now is not None:
+                tried.append(now)
+                fitting = now if now.fits else fitting
+            if fitting is None and spec.schedule == "GPipe":
+                break  # it holds no less than 1F1B
+        if fitting is not None:
+            yield fitting
+            return
+    if not tried and far:
+        _, change, wanted = min(far, key=lambda guess: guess[0])
+        tried += _try(change, make, wanted)
     yield from sorted(tried, key=lambda t: t.peak)[:1]
+
+
+def _schedules(spec: PlacementSpec) -> list[str]:
+    """1F1B and the spec's own, of which the last that fits is taken."""
+    return list(dict.fromkeys(("1F1B", spec.schedule)))
+
+
+def _peak_if_far(make: PlanMaker, spec: PlacementSpec) -> int | None:
+    """The largest peak by a guess, where by that ``spec`` is far from fitting."""
+    try:
+        guess = make.guess(spec)
+    except PlacerError:
+        return None
+    far = (
+        device.budget is not None and device.peak > _FAR * (device.budget - device.reserve)
+        for device in guess.devices
+    )
+    return max(device.peak for device in guess.devices) if any(far) else None
 
 
 def _lighter(make: PlanMaker, spec: PlacementSpec) -> Iterator[Tried]:
@@ -173,7 +209,10 @@ def _lighter(make: PlanMaker, spec: PlacementSpec) -> Iterator[Tried]:
     ways: tuple[dict[str, str], ...] = (
         {"checkpoint": "auto"}, {"offload": "auto"}, {"checkpoint": "auto", "offload": "auto"},
     )  # fmt: skip
+    enough = False
     for way in ways:
+        if enough and len(way) == 2:
+            return
         new = {field: "auto" for field in way if getattr(spec, field) != "auto"}
         if len(new) < len(way):
             continue
@@ -182,21 +221,25 @@ def _lighter(make: PlanMaker, spec: PlacementSpec) -> Iterator[Tried]:
         what = " or ".join(does[field] for field in new)
         tried = list(_try(f"{words} ({what})", make, _updated(spec, **new)))
         yield from tried
-        if tried and tried[0].fits and len(way) == 2:
-            return
+        enough = enough or any(t.fits for t in tried)
 
 
 def _devices(make: PlanMaker, spec: PlacementSpec, plan: Plan) -> Iterator[Tried]:
     """The fewest more devices that fit, up to eight in all; where none do, all eight.
 
-    Looked for by halving from `_fewest_devices` on: more devices never need more memory each.
+    Looked for by halving from `_fewest_devices` on, which are often enough and so come first: more
+    devices never need more memory each.
     """
     given = len(spec.devices)
     fewest, most = max(given + 1, _fewest_devices(plan)), _MOST_DEVICES
     if most <= given:
         return
-    tried: Tried | None = None
     fewest = min(fewest, most)
+    tried = _with_devices(make, spec, fewest)
+    if fewest == most or (tried is not None and tried.fits):
+        yield from [tried] if tried is not None else []
+        return
+    tried, fewest = None, fewest + 1
     while fewest < most:
         half = (fewest + most) // 2
         now = _with_devices(make, spec, half)
@@ -277,14 +320,16 @@ def _updated(spec: PlacementSpec, **fields: Any) -> PlacementSpec:
 
 
 def _try(change: str, make: PlanMaker, spec: PlacementSpec) -> Iterator[Tried]:
-    made = _plan(make, spec, second_look=False)
-    if made is not None:
-        peak = max(device.peak for device in made.devices)
-        yield Tried(change=change, fits=made.fits, peak=peak)
-
-
-def _plan(make: PlanMaker, spec: PlacementSpec, *, second_look: bool = True) -> Plan | None:
     try:
-        return make(spec, second_look=second_look)
+        made = make.try_out(spec)
+    except PlacerError:  # the change does not go with the rest of the spec
+        return
+    peak = max(device.peak for device in made.devices)
+    yield Tried(change=change, fits=made.fits, peak=peak)
+
+
+def _plan(make: PlanMaker, spec: PlacementSpec) -> Plan | None:
+    try:
+        return make(spec)
     except PlacerError:  # the change does not go with the rest of the spec
         return None

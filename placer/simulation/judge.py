@@ -11,6 +11,7 @@ from torch import Tensor
 
 from placer.capture import Capture
 from placer.cost import CostEstimates
+from placer.partition import TableCache
 from placer.plan.types import DevicePeak, Plan, StageMemory
 from placer.planner.build import PlanMaker, build_plan
 from placer.simulation.ranks import simulate_ranks
@@ -21,6 +22,17 @@ _MOST_ROUNDS = 3
 # Of 126 placements of four MONAI networks that the suite does not have, the worst prediction was
 # 14% below its dry run; a device that has more room than that, or lacks more, is not run for it.
 _DOUBTFUL_SHARE = 0.15
+_CLEAR_SHARE = 1 / (1 + _DOUBTFUL_SHARE)  # of a budget: what fills no more fits without a doubt
+_NO_BYTES = StageMemory(
+    parameters=0,
+    gradients=0,
+    optimizer=0,
+    buffers=0,
+    saved=0,
+    boundary=0,
+    transient=0,
+    peak=0,
+)
 
 
 class Planner:
@@ -48,26 +60,64 @@ class Planner:
         self.costs = CostEstimates(capture)
         self._capture, self._inputs = capture, inputs
         self._processes, self._judged = processes, judged
+        self._tables = TableCache()
+        self._runs: list[tuple[Plan, Sequence[int]]] = []  # dry runs so far, and their peaks
 
-    def __call__(self, spec: PlacementSpec, *, second_look: bool = True) -> Plan:
+    def __call__(self, spec: PlacementSpec) -> Plan:
         """As `placer.planner.build.PlanMaker` says.
 
         Raises ``PlacerError`` when the stages cannot be dealt out to ranks in turn.
         """
+        return self._plan(spec)
+
+    def try_out(self, spec: PlacementSpec) -> Plan:
+        """As `placer.planner.build.PlanMaker` says; raises as a call does."""
+        return self._plan(spec, enough=_CLEAR_SHARE, second_look=False)
+
+    def guess(self, spec: PlacementSpec) -> Plan:
+        """As `placer.planner.build.PlanMaker` says."""
+        return build_plan(
+            self._capture,
+            spec,
+            self._inputs,
+            estimate=self.costs.guessed(),
+            processes=self._processes,
+            tables=self._tables,
+            enough=_CLEAR_SHARE,
+        )
+
+    def _plan(self, spec: PlacementSpec, *, enough: float = 0.0, second_look: bool = True) -> Plan:
         build = partial(
             build_plan,
             self._capture,
             inputs=self._inputs,
             estimate=self.costs,
             processes=self._processes,
+            tables=self._tables,
+            enough=enough,
         )
-        judge = _check_verdict
+        judge = partial(_check_verdict, self._peaks)
         if self._processes:
-            judge = _run_ranks
+            judge = partial(_run_ranks, self._peaks)
             if not self._judged or not spec.training:
                 return build(spec)
-        look = partial(judge, self._capture, self._inputs)
-        return _plan_judged(build, look, spec, second_look=second_look)
+        return _plan_judged(build, judge, spec, second_look=second_look)
+
+    def _peaks(self, plan: Plan) -> Sequence[int]:
+        """Per device of ``plan`` the peak of its dry run, which is made once."""
+        program = _without_costs(plan)
+        for known, peaks in self._runs:
+            if known == program:
+                return peaks
+        peaks = self._dry_run(plan)
+        self._runs.append((program, peaks))
+        return peaks
+
+    def _dry_run(self, plan: Plan) -> Sequence[int]:
+        if not self._processes:
+            return simulate_peaks(self._capture, plan, self._inputs)
+        ranks = [d.peak for d in simulate_ranks(self._capture, plan, self._inputs).devices]
+        return list(itertools.islice(itertools.cycle(ranks), len(plan.devices)))
 
 
 def plan_maker(capture: Capture, inputs: Sequence[Tensor], *, processes: bool = False) -> PlanMaker:
@@ -101,11 +151,11 @@ def _plan_judged(
     return min(judged, key=lambda p: (not p.fits, p.overflow_bytes))
 
 
-def _check_verdict(capture: Capture, inputs: Sequence[Tensor], plan: Plan) -> Plan:
+def _check_verdict(dry_run: Callable[[Plan], Sequence[int]], plan: Plan) -> Plan:
     """``plan``, with the peaks of a dry run if its verdict is another one."""
     if not any(map(_is_doubtful, plan.devices)):
         return plan
-    run = _with_peaks(plan, simulate_peaks(capture, plan, inputs))
+    run = _with_peaks(plan, dry_run(plan))
     if plan.fits == run.fits:
         return plan
     note = (
@@ -118,11 +168,38 @@ def _is_doubtful(device: DevicePeak) -> bool:
     return device.headroom is not None and abs(device.headroom) <= _DOUBTFUL_SHARE * device.peak
 
 
-def _run_ranks(capture: Capture, inputs: Sequence[Tensor], plan: Plan) -> Plan:
+def _run_ranks(dry_run: Callable[[Plan], Sequence[int]], plan: Plan) -> Plan:
     """``plan`` with the peaks of every rank."""
-    ranks = [device.peak for device in simulate_ranks(capture, plan, inputs).devices]
-    found = itertools.islice(itertools.cycle(ranks), len(plan.devices))
-    return _with_peaks(plan, list(found))
+    return _with_peaks(plan, dry_run(plan))
+
+
+def _without_costs(plan: Plan) -> Plan:
+    """``plan`` as a dry run sees it: what runs where, without what is expected of it."""
+    stages = tuple(
+        replace(
+            stage,
+            layers=(),
+            memory=_NO_BYTES,
+            budget=None,
+            reserve=0,
+            forward_seconds=0.0,
+            backward_seconds=0.0,
+        )
+        for stage in plan.stages
+    )
+    return replace(
+        plan,
+        fits=True,
+        objective="memory",
+        step_seconds=0.0,
+        stages=stages,
+        devices=tuple(replace(d, peak=0, budget=None, reserve=0) for d in plan.devices),
+        transfers=(),
+        notes=(),
+        optimality=None,
+        extra_time=None,
+        boundaries=(),
+    )
 
 
 def _with_peaks(plan: Plan, peaks: Sequence[int]) -> Plan:

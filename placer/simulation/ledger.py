@@ -14,16 +14,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from placer._torch import READS_DEVICE, DispatchMode, read_device
 from placer.cost import cpu_result, workspace_nbytes
 from placer.errors import DeviceError
+from placer.operands import tensors_in
 from placer.runtime.place import CALLER, Place, current_place
 from placer.timeline import Block, Recorder, Timeline, Where
 
 
-class Ledger(TorchDispatchMode):
+class Ledger(DispatchMode):
     """Records while entered; ``where`` tells, when asked, which part of the model is running.
 
     ``kernels`` gives the device type whose kernels a place runs: those of a "cpu" take workspaces
@@ -48,18 +48,18 @@ class Ledger(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is READS_DEVICE:
+            return read_device(args[0])
         kwargs = kwargs or {}
         self._here = self._where()
         result = func(*args, **kwargs)
-        leaves = tree_leaves((args, kwargs))
+        leaves = tensors_in(args, kwargs)
         place = self._place_of(func, leaves)
         on_cpu = self._kernels(place) == "cpu"
         if on_cpu:
             result = cpu_result(func, args, result)
         fresh = [
-            leaf
-            for leaf in tree_leaves(result)
-            if isinstance(leaf, Tensor) and id(leaf.untyped_storage()) not in self._known
+            leaf for leaf in tensors_in(result) if id(leaf.untyped_storage()) not in self._known
         ]
         for leaf in fresh:
             self._add_result(leaf, place, func, leaves)
@@ -68,15 +68,13 @@ class Ledger(TorchDispatchMode):
         self._latest = place
         return result
 
-    def _add_result(self, tensor: Tensor, place: str, func: Any, inputs: Sequence[Any]) -> None:
+    def _add_result(self, tensor: Tensor, place: str, func: Any, inputs: Sequence[Tensor]) -> None:
         """Count what an operation made; between the model's nodes it is named after its source.
 
         That is the first of the inputs of its shape: a value or a gradient that was copied to
         another place, or the parameter of the optimizer's state.
         """
-        known = (
-            self._entry(x) for x in inputs if isinstance(x, Tensor) and x.shape == tensor.shape
-        )
+        known = (self._entry(x) for x in inputs if x.shape == tensor.shape)
         source = next((entry for entry in known if entry is not None), None)
         if source is None or (self._here.node and source.device == place):
             self.add(tensor, place, operation=str(func))
@@ -86,14 +84,14 @@ class Ledger(TorchDispatchMode):
             tensor, place, kind=kind, name=source.name, layer=source.layer, operation=str(func)
         )
 
-    def _place_of(self, func: Any, leaves: Iterable[Any]) -> str:
+    def _place_of(self, func: Any, leaves: Iterable[Tensor]) -> str:
         here = current_place()
         if func is torch.ops.aten._to_copy.default and here is not None:
             return here.name
         found = dict.fromkeys(
             entry.device
             for leaf in leaves
-            if isinstance(leaf, Tensor) and leaf.dim() and (entry := self._entry(leaf)) is not None
+            if leaf.dim() and (entry := self._entry(leaf)) is not None
         )
         if len(found) > 1:
             names = " and ".join(found)

@@ -8,7 +8,7 @@ Building takes O(C * n + users) time and memory for C cuts and n nodes; each que
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +45,13 @@ class IntervalTables:
     traffic: tuple[Table, Table]
     hosted: Table  # bytes that wait on the host, of every node along the order
     results: Table  # what the stage gives to the caller
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tables that are as large as there are pairs of cuts."""
+        return sum(
+            t.nbytes for f in fields(self) if isinstance(t := getattr(self, f.name), np.ndarray)
+        )
 
 
 def build_tables(

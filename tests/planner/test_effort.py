@@ -1,0 +1,103 @@
+"""How often the model is run without data for an answer: each run is a second of a large model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from unet3d import unet3d
+
+import placer
+from placer.capture import capture_model
+from placer.cost import CostEstimates, estimate, with_fewer_rows
+from placer.planner.remedies import memory_needed, misfit_error
+from placer.simulation import judge
+from placer.simulation.judge import Planner
+
+MODEL = unet3d(width=4, depth=3)
+X = torch.randn(8, 1, 16, 16, 16)
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts cost runs (forward and backward of the graph) and dry runs (of the emitted module)."""
+    counts: Counter[str] = Counter()
+
+    def counted(name: str, run: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return run(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(estimate, "record_run", counted("cost", estimate.record_run))
+    monkeypatch.setattr(judge, "simulate_peaks", counted("dry", judge.simulate_peaks))
+    return counts
+
+
+def _spec(memory: int, **fields: Any) -> placer.PlacementSpec:
+    devices = [{"name": f"cuda:{i}", "memory": memory} for i in range(2)]
+    return placer.load_spec({"devices": devices, "reserve": 0, "optimizer": "sgd", **fields})
+
+
+def test_all_remedies_of_a_misfit_take_few_runs(runs: Counter[str]) -> None:
+    capture = capture_model(MODEL, (X,))
+    peak = max(d.peak for d in Planner(capture, [X])(_spec(2**40, objective="memory")).devices)
+    runs.clear()
+    make = Planner(capture, [X])
+    spec = _spec(int(0.7 * peak))
+    plan = make(spec)
+    error = misfit_error(capture, spec, [X], plan, make)
+    assert not plan.fits
+    fitting = " ".join(tried.change for tried in error.tried if tried.fits)
+    assert "microbatches" in fitting and "checkpoint" in fitting and "add " in fitting
+    # The batch, one size of micro-batch, and a forward that sends to the host.
+    assert runs["cost"] <= 3
+    assert runs["dry"] <= 3
+    runs.clear()
+    assert "devices of" in memory_needed(spec, make)
+    assert runs["cost"] == 0 and runs["dry"] <= 2
+
+
+def test_a_plan_is_dry_run_once(runs: Counter[str]) -> None:
+    capture = capture_model(MODEL, (X,))
+    peak = max(d.peak for d in Planner(capture, [X])(_spec(2**40, objective="memory")).devices)
+    make = Planner(capture, [X])
+    runs.clear()
+    first = make(_spec(int(1.05 * peak), objective="memory"))
+    again = make(_spec(int(1.06 * peak), objective="memory"))
+    assert [s.nodes for s in first.stages] == [s.nodes for s in again.stages]
+    assert runs["dry"] == 1
+    assert runs["cost"] == 1
+
+
+def test_what_is_offloaded_is_run_for_only_where_something_is(runs: Counter[str]) -> None:
+    assert Planner(capture_model(MODEL, (X,)), [X])(_spec(2**40, offload="auto")).fits
+    assert runs["cost"] == 1
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_the_guessed_costs_of_fewer_rows_are_a_little_below_a_run_s(rows: int) -> None:
+    capture = capture_model(MODEL, (X,))
+    exact = CostEstimates(capture)
+    whole, few = exact([X], kernels="cuda"), exact([X[:rows]], kernels="cuda")
+    guess = with_fewer_rows(whole, rows / len(X))
+    saved = [sum(v.nbytes for v in costs.values) for costs in (guess, few)]
+    assert 0.9 * saved[1] <= saved[0] <= 1.01 * saved[1]
+    for guessed, run in zip(guess.nodes, few.nodes, strict=True):
+        assert guessed.forward_transient <= 1.01 * run.forward_transient + 8
+        assert guessed.backward_transient <= 1.01 * run.backward_transient + 8
+
+
+def test_a_guess_makes_no_run(runs: Counter[str]) -> None:
+    make = Planner(capture_model(MODEL, (X,)), [X])
+    make(_spec(2**40))
+    runs.clear()
+    guessed = make.guess(_spec(2**40, microbatches=4))
+    assert runs["cost"] == 0
+    planned = make.try_out(_spec(2**40, microbatches=4))
+    assert runs["cost"] == 1
+    peaks = [max(d.peak for d in plan.devices) for plan in (guessed, planned)]
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.1)
