@@ -77,7 +77,6 @@ class StorageRecorder(DispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is READS_DEVICE:
-            self._count_device_read(args[0])
             return read_device(args[0])
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
@@ -112,20 +111,6 @@ class StorageRecorder(DispatchMode):
         if on_cpu:
             self._add_workspace(workspace_nbytes(func, args, kwargs, result))
         return result
-
-    def _count_device_read(self, tensor: Tensor) -> None:
-        """Count a read of the tensor's device as one of its bytes, which it is not.
-
-        The seconds of all plans so far have it: an operation of ten tensors is so much slower.
-        """
-        if self.position == OUTSIDE:
-            return
-        tally = self.tallies[self.position]
-        traffic = tensor.numel() * tensor.element_size()
-        if self.backward:
-            tally.backward_traffic += traffic
-        else:
-            tally.forward_traffic += traffic
 
     def _add_workspace(self, nbytes: int) -> None:
         """Record what the operation that has just run held inside its call."""
