@@ -22,7 +22,7 @@ from torch import Tensor
 
 from placer.capture import Capture
 from placer.cost import CostTable
-from placer.partition import Demands, DeviceSlot
+from placer.partition import DeviceSlot, PlanningOptions
 from placer.partition.arrange import candidate_cuts
 from placer.partition.candidate import solve_order
 from placer.partition.chain import best_cuts
@@ -182,7 +182,7 @@ def one_order(
     capture: Capture,
     costs: CostTable,
     chain: Sequence[DeviceSlot],
-    demands: Demands,
+    options: PlanningOptions,
     *,
     seed: int = 0,
 ) -> Placement:
@@ -194,7 +194,7 @@ def one_order(
     order = next(sampled_orders(units, 1, seed=seed))
     nodes = [node for unit in order for node in units.nodes[unit]["nodes"]]
     tables = build_tables(costs, nodes, candidate_cuts(units, order, costs, {}))
-    found = solve_order(tables, nodes, chain, [None] * len(nodes), demands)
+    found = solve_order(tables, nodes, chain, [None] * len(nodes), options)
     assert found is not None
     borders = [tables.cuts[cut] for cut in found.cuts]
     return {

@@ -48,7 +48,7 @@ from benchmarks.capacity import SUBJECTS as VOLUMES
 from benchmarks.record import RESULTS, write_page
 from placer.capture import Capture, capture_model
 from placer.cost import CostTable, estimate_costs
-from placer.partition import Demands, DeviceSlot, PartitionProblem, solve, stage_loads
+from placer.partition import DeviceSlot, PartitionProblem, PlanningOptions, solve, stage_loads
 from placer.partition.model import ModelUnits, model_units, seconds_problem
 from placer.partition.units import program_order, unit_graph
 from placer.plan.types import Plan
@@ -133,7 +133,7 @@ class Judge:
     def problem(self, k: int) -> PartitionProblem:
         spec = self.spec(k, "throughput")
         chain: list[DeviceSlot] = [device_slot(device, spec) for device in spec.devices]
-        return seconds_problem(self.units, self.costs, chain, Demands(), [None] * k)
+        return seconds_problem(self.units, self.costs, chain, PlanningOptions(), [None] * k)
 
     def plan(self, k: int, objective: str) -> Plan:
         return build_plan(self.capture, self.spec(k, objective), self.inputs, costs=self.costs)
@@ -197,8 +197,8 @@ class Judge:
                 found[name] = value(k, rival(self.capture, self.costs, k))
             except RivalFailure:
                 found[name] = None
-        demands = Demands(objective=objective)
-        found["one order"] = value(k, one_order(self.capture, self.costs, chain, demands))
+        options = PlanningOptions(objective=objective)
+        found["one order"] = value(k, one_order(self.capture, self.costs, chain, options))
         return {"rivals": found, "exact": self.exact(k, objective)}
 
     def exact(self, k: int, objective: str) -> float | None:

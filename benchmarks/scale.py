@@ -75,7 +75,7 @@ def captured_problem(graph: str, num_nodes: int) -> tuple[PartitionProblem, dict
     from placer.capture import capture_model
     from placer.cost import device_kind, estimate_costs
     from placer.partition.model import model_units, seconds_problem
-    from placer.partition.types import Demands, DeviceSlot
+    from placer.partition.types import DeviceSlot, PlanningOptions
     from placer.partition.units import program_order, unit_graph
 
     with torch.device("meta"):
@@ -89,7 +89,7 @@ def captured_problem(graph: str, num_nodes: int) -> tuple[PartitionProblem, dict
     kind = device_kind("cuda:0", "h100")
     chain = [DeviceSlot(name="device", kind=kind, budget=None, reserve=0)]
     found = model_units(units, program_order(units), costs, {})
-    problem = seconds_problem(found, costs, chain, Demands(), [None])
+    problem = seconds_problem(found, costs, chain, PlanningOptions(), [None])
     return problem, {
         "nodes": len(capture.order),
         "capture": captured - start,

@@ -15,9 +15,9 @@ from placer.plan.check import check_plan, require_fit
 from placer.plan.types import Plan
 from placer.planner.auto import choose_spec
 from placer.planner.remedies import misfit_error
+from placer.runtime.device_map import map_devices
 from placer.runtime.distributed.job import Job, find_job
 from placer.runtime.module import PlacedModule
-from placer.runtime.places import resolve_places
 from placer.simulation import SimulationReport, simulate_plan
 from placer.simulation.judge import Planner, plan_maker
 from placer.simulation.ranks import simulate_ranks
@@ -87,17 +87,17 @@ def compile(
 
     if job is not None:
         # Pipelining takes a while to import.
-        from placer.runtime.distributed.faults import failure_told
+        from placer.runtime.distributed.failure_broadcast import failure_told
         from placer.runtime.distributed.launch import launch
 
-        with failure_told(job) as alarm:
+        with failure_told(job) as failures:
             capture, plan = plan_here()
             return launch(
                 model,
                 capture,
                 plan,
                 job,
-                alarm=alarm,
+                failures=failures,
                 weights=file,
                 initialize=initialize,
                 run_on=run_on,
@@ -105,7 +105,7 @@ def compile(
     capture, plan = plan_here()
     _check_one_process(plan)
     staged = emit_stages(capture, *plan.parts)
-    places = resolve_places(plan, run_on)
+    places = map_devices(plan, run_on)
     homes = {name: places[0][stage].device for name, stage in staged.state_stage.items()}
     placed = materialize(model, homes, weights=file, initialize=initialize)
     return PlacedModule(placed, plan=plan, staged=staged, places=places)

@@ -23,7 +23,7 @@ import placer
 from placer.capture import Capture, capture_model
 from placer.cost import stand_in_loss
 from placer.emit import materialize
-from placer.runtime.distributed.faults import failure_told
+from placer.runtime.distributed.failure_broadcast import failure_told
 from placer.runtime.distributed.job import find_job
 from placer.runtime.distributed.launch import launch
 from placer.runtime.distributed.module import DistributedModule
@@ -143,8 +143,8 @@ def _compile_all(
     """``placer.compile`` for plans that differ in their schedule; what they share is done once."""
     job = find_job()
     assert job is not None
-    with failure_told(job) as alarm:
-        trained = [launch(model, capture, plan, job, alarm=alarm) for plan in plans]
+    with failure_told(job) as failures:
+        trained = [launch(model, capture, plan, job, failures=failures) for plan in plans]
     for placed in trained[1:]:
         placed._finder = trained[0]._finder  # the stages are the same, and so is what crosses
     return trained

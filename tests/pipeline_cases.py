@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 import placer
 from placer.runtime.distributed import gradients
-from placer.runtime.distributed.outcome import SharedBuffers
+from placer.runtime.distributed.step_reduction import SharedBuffers
 
 ROWS = 32
 

@@ -217,7 +217,7 @@ CHANGES: dict[str, Callable[[Data, Random], None]] = {
     "merged classes": _merge_classes,
     "split classes": _split_classes,
     "forward only": _forward_only,
-    "mirrored": _mirror,
+    "copied": _mirror,
     "twice, chained": _twice(chained=True),
     "twice, side by side": _twice(chained=False),
 }

@@ -32,10 +32,10 @@ from placer._torch import (
 )
 from placer.capture.caches import caches_set_aside
 from placer.capture.copying import copy_module, tensors_of
-from placer.capture.draws import keep_random
 from placer.capture.failure import Untraceable
 from placer.capture.packed import PACKING, RECURRENT, run_recurrent
 from placer.capture.reach import Reach, find_reach
+from placer.capture.rng_nodes import keep_random
 from placer.errors import CaptureError
 
 _CPU = torch.device("cpu")

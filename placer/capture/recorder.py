@@ -32,7 +32,6 @@ from placer._torch import (
 )
 from placer.capture.call import BoundCall, flat_forward, placeholder_names
 from placer.capture.constants import copy_real, data_of, digest, find_value, is_written
-from placer.capture.draws import forbid_python_random, keep_random
 from placer.capture.failure import (
     ForwardFailure,
     TraceFailure,
@@ -46,6 +45,7 @@ from placer.capture.fake import FakeWorld, GuessData
 from placer.capture.leaves import is_in, is_torch_leaf
 from placer.capture.moves import NamedDevices, set_device_aside
 from placer.capture.result import ResultFormat, flatten_result
+from placer.capture.rng_nodes import forbid_python_random, keep_random
 from placer.capture.settings import Setting, read_settings, watch_attributes
 from placer.capture.sizes import SizeFloat, SizeInt, plain
 from placer.capture.targets import (

@@ -111,7 +111,7 @@ def to_json(result: Verification) -> dict[str, Any]:
 def _stand_in(wanted: PlacementSpec | Plan) -> str | None:
     """``"cpu"`` where this machine has no device of a type that is asked for."""
     from placer.plan.types import Plan
-    from placer.runtime.places import device_count
+    from placer.runtime.device_map import device_count
 
     if isinstance(wanted, Plan):
         names = [name for stage in wanted.stages for name in stage.devices]

@@ -3,6 +3,6 @@
 from placer.emit.lines import node_lines
 from placer.emit.materialize import materialize
 from placer.emit.stages import emit_stages
-from placer.emit.types import PieceCode, StageCode, StagedModel
+from placer.emit.types import SegmentCode, StageCode, StagedModel
 
-__all__ = ["PieceCode", "StageCode", "StagedModel", "emit_stages", "materialize", "node_lines"]
+__all__ = ["SegmentCode", "StageCode", "StagedModel", "emit_stages", "materialize", "node_lines"]

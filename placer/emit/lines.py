@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from types import CodeType
 
-from placer.emit.types import PieceCode
+from placer.emit.types import SegmentCode
 
 _ASSIGNMENT = re.compile(r"\s+(\w+)\s*(?::[^=]*)?=")
 
 
-def node_lines(piece: PieceCode) -> dict[int, str]:
+def node_lines(piece: SegmentCode) -> dict[int, str]:
     """Line of the piece's code, as frames and tracebacks number it -> the node that it computes."""
     code: CodeType = piece.forward.__code__
     lines = piece.source.split("\n")

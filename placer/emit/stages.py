@@ -14,7 +14,7 @@ from placer.capture.targets import CallMethod, call_module
 from placer.emit.boxed import BoxedCodeGen
 from placer.emit.names import ReadPath, WithKeywords, is_plain
 from placer.emit.results import find_batched_results
-from placer.emit.types import PieceCode, StageCode, StagedModel
+from placer.emit.types import SegmentCode, StageCode, StagedModel
 from placer.errors import PlanError
 from placer.regions import Region
 
@@ -128,7 +128,7 @@ def _emit_stage(
 ) -> StageCode:
     parts = list(_parts(own, regions))
     needed = set(outputs)  # by what comes after the part
-    pieces: list[PieceCode] = []
+    pieces: list[SegmentCode] = []
     for part, region in reversed(parts):
         inside = {node.name for node in part}
         reads = dict.fromkeys(s.name for n in part for s in n.all_input_nodes)
@@ -177,7 +177,7 @@ def _emit_piece(
     outputs: tuple[str, ...],
     released: frozenset[str],
     region: Region | None,
-) -> PieceCode:
+) -> SegmentCode:
     graph = fx.Graph()
     graph.set_codegen(BoxedCodeGen(_TREE))
     device = graph.placeholder(_DEVICE)
@@ -199,7 +199,7 @@ def _emit_piece(
     graph.output(tuple(values[name] for name in outputs))
     forward, source = compile_graph(graph)
     written = (n for node in own for n in capture.mutated_state_of.get(node.name, ()))
-    return PieceCode(
+    return SegmentCode(
         inputs=inputs,
         outputs=outputs,
         released=released,

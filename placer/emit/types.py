@@ -12,7 +12,7 @@ from placer.capture import CallFormat, Conditions, TensorPath
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PieceCode:
+class SegmentCode:
     """A part of a stage as a function ``forward(tree, device, inputs) -> tuple of outputs``.
 
     ``tree`` is any object that has the model's submodules at their original paths; ``device``
@@ -43,7 +43,7 @@ class StageCode:
     modules: tuple[str, ...]  # paths of the modules it calls
     attributes: tuple[str, ...]  # dotted names of the parameters and buffers it reads directly
     state: tuple[str, ...]  # names of all parameters and buffers it reads, those of modules too
-    pieces: tuple[PieceCode, ...]
+    pieces: tuple[SegmentCode, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class StagedModel:
     forward writes in place, ``result`` the flat list of its outputs: ``("value", node name)`` or
     ``("constant", object)``; ``batched_results`` says which of them depend on the batch.
     ``state_stage`` says which stage owns each parameter and buffer; a
-    parameter that later stages read too is mirrored there.
+    parameter that later stages read too is copied there.
     """
 
     stages: tuple[StageCode, ...]

@@ -44,7 +44,7 @@ from placer.partition.candidate import optimizer_on, reference_bytes, waiting_at
 from placer.partition.model import ModelUnits
 from placer.partition.stage_cost.score import optimizer_bytes
 from placer.partition.stage_cost.tables import node_transients
-from placer.partition.types import Demands, DeviceSlot
+from placer.partition.types import DeviceSlot, PlanningOptions
 
 _MOST_UNITS = 2_000  # of a graph whose groups of units are looked at: all pairs are compared
 _MOST_IN_GROUP, _MOST_STARTS = 64, 32
@@ -68,17 +68,17 @@ def least_peak(
     costs: CostTable,
     devices: Sequence[DeviceSlot],
     num_stages: int,
-    demands: Demands,
+    options: PlanningOptions,
 ) -> float:
     """No placement on ``devices`` has a lower largest peak, in the unit of `StageCosts.peaks`.
 
     ``num_stages``: of the longest chain tried, where a stage may be as good as a device of its own.
     O(nodes + units^2 / 8 + tried groups x units) time; of more than 2,000 units no groups are tried.
     """
-    held = unit_bytes(model, costs, demands, [slot.name for slot in devices])
+    held = unit_bytes(model, costs, options, [slot.name for slot in devices])
     nbytes = float(held.alone.max(initial=0.0))
-    if demands.training and len(model.order) <= _MOST_UNITS:
-        waiting = (waiting_at(demands, num_stages, q) for q in range(num_stages))
+    if options.training and len(model.order) <= _MOST_UNITS:
+        waiting = (waiting_at(options, num_stages, q) for q in range(num_stages))
         others = min(count.first_backward for count in waiting)
         nbytes = max(nbytes, _least_of_groups(held, model.edges, num_stages, others))
     reference = reference_bytes(devices)
@@ -132,23 +132,23 @@ def _ancestors(count: int, edges: Iterable[tuple[int, int]]) -> NDArray[np.bool_
 
 
 def unit_bytes(
-    model: ModelUnits, costs: CostTable, demands: Demands, devices: Sequence[str]
+    model: ModelUnits, costs: CostTable, options: PlanningOptions, devices: Sequence[str]
 ) -> UnitBytes:
     """What the units of ``model`` hold, on any of ``devices`` (names); O(nodes + uses)."""
     count = len(model.order)
-    state = _state_bytes(model, costs, demands)
+    state = _state_bytes(model, costs, options)
     saved, excess, alone = np.zeros(count), np.zeros(count), state.copies.copy()
-    if demands.training:
-        alone += state.gradients + _updating(state, demands, devices)
+    if options.training:
+        alone += state.gradients + _updating(state, options, devices)
     nodes_of: list[list[int]] = [[] for _ in range(count)]
     for node in range(len(costs.names)):
         nodes_of[int(model.unit_of[node])].append(node)
     values = _Values(model, costs)
     for unit, nodes in enumerate(nodes_of):
         moments = []
-        if demands.microbatches == 1:  # a smaller last one may be the only one in forward
+        if options.microbatches == 1:  # a smaller last one may be the only one in forward
             moments.append(_most_in_forward(costs, values, unit, nodes))
-        if demands.training:
+        if options.training:
             held = _held_in_backward(costs, values, unit, nodes, state.own[unit])
             saved[unit], excess[unit] = held.saved, max(0.0, held.most - held.saved)
             moments.append(held.most_alone)
@@ -168,11 +168,11 @@ class _StateBytes:
     own: list[list[tuple[int, int]]]  # of each of these, its first reader and bytes
 
 
-def _state_bytes(model: ModelUnits, costs: CostTable, demands: Demands) -> _StateBytes:
+def _state_bytes(model: ModelUnits, costs: CostTable, options: PlanningOptions) -> _StateBytes:
     count = len(model.order)
     copies, static, gradients = np.zeros(count), np.zeros(count), np.zeros(count)
     own: list[list[tuple[int, int]]] = [[] for _ in range(count)]
-    state = optimizer_bytes(demands.optimizer).state
+    state = optimizer_bytes(options.optimizer).state
     for names_of in (costs.parameters_of, costs.buffers_of):
         uses: dict[str, list[int]] = defaultdict(list)
         for node, names in enumerate(names_of):
@@ -183,7 +183,7 @@ def _state_bytes(model: ModelUnits, costs: CostTable, demands: Demands) -> _Stat
             for unit in units:
                 copies[unit] += nbytes
             static[min(units)] += nbytes
-            if demands.training and name in costs.trained and len(units) == 1:
+            if options.training and name in costs.trained and len(units) == 1:
                 (unit,) = units
                 static[unit] += state * nbytes
                 copies[unit] += state * nbytes
@@ -192,10 +192,10 @@ def _state_bytes(model: ModelUnits, costs: CostTable, demands: Demands) -> _Stat
     return _StateBytes(copies=copies, static=static, gradients=gradients, own=own)
 
 
-def _updating(state: _StateBytes, demands: Demands, devices: Sequence[str]) -> Bytes:
+def _updating(state: _StateBytes, options: PlanningOptions, devices: Sequence[str]) -> Bytes:
     """Per unit what the optimizer makes while its parameters change, on the best of the devices."""
     largest = np.array([max((nbytes for _, nbytes in own), default=0) for own in state.own])
-    optimizers = [optimizer_on(demands, [name]) for name in devices]
+    optimizers = [optimizer_on(options, [name]) for name in devices]
     # `IntervalTables.updating` is twice the largest.
     steps = [how.together * state.gradients + 2 * how.each * largest for how in optimizers]
     least: Bytes = np.min(steps, axis=0)

@@ -20,7 +20,7 @@ from placer.partition.stage_cost.score import (
     transfer_seconds,
 )
 from placer.partition.stage_cost.tables import IntervalTables
-from placer.partition.types import Demands, DeviceSlot
+from placer.partition.types import DeviceSlot, PlanningOptions
 from placer.schedule import InFlight, in_flight_by_stage, make_schedule
 
 SLACK = 1.005  # how far above the least peak the additive bounds of a proposal may go
@@ -43,11 +43,11 @@ class Candidate:
     total: float  # seconds of all stages
 
 
-def waiting_at(demands: Demands, num_stages: int, stage_index: int) -> InFlight:
+def waiting_at(options: PlanningOptions, num_stages: int, stage_index: int) -> InFlight:
     """What waits at a stage under the schedule that is asked for."""
-    if demands.microbatches == 1 or not demands.training:
-        return InFlight(microbatches=demands.microbatches, last_share=demands.last_share)
-    waiting = _waiting(demands.schedule, num_stages, demands.microbatches, demands.last_share)
+    if options.microbatches == 1 or not options.training:
+        return InFlight(microbatches=options.microbatches, last_share=options.last_share)
+    waiting = _waiting(options.schedule, num_stages, options.microbatches, options.last_share)
     return waiting[stage_index]
 
 
@@ -60,11 +60,11 @@ def _waiting(
     return in_flight_by_stage(table, last_share=last_share)
 
 
-def optimizer_on(demands: Demands, devices: Iterable[str]) -> OptimizerMemory:
+def optimizer_on(options: PlanningOptions, devices: Iterable[str]) -> OptimizerMemory:
     """What the optimizer needs where the parameters that it trains are on ``devices`` (names)."""
-    if not demands.training:
+    if not options.training:
         return OptimizerMemory(state=0)
-    return optimizer_bytes(demands.optimizer, together=updates_together(devices))
+    return optimizer_bytes(options.optimizer, together=updates_together(devices))
 
 
 def solve_order(
@@ -72,13 +72,13 @@ def solve_order(
     nodes: Sequence[int],
     chain: Sequence[DeviceSlot],
     pinned: Sequence[str | None],
-    demands: Demands,
+    options: PlanningOptions,
 ) -> Candidate | None:
     """The best stages along ``nodes`` for the devices of ``chain``; None where the pins forbid all.
 
     Where all stages can be within their budgets the objective decides, else the least overflow.
     """
-    costs = StageCosts(tables, chain, pinned, demands)
+    costs = StageCosts(tables, chain, pinned, options)
     enough = len(tables.cuts) - 1 >= len(chain)
     for empty in ([not enough] * len(chain), [True] * len(chain)):
         result = best_cuts(costs.shares, costs.held, combine="max", may_be_empty=empty)
@@ -89,13 +89,13 @@ def solve_order(
     cuts, least = result
     if least <= 1:
         allowed = costs.allowed(1.0)
-        if demands.objective == "memory":
+        if options.objective == "memory":
             result = best_cuts(costs.peaks, allowed, combine="max", may_be_empty=empty)
             assert result is not None
             near = result[1] * (1 + _TIE)
             allowed = [a & (p <= near) for a, p in zip(allowed, costs.peaks, strict=True)]
-        cuts = _fastest(costs.seconds, allowed, empty, demands.objective)
-    return _rated(costs, tables, nodes, chain, cuts, demands)
+        cuts = _fastest(costs.seconds, allowed, empty, options.objective)
+    return _rated(costs, tables, nodes, chain, cuts, options)
 
 
 def rate_stages(
@@ -104,11 +104,11 @@ def rate_stages(
     chain: Sequence[DeviceSlot],
     cuts: Sequence[int],
     pinned: Sequence[str | None],
-    demands: Demands,
+    options: PlanningOptions,
 ) -> Candidate:
     """The stages between ``cuts`` (indices), as `solve_order` would rank them."""
-    costs = StageCosts(tables, chain, pinned, demands)
-    return _rated(costs, tables, nodes, chain, cuts, demands)
+    costs = StageCosts(tables, chain, pinned, options)
+    return _rated(costs, tables, nodes, chain, cuts, options)
 
 
 def _rated(
@@ -117,16 +117,16 @@ def _rated(
     nodes: Sequence[int],
     chain: Sequence[DeviceSlot],
     cuts: Sequence[int],
-    demands: Demands,
+    options: PlanningOptions,
 ) -> Candidate:
     load = costs.along(costs.seconds, cuts)
-    step = max(load) * (demands.microbatches - 1) + sum(load)
+    step = max(load) * (options.microbatches - 1) + sum(load)
     fullest = max(costs.along(costs.shares, cuts))
     peak = max(costs.along(costs.peaks, cuts))
     rank = (0.0, max(load), step)
-    if demands.objective == "memory" and fullest <= 1:
+    if options.objective == "memory" and fullest <= 1:
         rank = (peak, max(load), step)
-    elif demands.objective == "latency":
+    elif options.objective == "latency":
         rank = (0.0, sum(load), max(load))
     return Candidate(
         rank=(fullest if fullest > 1 else 0.0, *rank),
@@ -154,16 +154,16 @@ class StageCosts:
         tables: IntervalTables,
         chain: Sequence[DeviceSlot],
         pinned: Sequence[str | None],
-        demands: Demands,
+        options: PlanningOptions,
     ) -> None:
         largest = reference_bytes(chain)
         self.seconds, self.shares, self.peaks, self.held = [], [], [], []
         for q, slot in enumerate(chain):
-            count = waiting_at(demands, len(chain), q)
-            updated = [slot] if demands.processes else chain
-            kept = optimizer_on(demands, (other.name for other in updated))
-            peak = peak_bytes(tables, count, kept, training=demands.training)
-            self.seconds.append(_seconds(tables, slot, demands))
+            count = waiting_at(options, len(chain), q)
+            updated = [slot] if options.processes else chain
+            kept = optimizer_on(options, (other.name for other in updated))
+            peak = peak_bytes(tables, count, kept, training=options.training)
+            self.seconds.append(_seconds(tables, slot, options))
             self.shares.append(_share(peak, slot))
             self.peaks.append(peak / largest if slot.budget is None else self.shares[-1])
             self.held.append(_pin_mask(tables, pinned, slot.name))
@@ -183,15 +183,15 @@ def reference_bytes(chain: Sequence[DeviceSlot]) -> float:
 
 
 def border_alternatives(
-    candidate: Candidate, pinned: Sequence[str | None], demands: Demands
+    candidate: Candidate, pinned: Sequence[str | None], options: PlanningOptions
 ) -> list[tuple[float, int | None]]:
     """For every border the best criterion with it anywhere else on the order, and that cut.
 
     The other borders are then free to move. ``inf`` and None where it cannot be elsewhere.
     """
-    costs = StageCosts(candidate.tables, candidate.slots, pinned, demands)
-    combine: Literal["max", "sum"] = "sum" if demands.objective == "latency" else "max"
-    loads = costs.peaks if demands.objective == "memory" else costs.seconds
+    costs = StageCosts(candidate.tables, candidate.slots, pinned, options)
+    combine: Literal["max", "sum"] = "sum" if options.objective == "latency" else "max"
+    loads = costs.peaks if options.objective == "memory" else costs.seconds
     if candidate.limit > 1:
         loads = costs.shares
     table = border_costs(loads, costs.allowed(candidate.limit), combine=combine)
@@ -219,10 +219,10 @@ def _fastest(
     return second[0]
 
 
-def _seconds(tables: IntervalTables, slot: DeviceSlot, demands: Demands) -> Table:
-    forward, backward = stage_seconds(tables, slot.kind, half=demands.half)
-    moved = transfer_seconds(tables, slot.kind, training=demands.training)
-    return forward + moved + (backward if demands.training else 0.0)
+def _seconds(tables: IntervalTables, slot: DeviceSlot, options: PlanningOptions) -> Table:
+    forward, backward = stage_seconds(tables, slot.kind, half=options.half)
+    moved = transfer_seconds(tables, slot.kind, training=options.training)
+    return forward + moved + (backward if options.training else 0.0)
 
 
 def _share(peak: Table, slot: DeviceSlot) -> Table:

@@ -24,9 +24,9 @@ from placer.partition.model import (
     relaxed_chain,
     seconds_problem,
 )
-from placer.partition.returning import (
+from placer.partition.noncontiguous import (
     GAIN,
-    ReturningChains,
+    NoncontiguousChains,
     find_returning,
     is_better,
 )
@@ -34,7 +34,7 @@ from placer.partition.solver.problem import Solution
 from placer.partition.solver.solve import lower_bound, solve
 from placer.partition.stage_cost.cache import TableCache
 from placer.partition.stage_cost.tables import IntervalTables
-from placer.partition.types import Demands, DeviceSlot, Partition
+from placer.partition.types import DeviceSlot, Partition, PlanningOptions
 from placer.partition.units import grouped_order, program_order, sampled_orders, unit_graph
 
 _MOST_ALIVE = 5_000  # of partly decided downsets in a proof: planning stays within a second or so
@@ -51,7 +51,7 @@ def choose_partition(
     costs: CostTable,
     devices: Sequence[DeviceSlot],
     pins: Mapping[str, str],
-    demands: Demands,
+    options: PlanningOptions,
     *,
     tables: TableCache | None = None,
     enough: float = 0.0,
@@ -76,12 +76,12 @@ def choose_partition(
     units = unit_graph(capture)
     position = {name: i for i, name in enumerate(capture.order)}
     pin_of = unit_pins(units, {position[name]: device for name, device in pins.items()})
-    search = _Search(units, costs, devices, pin_of, demands, tables or TableCache())
+    search = _Search(units, costs, devices, pin_of, options, tables or TableCache())
     program = program_order(units)
     search.add(program)
     found = search.best
     if enough and found is not None and found.fullest <= enough:
-        return describe_partition(found, capture, costs, search.pinned_nodes(found), demands, 0.0)
+        return describe_partition(found, capture, costs, search.pinned_nodes(found), options, 0.0)
     if len(set(pin_of.values())) > 1:
         search.add(grouped_order(units, pin_of))
     best = search.best
@@ -93,14 +93,14 @@ def choose_partition(
         search.add_returning(bound)
         assert search.best is not None
         best = search.with_all_borders(search.best)
-    return describe_partition(best, capture, costs, search.pinned_nodes(best), demands, bound)
+    return describe_partition(best, capture, costs, search.pinned_nodes(best), options, bound)
 
 
 def rate_partition(
     capture: Capture,
     costs: CostTable,
     stages: Sequence[tuple[DeviceSlot, Sequence[str]]],
-    demands: Demands,
+    options: PlanningOptions,
 ) -> Partition:
     """These stages, each a device with its nodes in the order it runs them, and what they cost.
 
@@ -112,9 +112,9 @@ def rate_partition(
     cuts = list(itertools.accumulate((len(names) for _, names in stages), initial=0))
     slots = [slot for slot, _ in stages]
     pinned: list[str | None] = [slot.name for slot, names in stages for _ in names]
-    tables = _build(TableCache(), costs, nodes, cuts, demands)
-    rated = rate_stages(tables, nodes, slots, range(len(cuts)), pinned, demands)
-    return describe_partition(rated, capture, costs, pinned, demands, 0.0)
+    tables = _build(TableCache(), costs, nodes, cuts, options)
+    rated = rate_stages(tables, nodes, slots, range(len(cuts)), pinned, options)
+    return describe_partition(rated, capture, costs, pinned, options, 0.0)
 
 
 def _build(
@@ -122,9 +122,9 @@ def _build(
     costs: CostTable,
     nodes: Sequence[int],
     cuts: Sequence[int],
-    demands: Demands,
+    options: PlanningOptions,
 ) -> IntervalTables:
-    return cache.build(costs, nodes, cuts, later=demands.microbatches > 1)
+    return cache.build(costs, nodes, cuts, later=options.microbatches > 1)
 
 
 class _Search:
@@ -136,11 +136,11 @@ class _Search:
         costs: CostTable,
         devices: Sequence[DeviceSlot],
         pin_of: Mapping[int, str],
-        demands: Demands,
+        options: PlanningOptions,
         tables: TableCache,
     ) -> None:
         self._units, self._costs, self._devices = units, costs, devices
-        self._pin_of, self._demands = pin_of, demands
+        self._pin_of, self._demands = pin_of, options
         self._cache = tables
         self._place = {unit: i for i, unit in enumerate(program_order(units))}
         self._chains: dict[tuple[str, ...], tuple[DeviceSlot, ...]] = {}
@@ -176,8 +176,8 @@ class _Search:
             tables = _build(self._cache, self._costs, nodes, cuts, self._demands)
             if found is not None:  # the very stages that the order was made of
                 same = self._indices(tables, order, kept)
-                slots, demands = found.slots, self._demands
-                self._offer(rate_stages(tables, nodes, slots, same, pinned, demands))
+                slots, options = found.slots, self._demands
+                self._offer(rate_stages(tables, nodes, slots, same, pinned, options))
             found = self._solve(tables, nodes, pinned)
             if found is None:
                 break
@@ -298,15 +298,15 @@ class _Search:
         The bound counts no stage's peak exactly, and where more than one chain of devices was
         tried, every position gets the best of them all.
         """
-        best, demands = self.best, self._demands
+        best, options = self.best, self._demands
         assert best is not None
         chains = list(self._chains.values())
         relaxed = chains[0] if len(chains) == 1 else relaxed_chain(chains)
         over = best.rank[0] > 1
-        by_memory = demands.objective == "memory" or over
+        by_memory = options.objective == "memory" or over
         bound = 0.0
         if by_memory or best.fullest > _NEAR:
-            problem = memory_problem(model, self._costs, best.slots, demands)
+            problem = memory_problem(model, self._costs, best.slots, options)
             self._add_solution(model, solve(problem, most_alive=0))
             self.add_drawn(model)
             if by_memory:
@@ -314,20 +314,20 @@ class _Search:
         if over:
             return bound
         best = self.best or best
-        most = _most_bytes(best, demands)
-        problem = seconds_problem(model, self._costs, best.slots, demands, most)
-        alone = len(chains) == 1 and demands.objective == "throughput"
+        most = _most_bytes(best, options)
+        problem = seconds_problem(model, self._costs, best.slots, options, most)
+        alone = len(chains) == 1 and options.objective == "throughput"
         solution = solve(problem, most_alive=_MOST_ALIVE if alone else 0)
         self._add_solution(model, solution)
-        if demands.objective == "latency":
-            problem = seconds_problem(model, self._costs, relaxed, demands, [None] * len(relaxed))
+        if options.objective == "latency":
+            problem = seconds_problem(model, self._costs, relaxed, options, [None] * len(relaxed))
             return float(np.min([slot.seconds for slot in problem.slots], axis=0).sum())
         if by_memory:
             return bound
         if solution is not None and alone:
             return solution.optimality.lower_bound
         most = [None if s.budget is None else s.budget - s.reserve for s in relaxed]
-        return lower_bound(seconds_problem(model, self._costs, relaxed, demands, most))
+        return lower_bound(seconds_problem(model, self._costs, relaxed, options, most))
 
     def _least_peak(self, model: ModelUnits, chain: Sequence[DeviceSlot]) -> float:
         """A lower bound on the largest peak, in the unit of `Candidate.peak`."""
@@ -365,7 +365,7 @@ class _Search:
         tables = self._tables(order, nodes, counts)
         same = self._indices(tables, order, counts)
         stated = replace(start, tables=tables, nodes=tuple(nodes))
-        chains = ReturningChains(stated, self._costs, pinned, self._demands)
+        chains = NoncontiguousChains(stated, self._costs, pinned, self._demands)
         return chains.candidate(found.slots, same)
 
     def _add_solution(self, model: ModelUnits, solution: Solution | None) -> None:
@@ -380,9 +380,9 @@ class _Search:
         self.add([model.order[i] for i in order], kept)
 
 
-def _most_bytes(best: Candidate, demands: Demands) -> list[float | None]:
+def _most_bytes(best: Candidate, options: PlanningOptions) -> list[float | None]:
     """What every stage may hold: its budget, and for least memory not much more than ``best``."""
-    near = best.peak * SLACK if demands.objective == "memory" else np.inf
+    near = best.peak * SLACK if options.objective == "memory" else np.inf
     found: list[float | None] = []
     for slot in best.slots:
         most = near * (slot.budget or reference_bytes(best.slots))

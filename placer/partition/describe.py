@@ -19,7 +19,7 @@ from placer.partition.candidate import (
     reference_bytes,
     waiting_at,
 )
-from placer.partition.returning import ReturningChains, can_return, device_peaks
+from placer.partition.noncontiguous import NoncontiguousChains, device_peaks, may_be_noncontiguous
 from placer.partition.stage_cost.score import (
     OptimizerMemory,
     peak_bytes,
@@ -29,7 +29,7 @@ from placer.partition.stage_cost.score import (
     transfer_seconds,
 )
 from placer.partition.stage_cost.tables import IntervalTables
-from placer.partition.types import Demands, DeviceSlot, Partition
+from placer.partition.types import DeviceSlot, Partition, PlanningOptions
 from placer.plan.types import Boundary, Optimality, StageMemory, StagePlan
 from placer.regions import find_regions
 from placer.schedule import InFlight
@@ -53,7 +53,7 @@ def describe_partition(
     capture: Capture,
     costs: CostTable,
     pinned: Sequence[str | None],
-    demands: Demands,
+    options: PlanningOptions,
     bound: float,
 ) -> Partition:
     """The partition of ``best``; ``pinned`` per node of its order, ``bound`` below its criterion."""
@@ -61,18 +61,18 @@ def describe_partition(
     used = [_Used(q, x, y - 1) for q, (x, y) in spans if y > x]
     slots = [best.slots[q] for q, _, _ in used]
     received_from = _received_from(best, used, costs)
-    stages = _stages(best, used, capture, costs, demands, received_from)
-    peaks, replica_peaks = _device_peaks(best, used, stages, costs, demands, received_from)
+    stages = _stages(best, used, capture, costs, options, received_from)
+    peaks, replica_peaks = _device_peaks(best, used, stages, costs, options, received_from)
     fits = all(
         slot.budget is None or peaks[slot.name] + slot.reserve <= slot.budget for slot in slots
     )
-    moved = _transfer_seconds(best, used, demands)
+    moved = _transfer_seconds(best, used, options)
     loads = [s.forward_seconds + s.backward_seconds + m for s, m in zip(stages, moved, strict=True)]
     busy = dict.fromkeys(peaks, 0.0)
     for slot, load in zip(slots, loads, strict=True):
         busy[slot.name] += load
-    seconds = max(busy.values()) * (demands.microbatches - 1) + sum(loads)
-    criterion = _criterion(best, demands)
+    seconds = max(busy.values()) * (options.microbatches - 1) + sum(loads)
+    criterion = _criterion(best, options)
     if criterion != TOTAL_SECONDS:
         loads = [busy[slot.name] for slot in slots]
     measured = [
@@ -92,7 +92,7 @@ def describe_partition(
             value=value,
             lower_bound=value if len(stages) == 1 else min(bound, value),
         ),
-        boundaries=_boundaries(best, capture, costs, pinned, demands, measured),
+        boundaries=_boundaries(best, capture, costs, pinned, options, measured),
     )
 
 
@@ -101,7 +101,7 @@ def _stages(
     used: Sequence[_Used],
     capture: Capture,
     costs: CostTable,
-    demands: Demands,
+    options: PlanningOptions,
     received_from: NDArray[np.float64],
 ) -> list[StagePlan]:
     t = best.tables
@@ -110,11 +110,11 @@ def _stages(
     stages = []
     for index, (q, x, y) in enumerate(used):
         slot = best.slots[q]
-        count = waiting_at(demands, len(used), index)
-        kept = optimizer_on(demands, [slot.name] if demands.processes else trains)
+        count = waiting_at(options, len(used), index)
+        kept = optimizer_on(options, [slot.name] if options.processes else trains)
         waiting = received_from[index, :index].tolist()
-        peaks = peak_bytes(t, count, kept, training=demands.training, received_from=waiting)
-        forward, backward = stage_seconds(t, slot.kind, half=demands.half)
+        peaks = peak_bytes(t, count, kept, training=options.training, received_from=waiting)
+        forward, backward = stage_seconds(t, slot.kind, half=options.half)
         inside = best.nodes[t.cuts[x] : t.cuts[y + 1]]  # the order that its peak is of
         names = tuple(capture.order[i] for i in inside)
         layers = dict.fromkeys(capture.layer_of[name] for name in names)
@@ -124,21 +124,23 @@ def _stages(
                 devices=(slot.name,),
                 layers=tuple(layer for layer in layers if layer),
                 nodes=names,
-                memory=_memory(t, x, y, count, kept, int(peaks[x, y]), training=demands.training),
+                memory=_memory(t, x, y, count, kept, int(peaks[x, y]), training=options.training),
                 budget=slot.budget,
                 reserve=slot.reserve,
                 forward_seconds=float(forward[x, y]),
-                backward_seconds=float(backward[x, y]) if demands.training else 0.0,
+                backward_seconds=float(backward[x, y]) if options.training else 0.0,
                 regions=find_regions(names, key_of),
             )
         )
     return stages
 
 
-def _transfer_seconds(best: Candidate, used: Sequence[_Used], demands: Demands) -> list[float]:
+def _transfer_seconds(
+    best: Candidate, used: Sequence[_Used], options: PlanningOptions
+) -> list[float]:
     """Per stage the seconds in which it moves what crosses its borders."""
     moved = [
-        (transfer_seconds(best.tables, best.slots[q].kind, training=demands.training), x, y)
+        (transfer_seconds(best.tables, best.slots[q].kind, training=options.training), x, y)
         for q, x, y in used
     ]
     return [float(seconds[x, y]) for seconds, x, y in moved]
@@ -180,7 +182,7 @@ def _device_peaks(
     used: Sequence[_Used],
     stages: Sequence[StagePlan],
     costs: CostTable,
-    demands: Demands,
+    options: PlanningOptions,
     received_from: NDArray[np.float64],
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Peak per device, of the first replica and of a further one."""
@@ -189,24 +191,24 @@ def _device_peaks(
     updating = dict.fromkeys((slot.name for slot in best.slots), 0.0)  # bytes while all change
     for q, x, y in used:
         name = best.slots[q].name
-        kept = optimizer_on(demands, [name] if demands.processes else trains)
+        kept = optimizer_on(options, [name] if options.processes else trains)
         updating[name] += float(t.parameters[x, y] + t.buffers[x, y])
         updating[name] += float((1 + kept.state + kept.together) * t.owned[x, y])
     peaks = _per_device([(stage, stage.memory.peak) for stage in stages])
-    if len(peaks) < len(stages) and can_return(demands, best.slots):
+    if len(peaks) < len(stages) and may_be_noncontiguous(options, best.slots):
         spans = {
             name: [(x, y + 1) for q, x, y in used if best.slots[q].name == name] for name in peaks
         }
         return (
-            device_peaks(t, costs, best.nodes, spans, optimizer_on(demands, trains)),
+            device_peaks(t, costs, best.nodes, spans, optimizer_on(options, trains)),
             device_peaks(t, costs, best.nodes, spans, None),
         )
     peaks = {name: max(peak, int(updating[name])) for name, peak in peaks.items()}
     of_replica = []
     for index, (stage, (_, x, y)) in enumerate(zip(stages, used, strict=True)):
-        count = waiting_at(demands, len(used), index)
+        count = waiting_at(options, len(used), index)
         waiting = received_from[index, :index].tolist()
-        found = replica_peak_bytes(t, count, training=demands.training, received_from=waiting)
+        found = replica_peak_bytes(t, count, training=options.training, received_from=waiting)
         of_replica.append((stage, int(found[x, y])))
     return peaks, _per_device(of_replica)
 
@@ -225,13 +227,13 @@ def _received_from(best: Candidate, used: Sequence[_Used], costs: CostTable) -> 
     return received
 
 
-def _criterion(best: Candidate, demands: Demands) -> str:
+def _criterion(best: Candidate, options: PlanningOptions) -> str:
     limited = any(slot.budget is not None for slot in best.slots)
     if best.limit > 1:
         return PEAK_SHARE
-    if demands.objective == "memory":
+    if options.objective == "memory":
         return PEAK_SHARE if limited else PEAK_BYTES
-    return TOTAL_SECONDS if demands.objective == "latency" else SLOWEST_SECONDS
+    return TOTAL_SECONDS if options.objective == "latency" else SLOWEST_SECONDS
 
 
 def _measure(
@@ -252,7 +254,7 @@ def _boundaries(
     capture: Capture,
     costs: CostTable,
     pinned: Sequence[str | None],
-    demands: Demands,
+    options: PlanningOptions,
     measured: Sequence[float],
 ) -> tuple[Boundary, ...]:
     """The borders between the stages; where some are empty, what else could be is not said."""
@@ -262,9 +264,9 @@ def _boundaries(
     if len(inner) == len(best.slots) - 1:
         names = {slot.name for slot in best.slots}
         if len(names) == len(best.slots):
-            others = border_alternatives(best, pinned, demands)
-        elif can_return(demands, best.slots):
-            others = ReturningChains(best, costs, pinned, demands).moves()
+            others = border_alternatives(best, pinned, options)
+        elif may_be_noncontiguous(options, best.slots):
+            others = NoncontiguousChains(best, costs, pinned, options).moves()
     place = {node: i for i, node in enumerate(best.nodes)}
     ends = [
         (

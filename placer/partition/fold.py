@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from placer.partition.stage_cost.passed_on import Span
+from placer.partition.stage_cost.live_through import Span
 from placer.partition.stage_cost.shared import SharedPeaks, Table
 
 MOST_CUTS = 44  # the time of the nested program goes with the fourth power

@@ -13,7 +13,7 @@ from placer.cost import CostTable
 from placer.partition.candidate import reference_bytes, waiting_at
 from placer.partition.solver.problem import PartitionProblem, SharedValue, StageSlot, Vector
 from placer.partition.stage_cost.score import optimizer_bytes, unit_seconds
-from placer.partition.types import Demands, DeviceSlot
+from placer.partition.types import DeviceSlot, PlanningOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,35 +64,35 @@ def seconds_problem(
     model: ModelUnits,
     costs: CostTable,
     chain: Sequence[DeviceSlot],
-    demands: Demands,
+    options: PlanningOptions,
     most_bytes: Sequence[float | None],
 ) -> PartitionProblem:
     """Least time of the slowest stage, with at most ``most_bytes`` on each."""
     slots = []
     for q, (slot, most) in enumerate(zip(chain, most_bytes, strict=True)):
-        seconds = unit_seconds(costs, slot.kind, half=demands.half, training=demands.training)
+        seconds = unit_seconds(costs, slot.kind, half=options.half, training=options.training)
         slots.append(
             StageSlot(
                 device=slot.name,
                 seconds=_by_unit(model, seconds),
-                seconds_per_byte=(2 if demands.training else 1) / slot.kind.link_bandwidth,
-                nbytes=least_bytes(model, costs, demands, len(chain), q),
+                seconds_per_byte=(2 if options.training else 1) / slot.kind.link_bandwidth,
+                nbytes=least_bytes(model, costs, options, len(chain), q),
                 budget=most,
             )
         )
-    return _problem(model, slots, demands)
+    return _problem(model, slots, options)
 
 
 def memory_problem(
-    model: ModelUnits, costs: CostTable, chain: Sequence[DeviceSlot], demands: Demands
+    model: ModelUnits, costs: CostTable, chain: Sequence[DeviceSlot], options: PlanningOptions
 ) -> PartitionProblem:
     """Least bytes of all stages, as shares of their budgets (`reference_bytes` without one)."""
     slots = []
     for q, slot in enumerate(chain):
-        held = least_bytes(model, costs, demands, len(chain), q)
+        held = least_bytes(model, costs, options, len(chain), q)
         share = held / (slot.budget or reference_bytes(chain))
         slots.append(StageSlot(device=slot.name, seconds=share, seconds_per_byte=0.0, nbytes=held))
-    return _problem(model, slots, demands)
+    return _problem(model, slots, options)
 
 
 def relaxed_chain(chains: Sequence[Sequence[DeviceSlot]]) -> tuple[DeviceSlot, ...]:
@@ -114,7 +114,9 @@ def relaxed_chain(chains: Sequence[Sequence[DeviceSlot]]) -> tuple[DeviceSlot, .
     return (best,) * max(map(len, chains))
 
 
-def _problem(model: ModelUnits, slots: Sequence[StageSlot], demands: Demands) -> PartitionProblem:
+def _problem(
+    model: ModelUnits, slots: Sequence[StageSlot], options: PlanningOptions
+) -> PartitionProblem:
     return PartitionProblem(
         num_units=len(model.order) + 1,
         edges=model.edges,
@@ -126,7 +128,7 @@ def _problem(model: ModelUnits, slots: Sequence[StageSlot], demands: Demands) ->
 
 
 def least_bytes(
-    model: ModelUnits, costs: CostTable, demands: Demands, num_stages: int, stage_index: int
+    model: ModelUnits, costs: CostTable, options: PlanningOptions, num_stages: int, stage_index: int
 ) -> Vector:
     """Bytes per unit that add up to no more than the peak of any stage at that position.
 
@@ -135,7 +137,7 @@ def least_bytes(
     whichever is more in all. What regions recompute or offload is left out.
     """
     static, saved, gradients = (np.zeros(len(model.order) + 1) for _ in range(3))
-    state = optimizer_bytes(demands.optimizer).state
+    state = optimizer_bytes(options.optimizer).state
     uses: dict[str, set[int]] = {}
     for names_of in (costs.parameters_of, costs.buffers_of):
         for node, names in enumerate(names_of):
@@ -144,15 +146,15 @@ def least_bytes(
     for name, units in uses.items():
         nbytes, first = costs.state_nbytes[name], min(units)
         static[first] += nbytes
-        if demands.training and name in costs.trained and len(units) == 1:
+        if options.training and name in costs.trained and len(units) == 1:
             static[first] += state * nbytes
             gradients[first] += nbytes
-    if not demands.training:
+    if not options.training:
         return static
     for value in costs.values:
         if value.savers and not any(s < len(costs.keys) and costs.keys[s] for s in value.savers):
             saved[min(int(model.unit_of[s]) for s in value.savers)] += value.nbytes
-    saved *= waiting_at(demands, num_stages, stage_index).most
+    saved *= waiting_at(options, num_stages, stage_index).most
     total: Vector = static + (saved if saved.sum() >= gradients.sum() else gradients)
     return total
 

@@ -20,7 +20,7 @@ class DeviceSlot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Demands:
+class PlanningOptions:
     """What the partition is to serve: the parts of the spec that decide what a stage costs."""
 
     objective: str = "throughput"

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from placer.capture import Capture
 from placer.cost import CostTable
-from placer.partition import Demands, Partition
+from placer.partition import Partition, PlanningOptions
 from placer.plan.types import DevicePeak, Optimality, Plan, Transfer
-from placer.planner.lighten import LightPlan
+from placer.planner.activation_policy import PolicyChoice
 from placer.planner.notes import placement_notes
 from placer.regions import RegionKey
 from placer.spec import PlacementSpec
@@ -19,8 +19,8 @@ from placer.units import format_seconds
 def assemble_plan(
     capture: Capture,
     spec: PlacementSpec,
-    light: LightPlan,
-    demands: Demands,
+    light: PolicyChoice,
+    options: PlanningOptions,
     rows: Sequence[Sequence[str]],
     microbatches: int,
 ) -> Plan:
@@ -31,13 +31,13 @@ def assemble_plan(
     return Plan(
         fits=all(peak.fits for peak in peaks),
         objective=spec.objective,
-        processes=demands.processes,
+        processes=options.processes,
         replicas=len(rows),
         microbatches=microbatches,
         schedule=spec.schedule,
         precision=spec.precision,
         batch_norm=spec.batch_norm,
-        optimizer=demands.optimizer,
+        optimizer=options.optimizer,
         training=spec.training,
         step_seconds=partition.seconds,
         fingerprint=capture.fingerprint,
@@ -51,7 +51,7 @@ def assemble_plan(
         offload=_labels(costs.keys, "offload"),
         notes=(
             *_light_notes(spec, light),
-            *placement_notes(capture, spec, demands, replicas=len(rows), microbatches=microbatches),
+            *placement_notes(capture, spec, options, replicas=len(rows), microbatches=microbatches),
         ),
         optimality=partition.optimality,
         extra_time=_extra_time(light),
@@ -60,7 +60,7 @@ def assemble_plan(
     )
 
 
-def _light_notes(spec: PlacementSpec, light: LightPlan) -> list[str]:
+def _light_notes(spec: PlacementSpec, light: PolicyChoice) -> list[str]:
     """What the regions that the compiler chose cost, and how much less it could be."""
     if not light.extra_seconds:
         return []
@@ -79,7 +79,7 @@ def _light_notes(spec: PlacementSpec, light: LightPlan) -> list[str]:
     ]
 
 
-def _extra_time(light: LightPlan) -> Optimality | None:
+def _extra_time(light: PolicyChoice) -> Optimality | None:
     if not light.extra_seconds:
         return None
     return Optimality(
@@ -89,9 +89,9 @@ def _extra_time(light: LightPlan) -> Optimality | None:
     )
 
 
-def _labels(keys: Sequence[RegionKey | None], treatment: str) -> tuple[str, ...]:
+def _labels(keys: Sequence[RegionKey | None], policy: str) -> tuple[str, ...]:
     """The layers that are recomputed, or offloaded, in program order."""
-    chosen = (key.label for key in keys if key is not None and getattr(key, treatment))
+    chosen = (key.label for key in keys if key is not None and getattr(key, policy))
     return tuple(dict.fromkeys(chosen))
 
 

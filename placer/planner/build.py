@@ -12,19 +12,19 @@ from torch import Tensor
 from placer.capture import Capture
 from placer.cost import CostEstimates, CostTable, GuessedCosts, device_type, with_regions
 from placer.errors import CaptureError
-from placer.partition import Demands, DeviceSlot, Partition, TableCache, choose_partition
+from placer.partition import DeviceSlot, Partition, PlanningOptions, TableCache, choose_partition
 from placer.plan.types import Plan
+from placer.planner.activation_policy import PolicyChoice, choose_policy, is_heavy
 from placer.planner.assemble import assemble_plan
 from placer.planner.devices import device_slot, likely_kernels, memory_uses, with_known_memory
-from placer.planner.lighten import LightPlan, is_heavy, lighten
 from placer.planner.resolve import (
     check_supported,
     count_replicas,
-    demands_of,
     microbatch_choices,
     microbatch_inputs,
     microbatch_rows,
-    treatments_of,
+    planning_options,
+    policies_of,
     wanted_devices,
     wanted_regions,
 )
@@ -140,30 +140,30 @@ def _plan_for(
         for device in spec.devices
     ]
     sizes = microbatch_rows(capture, inputs, replicas, microbatches)
-    demands = demands_of(spec, sizes, processes=processes)
+    options = planning_options(spec, sizes, processes=processes)
     costs_of = partial(
         estimate,
         microbatch_inputs(capture, inputs, replicas, microbatches),
         training=spec.training,
         precision=spec.precision,
     )
-    choices = treatments_of(spec)
+    choices = policies_of(spec)
     offloaded = any(key is not None and key.offload for key in keys)
 
-    def place(kernels: str | Mapping[str, str], pins: Mapping[str, str]) -> LightPlan:
-        choose = partial(_choose, capture, slots, pins, demands, tables, enough)
+    def place(kernels: str | Mapping[str, str], pins: Mapping[str, str]) -> PolicyChoice:
+        choose = partial(_choose, capture, slots, pins, options, tables, enough)
         plain = costs or costs_of(kernels=kernels, offloads=offloaded)
         first = choose(with_regions(plain, keys), {})
-        heavy = is_heavy(first, choices, slots, demands)
+        heavy = is_heavy(first, choices, slots, options)
         if heavy and spec.offload and costs is None:  # one more run, of no use to what fits without
             plain = costs_of(kernels=kernels, offloads=True)
-        return lighten(
+        return choose_policy(
             capture,
             plain,
             keys,
             choices if heavy else (),
             slots,
-            demands,
+            options,
             choose,
             first=first,
             at_once=enough > 0,
@@ -176,7 +176,7 @@ def _plan_for(
         placed = {node: stage.devices[0] for stage in stages for node in stage.nodes}
         kernels = {node: device_type(name) for node, name in placed.items()}
         light = place(kernels, placed)
-    return assemble_plan(capture, spec, light, demands, spec.device_rows(replicas), microbatches)
+    return assemble_plan(capture, spec, light, options, spec.device_rows(replicas), microbatches)
 
 
 def _corrected(slot: DeviceSlot, nbytes: int) -> DeviceSlot:
@@ -201,12 +201,12 @@ def _choose(
     capture: Capture,
     slots: Sequence[DeviceSlot],
     pins: Mapping[str, str],
-    demands: Demands,
+    options: PlanningOptions,
     tables: TableCache,
     enough: float,
     costs: CostTable,
     more_pins: Mapping[str, str],
 ) -> Partition:
     return choose_partition(
-        capture, costs, slots, {**more_pins, **pins}, demands, tables=tables, enough=enough
+        capture, costs, slots, {**more_pins, **pins}, options, tables=tables, enough=enough
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from placer.capture import Capture
 from placer.cost import CostTable, device_kind, estimate_costs
-from placer.partition import Demands, choose_partition
+from placer.partition import PlanningOptions, choose_partition
 from placer.partition.model import least_bytes, model_units
 from placer.partition.stage_cost.score import optimizer_bytes, peak_bytes, unit_seconds
 from placer.partition.stage_cost.tables import build_tables
@@ -85,11 +85,11 @@ def measure_limits(
 ) -> Limits:
     """The limits that the pieces of ``capture`` set for a batch of ``inputs``."""
     costs = estimate_costs(capture, inputs, training=training)
-    demands = Demands(objective="memory", optimizer=optimizer, training=training)
+    options = PlanningOptions(objective="memory", optimizer=optimizer, training=training)
     units = unit_graph(capture)
     order = program_order(units)
     model = model_units(units, order, costs, {})
-    held = least_bytes(model, costs, demands, 1, 0)
+    held = least_bytes(model, costs, options, 1, 0)
     seconds = unit_seconds(costs, device_kind("cuda:0", None), half=False, training=training)
     by_unit = np.bincount(model.unit_of, weights=seconds, minlength=len(held))
 
@@ -100,7 +100,7 @@ def measure_limits(
             nbytes=float(held[chosen].sum() / max(held.sum(), 1.0)),
         )
 
-    largest, unit = _largest_piece(capture, costs, units, order, demands)
+    largest, unit = _largest_piece(capture, costs, units, order, options)
     position = {name: i for i, name in enumerate(capture.order)}
     inside = {
         w.layer: [
@@ -118,13 +118,17 @@ def measure_limits(
 
 
 def _largest_piece(
-    capture: Capture, costs: CostTable, units: nx.DiGraph, order: Sequence[int], demands: Demands
+    capture: Capture,
+    costs: CostTable,
+    units: nx.DiGraph,
+    order: Sequence[int],
+    options: PlanningOptions,
 ) -> tuple[Piece, int]:
     """The piece with the highest peak in a stage of its own, and its unit.
 
     No piece needs more than the whole model does in one stage, where nothing is received.
     """
-    kept = optimizer_bytes(demands.optimizer if demands.training else "sgd", together=True)
+    kept = optimizer_bytes(options.optimizer if options.training else "sgd", together=True)
     members = {unit: tuple(units.nodes[unit]["nodes"]) for unit in order}
     nodes = [i for group in members.values() for i in group]
     ends = dict(zip(members, accumulate(len(group) for group in members.values()), strict=True))
@@ -132,7 +136,7 @@ def _largest_piece(
     def peak(first: int, end: int) -> int:
         cuts = sorted({0, first, end, len(nodes)})
         tables = build_tables(costs, nodes, cuts)
-        peaks = peak_bytes(tables, InFlight(), kept, training=demands.training)
+        peaks = peak_bytes(tables, InFlight(), kept, training=options.training)
         return int(peaks[cuts.index(first), cuts.index(end) - 1])
 
     found = {
@@ -156,14 +160,14 @@ def devices_needed(
 ) -> int | None:
     """The fewest cuda devices of ``memory`` bytes each that the planner fits, None beyond 64."""
     costs = estimate_costs(capture, inputs, training=training)
-    demands = Demands(objective="memory", optimizer=optimizer, training=training)
+    options = PlanningOptions(objective="memory", optimizer=optimizer, training=training)
 
     def fits(count: int) -> bool:
         spec = PlacementSpec(
             devices=tuple(DeviceSpec(name=f"cuda:{i}", memory=memory) for i in range(count))
         )
         slots = [device_slot(device, spec) for device in spec.devices]
-        return choose_partition(capture, costs, slots, {}, demands).fits
+        return choose_partition(capture, costs, slots, {}, options).fits
 
     low, high = 0, 1
     while not fits(high):

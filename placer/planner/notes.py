@@ -5,22 +5,27 @@ from __future__ import annotations
 from torch import nn
 
 from placer.capture import Capture, placeholder_names
-from placer.partition import Demands
+from placer.partition import PlanningOptions
 from placer.planner.devices import device_slot
 from placer.schedule import batch_cuts
 from placer.spec import PlacementSpec, resolve_layers
 
 
 def placement_notes(
-    capture: Capture, spec: PlacementSpec, demands: Demands, *, replicas: int, microbatches: int
+    capture: Capture,
+    spec: PlacementSpec,
+    options: PlanningOptions,
+    *,
+    replicas: int,
+    microbatches: int,
 ) -> tuple[str, ...]:
     """What holds for ``capture`` under ``spec``, whatever the stages are.
 
-    ``replicas`` and ``microbatches`` are those asked for; ``demands`` has as many micro-batches as
+    ``replicas`` and ``microbatches`` are those asked for; ``options`` has as many micro-batches as
     the batch has rows for.
     """
     notes = [*_cut_notes(capture, replicas, microbatches), *_shared_notes(capture, spec)]
-    cut = demands.microbatches > 1 or replicas > 1
+    cut = options.microbatches > 1 or replicas > 1
     has_batch_norm = any(
         isinstance(m, nn.modules.batchnorm._BatchNorm) for m in capture.model.modules()
     )
@@ -43,7 +48,7 @@ def placement_notes(
             "running statistics are updated once per step, as if the batch had not been cut: those "
             "that torch's batch_norm and instance_norm update. Other buffers are as ever."
         )
-    if demands.microbatches > 1 and spec.schedule != "GPipe":
+    if options.microbatches > 1 and spec.schedule != "GPipe":
         notes.append(
             f"placed.step() follows {spec.schedule}; calling the module and loss.backward() holds "
             "all micro-batches at once, as GPipe does, and needs GPipe's memory."

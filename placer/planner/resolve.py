@@ -9,8 +9,8 @@ from torch import Tensor
 
 from placer.capture import Capture
 from placer.errors import PlacerError, SpecError
-from placer.partition import Demands
-from placer.partition.treatments.labels import Treatment
+from placer.partition import PlanningOptions
+from placer.partition.policy.labels import Policy
 from placer.planner.notes import layer_paths, shared_modules
 from placer.regions import RegionKey, region_keys
 from placer.schedule import batch_cuts
@@ -67,13 +67,13 @@ def wanted_regions(capture: Capture, spec: PlacementSpec) -> tuple[RegionKey | N
     return region_keys(capture, chosen["checkpoint"], chosen["offload"])
 
 
-def treatments_of(spec: PlacementSpec) -> tuple[Treatment, ...]:
+def policies_of(spec: PlacementSpec) -> tuple[Policy, ...]:
     """What the compiler may do with the saved activations of any node."""
     recompute, offload = spec.checkpoint == "auto", spec.offload == "auto"
     if not spec.training:
         return ()
-    found = [Treatment(recompute=True)] * recompute + [Treatment(offload=True)] * offload
-    return (*found, *[Treatment(recompute=True, offload=True)] * (recompute and offload))
+    found = [Policy(recompute=True)] * recompute + [Policy(offload=True)] * offload
+    return (*found, *[Policy(recompute=True, offload=True)] * (recompute and offload))
 
 
 def count_replicas(spec: PlacementSpec) -> int:
@@ -118,9 +118,11 @@ def microbatch_inputs(
     return shaped
 
 
-def demands_of(spec: PlacementSpec, sizes: Sequence[int], *, processes: bool) -> Demands:
-    """What the spec demands of a partition, for micro-batches of ``sizes`` rows."""
-    return Demands(
+def planning_options(
+    spec: PlacementSpec, sizes: Sequence[int], *, processes: bool
+) -> PlanningOptions:
+    """What the spec options of a partition, for micro-batches of ``sizes`` rows."""
+    return PlanningOptions(
         objective=spec.objective,
         schedule=spec.schedule,
         microbatches=len(sizes),

@@ -103,11 +103,11 @@ def whole_groups(capture: Capture, keys: Sequence[RegionKey | None]) -> Keys:
         if torn is None:
             return tuple(found)
         between = range(min(torn), max(torn) + 1)
-        treatments = {
+        policies = {
             None if k is None else (k.recompute, k.offload)
             for k in found[between[0] : between[-1] + 1]
         }
-        joined = found[torn[0]] if len(treatments) == 1 else None
+        joined = found[torn[0]] if len(policies) == 1 else None
         for i in between if joined is not None else torn:
             found[i] = joined
 

@@ -201,7 +201,7 @@ class PlacedModule(nn.Module):
         only after weights were written through ``.data`` with no backward in between.
         """
         for replica in self._replicas:
-            replica.mirrors.forget()
+            replica.copies.forget()
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the original's ``forward`` returns for these arguments, on ``output_device``.
@@ -261,7 +261,7 @@ class PlacedModule(nn.Module):
 
     def _write_back(self, runs: list[PlacedMicrobatch]) -> None:
         """Keep what the first replica's modules put into their buffers and attributes."""
-        if runs[0].replica.mirrors is self._replicas[0].mirrors:
+        if runs[0].replica.copies is self._replicas[0].copies:
             for run in runs:
                 for tree in run.trees:
                     write_back(tree)

@@ -11,9 +11,9 @@ from torch import nn
 from placer.capture import find_tensor, is_in
 from placer.emit import StageCode, StagedModel
 from placer.precision import precision_context
-from placer.runtime.mirror import Mirrors
-from placer.runtime.pieces import run_pieces, tensors_at
+from placer.runtime.parameter_copies import ParameterCopies
 from placer.runtime.place import CALLER, Place, on
+from placer.runtime.segments import run_segments, tensors_at
 from placer.runtime.statistics import DeferredStatistics
 from placer.runtime.transfer import copy_to, transfer
 from placer.runtime.tree import build_tree
@@ -23,7 +23,7 @@ class Replica:
     """The stages of ``staged`` on ``places`` (one per stage), reading the weights of ``model``.
 
     ``model`` holds the primary weights, each at its home among ``homes`` (the places of replica 0).
-    What this replica needs elsewhere it reads through its mirrors. With ``statistics``, those keep
+    What this replica needs elsewhere it reads through its copies. With ``statistics``, those keep
     what the stages' norms would do to running statistics.
     """
 
@@ -38,7 +38,7 @@ class Replica:
         self.staged = staged
         self.places = tuple(places)
         self.homes = tuple(homes)
-        self.mirrors = Mirrors()
+        self.copies = ParameterCopies()
         self.precision = precision
         self.statistics = statistics
         self._last_reads: dict[frozenset[int], Mapping[str, int]] = {}
@@ -54,7 +54,7 @@ class Replica:
         if staged is self.staged:
             return self
         other = Replica(staged, self.places, self.homes, self.precision, self.statistics)
-        other.mirrors = self.mirrors
+        other.copies = self.copies
         return other
 
     def last_reads(self, local: frozenset[int]) -> Mapping[str, int]:
@@ -80,7 +80,7 @@ class Replica:
             return model
 
         def read(name: str, tensor: torch.Tensor) -> torch.Tensor:
-            return self.mirrors.read(tensor, self.homes[self._home_of(name)], place)
+            return self.copies.read(tensor, self.homes[self._home_of(name)], place)
 
         return build_tree(model, stage.modules, stage.attributes, read)
 
@@ -101,10 +101,10 @@ class Replica:
         precision = precision_context(self.precision, place.device.type)
         with on(place), precision:
             if self.statistics is None:
-                return run_pieces(stage, tree, place, inputs)
+                return run_segments(stage, tree, place, inputs)
             written = [name for piece in stage.pieces for name in piece.written]
             with self.statistics.gathering(dict(tensors_at(tree, written)), place):
-                return run_pieces(stage, tree, place, inputs)
+                return run_segments(stage, tree, place, inputs)
 
     def follow_attributes(self, model: nn.Module) -> None:
         """Have constants that attributes of ``model`` hold the values that these have now."""

@@ -226,17 +226,17 @@ def gradient_root(tensor: torch.Tensor, waiting: WaitingGradients) -> torch.Tens
     return _Root.apply(tensor, waiting.stand_in)  # type: ignore[no-any-return]
 
 
-class _Mirror(torch.autograd.Function):
+class _ParameterCopy(torch.autograd.Function):
     """A parameter's copy on another place; its gradient goes home to the parameter."""
 
     @staticmethod
     def forward(
-        ctx: Any, primary: torch.Tensor, mirrored: torch.Tensor, home: Place, place: Place
+        ctx: Any, primary: torch.Tensor, copied: torch.Tensor, home: Place, place: Place
     ) -> torch.Tensor:
         ctx.home = home
         ctx.place = place
         ctx.set_materialize_grads(False)
-        return mirrored.detach()
+        return copied.detach()
 
     @staticmethod
     def backward(
@@ -245,8 +245,6 @@ class _Mirror(torch.autograd.Function):
         return transfer(grads[0], ctx.place, ctx.home), None, None, None
 
 
-def attach(
-    primary: torch.Tensor, mirrored: torch.Tensor, home: Place, place: Place
-) -> torch.Tensor:
-    """``mirrored`` at ``place``, as a differentiable function of ``primary`` at ``home``."""
-    return _Mirror.apply(primary, mirrored, home, place)  # type: ignore[no-any-return]
+def attach(primary: torch.Tensor, copied: torch.Tensor, home: Place, place: Place) -> torch.Tensor:
+    """``copied`` at ``place``, as a differentiable function of ``primary`` at ``home``."""
+    return _ParameterCopy.apply(primary, copied, home, place)  # type: ignore[no-any-return]

@@ -17,8 +17,8 @@ from placer.plan.types import Plan
 from placer.runtime.attribution import Attribution
 from placer.runtime.distributed.crossings import CrossingFinder, Crossings
 from placer.runtime.distributed.gradients import GradientReducer, find_shared
-from placer.runtime.distributed.job import Job, Seat, take_seat
-from placer.runtime.distributed.part import build_part, find_holdings
+from placer.runtime.distributed.job import Job, RankAssignment, assign_rank
+from placer.runtime.distributed.ownership import build_part, find_ownership
 from placer.runtime.distributed.pipeline import Microbatch, Pipeline
 from placer.runtime.distributed.transport import NoChannel
 from placer.runtime.place import CALLER, Place
@@ -101,8 +101,8 @@ def simulate_ranks(
     found = []
     for index, name in enumerate(names):
         job = Job(rank=index, world_size=plan.replicas * len(names), local_rank=0)
-        seat = take_seat(plan, job)
-        ledger = _simulate_rank(capture, plan, staged, seat, inputs, loss_fn, run_on or name)
+        assignment = assign_rank(plan, job)
+        ledger = _simulate_rank(capture, plan, staged, assignment, inputs, loss_fn, run_on or name)
         found.append(describe_peak(ledger.timeline(), name, predicted[name], place=_RANK))
     return SimulationReport(devices=tuple(found), step_ok=True)
 
@@ -111,29 +111,31 @@ def _simulate_rank(
     capture: Capture,
     plan: Plan,
     staged: StagedModel,
-    seat: Seat,
+    assignment: RankAssignment,
     inputs: Sequence[Tensor],
     loss_fn: Callable[[Any], Tensor] | None,
     name: str,
 ) -> RankLedger:
-    """Two training steps of the rank that has ``seat``, with the kernels of the device ``name``."""
+    """Two training steps of the rank that has ``assignment``, with the kernels of the device ``name``."""
     world = FakeWorld()
     fake_model = world.module(capture.model)
     leaves = [world.tensor(tensor) for tensor in inputs]
-    holdings = find_holdings(fake_model, staged, seat.num_devices)
+    ownership = find_ownership(fake_model, staged, assignment.num_devices)
     finder = CrossingFinder(capture.model, plan, staged, _CPU)
     attribution = Attribution(staged.stages, capture.layer_of)
     ledger = RankLedger(attribution.where, kernels=lambda _: device_type(name))
     with world.running(capture.conditions.guess):
-        part = build_part(fake_model, staged, holdings, seat.device_index, _CPU)
+        part = build_part(fake_model, staged, ownership, assignment.device_index, _CPU)
         finder.follow(part)
         pieces = _cut(staged, plan, leaves)
         crossings = [finder.find(piece, grad=True) for piece in pieces]
-        pipeline = _pipeline(plan, staged, part, seat)
+        pipeline = _pipeline(plan, staged, part, assignment)
         trained = [p for p in part.parameters() if p.requires_grad]
         optimizer = make_optimizer(plan.optimizer, trained, foreach=updates_together([name]))
         group_of = cache(lambda devices: _NoSum(plan.replicas * len(devices)))
-        reducer = _FakeReducer(find_shared(part, staged, holdings, seat.stage_indices, group_of))
+        reducer = _FakeReducer(
+            find_shared(part, staged, ownership, assignment.stage_indices, group_of)
+        )
         ledger.add_state((*part.parameters(), *part.buffers()))
         for leaf in (*leaves, *(tensor for piece in pieces for tensor in piece)):
             ledger.add(leaf, CALLER, kind="input")
@@ -149,7 +151,9 @@ def _simulate_rank(
     return ledger
 
 
-def _pipeline(plan: Plan, staged: StagedModel, part: nn.Module, seat: Seat) -> Pipeline:
+def _pipeline(
+    plan: Plan, staged: StagedModel, part: nn.Module, assignment: RankAssignment
+) -> Pipeline:
     """The rank's stages, among ranks of which none is there."""
     places = [Place(_RANK, _CPU)] * len(plan.stages)
     statistics = DeferredStatistics() if defers_statistics(plan) else None
@@ -158,8 +162,8 @@ def _pipeline(plan: Plan, staged: StagedModel, part: nn.Module, seat: Seat) -> P
         part,
         schedule=plan.schedule,
         microbatches=plan.microbatches,
-        rank=seat.device_index,
-        num_ranks=seat.num_devices,
+        rank=assignment.device_index,
+        num_ranks=assignment.num_devices,
         channel=NoChannel(),
     )
 

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from unet3d import unet3d
 
 import placer
-from placer.partition.treatments import cheapest
-from placer.partition.treatments.labels import KEEP, Label, LabelledStage, StageLimits
+from placer.partition.policy import cheapest
+from placer.partition.policy.labels import KEEP, Label, LabelledStage, StageLimits
 
 
 def _label(seconds: int, kept: int, worst: int) -> Label:
     return Label(
-        seconds=seconds, kept=kept, worst=worst, counted=0, hosted=0, treatment=KEEP, span=(0, 1)
+        seconds=seconds, kept=kept, worst=worst, counted=0, hosted=0, policy=KEEP, span=(0, 1)
     )
 
 
@@ -50,15 +50,15 @@ def test_the_least_peak_of_a_stage_is_looked_for_once(monkeypatch: pytest.Monkey
         return search(self, choices, select)  # type: ignore[arg-type]
 
     lightened = 0
-    lighten_stage = cheapest.lighten_stage
+    choose_stage_policy = cheapest.choose_stage_policy
 
-    def lighten(*args: object) -> object:
+    def choose_policy(*args: object) -> object:
         nonlocal lightened
         lightened += 1
-        return lighten_stage(*args)  # type: ignore[arg-type]
+        return choose_stage_policy(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(LabelledStage, "search", counted)
-    monkeypatch.setattr("placer.planner.lighten.lighten_stage", lighten)
+    monkeypatch.setattr("placer.planner.activation_policy.choose_stage_policy", choose_policy)
     with torch.device("meta"):
         model, x = unet3d(width=4, depth=3), torch.empty(1, 1, 16, 16, 16)
     spec = {"devices": ["cuda:0", "cuda:1"], "objective": "memory"}

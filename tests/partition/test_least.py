@@ -7,16 +7,16 @@ import random
 import pytest
 
 from placer.cost import CostTable, NodeCost, StoredValue, device_kind
-from placer.partition.treatments import cheapest, least
-from placer.partition.treatments.labels import LabelledStage, StageLimits, Treatment
+from placer.partition.policy import cheapest, least
+from placer.partition.policy.labels import LabelledStage, Policy, StageLimits
 from placer.regions import RegionBorders
 
 EVERYWHERE = RegionBorders(free=frozenset(range(6)), ending={}, unsafe=frozenset())
 KIND = device_kind("cuda:0", "a100")
 CHOICES = (
-    (Treatment(recompute=True),),
-    (Treatment(offload=True),),
-    (Treatment(recompute=True), Treatment(offload=True)),
+    (Policy(recompute=True),),
+    (Policy(offload=True),),
+    (Policy(recompute=True), Policy(offload=True)),
 )
 
 
@@ -80,7 +80,7 @@ def test_bound_optimum_and_answer(most: int, monkeypatch: pytest.MonkeyPatch) ->
             static=0, budget=plain * draw.uniform(0.5, 0.95), held=held, grown=False
         )
         fitting = [way.seconds for way in ways if limits.peak(way) <= limits.budget]
-        found = cheapest.lighten_stage(stage, choices, limits)
+        found = cheapest.choose_stage_policy(stage, choices, limits)
         if not fitting:
             assert found.peak > limits.budget
             continue

@@ -14,15 +14,18 @@ import placer
 from placer.capture import capture_model
 from placer.cost import estimate_costs
 from placer.partition import DeviceSlot, choose_partition, rate_partition
-from placer.partition.stage_cost.waiting import Elsewhere, largest_up_to
+from placer.partition.stage_cost.pending_gradients import IntervalCorrection, largest_up_to
 from placer.planner.devices import device_slot
-from placer.planner.resolve import demands_of
+from placer.planner.resolve import planning_options
 
 WIDTH = 9
 
 
 def _by_definition(
-    table: NDArray[np.float64], starts: list[int], ends: list[int], changes: list[Elsewhere]
+    table: NDArray[np.float64],
+    starts: list[int],
+    ends: list[int],
+    changes: list[IntervalCorrection],
 ) -> NDArray[np.float64]:
     found = np.full((len(starts), len(ends)), -np.inf)
     for row, start in enumerate(starts):
@@ -41,7 +44,7 @@ def _by_definition(
 
 positions = st.integers(0, WIDTH)
 elsewhere = st.builds(
-    Elsewhere,
+    IntervalCorrection,
     first=positions,
     last=positions,
     begin=positions,
@@ -57,7 +60,7 @@ elsewhere = st.builds(
     st.lists(elsewhere, max_size=6),
 )
 def test_the_largest_value_of_every_stage(
-    values: list[int], borders: set[int], changes: list[Elsewhere]
+    values: list[int], borders: set[int], changes: list[IntervalCorrection]
 ) -> None:
     starts = [0, *sorted(borders)]
     ends = [*sorted(borders), WIDTH]
@@ -79,10 +82,10 @@ def test_stages_cost_what_they_did_when_they_were_chosen(
     capture = capture_model(model, (x,))
     rows = x[: 4 // microbatches]
     costs = estimate_costs(capture, [rows], kernels="cuda")
-    demands = demands_of(spec, [len(rows)] * microbatches, processes=processes)
+    options = planning_options(spec, [len(rows)] * microbatches, processes=processes)
     slots: list[DeviceSlot] = [device_slot(device, spec) for device in spec.devices]
-    chosen = choose_partition(capture, costs, slots, {}, demands)
-    rated = rate_partition(capture, costs, chosen.placed, demands)
+    chosen = choose_partition(capture, costs, slots, {}, options)
+    rated = rate_partition(capture, costs, chosen.placed, options)
     assert rated.stages == chosen.stages
     assert rated.peaks == chosen.peaks
     assert (rated.fits, rated.seconds) == (chosen.fits, chosen.seconds)

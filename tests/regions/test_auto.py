@@ -18,12 +18,12 @@ from unet3d import unet3d
 import placer
 from placer.capture import capture_model
 from placer.cost import device_kind, estimate_costs, with_regions
+from placer.partition.policy.cheapest import choose_stage_policy, keys_of
+from placer.partition.policy.labels import LabelledStage, Policy, StageLimits
+from placer.partition.policy.least import least_extra_seconds
 from placer.partition.stage_cost.score import optimizer_bytes, peak_bytes
 from placer.partition.stage_cost.tables import build_tables
-from placer.partition.treatments.cheapest import keys_of, lighten_stage
-from placer.partition.treatments.labels import LabelledStage, StageLimits, Treatment
-from placer.partition.treatments.least import least_extra_seconds
-from placer.planner import lighten
+from placer.planner import activation_policy
 from placer.regions import RegionBorders
 from placer.schedule import InFlight
 
@@ -102,8 +102,8 @@ def test_without_budgets_a_search_that_finds_worse_changes_nothing(
         worse.append(max(peaks.values()))
         return replace(found, partition=replace(found.partition, peaks=peaks))
 
-    real = lighten._Search.found
-    monkeypatch.setattr(lighten._Search, "found", find)
+    real = activation_policy._Search.found
+    monkeypatch.setattr(activation_policy._Search, "found", find)
     spec = {"devices": ["cpu:0", "cpu:1"], "objective": "memory"}
     with torch.device("meta"):
         model, x = unet3d(width=4, depth=2), torch.empty(1, 1, 16, 16, 16)
@@ -174,7 +174,7 @@ def test_the_choice_is_the_best_of_all(share: float) -> None:
     kind = device_kind("cuda:0", "a100")
     kept = optimizer_bytes("sgd")
 
-    def judge(runs: list[tuple[tuple[int, ...], Treatment]]) -> tuple[float, float]:
+    def judge(runs: list[tuple[tuple[int, ...], Policy]]) -> tuple[float, float]:
         keys = keys_of(layers, runs)
         light = with_regions(costs, [keys.get(i) for i in range(n)])
         table = peak_bytes(build_tables(light, range(n), [0, n]), InFlight(), kept, training=True)
@@ -185,7 +185,7 @@ def test_the_choice_is_the_best_of_all(share: float) -> None:
         )
         return float(table[0, 0]), seconds
 
-    recompute = Treatment(recompute=True)
+    recompute = Policy(recompute=True)
     ways = []
     for cuts in itertools.product([False, True], repeat=n - 1):
         borders = [0, *(i + 1 for i, cut in enumerate(cuts) if cut), n]
@@ -201,7 +201,7 @@ def test_the_choice_is_the_best_of_all(share: float) -> None:
     static = float(sum(costs.state_nbytes.values()))
     limits = StageLimits(static=static, budget=budget, held=1, grown=False)
     stage = LabelledStage(costs, range(n), (), _everywhere(n), {}, kind, half=False, grown=False)
-    found = lighten_stage(stage, [recompute], limits)
+    found = choose_stage_policy(stage, [recompute], limits)
     least = least_extra_seconds(stage, [recompute], limits)
     if best is None:
         assert found.peak > budget

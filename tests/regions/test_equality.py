@@ -75,14 +75,14 @@ def _plan(model: nn.Module, x: Tensor, **fields: Any) -> placer.Plan:
     return placer.make_plan(model, {"devices": [f"cpu:{i}" for i in range(stages)], **fields}, (x,))
 
 
-@pytest.mark.parametrize("treatment", ["checkpoint", "offload", "both"])
+@pytest.mark.parametrize("policy", ["checkpoint", "offload", "both"])
 @pytest.mark.parametrize("name", CASES)
-def test_results_equal_eager(name: str, treatment: str) -> None:
+def test_results_equal_eager(name: str, policy: str) -> None:
     torch.manual_seed(0)
     build, inputs, patterns = CASES[name]
     model, x = build().double(), inputs()
-    fields = {f: patterns for f in ("checkpoint", "offload") if treatment in (f, "both")}
-    cut = list(CASES).index(name) + ["checkpoint", "offload", "both"].index(treatment)
+    fields = {f: patterns for f in ("checkpoint", "offload") if policy in (f, "both")}
+    cut = list(CASES).index(name) + ["checkpoint", "offload", "both"].index(policy)
     stages, replicas, microbatches = CUTS[cut % len(CUTS)]
     plan = _plan(model, x, stages=stages, replicas=replicas, microbatches=microbatches, **fields)
     regions = list(itertools.chain(*(stage.regions for stage in plan.stages)))

@@ -94,12 +94,12 @@ def test_one_cut_equals_the_plain_model_bit_by_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
-@pytest.mark.parametrize("treatment", ["checkpoint", "offload"])
-def test_recomputed_layers_count_once(schedule: str, treatment: str) -> None:
+@pytest.mark.parametrize("policy", ["checkpoint", "offload"])
+def test_recomputed_layers_count_once(schedule: str, policy: str) -> None:
     x = torch.randn(8, 3, 4, 4, dtype=D)
     for name in ("batch", "shared", "acting", "instance"):
         net = make_net(name)
-        fields: dict[str, Any] = {treatment: ["0", "3"], "schedule": schedule}
+        fields: dict[str, Any] = {policy: ["0", "3"], "schedule": schedule}
         placed = placer.compile(net, _spec(2, 2, 2, **fields), x)
         loss, expected = step_by_hand(net, x, 2, 2)
         assert_close(placed.step(x, loss_fn=mean_square), loss, "loss")

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 import placer
 from placer.capture import capture_model
 from placer.emit import emit_stages
-from placer.runtime.distributed.part import build_part, find_holdings
+from placer.runtime.distributed.ownership import build_part, find_ownership
 
 
 class RegisteredTwice(nn.Module):
@@ -32,8 +32,8 @@ def test_a_module_under_two_paths_keeps_what_is_called_by_one_of_them() -> None:
     )
     capture = capture_model(model, (x,))
     staged = emit_stages(capture, *placer.make_plan(model, spec, x).parts)
-    holdings = find_holdings(model, staged, 2)
-    parts = [build_part(model, staged, holdings, i, torch.device("cpu")) for i in (0, 1)]
+    ownership = find_ownership(model, staged, 2)
+    parts = [build_part(model, staged, ownership, i, torch.device("cpu")) for i in (0, 1)]
     assert [name for name, _ in parts[0].first.named_children()] == ["0", "1", "2"]
     assert parts[0].blocks[0] is parts[0].first
     assert [name for name, _ in parts[1].named_children()] == ["head"]

@@ -13,8 +13,8 @@ import pytest
 from torch.distributed import HashStore, Store
 
 import placer
-from placer.runtime.distributed import faults, rendezvous
-from placer.runtime.distributed.faults import Alarm
+from placer.runtime.distributed import failure_broadcast, rendezvous
+from placer.runtime.distributed.failure_broadcast import FailureBroadcast
 from placer.runtime.distributed.job import Job
 from placer.runtime.distributed.join import store_of_start
 from placer.runtime.distributed.rendezvous import StoreFinder, TorchrunStore, meet
@@ -38,14 +38,14 @@ def _start(
     def join(rank: int) -> Store | placer.PeerError:
         time.sleep(0.2 if rank == late else 0)
         find_store = finder_of(rank)
-        alarm = Alarm(rank, len(RANKS), "test", find_store=find_store)
+        failures = FailureBroadcast(rank, len(RANKS), "test", find_store=find_store)
         try:
             return meet(
                 find_store,
                 rank,
                 len(RANKS),
                 limit=timedelta(seconds=seconds),
-                raise_if_told=alarm.raise_if_told,
+                raise_if_told=failures.raise_if_told,
             )
         except placer.PeerError as error:
             return error
@@ -108,9 +108,11 @@ def test_what_a_rank_that_fails_before_it_has_come_has_told_is_raised_by_all(ran
 
 
 def _fail(finder_of: Callable[[int], StoreFinder], rank: int) -> None:
-    alarm = Alarm(rank, len(RANKS), "test", find_store=finder_of(rank), patience_seconds=0.3)
-    alarm.tell_failure(placer.PlacerError("devices", "are none", "name some"))
-    alarm.await_readers()
+    failures = FailureBroadcast(
+        rank, len(RANKS), "test", find_store=finder_of(rank), patience_seconds=0.3
+    )
+    failures.tell_failure(placer.PlacerError("devices", "are none", "name some"))
+    failures.await_readers()
 
 
 @pytest.fixture
@@ -165,11 +167,11 @@ def test_rank_0_may_fail_to_compile_and_try_again(by_hand: Callable[[int], Store
 def test_a_program_that_exits_in_compile_has_told_so(
     by_hand: Callable[[int], StoreFinder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(faults, "_compiled", itertools.repeat(7))
+    monkeypatch.setattr(failure_broadcast, "_compiled", itertools.repeat(7))
     hosted = by_hand(0)
     assert hosted() is not None
-    with pytest.raises(SystemExit), faults.failure_told(_job(1)):
+    with pytest.raises(SystemExit), failure_broadcast.failure_told(_job(1)):
         raise SystemExit
-    alarm = Alarm(0, len(RANKS), "compile 7", find_store=hosted)
+    failures = FailureBroadcast(0, len(RANKS), "compile 7", find_store=hosted)
     with pytest.raises(placer.PeerError, match="rank 1: SystemExit"):
-        alarm.raise_if_told()
+        failures.raise_if_told()

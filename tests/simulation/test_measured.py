@@ -26,13 +26,13 @@ def check(model: nn.Module, x: Tensor, **fields: Any) -> placer.Plan:
     return plan
 
 
-@pytest.mark.parametrize("treatment", [{}, {"checkpoint": ["*"]}])
-def test_batch_norm_makes_its_gradient_twice_in_its_backward(treatment: dict[str, Any]) -> None:
+@pytest.mark.parametrize("policy", [{}, {"checkpoint": ["*"]}])
+def test_batch_norm_makes_its_gradient_twice_in_its_backward(policy: dict[str, Any]) -> None:
     """A ReLU after it hides that: what its backward lets go is as large."""
     block = nn.Sequential(nn.Conv3d(1, 8, 3, padding=1), nn.BatchNorm3d(8))
     model, x = nn.Sequential(block, nn.Conv3d(8, 1, 1)), torch.randn(1, 1, 24, 24, 24)
-    plan = check(model, x, **treatment)
-    as_cuda = placer.simulate(model, {"devices": ["cuda:0"], **treatment}, (x,)).devices[0]
+    plan = check(model, x, **policy)
+    as_cuda = placer.simulate(model, {"devices": ["cuda:0"], **policy}, (x,)).devices[0]
     assert as_cuda.peak < 0.9 * plan.devices[0].peak  # CUDA's does not
 
 

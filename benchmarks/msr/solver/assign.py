@@ -79,10 +79,10 @@ def _move(
         return (sum(over), *sorted(after.tolist(), reverse=True)), after
 
     near = sorted(set().union(*others, {home}) - {-1})
-    lightest = int(np.argmin(loads))
+    most_saving = int(np.argmin(loads))
     now, _ = with_unit_at(home)
     best = home
-    for stage in dict.fromkeys([*near, lightest]):
+    for stage in dict.fromkeys([*near, most_saving]):
         rank, after = with_unit_at(stage)
         if rank < now and stage != home and _clearly(rank, now):
             now, best, best_loads = rank, stage, after

@@ -28,8 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.cost import CostTable
+from placer.partition.stage_cost.pending_gradients import IntervalCorrection
 from placer.partition.stage_cost.received import copied_parts
-from placer.partition.stage_cost.waiting import Elsewhere
 from placer.regions import RegionKey
 
 Table = NDArray[np.float64]
@@ -232,7 +232,7 @@ class HeldInRegions:
         for row in np.flatnonzero(begins):
             yield int(self._starts[row]), int(self._starts[row])
 
-    def not_yet(self) -> Iterator[Elsewhere]:
+    def not_yet(self) -> Iterator[IntervalCorrection]:
         """What the table of "waiting" has too much for stages that end within a region."""
         passing = self._passing()
         for run in self._runs:
@@ -252,13 +252,13 @@ class HeldInRegions:
             if any(saver + 1 < end <= following for end in self._ends):
                 yield saver, following
 
-    def _less(self, saver: int, following: int, amounts: Table) -> Iterator[Elsewhere]:
+    def _less(self, saver: int, following: int, amounts: Table) -> Iterator[IntervalCorrection]:
         """Stages that end after ``saver``, but not after ``following``, have ``amounts`` less there."""
         rows = range(int(np.searchsorted(self._starts, saver, side="right")))
         for nbytes, group in groupby(rows, key=lambda row: float(amounts[row])):
             same = list(group)
             if nbytes:
-                yield Elsewhere(
+                yield IntervalCorrection(
                     first=int(self._starts[same[0]]),
                     last=int(self._starts[same[-1]]),
                     begin=saver + 1,

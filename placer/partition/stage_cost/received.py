@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.cost import CostTable, StoredValue
-from placer.partition.stage_cost.waiting import Elsewhere
+from placer.partition.stage_cost.pending_gradients import IntervalCorrection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,7 @@ def _whole_until(costs: CostTable, place: NDArray[np.int64]) -> list[float]:
 
 def releases(
     producer: int, readers: Sequence[int], need: Need, nbytes: float
-) -> Iterator[Elsewhere]:
+) -> Iterator[IntervalCorrection]:
     """Where a stage has dropped its copy of a result, by its last use in the stage.
 
     A copy that no backward of the stage needs, and no later stage a view of, goes after its last use
@@ -115,7 +115,7 @@ def releases(
         lent = max((made for made, end in need.lent if made <= use < end), default=-1)
         first = max(producer, kept, lent) + 1
         if first <= last:
-            yield Elsewhere(
+            yield IntervalCorrection(
                 first=first,
                 last=last,
                 begin=use + 1,

@@ -5,7 +5,7 @@ node whose backward is running, and the order of backward the reverse of the ord
 live bytes of one micro-batch are
 
     saved(a, i)      storages that the backward of some node in [a, i] still needs
-  + waiting(a, i)    gradients that were made here and wait (`placer.partition.stage_cost.waiting`)
+  + waiting(a, i)    gradients that were made here and wait (`placer.partition.stage_cost.pending_gradients`)
   + transient(i)     what only the backward of i needs, and makes
   + gradients(i, b)  of the parameters whose backward has ended
 

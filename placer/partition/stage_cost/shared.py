@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.cost import CostTable
-from placer.partition.stage_cost.passed_on import PassedOn, Span
+from placer.partition.stage_cost.live_through import PassedOn, Span
 from placer.partition.stage_cost.score import OptimizerMemory
 from placer.partition.stage_cost.tables import LOSS_NBYTES, IntervalTables
 

@@ -15,8 +15,12 @@ from numpy.typing import NDArray
 
 from placer.cost import CostTable
 from placer.partition.stage_cost.held import HeldInRegions
+from placer.partition.stage_cost.pending_gradients import (
+    IntervalCorrection,
+    largest_up_to,
+    pending_gradients,
+)
 from placer.partition.stage_cost.received import find_needs, releases, smaller_copies
-from placer.partition.stage_cost.waiting import Elsewhere, largest_up_to, waiting_gradients
 
 Table = NDArray[np.float64]
 
@@ -75,7 +79,7 @@ def build_tables(
     if costs.keys:
         regions = HeldInRegions(costs, place, build.starts, build.ends, n + 1)
     held = _held_values(costs, place, build, regions)
-    elsewhere = waiting_gradients(
+    elsewhere = pending_gradients(
         costs,
         place,
         lambda x, y, i, j, nbytes: held.waiting.add(x, y, i, nbytes, until=j),
@@ -173,14 +177,14 @@ class _CrossingValues:
     computed: _Rectangles
     sent: _Rectangles
     results: _Rectangles
-    released: list[Elsewhere]
+    released: list[IntervalCorrection]
 
 
 def _crossing_values(
     costs: CostTable, place: NDArray[np.int64], build: _Builder
 ) -> _CrossingValues:
     received, computed, sent = build.rectangles(), build.rectangles(), build.rectangles()
-    released: list[Elsewhere] = []
+    released: list[IntervalCorrection] = []
     loss = build.width - 1
     needs = find_needs(costs, place)
     crossing = [
@@ -253,7 +257,12 @@ def _state(costs: CostTable, place: NDArray[np.int64], build: _Builder) -> _Stat
 
 
 def _backward_live(
-    build: _Builder, live: Table, elsewhere: Sequence[Elsewhere], state: _State, *, later: bool
+    build: _Builder,
+    live: Table,
+    elsewhere: Sequence[IntervalCorrection],
+    state: _State,
+    *,
+    later: bool,
 ) -> tuple[Table, Table | None]:
     """The most that is live in the first backward, with its gradients, and in a later one."""
     # Gradients of (i, b): of what the stage trains, all that is not used in [a, i] as well.
@@ -263,9 +272,10 @@ def _backward_live(
     growing = growing + build.at_ends(state.sent_home.table())
     if not later:
         return growing, None
-    # Gradients that stay are all there in a later backward; a mirror's went home and grow anew.
-    mirrored_so_far = used_so_far - state.owned.table()
-    grown = build.running_max(live - mirrored_so_far, elsewhere=elsewhere) + trained
+    # Gradients that stay are all there in a later backward; those of copied parameters went home,
+    # and grow anew.
+    copied_so_far = used_so_far - state.owned.table()
+    grown = build.running_max(live - copied_so_far, elsewhere=elsewhere) + trained
     return growing, grown
 
 
@@ -337,7 +347,7 @@ class _Builder:
         picked = table[:, np.asarray(self.ends) - 1]
         return np.where(self._valid(), picked, 0.0)
 
-    def running_max(self, table: Table, *, elsewhere: Sequence[Elsewhere] = ()) -> Table:
+    def running_max(self, table: Table, *, elsewhere: Sequence[IntervalCorrection] = ()) -> Table:
         """The largest value of columns start … end - 1, per start and end."""
         return np.where(self._valid(), largest_up_to(table, self.starts, self.ends, elsewhere), 0.0)
 

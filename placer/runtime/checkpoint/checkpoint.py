@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from placer.errors import CheckpointError
 from placer.runtime.checkpoint import folder as folders
-from placer.runtime.checkpoint.crew import Crew, crew_of
 from placer.runtime.checkpoint.entries import (
     Contents,
     Entries,
@@ -25,6 +24,7 @@ from placer.runtime.checkpoint.entries import (
     restore_optimizer,
     restore_random,
 )
+from placer.runtime.checkpoint.group import CheckpointGroup, checkpoint_group
 from placer.runtime.checkpoint.storage import (
     read_entries,
     read_metadata,
@@ -56,27 +56,27 @@ def save(
     saving = folders.saving_folder(path)
     own: Entries = {}
     told = {"path": path.name, "optimizer": optimizer is not None}
-    with crew_of(module, "placer.save", **told) as crew:
+    with checkpoint_group(module, "placer.save", **told) as ranks:
 
         def collect() -> None:
             require_plain(extra, "extra")
-            entries = model_entries(module, crew.contents)
+            entries = model_entries(module, ranks.contents)
             if optimizer is not None:
-                entries.update(optimizer_entries(module, crew.contents, optimizer))
-            own.update((k, v) for k, v in entries.items() if _is_saved_here(k, crew.contents))
-            own[f"random/{crew.rank}"] = random_entry(crew.devices, crew.layout)
-            if crew.rank == 0:
+                entries.update(optimizer_entries(module, ranks.contents, optimizer))
+            own.update((k, v) for k, v in entries.items() if _is_saved_here(k, ranks.contents))
+            own[f"random/{ranks.rank}"] = random_entry(ranks.devices, ranks.layout)
+            if ranks.rank == 0:
                 own["extra"] = extra
 
-        crew.agree(collect)
-        crew.lead(lambda: folders.begin(path))
-        crew.agree(lambda: folders.require_shared(saving))
-        written, places = write_entries(own, saving, group=crew.group)
+        ranks.agree(collect)
+        ranks.lead(lambda: folders.begin(path))
+        ranks.agree(lambda: folders.require_shared(saving))
+        written, places = write_entries(own, saving, group=ranks.group)
         table: dict[str, Record] = {}
-        crew.agree(lambda: table.update(record_entries(written, places, saving)))
-        whole = {name: record for part in crew.gather(table) for name, record in part.items()}
-        crew.lead(lambda: write_table(whole, saving))
-        crew.lead(lambda: folders.commit(path))
+        ranks.agree(lambda: table.update(record_entries(written, places, saving)))
+        whole = {name: record for part in ranks.gather(table) for name, record in part.items()}
+        ranks.lead(lambda: write_table(whole, saving))
+        ranks.lead(lambda: folders.commit(path))
 
 
 def load(
@@ -98,14 +98,16 @@ def load(
     Checkpoints run no code when they are loaded; a checksum does not say who wrote them.
     """
     told = {"path": Path(path).name, "optimizer": optimizer is not None}
-    with crew_of(module, "placer.load", missing_ok=missing_ok, **told) as crew:
-        if missing_ok and not any(crew.gather(folders.exists(Path(path)))):
+    with checkpoint_group(module, "placer.load", missing_ok=missing_ok, **told) as ranks:
+        if missing_ok and not any(ranks.gather(folders.exists(Path(path)))):
             return {}
-        return _load(module, optimizer, Path(path), crew)
+        return _load(module, optimizer, Path(path), ranks)
 
 
-def _load(module: nn.Module, optimizer: Optimizer | None, path: Path, crew: Crew) -> dict[str, Any]:
-    contents = crew.contents
+def _load(
+    module: nn.Module, optimizer: Optimizer | None, path: Path, ranks: CheckpointGroup
+) -> dict[str, Any]:
+    contents = ranks.contents
     model = model_entries(module, contents)
     entries: Entries = dict(model)
     tables: list[tuple[Path, Table]] = []
@@ -121,15 +123,15 @@ def _load(module: nn.Module, optimizer: Optimizer | None, path: Path, crew: Crew
             entries.update(dict.fromkeys(added))
             problems.extend(missing)
 
-    crew.agree(compare)
-    known = {entry for part in crew.gather(sorted(model)) for entry in part}
-    all_problems = {p for part in crew.gather(problems) for p in part}
+    ranks.agree(compare)
+    known = {entry for part in ranks.gather(sorted(model)) for entry in part}
+    all_problems = {p for part in ranks.gather(problems) for p in part}
     found, table = tables[0]
     saved = {e for e in table if e.startswith("model/")}
     all_problems |= {f"{entry_name(e)} is not in the model" for e in saved - known}
     if all_problems:
         _refuse(path, sorted(all_problems))
-    random = f"random/{crew.rank}"
+    random = f"random/{ranks.rank}"
     entries.update({e: None for e in ("extra", random) if e in table})
     in_place = [entry for entry, value in model.items() if isinstance(value, Tensor)]
 
@@ -152,10 +154,10 @@ def _load(module: nn.Module, optimizer: Optimizer | None, path: Path, crew: Crew
         _restore_extra_state(module, contents, model, entries)
         if optimizer is not None:
             restore_optimizer(module, contents, optimizer, entries)
-        restore_random(entries.get(random), crew.devices, crew.layout)
+        restore_random(entries.get(random), ranks.devices, ranks.layout)
 
-    crew.agree(verify)
-    crew.agree(restore)
+    ranks.agree(verify)
+    ranks.agree(restore)
     return dict(entries.get("extra") or {})
 
 

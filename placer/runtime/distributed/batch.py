@@ -16,7 +16,7 @@ from placer.errors import PlacerError
 from placer.plan.types import Plan
 from placer.runtime.distributed.crossings import CrossingFinder, Crossings, TensorSpec
 from placer.runtime.distributed.inputs import InputGradients
-from placer.runtime.distributed.job import Seat
+from placer.runtime.distributed.job import RankAssignment
 from placer.runtime.distributed.pipeline import Microbatch, Results
 from placer.runtime.place import is_on
 from placer.runtime.scatter import batch_size, join_results, split_rows, split_target
@@ -115,27 +115,29 @@ def take_share(
     leaves: Sequence[Tensor],
     finder: CrossingFinder,
     plan: Plan,
-    seat: Seat,
+    assignment: RankAssignment,
     *,
     target: Any = None,
     own_rows: bool = False,
     grad: bool,
 ) -> Share:
-    """What the rank that has ``seat`` is given of these inputs; with ``own_rows`` they are its replica's.
+    """What this rank is given of these inputs; with ``own_rows`` they are those of its replica.
 
     Raises ``PlacerError`` when a stage does not run.
     """
     if own_rows:
         batch, mine = own_batch(call, leaves, microbatches=plan.microbatches)
     else:
-        mine = seat.replica_index
+        mine = assignment.replica_index
         batch = cut_batch(call, leaves, replicas=plan.replicas, microbatches=plan.microbatches)
     inputs = InputGradients(leaves, call.batched)
     sizes, pieces = batch.sizes, batch.pieces
     own, largest = batch.of_replica(mine), batch.largest
     some = {sizes[position]: pieces[position] for position in (*own, largest)}
     crossings = {size: finder.find(piece, grad=grad) for size, piece in some.items()}
-    needed = {size: _inputs_needed(c.staged, seat.stage_indices) for size, c in crossings.items()}
+    needed = {
+        size: _inputs_needed(c.staged, assignment.stage_indices) for size, c in crossings.items()
+    }
     targets = split_target(target, batch.total, sizes) if own else []
     here = is_on(finder.device, pieces[largest])
     given = [
@@ -170,7 +172,7 @@ def gather_result(
     results: Results,
     finder: CrossingFinder,
     *,
-    seat: Seat,
+    assignment: RankAssignment,
     last_device: int,
     world: dist.ProcessGroup,
 ) -> Any:
@@ -180,7 +182,7 @@ def gather_result(
     """
     gathered = []
     for replica in range(len(batch.rows)):
-        source = replica * seat.num_devices + last_device
+        source = replica * assignment.num_devices + last_device
         for index, position in enumerate(batch.of_replica(replica)):
             crossings = finder.find(batch.pieces[position], grad=False)
             given = results.leaves.get(index) if source == dist.get_rank() else None

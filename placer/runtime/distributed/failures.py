@@ -9,7 +9,7 @@ from torch import nn
 
 from placer.emit import StageCode, node_lines
 from placer.errors import causes
-from placer.runtime.distributed.suspects import Suspects, find_suspects
+from placer.runtime.distributed.failing_nodes import FailingNodes, find_failing_nodes
 
 
 class LayerFailure(Exception):
@@ -25,14 +25,14 @@ class LayerFailure(Exception):
         phase: str,
         *,
         given: Any = None,
-        suspects: Suspects | None = None,
+        failing: FailingNodes | None = None,
     ) -> None:
         super().__init__(stage_index, node, phase)
         self.stage_index = stage_index
         self.node = node
         self.phase = phase
         self.given = given
-        self.suspects = suspects
+        self.failing = failing
 
 
 def explain_failure(
@@ -46,15 +46,15 @@ def explain_failure(
     if phase != "backward":
         node = _failing_node(code, error) if phase == "forward" else ""
         return LayerFailure(code.index, node, phase)
-    node, suspects = _failing_node(code, error), _suspects(error, part)
-    return LayerFailure(code.index, node, phase, given=given, suspects=suspects)
+    node, failing = _failing_node(code, error), _suspects(error, part)
+    return LayerFailure(code.index, node, phase, given=given, failing=failing)
 
 
-def _suspects(error: Exception, part: nn.Module) -> Suspects | None:
+def _suspects(error: Exception, part: nn.Module) -> FailingNodes | None:
     # A backward that talks to other ranks must not be run twice: they would not answer.
     talks = any(getattr(module, "process_group", None) for module in part.modules())
     try:
-        return find_suspects(error, part, may_run_again=not talks)
+        return find_failing_nodes(error, part, may_run_again=not talks)
     except Exception:  # what failed first is to be told, whatever its graph looks like
         return None
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from placer._torch import storage_key
 from placer.emit import StagedModel
-from placer.runtime.distributed.part import Holdings
+from placer.runtime.distributed.ownership import Ownership
 
 _BUCKET_NBYTES = 25 * 2**20  # DistributedDataParallel's default
 # From this size on a gradient is summed where it is: a copy into a bucket would cost more time (new
@@ -79,18 +79,18 @@ class Shared:
 def find_shared(
     part: nn.Module,
     staged: StagedModel,
-    holdings: Holdings,
+    ownership: Ownership,
     stage_indices: Sequence[int],
     group_of: Callable[[tuple[int, ...]], Summing],
 ) -> list[Shared]:
     """The trained parameters of a rank's part; ``group_of`` gives the ranks of a set of devices."""
-    first_name = holdings.first_name
+    first_name = ownership.first_name
     read = [{first_name[name] for name in staged.stages[i].state} for i in stage_indices]
     found = []
     for name, parameter in part.named_parameters():
         if parameter.requires_grad:
             first = first_name[name]
-            holders = holdings.holders[first]
+            holders = ownership.holders[first]
             found.append(
                 Shared(
                     parameter=parameter,

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from placer._torch import abort_group, default_timeout
 from placer.plan.types import Plan
-from placer.runtime.distributed.job import Seat
-from placer.runtime.distributed.part import Holdings
+from placer.runtime.distributed.job import RankAssignment
+from placer.runtime.distributed.ownership import Ownership
 
 _T = TypeVar("_T")
 _NEVER_SENT = 2**31 - 1  # the tag of a message that nobody sends
@@ -44,16 +44,18 @@ class Groups:
         return list(dict.fromkeys((self.world, self.pp, self.dp, *self.tied.values())))
 
 
-def make_mesh(plan: Plan, seat: Seat, device: torch.device) -> DeviceMesh:
+def make_mesh(plan: Plan, assignment: RankAssignment, device: torch.device) -> DeviceMesh:
     """The mesh replicas x devices; a collective call."""
-    ranks = torch.arange(plan.replicas * seat.num_devices).view(plan.replicas, seat.num_devices)
+    ranks = torch.arange(plan.replicas * assignment.num_devices).view(
+        plan.replicas, assignment.num_devices
+    )
     columns = [_make_group(column, device) for column in ranks.T.tolist()]
     rows = [_make_group(row, device) for row in ranks.tolist()]
-    own = [columns[seat.device_index], rows[seat.replica_index]]
+    own = [columns[assignment.device_index], rows[assignment.replica_index]]
     return DeviceMesh.from_group(own, device.type, ranks, mesh_dim_names=("dp", "pp"))
 
 
-def make_groups(mesh: DeviceMesh, holdings: Holdings, device: torch.device) -> Groups:
+def make_groups(mesh: DeviceMesh, ownership: Ownership, device: torch.device) -> Groups:
     """The groups of ``mesh``, and those that go across it; a collective call.
 
     A row or a column of the mesh that is all of it is the world too: fewer groups, fewer threads.
@@ -66,7 +68,7 @@ def make_groups(mesh: DeviceMesh, holdings: Holdings, device: torch.device) -> G
         world = pp
     else:
         world = _make_group(range(replicas * num_devices), device)
-    shared = sorted({holders for holders in holdings.holders.values() if len(holders) > 1})
+    shared = sorted({holders for holders in ownership.holders.values() if len(holders) > 1})
     tied = {
         holders: _make_group(
             [r * num_devices + d for r in range(replicas) for d in holders], device

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from placer.errors import DeviceError, PlacerError
 from placer.plan.types import Plan
-from placer.runtime.places import SimulatedDeviceWarning, device_count, torch_type
+from placer.runtime.device_map import SimulatedDeviceWarning, device_count, torch_type
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class RankAssignment:
     """What one rank runs of a plan: ``num_devices`` devices per replica, stages dealt out in turn."""
 
     replica_index: int
@@ -61,8 +61,8 @@ def _is_launched() -> bool:
     return wanted <= os.environ.keys() and os.environ["WORLD_SIZE"] != "1"
 
 
-def take_seat(plan: Plan, job: Job) -> Seat:
-    """The seat of this rank. Raises ``PlacerError`` when the job has not one process per device.
+def assign_rank(plan: Plan, job: Job) -> RankAssignment:
+    """The assignment of this rank. Raises ``PlacerError`` when the job has not one process per device.
 
     >>> from placer.plan.types import Plan  # rank r * P + p is device p of replica r
     """
@@ -93,7 +93,7 @@ def take_seat(plan: Plan, job: Job) -> Seat:
             f"{len(plan.stages)} stages cannot be dealt out evenly to {num_devices} devices",
             "give every device the same number of stages",
         )
-    return Seat(
+    return RankAssignment(
         replica_index=replica_index,
         device_index=device_index,
         num_devices=num_devices,

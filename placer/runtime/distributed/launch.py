@@ -17,13 +17,13 @@ from placer.emit import emit_stages
 from placer.errors import PeerError, PlacerError, PlanError
 from placer.plan.store import plan_text
 from placer.plan.types import Plan
-from placer.runtime.distributed.agreement import name_ranks
-from placer.runtime.distributed.faults import Alarm, lost_peers
+from placer.runtime.distributed.call_check import name_ranks
+from placer.runtime.distributed.failure_broadcast import FailureBroadcast, lost_peers
 from placer.runtime.distributed.groups import gather_objects, make_mesh
-from placer.runtime.distributed.job import Job, choose_device, take_seat
+from placer.runtime.distributed.job import Job, assign_rank, choose_device
 from placer.runtime.distributed.join import join_job
 from placer.runtime.distributed.module import DistributedModule
-from placer.runtime.distributed.part import build_part, find_holdings, share_weights
+from placer.runtime.distributed.ownership import build_part, find_ownership, share_weights
 from placer.versions import require
 
 
@@ -33,14 +33,14 @@ def launch(
     plan: Plan,
     job: Job,
     *,
-    alarm: Alarm,
+    failures: FailureBroadcast,
     weights: Path | None = None,
     initialize: Callable[[nn.Module], None] | None = None,
     run_on: str | None = None,
 ) -> DistributedModule:
     """This rank's part of ``model`` under ``plan``; all ranks of the job call it together.
 
-    ``alarm`` is where a rank that failed before has left why.
+    ``failures`` is where a rank that failed before has left why.
 
     Raises ``VersionError`` when torch is too old, and ``PlacerError`` when the job has not one process
     per device of the plan, before any communication; ``PlanError`` when another rank has another
@@ -48,37 +48,37 @@ def launch(
     """
     require("a process per device")
     _check_norms(model, plan)
-    seat = take_seat(plan, job)
+    assignment = assign_rank(plan, job)
     device = choose_device(plan, job, run_on)
-    join_job(device, job, alarm.find_store, raise_if_told=alarm.raise_if_told)
-    alarm.set_limit(default_timeout(device))
-    with lost_peers(alarm):
+    join_job(device, job, failures.find_store, raise_if_told=failures.raise_if_told)
+    failures.set_limit(default_timeout(device))
+    with lost_peers(failures):
         name = compare_plans(plan, model)
     staged = emit_stages(capture, *plan.parts)
-    holdings = find_holdings(model, staged, seat.num_devices)
+    ownership = find_ownership(model, staged, assignment.num_devices)
     build = partial(
         build_part,
         model,
         staged,
-        holdings,
-        seat.device_index,
+        ownership,
+        assignment.device_index,
         device,
         weights=weights,
         initialize=initialize,
     )
-    part = build_together(build, job.rank, alarm)
-    with lost_peers(alarm):
+    part = build_together(build, job.rank, failures)
+    with lost_peers(failures):
         if weights is None:
-            share_weights(model, part, holdings, device)
+            share_weights(model, part, ownership, device)
         return DistributedModule(
             part,
             capture=capture,
             plan=plan,
             staged=staged,
-            holdings=holdings,
-            seat=seat,
+            ownership=ownership,
+            assignment=assignment,
             device=device,
-            mesh=make_mesh(plan, seat, device),
+            mesh=make_mesh(plan, assignment, device),
             name=name,
         )
 
@@ -123,7 +123,9 @@ def compare_plans(plan: Plan, model: nn.Module) -> str:
     return first[2]
 
 
-def build_together(build: Callable[[], nn.Module], rank: int, alarm: Alarm) -> nn.Module:
+def build_together(
+    build: Callable[[], nn.Module], rank: int, failures: FailureBroadcast
+) -> nn.Module:
     """What ``build`` makes here; a collective call.
 
     Where it fails on one rank, all raise: that rank what it was, the others ``PeerError``.
@@ -136,7 +138,7 @@ def build_together(build: Callable[[], nn.Module], rank: int, alarm: Alarm) -> n
     except Exception as error:
         failure = error
         told = f"rank {rank}", f"{type(error).__name__}: {error}"
-    with lost_peers(alarm):
+    with lost_peers(failures):
         everyone = gather_objects(told)
     if part is None:
         assert failure is not None

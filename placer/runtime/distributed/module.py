@@ -19,8 +19,8 @@ from placer.emit import StagedModel
 from placer.errors import PeerError, PlacerError
 from placer.plan.types import Plan
 from placer.precision import autocast_state
-from placer.runtime.distributed.agreement import Agreement, Called, Method
 from placer.runtime.distributed.batch import Share, count_rows, gather_result, take_share
+from placer.runtime.distributed.call_check import CallCheck, Called, Method
 from placer.runtime.distributed.checks import (
     check_inference,
     check_parameters,
@@ -31,18 +31,18 @@ from placer.runtime.distributed.checks import (
     refuse_wrappers,
 )
 from placer.runtime.distributed.crossings import CrossingFinder, Crossings
-from placer.runtime.distributed.faults import Alarm
+from placer.runtime.distributed.failure_broadcast import FailureBroadcast
+from placer.runtime.distributed.fake_forward import find_failure_site
 from placer.runtime.distributed.gradients import GradientReducer, GroupSum, find_shared
 from placer.runtime.distributed.groups import Groups, close_groups, find_lost, make_groups
-from placer.runtime.distributed.job import Seat
+from placer.runtime.distributed.job import RankAssignment
 from placer.runtime.distributed.loss_leaves import gradient_nodes, refuse_other_leaves
-from placer.runtime.distributed.outcome import LossSum, SharedBuffers
-from placer.runtime.distributed.part import Holdings
+from placer.runtime.distributed.ownership import Ownership
 from placer.runtime.distributed.partial import PartialModule
 from placer.runtime.distributed.pipeline import LossOf, Microbatch, Pipeline, Results
 from placer.runtime.distributed.randomness import own_random_state
-from placer.runtime.distributed.rehearse import find_culprit
 from placer.runtime.distributed.statistics import SharedMoments
+from placer.runtime.distributed.step_reduction import LossReduction, SharedBuffers
 from placer.runtime.distributed.sync_norm import synchronise_norms
 from placer.runtime.distributed.transport import GroupChannel
 from placer.runtime.hooks import run_forward_hooks
@@ -67,7 +67,7 @@ class DistributedModule(PartialModule):
     _job_group: Any  # the default process group in which it was made
     _groups: Groups | None  # None once this module has failed
     _finder: CrossingFinder
-    _alarm: Alarm
+    _failures: FailureBroadcast
     _layer_of: Mapping[str, str]
     _written: tuple[str, ...]
     _pipeline: Pipeline
@@ -84,8 +84,8 @@ class DistributedModule(PartialModule):
         capture: Capture,
         plan: Plan,
         staged: StagedModel,
-        holdings: Holdings,
-        seat: Seat,
+        ownership: Ownership,
+        assignment: RankAssignment,
         device: torch.device,
         mesh: DeviceMesh,
         name: str,
@@ -93,16 +93,18 @@ class DistributedModule(PartialModule):
         place = Place(str(device), device)
         super().__init__(part, plan=plan, staged=staged, places=[[place] * len(staged.stages)])
         self._calls = Calls(self._programs, captured_only=True)
-        self.seat = seat
+        self.assignment = assignment
         self.device = device
         self.mesh = mesh
-        self._holdings = holdings
+        self._ownership = ownership
         self._job_group = dist.group.WORLD
-        self._groups = make_groups(mesh, holdings, device)
+        self._groups = make_groups(mesh, ownership, device)
         self._finder = CrossingFinder(capture.model, plan, staged, device)
-        self._alarm = Alarm(seat.rank, dist.get_world_size(), name, limit=default_timeout(device))
+        self._failures = FailureBroadcast(
+            assignment.rank, dist.get_world_size(), name, limit=default_timeout(device)
+        )
         self._layer_of = dict(plan.node_layers)
-        self._written = _written_names(capture, holdings, seat)
+        self._written = _written_names(capture, ownership, assignment)
         if plan.batch_norm == "sync" and plan.replicas > 1:
             synchronise_norms(part, self._groups.dp)
         self._pipeline = Pipeline(
@@ -110,8 +112,8 @@ class DistributedModule(PartialModule):
             part,
             schedule=plan.schedule,
             microbatches=plan.microbatches,
-            rank=seat.device_index,
-            num_ranks=seat.num_devices,
+            rank=assignment.device_index,
+            num_ranks=assignment.num_devices,
             channel=GroupChannel(self._groups.pp),
         )
         self._placeholder = nn.Parameter(torch.empty(0, device=device))
@@ -119,12 +121,12 @@ class DistributedModule(PartialModule):
         self._reduced = ()
         self._frozen = frozenset(n for n, p in self.named_parameters() if not p.requires_grad)
         refuse_wrappers(self)
-        if seat.num_devices > 1:
+        if assignment.num_devices > 1:
             refuse_joint_optimizers(self)
 
     def __reduce__(self) -> NoReturn:
         raise PlacerError(
-            f"rank {self.seat.rank}",
+            f"rank {self.assignment.rank}",
             "a rank's part of a job cannot be pickled or copied",
             "use placer.save(placed, optimizer, path), or state_dict() and named_parameters()",
         )
@@ -134,14 +136,14 @@ class DistributedModule(PartialModule):
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """This rank's parameters; a rank without any has an empty one, for optimizers want one."""
-        if self.seat.num_devices > 1:
+        if self.assignment.num_devices > 1:
             refuse_partial_clipping(sys._getframe(1))  # a generator: the frame of its reader
         yield from list(super().parameters(recurse)) or [self._placeholder]
 
     @property
     def replica_index(self) -> int:
         """Which replica this rank belongs to: its row of the mesh."""
-        return self.seat.replica_index
+        return self.assignment.replica_index
 
     @property
     def num_replicas(self) -> int:
@@ -156,13 +158,13 @@ class DistributedModule(PartialModule):
         """Whom this rank talks to. Raises ``PeerError`` when they are closed, as when this module failed."""
         if not self._in_job:
             raise PeerError(
-                f"rank {self.seat.rank}",
+                f"rank {self.assignment.rank}",
                 "has left the job: the process group of this module is destroyed",
                 "call dist.destroy_process_group() last, after all use of this module",
             )
         if self._groups is None:
             raise PeerError(
-                f"rank {self.seat.rank}",
+                f"rank {self.assignment.rank}",
                 "an earlier call failed, and the connections of this module are closed",
                 "end the job; torchrun --max-restarts starts it anew",
             )
@@ -175,7 +177,7 @@ class DistributedModule(PartialModule):
     @property
     def stage_indices(self) -> tuple[int, ...]:
         """The stages that this rank runs."""
-        return self.seat.stage_indices
+        return self.assignment.stage_indices
 
     @property
     def output_device(self) -> torch.device:
@@ -185,7 +187,7 @@ class DistributedModule(PartialModule):
     @property
     def _last_device(self) -> int:
         """Which device of a replica has the last stage."""
-        return (len(self._staged.stages) - 1) % self.seat.num_devices
+        return (len(self._staged.stages) - 1) % self.assignment.num_devices
 
     def _run(self, programs: Programs, leaves: list[Tensor]) -> Any:
         """The whole batch in, the whole result out."""
@@ -200,7 +202,7 @@ class DistributedModule(PartialModule):
                 share.batch,
                 results,
                 self._finder,
-                seat=self.seat,
+                assignment=self.assignment,
                 last_device=self._last_device,
                 world=self.process_groups.world,
             )
@@ -220,8 +222,8 @@ class DistributedModule(PartialModule):
     ) -> Tensor:
         # Before the others are asked: a rank that is called alone is told at once, not left waiting.
         check_training()
-        check_scaler(scaler, num_devices=self.seat.num_devices)
-        trained = check_parameters(self, self._holdings.first_name, self._frozen)
+        check_scaler(scaler, num_devices=self.assignment.num_devices)
+        trained = check_parameters(self, self._ownership.first_name, self._frozen)
         counted, fault = self._count_own(loss_of, target, batch_size(programs.call, leaves))
         agreement = self._ask(
             programs.call,
@@ -261,7 +263,7 @@ class DistributedModule(PartialModule):
                     scale=scale,
                 )
                 reducer.send_rest()  # the next messages go the same way
-                losses = LossSum(
+                losses = LossReduction(
                     results.losses,
                     loss_of=loss_of,
                     source=self._last_device if self.num_replicas == 1 else None,
@@ -299,12 +301,12 @@ class DistributedModule(PartialModule):
         """
         norm_type = float(norm_type)
         self.announce("placed.clip_grad_norm_", max_norm=float(max_norm), norm_type=norm_type)
-        index = self.seat.device_index
+        index = self.assignment.device_index
         names = self.tensor_names
         own = [
             p.grad
             for n, p in self.named_parameters()
-            if p.grad is not None and self._holdings.holders[names[n]][0] == index
+            if p.grad is not None and self._ownership.holders[names[n]][0] == index
         ]
         norm = nn.utils.get_total_norm(own, norm_type).to(self.device, torch.float64)
         with self.watch():
@@ -334,10 +336,10 @@ class DistributedModule(PartialModule):
         with self.watch(), self._agree(called):
             pass
 
-    def _agree(self, called: Called, count: Callable[..., int | None] | None = None) -> Agreement:
-        return Agreement(
+    def _agree(self, called: Called, count: Callable[..., int | None] | None = None) -> CallCheck:
+        return CallCheck(
             called,
-            num_devices=self.seat.num_devices,
+            num_devices=self.assignment.num_devices,
             world=self.process_groups.world,
             device=self.device,
             count=count,
@@ -354,7 +356,7 @@ class DistributedModule(PartialModule):
         fault: PlacerError | None = None,
         counted: float | None = None,
         **options: object,
-    ) -> Agreement:
+    ) -> CallCheck:
         """Ask the other ranks whether they were called alike; this one may prepare meanwhile."""
         called = Called(
             method=method,
@@ -372,7 +374,7 @@ class DistributedModule(PartialModule):
 
     def _take_share(self, call: CallFormat, leaves: Sequence[Tensor], **options: Any) -> Share:
         self._finder.follow(self._tree)
-        return take_share(call, leaves, self._finder, self.plan, self.seat, **options)
+        return take_share(call, leaves, self._finder, self.plan, self.assignment, **options)
 
     def _count_own(
         self, loss_of: StepLoss, target: Any, rows: int | None
@@ -380,7 +382,7 @@ class DistributedModule(PartialModule):
         """What the normalizer counts in this rank's target, where losses are computed, or what is wrong."""
         try:
             check_target(target, rows)
-            if self.seat.device_index == self._last_device:
+            if self.assignment.device_index == self._last_device:
                 return loss_of.count([unwrap_target(target)])[0], None
         except PlacerError as error:
             return None, error
@@ -416,7 +418,7 @@ class DistributedModule(PartialModule):
             rows = None if total is None else given.rows
             loss = loss_of.of_cut(output, target, rows=rows, counted=counts[id(given)])
             if dist.get_world_size(self._job_group) > 1:
-                refuse_other_leaves(loss, before, self, whole=self.seat.num_devices == 1)
+                refuse_other_leaves(loss, before, self, whole=self.assignment.num_devices == 1)
             return loss
 
         return loss_of_cut
@@ -455,7 +457,7 @@ class DistributedModule(PartialModule):
         return [self.get_buffer(name) for name in self._written if name not in deferred]
 
     def _own_random_state(self) -> Any:
-        return own_random_state(self.device, self.replica_index, self.seat.device_index)
+        return own_random_state(self.device, self.replica_index, self.assignment.device_index)
 
     def _current_reducer(self, trained: tuple[int, ...]) -> GradientReducer:
         """The reducer of the parameters that have these ids."""
@@ -465,7 +467,7 @@ class DistributedModule(PartialModule):
             shared = find_shared(
                 self,
                 self._staged,
-                self._holdings,
+                self._ownership,
                 self.stage_indices,
                 cache(lambda devices: GroupSum(self.process_groups.of_holders(devices))),
             )
@@ -491,12 +493,14 @@ class DistributedModule(PartialModule):
         groups = self._groups if self._in_job else None  # else the program has closed them
         try:
             if not isinstance(error, Exception):
-                self._alarm.tell_end(error)
+                self._failures.tell_end(error)
                 raise error
-            self._alarm.raise_for(
+            self._failures.raise_for(
                 error,
                 find_lost=list if groups is None else partial(find_lost, groups.world),
-                find_culprit=partial(find_culprit, self._finder, self._layer_of, self._tree),
+                find_failure_site=partial(
+                    find_failure_site, self._finder, self._layer_of, self._tree
+                ),
                 layers=[stage.layers for stage in self.plan.stages],
                 replica_index=self.replica_index,
             )
@@ -507,10 +511,12 @@ class DistributedModule(PartialModule):
             if groups is not None:
                 close_groups(groups.each())
             if isinstance(error, Exception):  # else the program is to end at once
-                self._alarm.await_readers()
+                self._failures.await_readers()
 
 
-def _written_names(capture: Capture, holdings: Holdings, seat: Seat) -> tuple[str, ...]:
+def _written_names(
+    capture: Capture, ownership: Ownership, assignment: RankAssignment
+) -> tuple[str, ...]:
     """Buffers of this rank that the forward writes, such as running statistics."""
     written = {name for names in capture.mutated_state_of.values() for name in names}
-    return tuple(n for n in holdings.names[seat.device_index] if n in written)
+    return tuple(n for n in ownership.names[assignment.device_index] if n in written)

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from placer.runtime.distributed.agreement import name_ranks
-from placer.runtime.distributed.job import Seat
-from placer.runtime.distributed.part import Holdings
+from placer.runtime.distributed.call_check import name_ranks
+from placer.runtime.distributed.job import RankAssignment
+from placer.runtime.distributed.ownership import Ownership
 from placer.runtime.module import PlacedModule
 
 _EXTRA_STATE = "_extra_state"  # nn.Module's key for what ``get_extra_state`` returns
@@ -19,23 +19,23 @@ _EXTRA_STATE = "_extra_state"  # nn.Module's key for what ``get_extra_state`` re
 class PartialModule(PlacedModule):
     """A placed module with this rank's tensors only, which knows where those of the rest are."""
 
-    seat: Seat
-    _holdings: Holdings
+    assignment: RankAssignment
+    _ownership: Ownership
     _FIELDS = PlacedModule._FIELDS | frozenset(__annotations__)
 
     @property
     def tensor_names(self) -> Mapping[str, str]:
         """This rank's name of a tensor -> the first of that tensor's names in the model."""
-        names = self._holdings.names[self.seat.device_index]
-        return {name: self._holdings.first_name[name] for name in names}
+        names = self._ownership.names[self.assignment.device_index]
+        return {name: self._ownership.first_name[name] for name in names}
 
     @property
     def owned_names(self) -> frozenset[str]:
         """First names of the tensors that this rank is to save; each is owned by one rank of the job."""
-        if self.seat.replica_index:
+        if self.assignment.replica_index:
             return frozenset()
-        index = self.seat.device_index
-        return frozenset(n for n, holders in self._holdings.holders.items() if holders[0] == index)
+        index = self.assignment.device_index
+        return frozenset(n for n, holders in self._ownership.holders.items() if holders[0] == index)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -46,7 +46,7 @@ class PartialModule(PlacedModule):
         return super().load_state_dict(state_dict, strict, assign)
 
     def _own_entries(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        elsewhere = self._holdings.first_name.keys() - self.tensor_names.keys()
+        elsewhere = self._ownership.first_name.keys() - self.tensor_names.keys()
         modules = dict(self.named_modules(remove_duplicate=False)).keys()
         own: OrderedDict[str, Any] = OrderedDict()
         for name, value in state_dict.items():
@@ -84,15 +84,15 @@ class PartialModule(PlacedModule):
 
     def _explain(self, error: AttributeError, path: str) -> AttributeError:
         """``error``, with the ranks of this replica that have what the model has at ``path``."""
-        holdings = self.__dict__.get("_holdings")
-        if holdings is None:
+        ownership = self.__dict__.get("_ownership")
+        if ownership is None:
             return error
-        first = self.seat.rank - self.seat.device_index
+        first = self.assignment.rank - self.assignment.device_index
         ranks = [
             first + index
-            for index, names in enumerate(holdings.names)
+            for index, names in enumerate(ownership.names)
             if any(f"{name}.".startswith(f"{path}.") for name in names)
         ]
-        if not ranks or self.seat.rank in ranks:
+        if not ranks or self.assignment.rank in ranks:
             return error
         return AttributeError(f"{path!r} is on {name_ranks(ranks)}, not on this one: {error}")

@@ -20,7 +20,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from placer.runtime.distributed.agreement import name_ranks
+from placer.runtime.distributed.call_check import name_ranks
 from placer.runtime.distributed.rendezvous import StoreFinder
 
 _PAUSE_SECONDS = 0.05

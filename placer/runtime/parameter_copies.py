@@ -20,7 +20,7 @@ class _Copy:
     grads_seen: int
 
 
-class Mirrors:
+class ParameterCopies:
     """The copies of one replica, made when first asked for and remade when the primary changed.
 
     A primary counts as changed when its version counter moved, when a gradient reached it since
@@ -80,5 +80,5 @@ class Mirrors:
 
             primary.register_post_accumulate_grad_hook(count)
 
-    def __deepcopy__(self, memo: object) -> Mirrors:
-        return Mirrors()
+    def __deepcopy__(self, memo: object) -> ParameterCopies:
+        return ParameterCopies()

@@ -15,7 +15,7 @@ from placer.emit import StagedModel, materialize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holdings:
+class Ownership:
     """Which rank of a replica holds which parameters and buffers; the same on every rank.
 
     A tensor under several names, or read by several stages, is one entry of ``holders`` under the
@@ -27,7 +27,7 @@ class Holdings:
     holders: Mapping[str, tuple[int, ...]]  # first name -> devices that have it, the owner first
 
 
-def find_holdings(model: nn.Module, staged: StagedModel, num_devices: int) -> Holdings:
+def find_ownership(model: nn.Module, staged: StagedModel, num_devices: int) -> Ownership:
     """Who holds what, when stage ``s`` is on device ``s % num_devices``.
 
     A device has the names that its stages read; names that no stage reads go to their owner.
@@ -45,7 +45,7 @@ def find_holdings(model: nn.Module, staged: StagedModel, num_devices: int) -> Ho
         owner = staged.state_stage[name] % num_devices
         others = [d for d in range(num_devices) if name in have[d]]
         holders[first] = tuple(dict.fromkeys((*holders.get(first, (owner,)), *others)))
-    return Holdings(
+    return Ownership(
         names=tuple(tuple(name for name in first_name if name in own) for own in have),
         first_name=first_name,
         holders=holders,
@@ -55,7 +55,7 @@ def find_holdings(model: nn.Module, staged: StagedModel, num_devices: int) -> Ho
 def build_part(
     model: nn.Module,
     staged: StagedModel,
-    holdings: Holdings,
+    ownership: Ownership,
     device_index: int,
     device: torch.device,
     *,
@@ -66,12 +66,12 @@ def build_part(
 
     Modules that neither hold any of it nor are called by its stages are left out.
     """
-    names = holdings.names[device_index]
-    homes = dict.fromkeys(holdings.first_name, device)
-    only = {holdings.first_name[name] for name in names}
+    names = ownership.names[device_index]
+    homes = dict.fromkeys(ownership.first_name, device)
+    only = {ownership.first_name[name] for name in names}
     part = materialize(model, homes, weights=weights, initialize=initialize, only=only)
     _drop_tensors(part, set(names))
-    num_devices = len(holdings.names)
+    num_devices = len(ownership.names)
     stages = [s for s in staged.stages if s.index % num_devices == device_index]
     called = {path for stage in stages for path in stage.modules}
     owners = {name.rpartition(".")[0] for name in names}
@@ -80,7 +80,7 @@ def build_part(
 
 
 def share_weights(
-    model: nn.Module, part: nn.Module, holdings: Holdings, device: torch.device
+    model: nn.Module, part: nn.Module, ownership: Ownership, device: torch.device
 ) -> None:
     """Give every rank's ``part`` the values that rank 0's ``model`` has; a collective call.
 
@@ -88,8 +88,8 @@ def share_weights(
     ``meta``, the same ones on all ranks, have no values to give. A rank makes room for one tensor
     that it does not hold at a time.
     """
-    held = {holdings.first_name[name]: tensor.detach() for name, tensor in named_state(part)}
-    given = {holdings.first_name[name]: tensor.detach() for name, tensor in named_state(model)}
+    held = {ownership.first_name[name]: tensor.detach() for name, tensor in named_state(part)}
+    given = {ownership.first_name[name]: tensor.detach() for name, tensor in named_state(model)}
     for name, tensor in given.items():
         if tensor.is_meta or tensor.layout != torch.strided or not tensor.numel():
             continue

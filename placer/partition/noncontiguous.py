@@ -11,19 +11,19 @@ import numpy as np
 from placer.cost import CostTable
 from placer.partition.candidate import Candidate, StageCosts, optimizer_on, reference_bytes
 from placer.partition.fold import MOST_CUTS, improved_devices, nested_devices
-from placer.partition.stage_cost.passed_on import Span
+from placer.partition.stage_cost.live_through import Span
 from placer.partition.stage_cost.score import OptimizerMemory
 from placer.partition.stage_cost.shared import SharedPeaks
 from placer.partition.stage_cost.tables import IntervalTables
-from placer.partition.types import Demands, DeviceSlot
+from placer.partition.types import DeviceSlot, PlanningOptions
 
 GAIN = 0.01  # share by which a chain with more stages than devices must be better
 
 
-def can_return(demands: Demands, slots: Sequence[DeviceSlot]) -> bool:
+def may_be_noncontiguous(options: PlanningOptions, slots: Sequence[DeviceSlot]) -> bool:
     """Whether such a chain can be judged, and run: one micro-batch in training, in one process."""
     several = len({slot.name for slot in slots}) > 1
-    return several and demands.training and demands.microbatches == 1 and not demands.processes
+    return several and options.training and options.microbatches == 1 and not options.processes
 
 
 def device_peaks(
@@ -41,7 +41,7 @@ def device_peaks(
     return {device: int(shared.peak(own)) for device, own in spans.items()}
 
 
-class ReturningChains:
+class NoncontiguousChains:
     """Chains along the order of ``best``, on its devices; ranked by device, as stages are by
     `placer.partition.candidate.solve_order`."""
 
@@ -50,14 +50,14 @@ class ReturningChains:
         best: Candidate,
         costs: CostTable,
         pinned: Sequence[str | None],
-        demands: Demands,
+        options: PlanningOptions,
     ) -> None:
-        self._best, self._pinned, self._demands = best, pinned, demands
+        self._best, self._pinned, self._demands = best, pinned, options
         self.slots = list({slot.name: slot for slot in best.slots}.values())
         self.scales = [_scale(slot, self.slots) for slot in self.slots]
-        kept = optimizer_on(demands, (slot.name for slot in self.slots))
+        kept = optimizer_on(options, (slot.name for slot in self.slots))
         self.shared = SharedPeaks(best.tables, costs, best.nodes, kept)
-        self._costs = StageCosts(best.tables, self.slots, pinned, demands)
+        self._costs = StageCosts(best.tables, self.slots, pinned, options)
 
     def load(self, device: int, spans: Sequence[Span]) -> float:
         """The peak of a device (index) with the stages ``spans``, as a share of its budget."""
@@ -121,13 +121,13 @@ class ReturningChains:
 
 
 def find_returning(
-    best: Candidate, costs: CostTable, pinned: Sequence[str | None], demands: Demands
+    best: Candidate, costs: CostTable, pinned: Sequence[str | None], options: PlanningOptions
 ) -> Candidate | None:
     """A chain on the order of ``best`` in which devices come again, if it is better by `GAIN`."""
     names = {slot.name for slot in best.slots}
-    if len(names) < len(best.slots) or not can_return(demands, best.slots):
+    if len(names) < len(best.slots) or not may_be_noncontiguous(options, best.slots):
         return None
-    chains = ReturningChains(best, costs, pinned, demands)
+    chains = NoncontiguousChains(best, costs, pinned, options)
     cuts = _coarse(best.tables, best.cuts)
     borders = [best.tables.cuts[cut] for cut in cuts]
     free = [not any(pinned[a:b]) for a, b in itertools.pairwise(borders)]

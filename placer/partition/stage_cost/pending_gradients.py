@@ -11,7 +11,7 @@ belongs and ``target`` the last node that adds to it (``home`` itself, or anothe
 That is the rule of `placer.runtime.transfer.WaitingGradients`.
 
 Whether a stage has its sender depends on its end, so the tables, which have a row per start and a
-column per node, hold what is there if it has, and `Elsewhere` what changes where the stage ends
+column per node, hold what is there if it has, and `IntervalCorrection` what changes where the stage ends
 before.
 """
 
@@ -34,7 +34,7 @@ HeldFrom = Callable[[int, int], Iterable[tuple[int, int]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Elsewhere:
+class IntervalCorrection:
     """``nbytes`` more in columns ``begin`` … ``until`` - 1 of stages that end at or before ``sender``.
 
     Those of them that start at ``first`` … ``last``.
@@ -48,13 +48,13 @@ class Elsewhere:
     nbytes: float
 
 
-def waiting_gradients(
+def pending_gradients(
     costs: CostTable,
     place: NDArray[np.int64],
     add: Add,
     *,
     held_from: HeldFrom | None = None,
-) -> list[Elsewhere]:
+) -> list[IntervalCorrection]:
     """Fill a table by ``add`` for stages that have all senders; the answer is for those that do not.
 
     ``place`` gives every node's position; ``held_from(value, column)`` the first and last starts of
@@ -88,7 +88,7 @@ class _Filling:
         self._costs = costs
         self._place = place
         self._add = add
-        self.elsewhere: list[Elsewhere] = []
+        self.elsewhere: list[IntervalCorrection] = []
         self._saved_alone: dict[int, int] = defaultdict(int)  # node -> bytes that no other saves
         for value in costs.values:
             if len(value.savers) == 1:
@@ -97,10 +97,10 @@ class _Filling:
     def change(
         self, first: int, last: int, begin: int, until: int, sender: int, nbytes: float
     ) -> None:
-        """Note what is more in these stages where they have not the sender; see `Elsewhere`."""
+        """Note what is more in these stages where they have not the sender; see `IntervalCorrection`."""
         if nbytes and first <= last and begin < until:
             self.elsewhere.append(
-                Elsewhere(
+                IntervalCorrection(
                     first=first, last=last, begin=begin, until=until, sender=sender, nbytes=nbytes
                 )
             )
@@ -203,7 +203,7 @@ def largest_up_to(
     table: NDArray[np.float64],
     starts: Sequence[int],
     ends: Sequence[int],
-    elsewhere: Sequence[Elsewhere],
+    elsewhere: Sequence[IntervalCorrection],
 ) -> NDArray[np.float64]:
     """Per start and end the largest value of columns start … end - 1, with what ``elsewhere`` says.
 

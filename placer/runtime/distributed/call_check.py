@@ -49,7 +49,7 @@ class Called:
     counted: float | None = None
 
     def numbers(self) -> list[int]:
-        """What ranks compare, in the order of `Agreement`; as many for every method."""
+        """What ranks compare, in the order of `CallCheck`; as many for every method."""
         shapes = [(tuple(x.shape), str(x.dtype)) for x in self.inputs]
         wanted = [x.requires_grad for x in self.inputs]
         return [
@@ -75,7 +75,7 @@ class CallNotAnswered(RuntimeError):
         self.method = method
 
 
-class Agreement:
+class CallCheck:
     """Whether all ranks were called alike: a small message from each to all, on its way.
 
     A context, in which a rank prepares what it needs nobody else for. At its end the message has
@@ -109,7 +109,7 @@ class Agreement:
         self.total: int | None = None
         self.counted: float | None = None
 
-    def __enter__(self) -> Agreement:
+    def __enter__(self) -> CallCheck:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from placer._torch import is_transformed
-from placer.emit import PieceCode, StageCode
+from placer.emit import SegmentCode, StageCode
 from placer.runtime.offload import offload_saved
 from placer.runtime.place import Place, on
 
 
-def run_pieces(stage: StageCode, tree: Any, place: Place, inputs: list[Any]) -> tuple[Any, ...]:
+def run_segments(stage: StageCode, tree: Any, place: Place, inputs: list[Any]) -> tuple[Any, ...]:
     """The outputs of ``stage`` for ``inputs``, which are on ``place`` already; the list is emptied.
 
     A value is dropped after its last reader. Where no gradients are recorded every piece is run as
@@ -36,7 +36,7 @@ def run_pieces(stage: StageCode, tree: Any, place: Place, inputs: list[Any]) -> 
     return tuple(values[name] for name in stage.outputs)
 
 
-def _run(piece: PieceCode, tree: Any, place: Place, inputs: list[Any]) -> tuple[Any, ...]:
+def _run(piece: SegmentCode, tree: Any, place: Place, inputs: list[Any]) -> tuple[Any, ...]:
     if not torch.is_grad_enabled() or is_transformed():
         return piece.forward(tree, place.device, inputs)
     waiting = nullcontext() if not piece.offload else offload_saved(_state(piece, tree), place)
@@ -47,7 +47,7 @@ def _run(piece: PieceCode, tree: Any, place: Place, inputs: list[Any]) -> tuple[
 
 
 def _run_recomputed(
-    piece: PieceCode, tree: Any, place: Place, inputs: list[Any]
+    piece: SegmentCode, tree: Any, place: Place, inputs: list[Any]
 ) -> tuple[Any, ...]:
     """Run the piece so that only its inputs are kept, and run it again when backward needs more.
 
@@ -99,7 +99,7 @@ def _table(tree: Any, name: str) -> tuple[dict[str, Any], str]:
     return next((table for table in tables if leaf in table), vars(value)), leaf
 
 
-def _state(piece: PieceCode, tree: Any) -> Iterator[Tensor]:
+def _state(piece: SegmentCode, tree: Any) -> Iterator[Tensor]:
     """The weights that the piece reads: they stay where they are."""
     for path in piece.modules:
         module = tree

@@ -1,8 +1,8 @@
-"""What any treatment of a stage within its limits costs at the least.
+"""What any policy of a stage within its limits costs at the least.
 
 Two bounds, of which the larger counts:
 
-`_relaxed` is the search of `placer.partition.treatments.cheapest` with labels merged instead of
+`_relaxed` is the search of `placer.partition.policy.cheapest` with labels merged instead of
 dropped. A merged label has the least seconds and bytes of its parts, and counts what any of them counts, so
 that what follows it costs no more than what follows any of them. Labels that cost more than the
 answer in hand are left out. Where none had to be merged, the bound is the optimum. It holds for
@@ -18,11 +18,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from placer.partition.treatments.labels import (
+from placer.partition.policy.labels import (
     Label,
     LabelledStage,
+    Policy,
     StageLimits,
-    Treatment,
 )
 
 _MOST_LABELS = 400
@@ -31,14 +31,14 @@ _MOST_COMPARED = 1000  # labels that are compared by what they count, too
 
 def least_extra_seconds(
     stage: LabelledStage,
-    choices: Collection[Treatment],
+    choices: Collection[Policy],
     limits: StageLimits,
     *,
     answer: float = float("inf"),
 ) -> float:
-    """Seconds that every treatment of ``stage`` within ``limits`` costs at the least.
+    """Seconds that every policy of ``stage`` within ``limits`` costs at the least.
 
-    As `placer.partition.treatments.cheapest.lighten_stage`; ``answer`` are those of a treatment that
+    As `placer.partition.policy.cheapest.choose_stage_policy`; ``answer`` are those of a policy that
     is known, and the most that comes back. O(atoms^2 x labels) time.
     """
     least = min(answer, _knapsack(stage, choices, limits))
@@ -46,7 +46,7 @@ def least_extra_seconds(
 
 
 def _relaxed(
-    stage: LabelledStage, choices: Collection[Treatment], limits: StageLimits, answer: float
+    stage: LabelledStage, choices: Collection[Policy], limits: StageLimits, answer: float
 ) -> float:
     def select(labels: list[Label], border: int) -> list[Label]:
         useful = [x for x in labels if x.seconds < answer and limits.peak(x) <= limits.budget]
@@ -100,7 +100,7 @@ def _union(a: Label, b: Label) -> Label:
     )
 
 
-def _knapsack(stage: LabelledStage, choices: Collection[Treatment], limits: StageLimits) -> float:
+def _knapsack(stage: LabelledStage, choices: Collection[Policy], limits: StageLimits) -> float:
     recompute = any(choice.recompute for choice in choices)
     offload = any(choice.offload for choice in choices)
     room = limits.budget - limits.static - limits.others

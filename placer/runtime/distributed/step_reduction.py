@@ -14,7 +14,7 @@ from placer.runtime.loss import StepLoss, without_graph
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
-class LossSum:
+class LossReduction:
     """The loss of the whole batch on its way to every rank; it is computed where the last stages are.
 
     ``source`` is the rank that alone has all ``losses``, where there is but one last stage. With it go

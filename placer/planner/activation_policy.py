@@ -10,11 +10,11 @@ from typing import Protocol
 
 from placer.capture import Capture
 from placer.cost import CostTable, with_regions
-from placer.partition import Demands, DeviceSlot, Partition, rate_partition
+from placer.partition import DeviceSlot, Partition, PlanningOptions, rate_partition
 from placer.partition.candidate import waiting_at
-from placer.partition.treatments.cheapest import Lightened, keys_of, lighten_stage
-from placer.partition.treatments.labels import KEEP, LabelledStage, StageLimits, Treatment
-from placer.partition.treatments.least import least_extra_seconds
+from placer.partition.policy.cheapest import StagePolicy, choose_stage_policy, keys_of
+from placer.partition.policy.labels import KEEP, LabelledStage, Policy, StageLimits
+from placer.partition.policy.least import least_extra_seconds
 from placer.plan.types import StageMemory
 from placer.regions import RegionKey, region_borders, whole_groups
 
@@ -29,7 +29,7 @@ class Choose(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LightPlan:
+class PolicyChoice:
     """A partition with its regions; ``least_seconds`` bounds the extra time of its stages from below."""
 
     costs: CostTable
@@ -40,7 +40,7 @@ class LightPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """A partition with its regions, and the treatments that they come from.
+    """A partition with its regions, and the policies that they come from.
 
     ``own``: they are those of the partition's own stages, one each; no other partition was looked
     for under their costs.
@@ -48,7 +48,7 @@ class _Found:
 
     costs: CostTable
     partition: Partition
-    stages: tuple[Lightened, ...]
+    stages: tuple[StagePolicy, ...]
     own: bool = False
 
     @property
@@ -56,24 +56,24 @@ class _Found:
         return sum(stage.seconds for stage in self.stages)
 
 
-def lighten(
+def choose_policy(
     capture: Capture,
     costs: CostTable,
     keys: Sequence[RegionKey | None],
-    choices: Collection[Treatment],
+    choices: Collection[Policy],
     slots: Sequence[DeviceSlot],
-    demands: Demands,
+    options: PlanningOptions,
     choose: Choose,
     *,
     first: Partition | None = None,
     at_once: bool = False,
-) -> LightPlan:
+) -> PolicyChoice:
     """A placement that fits the budgets at little extra time, or else with the least overflow.
 
     ``costs`` are without regions; ``keys`` are those that the spec settles. ``choose(costs, pins)``
     partitions. Two partitions are tried: that of the plain costs, and that of the costs with the
-    model treated as one stage; in each the stages are lightened one by one
-    (`placer.partition.treatments.cheapest`). Without any budget and with the objective "memory", every stage
+    model treated as one stage; in each the policy of each stage is chosen by itself
+    (`placer.partition.policy.cheapest`). Without any budget and with the objective "memory", every stage
     gets its least peak. Where there is no budget, or that does not fit, the borders of the best are
     moved to where they are best for stages as light as can be, and so on: a local search.
 
@@ -82,23 +82,23 @@ def lighten(
     """
     plain = with_regions(costs, keys)
     first = first or choose(plain, {})
-    if not is_heavy(first, choices, slots, demands):
-        return LightPlan(costs=plain, partition=first, extra_seconds=0.0, least_seconds=0.0)
+    if not is_heavy(first, choices, slots, options):
+        return PolicyChoice(costs=plain, partition=first, extra_seconds=0.0, least_seconds=0.0)
     limited = any(slot.budget is not None for slot in slots)
-    search = _Search(capture, costs, keys, choices, demands, limited=limited)
+    search = _Search(capture, costs, keys, choices, options, limited=limited)
     everything = list(range(len(costs.names)))
     unlimited = StageLimits(static=0.0, budget=0.0, held=1, grown=False)
     stage = search.labelled(everything, (), first.slots[0], unlimited)
     unpinned = partial(choose, more_pins={})
     if at_once and limited and (light := search.fitting(first, unpinned)) is not None:
-        return LightPlan(
+        return PolicyChoice(
             costs=light.costs,
             partition=light.partition,
             extra_seconds=light.extra_seconds,
             least_seconds=0.0,
         )
     untreated = _Found(costs=plain, partition=first, stages=())
-    start = search.found([lighten_stage(stage, choices, unlimited)], unpinned)
+    start = search.found([choose_stage_policy(stage, choices, unlimited)], unpinned)
     found = [search.improve(first), start, search.improve(start.partition)]
     moved: set[object] = set()
     for _ in range(_MOVES):
@@ -110,14 +110,14 @@ def lighten(
             break
         now = min(ahead, key=_rank).partition
         moved.add(_borders(now))
-        found.append(search.found(search.lightest(now), unpinned))
+        found.append(search.found(search.most_saving(now), unpinned))
         found.append(search.improve(found[-1].partition))
     best = min([untreated, *found], key=_rank)
     if best.own:  # what is known about other placements, for the plan to tell
         described = choose(best.costs, _pins(best.partition))
         if _borders(described) == _borders(best.partition):
             best = replace(best, partition=described)
-    return LightPlan(
+    return PolicyChoice(
         costs=best.costs,
         partition=best.partition,
         extra_seconds=best.extra_seconds,
@@ -127,13 +127,13 @@ def lighten(
 
 def is_heavy(
     first: Partition,
-    choices: Collection[Treatment],
+    choices: Collection[Policy],
     slots: Sequence[DeviceSlot],
-    demands: Demands,
+    options: PlanningOptions,
 ) -> bool:
-    """Whether the partition of the plain costs is to be lightened: may it be, and does it gain?"""
+    """Whether a policy is needed for the partition of the plain costs: is any allowed, and does it gain?"""
     limited = any(slot.budget is not None for slot in slots)
-    enough = first.fits and (limited or demands.objective != "memory")
+    enough = first.fits and (limited or options.objective != "memory")
     return bool(choices) and not enough
 
 
@@ -164,15 +164,15 @@ def _excess(partition: Partition, slot: DeviceSlot) -> float:
 
 
 class _Search:
-    """Lightens the stages of a given partition."""
+    """Chooses the policies of the stages of a given partition."""
 
     def __init__(
         self,
         capture: Capture,
         costs: CostTable,
         keys: Sequence[RegionKey | None],
-        choices: Collection[Treatment],
-        demands: Demands,
+        choices: Collection[Policy],
+        options: PlanningOptions,
         *,
         limited: bool,
     ) -> None:
@@ -180,13 +180,13 @@ class _Search:
         self._costs = costs
         self._keys = tuple(keys)
         self._choices = choices
-        self._demands = demands
+        self._demands = options
         self._limited = limited
         self._borders = region_borders(capture)
         self._settled = dict.fromkeys(self._borders.unsafe, KEEP)
         for node, key in enumerate(self._keys):
             if key is not None:
-                self._settled[node] = Treatment(recompute=key.recompute, offload=key.offload)
+                self._settled[node] = Policy(recompute=key.recompute, offload=key.offload)
 
     def labelled(
         self, nodes: Sequence[int], before: Collection[int], slot: DeviceSlot, limits: StageLimits
@@ -202,7 +202,7 @@ class _Search:
             grown=limits.grown,
         )
 
-    def costs_of(self, stages: Sequence[Lightened]) -> CostTable:
+    def costs_of(self, stages: Sequence[StagePolicy]) -> CostTable:
         """The costs with the stages' regions, and those that are settled."""
         layers = [self._capture.layer_of[name] for name in self._capture.order]
         keys = list(self._keys)
@@ -225,16 +225,16 @@ class _Search:
         return labelled, limits
 
     def found(
-        self, stages: Sequence[Lightened], choose: Callable[[CostTable], Partition]
+        self, stages: Sequence[StagePolicy], choose: Callable[[CostTable], Partition]
     ) -> _Found:
         """The partition that is chosen when ``stages`` are treated so."""
         costs = self.costs_of(stages)
         return _Found(costs=costs, partition=choose(costs), stages=tuple(stages))
 
-    def lightest(self, partition: Partition) -> list[Lightened]:
+    def most_saving(self, partition: Partition) -> list[StagePolicy]:
         """What gives every stage of ``partition`` its least peak."""
         return [
-            lighten_stage(stage, self._choices, replace(limit, budget=0.0))
+            choose_stage_policy(stage, self._choices, replace(limit, budget=0.0))
             for stage, limit in zip(*self._stages(partition), strict=True)
         ]
 
@@ -246,8 +246,8 @@ class _Search:
         while len(seen) < _MOVES and _borders(partition) not in seen:
             seen.add(_borders(partition))
             stages = partition.placed
-            rate = partial(rate_partition, self._capture, stages=stages, demands=self._demands)
-            light = self.lightest(partition)
+            rate = partial(rate_partition, self._capture, stages=stages, options=self._demands)
+            light = self.most_saving(partition)
             for way in (rate, choose):
                 found = self.found(light, way)
                 if found.partition.fits:
@@ -258,13 +258,13 @@ class _Search:
     def improve(self, partition: Partition) -> _Found:
         """``partition`` with the regions that its stages need."""
         stages = partition.placed
-        rate = partial(rate_partition, self._capture, stages=stages, demands=self._demands)
+        rate = partial(rate_partition, self._capture, stages=stages, options=self._demands)
         labelled, limits = self._stages(partition)
         targets = [limit.budget for limit in limits]
         best: _Found | None = None
         for _ in range(_ROUNDS):
             treated = [
-                lighten_stage(stage, self._choices, replace(limit, budget=target))
+                choose_stage_policy(stage, self._choices, replace(limit, budget=target))
                 for stage, limit, target in zip(labelled, limits, targets, strict=True)
             ]
             found = replace(self.found(treated, rate), own=True)

@@ -16,7 +16,7 @@ class SimulatedDeviceWarning(UserWarning):
     """The plan's devices are not on this machine: its stages run on the CPU instead."""
 
 
-def resolve_places(plan: Plan, run_on: str | None = None) -> list[list[Place]]:
+def map_devices(plan: Plan, run_on: str | None = None) -> list[list[Place]]:
     """Places per replica and stage.
 
     ``cpu:N`` is always the CPU. Where the machine has no device of a type at all, the CPU stands

@@ -1,13 +1,13 @@
 """Which nodes of one stage to recompute or to offload, so that it fits at the least extra time.
 
-Atoms (`placer.partition.treatments.labels`) are added one by one (kept, or offloaded) or in runs (recomputed
+Atoms (`placer.partition.policy.labels`) are added one by one (kept, or offloaded) or in runs (recomputed
 together). A first search finds the least peak: it drops a label when another at the same border leads
 to no higher peak whatever follows. Where that is within the limits, a second one finds less time: it
 drops a label when another is as good by its sums.
 
 O(atoms^2 x labels) extensions, at most `_MOST_LABELS` labels per border. It is a heuristic by that
 limit, by the choice of atoms, and because the second search compares labels of unlike pasts by their
-sums alone; `placer.partition.treatments.least` bounds from below what any treatment can cost. (Dynamic
+sums alone; `placer.partition.policy.least` bounds from below what any policy can cost. (Dynamic
 programs for chains: Griewank and Walther, "Revolve", ACM TOMS 2000; Beaumont et al., "Efficient Combination
 of Rematerialization and Offloading for Training DNNs", NeurIPS 2021.)
 """
@@ -19,12 +19,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from placer.partition.treatments.labels import (
+from placer.partition.policy.labels import (
     KEEP,
     Label,
     LabelledStage,
+    Policy,
     StageLimits,
-    Treatment,
 )
 from placer.regions import RegionKey
 
@@ -32,23 +32,23 @@ _MOST_LABELS = 120
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lightened:
-    """A treatment of a stage: runs of nodes with what is done to each, extra seconds, peak bytes."""
+class StagePolicy:
+    """A policy of a stage: runs of nodes with what is done to each, extra seconds, peak bytes."""
 
-    runs: tuple[tuple[tuple[int, ...], Treatment], ...]
+    runs: tuple[tuple[tuple[int, ...], Policy], ...]
     seconds: float
     peak: float
 
 
-def lighten_stage(
-    stage: LabelledStage, choices: Collection[Treatment], limits: StageLimits
-) -> Lightened:
-    """The cheapest treatment of ``stage`` within ``limits``.
+def choose_stage_policy(
+    stage: LabelledStage, choices: Collection[Policy], limits: StageLimits
+) -> StagePolicy:
+    """The cheapest policy of ``stage`` within ``limits``.
 
     ``choices`` besides keeping. Where nothing fits, the answer is that with the least peak.
     """
-    lightest = _lightest(stage, choices)
-    chosen = min(lightest, key=lambda label: (limits.peak(label), label.seconds))
+    most_saving = _lightest(stage, choices)
+    chosen = min(most_saving, key=lambda label: (limits.peak(label), label.seconds))
     if limits.peak(chosen) <= limits.budget:
         cheapest = stage.search(choices, partial(_within_budget, limits=limits))
         chosen = min([chosen, *cheapest], key=lambda x: (x.seconds, limits.peak(x)))
@@ -57,18 +57,18 @@ def lighten_stage(
     while step is not None:
         first, last = step.span
         inside = [node for atom in stage.atoms[first:last] for node in atom]
-        if step.treatment != KEEP:
-            runs.append((tuple(stage.nodes[t] for t in inside), step.treatment))
+        if step.policy != KEEP:
+            runs.append((tuple(stage.nodes[t] for t in inside), step.policy))
         step = step.before
-    return Lightened(runs=tuple(reversed(runs)), seconds=chosen.seconds, peak=limits.peak(chosen))
+    return StagePolicy(runs=tuple(reversed(runs)), seconds=chosen.seconds, peak=limits.peak(chosen))
 
 
-def _lightest(stage: LabelledStage, choices: Collection[Treatment]) -> list[Label]:
+def _lightest(stage: LabelledStage, choices: Collection[Policy]) -> list[Label]:
     """The labels of the whole stage among which the least peak is; they depend on no limit."""
-    known = stage.lightest.get(frozenset(choices))
+    known = stage.most_saving.get(frozenset(choices))
     if known is None:
         known = stage.search(choices, partial(_least_peak, stage=stage))
-        stage.lightest[frozenset(choices)] = known
+        stage.most_saving[frozenset(choices)] = known
     return known
 
 
@@ -118,17 +118,17 @@ def _some(labels: list[Label]) -> list[Label]:
 
 
 def keys_of(
-    layer_of: Sequence[str], runs: Sequence[tuple[tuple[int, ...], Treatment]]
+    layer_of: Sequence[str], runs: Sequence[tuple[tuple[int, ...], Policy]]
 ) -> dict[int, RegionKey]:
-    """Node -> key for the runs of a lightened stage; the labels name the layers that a run spans."""
+    """Node -> key for the runs of a stage under its policy; the labels name the layers that a run spans."""
     keys: dict[int, RegionKey] = {}
     before = ""
-    for nodes, treatment in runs:
+    for nodes, policy in runs:
         inside = [layer_of[node] for node in nodes if layer_of[node]] or ["the model's own code"]
         label = inside[0] if inside[0] == inside[-1] else f"{inside[0]} … {inside[-1]}"
         if label == before:
             label += " (next part)"
         before = label
-        key = RegionKey(label=label, recompute=treatment.recompute, offload=treatment.offload)
+        key = RegionKey(label=label, recompute=policy.recompute, offload=policy.offload)
         keys.update(dict.fromkeys(nodes, key))
     return keys

@@ -18,21 +18,21 @@ import numpy as np
 
 from placer.catalogue import DeviceKind
 from placer.cost import CostTable
-from placer.partition.stage_cost.waiting import waiting_gradients
+from placer.partition.stage_cost.pending_gradients import pending_gradients
 from placer.regions import RegionBorders
 
 _MOST_ATOMS = 36
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Treatment:
+class Policy:
     """What may be done with an atom: nothing (kept), recompute, offload, or both."""
 
     recompute: bool = False
     offload: bool = False
 
 
-KEEP = Treatment()
+KEEP = Policy()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,19 +62,17 @@ class StageLimits:
 class Label:
     """One way to treat the atoms before a border; bytes are those of one micro-batch."""
 
-    seconds: float  # more than without any treatment
+    seconds: float  # more than without any policy
     kept: float  # bytes that stay on the device from forward to backward
     worst: float  # the most bytes at any moment of the backward of these atoms
     counted: int  # bit per value: on the device, in kept
     hosted: int  # bit per value: on the host
-    treatment: Treatment  # of the atoms of ``span``, the last ones
+    policy: Policy  # of the atoms of ``span``, the last ones
     span: tuple[int, int]
     before: Label | None = None  # the label that this one goes on from
 
 
-_NO_ATOMS = Label(
-    seconds=0.0, kept=0.0, worst=0.0, counted=0, hosted=0, treatment=KEEP, span=(0, 0)
-)
+_NO_ATOMS = Label(seconds=0.0, kept=0.0, worst=0.0, counted=0, hosted=0, policy=KEEP, span=(0, 0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,14 +98,14 @@ class LabelledStage:
     nodes: Sequence[int]
     before: Collection[int]
     borders: RegionBorders
-    settled: Mapping[int, Treatment]
+    settled: Mapping[int, Policy]
     kind: DeviceKind
     half: bool = field(kw_only=True)
     grown: bool = field(kw_only=True)
 
     def __post_init__(self) -> None:
         # Per choices the labels of the least peaks, once `cheapest` has searched for them.
-        self.lightest: dict[frozenset[Treatment], list[Label]] = {}
+        self.most_saving: dict[frozenset[Policy], list[Label]] = {}
         costs = self.costs
         self.nodes = list(self.nodes)
         if self.nodes and self.nodes[-1] == len(costs.names) - 1:
@@ -160,7 +158,7 @@ class LabelledStage:
                 steps[max(column, start) - start] += nbytes
                 steps[min(until, end) - start] -= nbytes
 
-        for change in waiting_gradients(costs, place, add):
+        for change in pending_gradients(costs, place, add):
             if end <= change.sender:
                 add(change.first, change.last, change.begin, change.until, change.nbytes)
         uses: dict[str, int] = {}
@@ -237,7 +235,7 @@ class LabelledStage:
 
     def search(
         self,
-        choices: Collection[Treatment],
+        choices: Collection[Policy],
         select: Callable[[list[Label], int], list[Label]],
     ) -> list[Label]:
         """Labels of the whole stage, going on at every border from those that ``select`` picks.
@@ -253,7 +251,7 @@ class LabelledStage:
         return select(at[-1], len(self.atoms))
 
     def extend(
-        self, label: Label, border: int, choices: Collection[Treatment]
+        self, label: Label, border: int, choices: Collection[Policy]
     ) -> Iterator[tuple[int, Label]]:
         """All labels that follow ``label`` by treating the atoms from ``border`` on, and where they end."""
         settled = self._settled(border)
@@ -276,7 +274,7 @@ class LabelledStage:
                 if again.saving:
                     yield end, self._recompute(label, border, end, again, choice)
 
-    def _settled(self, atom: int) -> Treatment | None:
+    def _settled(self, atom: int) -> Policy | None:
         node = self.nodes[self.atoms[atom][0]]
         return KEEP if node == len(self.costs.names) else self.settled.get(node)  # the loss stays
 
@@ -296,12 +294,12 @@ class LabelledStage:
             worst=worst,
             counted=counted,
             hosted=0,
-            treatment=KEEP,
+            policy=KEEP,
             span=(border, border + 1),
             before=label,
         )
 
-    def _offload(self, label: Label, border: int, choice: Treatment) -> Label:
+    def _offload(self, label: Label, border: int, choice: Policy) -> Label:
         atom = self.atoms[border]
         worst, hosted, moved = label.worst, label.hosted, 0.0
         here: set[int] = set()
@@ -321,13 +319,13 @@ class LabelledStage:
             worst=worst,
             counted=label.counted,
             hosted=hosted,
-            treatment=choice,
+            policy=choice,
             span=(border, border + 1),
             before=label,
         )
 
     def _recompute(
-        self, label: Label, border: int, end: int, again: _Recomputed, choice: Treatment
+        self, label: Label, border: int, end: int, again: _Recomputed, choice: Policy
     ) -> Label:
         fresh = [value for value in again.enters if not label.counted >> value & 1]
         entering = sum(self.nbytes[value] for value in fresh)
@@ -344,7 +342,7 @@ class LabelledStage:
             worst=max(label.worst, label.kept + entering + again.worst),
             counted=counted,
             hosted=0,
-            treatment=choice,
+            policy=choice,
             span=(border, end),
             before=label,
         )

@@ -12,10 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from placer.runtime.attribution import Attribution
 from placer.runtime.distributed.crossings import CrossingFinder, CrossingValue
-from placer.runtime.distributed.failures import LayerFailure
-from placer.runtime.distributed.pipeline import Microbatch
-from placer.runtime.distributed.suspects import (
-    Culprit,
+from placer.runtime.distributed.failing_nodes import (
+    FailureSite,
     Trace,
     match_layers,
     number_of,
@@ -23,12 +21,14 @@ from placer.runtime.distributed.suspects import (
     reachable,
     trace_of,
 )
+from placer.runtime.distributed.failures import LayerFailure
+from placer.runtime.distributed.pipeline import Microbatch
 from placer.runtime.execute import MicrobatchRun, PlacedMicrobatch
 from placer.schedule import Action
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rehearsal:
+class FakeForward:
     """The graph of a stage's forward, and the layer of each of its nodes ("" where there is none)."""
 
     trace: Trace
@@ -47,34 +47,34 @@ class _Listener(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def find_culprit(
+def find_failure_site(
     finder: CrossingFinder, layer_of: Mapping[str, str], part: nn.Module, failure: LayerFailure
-) -> Culprit:
+) -> FailureSite:
     """Whose code failed on this rank, which has ``part``; ``layer_of`` gives a node's layer.
 
-    A backward is traced to its layer by `rehearse`.
+    A backward is traced to its layer by `run_fake_forward`.
     """
     if failure.node:
         layer = layer_of.get(failure.node)
-        return Culprit(layers=(layer,) if layer else ())
-    suspects = failure.suspects
-    if suspects is None or suspects.modules:
-        return Culprit(layers=suspects.modules if suspects else ())
+        return FailureSite(layers=(layer,) if layer else ())
+    failing = failure.failing
+    if failing is None or failing.modules:
+        return FailureSite(layers=failing.modules if failing else ())
     names = {name for name, _ in part.named_parameters(remove_duplicate=False)}
     try:
-        found = rehearse(finder, failure.stage_index, failure.given, layer_of, names)
+        found = run_fake_forward(finder, failure.stage_index, failure.given, layer_of, names)
     except Exception:  # it is the first failure that is to be told
-        return Culprit()
-    return match_layers(suspects, found.trace, found.layers)
+        return FailureSite()
+    return match_layers(failing, found.trace, found.layers)
 
 
-def rehearse(
+def run_fake_forward(
     finder: CrossingFinder,
     index: int,
     given: Microbatch,
     layer_of: Mapping[str, str],
     names: Collection[str],
-) -> Rehearsal:
+) -> FakeForward:
     """Run stage ``index`` for a micro-batch of the shapes of ``given``; raises what the stage raises.
 
     ``names`` are those of the parameters in the rank's part.
@@ -109,7 +109,7 @@ def rehearse(
         run.do(Action(stage_index=index, kind="F", microbatch_index=0), keep)
         made = reachable([*roots, *run.roots(index)])
         layers = [attribution.layer_of_node(number_of(node)) for node in made]
-        return Rehearsal(trace=trace_of(made, parameter_names(part, names)), layers=layers)
+        return FakeForward(trace=trace_of(made, parameter_names(part, names)), layers=layers)
 
 
 def _like(value: CrossingValue, device: torch.device) -> dict[int, Tensor]:

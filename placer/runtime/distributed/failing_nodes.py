@@ -1,4 +1,4 @@
-"""Whose backward failed: found in what autograd leaves behind, so that a step pays nothing for it.
+"""Locates the autograd node whose backward failed, from what autograd leaves behind: free until then.
 
 Autograd runs the nodes of a graph from the last made to the first (the highest number that is ready,
 and a node is made after those that it hands gradients to), and a node that is done frees what it
@@ -13,7 +13,7 @@ has not::
 A leaf that accumulates is run at once. The first half of a split backward keeps its graph and frees
 nothing: it is run again without keeping it.
 
-Nodes have no layers. The stage's forward is run again without data (`rehearse`), where each node is
+Nodes have no layers. The stage's forward is run again without data (`run_fake_forward`), where each node is
 made by a known line of the stage's code, and the two graphs are compared.
 """
 
@@ -34,7 +34,7 @@ Trace = Sequence[str]  # the nodes of a graph in the order in which they were ma
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Suspects:
+class FailingNodes:
     """What may have failed: positions in the ``trace`` of the graph, or modules that are known to have."""
 
     trace: Trace = ()
@@ -42,7 +42,9 @@ class Suspects:
     modules: tuple[str, ...] = ()
 
 
-def find_suspects(error: BaseException, part: nn.Module, *, may_run_again: bool) -> Suspects | None:
+def find_failing_nodes(
+    error: BaseException, part: nn.Module, *, may_run_again: bool
+) -> FailingNodes | None:
     """Whose backward raised ``error``; None when it was not raised in one, or cannot be told.
 
     Only with ``may_run_again`` a backward that kept its graph is run a second time. The graph is of
@@ -55,7 +57,7 @@ def find_suspects(error: BaseException, part: nn.Module, *, may_run_again: bool)
     for frame in call.frames:
         for value in frame.f_locals.values():
             if isinstance(value, BackwardHook) and value.module in paths:
-                return Suspects(modules=(paths[value.module],))
+                return FailingNodes(modules=(paths[value.module],))
     if call.retains_graph:
         again = _run_again(call) if may_run_again else None
         if again is None:
@@ -71,11 +73,11 @@ def find_suspects(error: BaseException, part: nn.Module, *, may_run_again: bool)
     if call.frames:  # a hook, or a backward of the user's own
         owners = _hooked_leaves(order[max(last, 0) : held], call.frames[0], names)
         if owners:
-            return Suspects(modules=tuple(owners))
+            return FailingNodes(modules=tuple(owners))
     elif window and ran[window[-1]] is False:
         window = window[-1:]
     index = {node: position for position, node in enumerate(graph)}
-    return Suspects(
+    return FailingNodes(
         trace=trace_of(graph, names), positions=tuple(sorted(index[node] for node in window))
     )
 
@@ -178,29 +180,29 @@ def trace_of(made: Iterable[Node], names: Mapping[int, str]) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Culprit:
+class FailureSite:
     """Where a backward failed: in one of ``layers`` (none when it cannot be told), or after them all."""
 
     layers: tuple[str, ...] = ()
     after: bool = False  # what follows the stage's own code: the loss
 
 
-def match_layers(suspects: Suspects, trace: Trace, layers: Sequence[str]) -> Culprit:
-    """The layers of the suspects; ``layers`` are those of the nodes of ``trace``, a rehearsal's graph.
+def match_layers(failing: FailingNodes, trace: Trace, layers: Sequence[str]) -> FailureSite:
+    """The layers of the nodes that may have failed; ``layers`` are those of the nodes of ``trace``.
 
     Graphs differ where a hook has computed something, and by the loss. A node between two that match
     is of their layer if that is one.
     """
-    matcher = difflib.SequenceMatcher(a=suspects.trace, b=trace, autojunk=False)
+    matcher = difflib.SequenceMatcher(a=failing.trace, b=trace, autojunk=False)
     found = {
         block.a + i: layers[block.b + i]
         for block in matcher.get_matching_blocks()
         for i in range(block.size)
     }
-    if found and suspects.positions and min(suspects.positions) > max(found):
-        return Culprit(after=True)
-    named = [_layer_at(position, found) for position in reversed(suspects.positions)]
-    return Culprit(layers=tuple(dict.fromkeys(named)) if all(named) else ())
+    if found and failing.positions and min(failing.positions) > max(found):
+        return FailureSite(after=True)
+    named = [_layer_at(position, found) for position in reversed(failing.positions)]
+    return FailureSite(layers=tuple(dict.fromkeys(named)) if all(named) else ())
 
 
 def _layer_at(position: int, found: Mapping[int, str]) -> str:

@@ -16,7 +16,8 @@ from torch.distributed.constants import default_pg_timeout
 
 from placer._torch import default_store
 from placer.errors import PeerError, PlacerError, StageError, causes
-from placer.runtime.distributed.agreement import CallNotAnswered, name_ranks
+from placer.runtime.distributed.call_check import CallNotAnswered, name_ranks
+from placer.runtime.distributed.failing_nodes import FailureSite
 from placer.runtime.distributed.failures import LayerFailure
 from placer.runtime.distributed.job import Job
 from placer.runtime.distributed.join import store_of_start
@@ -27,14 +28,13 @@ from placer.runtime.distributed.rendezvous import (
     is_torchrun_store,
 )
 from placer.runtime.distributed.roll_call import RollCall
-from placer.runtime.distributed.suspects import Culprit
 
 _PATIENCE_SECONDS = 2.0  # how long a rank waits to be told why another was lost, or to be heard
 _START_SECONDS = 5.0  # the same where processes that were started by hand come at different times
 _PAUSE_SECONDS = 0.05
 
 
-class Alarm:
+class FailureBroadcast:
     """One message of one failed rank to all others, in the job's key-value store."""
 
     def __init__(
@@ -53,7 +53,7 @@ class Alarm:
         wait for each other's messages, ``patience_seconds`` how long this one waits for the store when
         it has failed, and for the others to read why.
         """
-        self._key = f"placer/alarm/{name}"
+        self._key = f"placer/failures/{name}"
         self._rank = rank
         self._world_size = world_size
         self.find_store = find_store
@@ -70,13 +70,13 @@ class Alarm:
         error: Exception,
         *,
         find_lost: Callable[[], Sequence[int]],
-        find_culprit: Callable[[LayerFailure], Culprit],
+        find_failure_site: Callable[[LayerFailure], FailureSite],
         layers: Sequence[Sequence[str]],
         replica_index: int,
     ) -> NoReturn:
         """Tell the others of ``error`` if it arose here, and raise it as what it is.
 
-        ``find_lost`` says which ranks are gone, ``find_culprit`` whose code failed; ``layers`` are those
+        ``find_lost`` says which ranks are gone, ``find_failure_site`` whose code failed; ``layers`` are those
         of every stage.
 
         Raises ``StageError`` on the rank where the exception arose, ``PeerError`` on those that
@@ -98,10 +98,10 @@ class Alarm:
             self._tell(told)
             raise PlacerError(*told.values()) from error
         cause = failure.__cause__ or root
-        stage, culprit = failure.stage_index, find_culprit(failure)
-        layer = culprit.layers[0] if len(culprit.layers) == 1 else ""
-        phase = "backward of loss_fn" if culprit.after else failure.phase
-        place = f"layer {' or '.join(map(repr, culprit.layers))}, " if culprit.layers else ""
+        stage, site = failure.stage_index, find_failure_site(failure)
+        layer = site.layers[0] if len(site.layers) == 1 else ""
+        phase = "backward of loss_fn" if site.after else failure.phase
+        place = f"layer {' or '.join(map(repr, site.layers))}, " if site.layers else ""
         if phase == "backward" and not place and layers[stage]:
             place = f"one of its layers ({_span(layers[stage])}), "
         where = f"stage {stage}, {place}rank {self._rank} (replica {replica_index}), {phase}"
@@ -254,11 +254,11 @@ _compiled = itertools.count()  # calls of compile in this process: every rank ma
 
 
 @contextmanager
-def failure_told(job: Job) -> Iterator[Alarm]:
+def failure_told(job: Job) -> Iterator[FailureBroadcast]:
     """Leave what the block raises, before any module is there, where the other ranks look for it.
 
     They look while they wait for this rank (`join_job`) and when they lose it (`lost_peers` with the
-    yielded ``Alarm``).
+    yielded ``FailureBroadcast``).
     """
     name = f"compile {next(_compiled)}"
     find_store = store_of_start(job, name)
@@ -266,33 +266,35 @@ def failure_told(job: Job) -> Iterator[Alarm]:
         find_store()  # rank 0 may host it: ranks that fail early leave their message there
     by_hand = not dist.is_initialized() and not is_torchrun_store()
     patience = _START_SECONDS if by_hand else _PATIENCE_SECONDS
-    alarm = Alarm(job.rank, job.world_size, name, find_store=find_store, patience_seconds=patience)
+    failures = FailureBroadcast(
+        job.rank, job.world_size, name, find_store=find_store, patience_seconds=patience
+    )
     try:
-        yield alarm
+        yield failures
     except PeerError:
-        alarm.await_readers()
+        failures.await_readers()
         raise
     except Exception as error:
-        alarm.tell_failure(error)
-        alarm.await_readers()
+        failures.tell_failure(error)
+        failures.await_readers()
         raise
     except BaseException as error:
-        alarm.tell_end(error)
+        failures.tell_end(error)
         raise
 
 
 @contextmanager
-def lost_peers(alarm: Alarm) -> Iterator[None]:
+def lost_peers(failures: FailureBroadcast) -> Iterator[None]:
     """Raise the loss of another rank inside the block, before any module is there, as ``PeerError``.
 
-    With what that rank has left at ``alarm``, if it has.
+    With what that rank has left at ``failures``, if it has.
     """
     try:
         yield
     except PlacerError:
         raise
     except RuntimeError as error:
-        raise PeerError(**alarm.explain_loss(error)) from error
+        raise PeerError(**failures.explain_loss(error)) from error
 
 
 def _lost(rank: int, error: BaseException, lost_ranks: Sequence[int]) -> dict[str, str]:

@@ -18,7 +18,7 @@ from placer.runtime.distributed.partial import PartialModule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Crew:
+class CheckpointGroup:
     """This process's part in it; without a ``group`` it is alone, and every step is a plain call."""
 
     rank: int
@@ -53,9 +53,9 @@ class Crew:
 
 
 @contextmanager
-def crew_of(
+def checkpoint_group(
     module: nn.Module, method: Literal["placer.save", "placer.load"], **options: object
-) -> Iterator[Crew]:
+) -> Iterator[CheckpointGroup]:
     """Who saves or loads ``module``: all ranks of its job, or this process, which holds all of it.
 
     In a job, what goes wrong between the ranks in the block is raised as ``PeerError``, and
@@ -68,15 +68,15 @@ def crew_of(
         stages, replicas = len(module.plan.stages), module.num_replicas
         module.announce(method, **options)
         with module.watch():
-            yield Crew(
-                rank=module.seat.rank,
+            yield CheckpointGroup(
+                rank=module.assignment.rank,
                 group=module.process_groups.world,
                 layout=f"{dist.get_world_size()} processes, {replicas} x {stages} stages",
                 contents=Contents(first_name=module.tensor_names, owned=module.owned_names),
                 devices=_devices(module),
             )
         return
-    yield Crew(
+    yield CheckpointGroup(
         rank=0,
         group=None,
         layout="one process",
