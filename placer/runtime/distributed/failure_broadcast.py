@@ -93,7 +93,7 @@ class FailureBroadcast:
             told = {
                 "where": f"rank {self._rank}",
                 "problem": f"{type(root).__name__}: {root}",
-                "remedy": "the traceback is above, on that rank",
+                "remedy": "the traceback is in that rank's output",
             }
             self._tell(told)
             raise PlacerError(*told.values()) from error
@@ -109,7 +109,7 @@ class FailureBroadcast:
         if isinstance(cause, PlacerError):
             inside = "" if cause.where == failure.phase else f"{cause.where}: "
             problem, remedy = f"{inside}{cause.problem}", cause.remedy
-        there = remedy or "the traceback is above, on that rank"
+        there = remedy or "the traceback is in that rank's output"
         self._tell({"where": where, "problem": problem, "remedy": there})
         raise StageError(
             where,

@@ -223,8 +223,11 @@ class DistributedModule(PartialModule):
         # Before the others are asked: a rank that is called alone is told at once, not left waiting.
         check_training()
         check_scaler(scaler, num_devices=self.assignment.num_devices)
-        trained = check_parameters(self, self._ownership.first_name, self._frozen)
-        counted, fault = self._count_own(loss_of, target, batch_size(programs.call, leaves))
+        trained, fault = self._trained()
+        if fault is None:
+            counted, fault = self._count_own(loss_of, target, batch_size(programs.call, leaves))
+        else:
+            counted = None
         agreement = self._ask(
             programs.call,
             "placed.step",
@@ -375,6 +378,13 @@ class DistributedModule(PartialModule):
     def _take_share(self, call: CallFormat, leaves: Sequence[Tensor], **options: Any) -> Share:
         self._finder.follow(self._tree)
         return take_share(call, leaves, self._finder, self.plan, self.assignment, **options)
+
+    def _trained(self) -> tuple[tuple[int, ...], PlacerError | None]:
+        """The ids of this rank's trained parameters, or what is wrong with them: the others are told."""
+        try:
+            return check_parameters(self, self._ownership.first_name, self._frozen), None
+        except PlacerError as error:
+            return (), error
 
     def _count_own(
         self, loss_of: StepLoss, target: Any, rows: int | None

@@ -28,9 +28,10 @@ from placer.runtime.scatter import Whole
 
 _BOTH: frozenset[Combination] = frozenset(("mean", "sum"))
 _SAY = (
-    "say how it combines rows: step(..., reduction='mean') for a mean over rows, reduction='sum' for a "
-    "sum; for a mean over something else a count of it, such as "
-    "normalizer=lambda target: (target != -100).sum(). A loss that compares rows with each other "
+    "say how it combines rows. A mean over tokens or pixels that leaves some out, as with ignore_index, "
+    "is one over a count of the target: step(..., normalizer=lambda target: (target != -100).sum()). A "
+    "mean over rows that all count alike: reduction='mean'; a sum: reduction='sum'. (None of them is "
+    "checked.) A loss that compares rows with each other "
     "(contrastive, Dice over the batch) needs the whole batch: one replica and one micro-batch"
 )
 
