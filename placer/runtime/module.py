@@ -308,7 +308,9 @@ class PlacedModule(nn.Module):
           is an error that says what to pass. Nothing can be seen there of a loss that changes by
           itself from step to step, or of a rare label between others of a target with more than 256.
           What it draws, or writes to objects and lists that it holds, is put back; what it counts elsewhere
-          (in a global variable, in a file) has these calls in it. With one of the above there are none.
+          (in a global variable, in a file) has these calls in it.
+
+        What is given is tried too, once per function and shapes, and warned of where it does not hold.
 
         Tensors of ``target`` are cut along dim 0 like the inputs; ``placer.Whole(value)`` goes to every
         cut as it is. ``own_rows`` says that inputs and target are this process's rows only, where there

@@ -311,8 +311,9 @@ def test_how_often_the_loss_function_is_called() -> None:
     first = step()
     assert 4 < first <= 4 + 3 * 3
     assert step() == 4
-    assert step(reduction="mean") == 4
-    assert step(normalizer=_kept) == 4
+    for said in ({"reduction": "mean"}, {"normalizer": _kept}):
+        assert step(**said) == 4 + 2 * 3  # tried, and tried again with other random numbers
+        assert step(**said) == 4
 
 
 class Counting(nn.Module):
@@ -500,3 +501,62 @@ def test_wrong_options_are_said(name: str) -> None:
     options, said = OPTIONS[name]
     with pytest.raises(PlacerError, match=said):
         placed.step(_input(8), target=_labels(8, 0), loss_fn=_flat, **options)
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.main, self.other = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.main(x), self.other(x)
+
+
+def _two_means(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    """A sum of means over different counts: the second leaves out more."""
+    main, other = output
+    fewer = torch.where(target == 0, -100, target)
+    return F.cross_entropy(main, target) + F.cross_entropy(other, fewer)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "said", "options"),
+    [
+        (_two_means, "by the given normalizer", {"normalizer": lambda y: (y != -100).sum()}),
+        (_two_means, "by the given reduction='mean'", {"reduction": "mean"}),
+        (lambda o, y: F.cross_entropy(o[0], y, reduction="sum"), "'mean'", {"reduction": "mean"}),
+        (lambda o, y: F.cross_entropy(o[0], y), "reduction='sum'", {"reduction": "sum"}),
+    ],
+)
+def test_what_is_said_of_a_loss_and_does_not_hold_is_warned_of_once(
+    loss_fn: Any, said: str, options: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 4), torch.tensor([1, 0, 2, 1, 0, 0, 0, 2])
+    spec = {"devices": ["cpu"], "microbatches": 2}
+    placed = placer.compile(TwoHeads(), spec, x)
+    with pytest.warns(UserWarning, match=said):
+        placed.step(x, target=y, loss_fn=loss_fn, **options)
+    placed.step(x, target=y, loss_fn=loss_fn, **options)  # a warning would be an error
+
+
+def test_what_is_said_of_a_loss_and_holds_is_not_warned_of() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 4), torch.tensor([0, -100, 0, 1, -100, 2, 1, 2])
+    model = TwoHeads().double()
+    placed = placer.compile(
+        copy.deepcopy(model), {"devices": ["cpu"], "microbatches": 2}, x.double()
+    )
+
+    def loss_fn(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+        return F.cross_entropy(output[0], target)
+
+    loss = placed.step(
+        x.double(), target=y, loss_fn=loss_fn, normalizer=lambda y: (y != -100).sum()
+    )
+    torch.testing.assert_close(loss, loss_fn(model(x.double()), y))
+
+    def draws(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+        return F.cross_entropy(F.dropout(output[0]), target)
+
+    placed.step(x.double(), target=y, loss_fn=draws, reduction="mean")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 from placer.capture.result import flatten_result
 from placer.errors import PlacerError
-from placer.runtime.loss.reduction import Combination
+from placer.runtime.loss.reduction import Combination, LossRule
 from placer.runtime.loss.trial import (
     Filling,
     Rows,
@@ -30,9 +32,9 @@ _BOTH: frozenset[Combination] = frozenset(("mean", "sum"))
 _SAY = (
     "say how it combines rows. A mean over tokens or pixels that leaves some out, as with ignore_index, "
     "is one over a count of the target: step(..., normalizer=lambda target: (target != -100).sum()). A "
-    "mean over rows that all count alike: reduction='mean'; a sum: reduction='sum'. (None of them is "
-    "checked.) A loss that compares rows with each other "
-    "(contrastive, Dice over the batch) needs the whole batch: one replica and one micro-batch"
+    "mean over rows that all count alike: reduction='mean'; a sum: reduction='sum'. A loss that "
+    "compares rows with each other (contrastive, Dice over the batch), or adds means over different "
+    "counts, needs the whole batch: one replica and one micro-batch, or placed(x)"
 )
 
 
@@ -45,6 +47,7 @@ class FoundCombination:
 
     def __init__(self) -> None:
         self._key: Any = None
+        self._believed: Any = None  # of the function and rule that were tried by `doubt` last
         self._fitting = _BOTH
         self._seen: dict[int, SeenValues] = {}  # by position in the flattened target
 
@@ -86,6 +89,57 @@ class FoundCombination:
             self._key = None  # nor do these values count as tried
             return None
         return next(iter(self._fitting))
+
+    def doubt(
+        self,
+        loss_fn: Callable[..., Tensor],
+        output: Any,
+        rows: int,
+        target: Any,
+        total: int,
+        rule: LossRule,
+    ) -> None:
+        """Warn when ``loss_fn`` does not combine rows by ``rule``, which the caller has given.
+
+        It is tried once per function and shapes, on a few rows as they are. What draws random numbers,
+        changes by itself or cannot be tried so is not doubted.
+        """
+        key = (
+            _identity(loss_fn),
+            _identity(rule.normalizer),
+            _shapes(output, rows),
+            rule.combination,
+        )
+        if key == self._believed:
+            return
+        self._believed = key
+        try:
+            given = _rows_to_try(output, rows, target, total)
+            (first,) = try_rows(loss_fn, given, Filling(), Filling(), "", rule)
+            with torch.random.fork_rng():  # other random numbers: a loss that draws some shows
+                torch.manual_seed(torch.initial_seed() + 1)
+                (again,) = try_rows(loss_fn, given, Filling(), Filling(), "", rule)
+        except Exception:  # the caller has said how it is, so as not to have it tried
+            return
+        losses = (first.first, first.second, first.together)
+        if (
+            first == again
+            and all(map(math.isfinite, losses))
+            and rule.combination not in first.fitting
+        ):
+            expected = first.mean if rule.combination == "mean" else first.sum
+            what = (
+                "normalizer" if rule.normalizer is not None else f"reduction={rule.combination!r}"
+            )
+            warnings.warn(
+                f"loss_fn: by the given {what} the losses {first.first:.6g} and {first.second:.6g} of two "
+                f"groups of rows make {expected:.6g}, and it gives {first.together:.6g} for both together: "
+                "the loss and the gradients of a batch in slices are not those of the whole batch. "
+                "A sum of means over different counts, such as an auxiliary loss with ignored labels, "
+                "cannot be made of slices: compute it on the output of placed(x), or with one replica and "
+                "one micro-batch",
+                stacklevel=6,
+            )
 
     def _try(
         self, loss_fn: Callable[..., Tensor], rows: Rows, news: dict[int, list[Number]]

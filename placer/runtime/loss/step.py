@@ -39,7 +39,9 @@ class StepLoss:
         self._loss_fn = loss_fn
         # What the caller said, to compare between ranks:
         self.reduction, self.has_normalizer = reduction, normalizer is not None
-        self._rule = given_rule(reduction, normalizer) or known_rule(loss_fn)
+        given = given_rule(reduction, normalizer)
+        self._is_given = given is not None and found is not None
+        self._rule = given or known_rule(loss_fn)
         self._found = FoundCombination() if found is None else found
         self._has_graph: bool | None = None  # None: it was not called
         self._target: Any = None
@@ -81,6 +83,10 @@ class StepLoss:
         if self._total is None or rows is None or rows == self._total:
             return loss  # the whole batch
         self.is_cut = True
+        if self._is_given:
+            assert self._rule is not None and self._rows is not None
+            self._found.doubt(self._loss_fn, output, rows, self._target, self._rows, self._rule)
+            self._is_given = False  # once per step is enough
         rule = self._rule or self._find(output, rows)
         if rule.combination == "sum":
             return loss

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from placer.capture.restore import Snapshot
 from placer.capture.result import ResultFormat
 from placer.runtime.loss.call import call_loss
-from placer.runtime.loss.reduction import Combination
+from placer.runtime.loss.reduction import Combination, LossRule
 from placer.runtime.loss.values import Number
 from placer.runtime.scatter import unwrap_target
 
@@ -70,7 +70,7 @@ class Trial:
     first: float
     second: float
     together: float
-    share: float  # of the rows that are in the first group
+    share: float  # of what a mean is over, in the first group: rows, or what is counted
     tolerance: float
     tried: str  # what was special about the groups, for an error
 
@@ -99,9 +99,16 @@ class Trial:
 
 
 def try_rows(
-    loss_fn: Callable[..., Tensor], rows: Rows, first: Filling, second: Filling, tried: str
+    loss_fn: Callable[..., Tensor],
+    rows: Rows,
+    first: Filling,
+    second: Filling,
+    tried: str,
+    rule: LossRule | None = None,
 ) -> list[Trial]:
     """Two groups of rows whose targets are filled in these ways; one trial, or several for many values.
+
+    Means are over rows, or over what the normalizer of ``rule`` counts.
 
     Raises what ``loss_fn`` raises. Random numbers are as before, and so is what it writes to modules and
     objects that it is or holds, and to lists, dicts and sets that these or its closure have.
@@ -117,7 +124,7 @@ def try_rows(
     with _undisturbed(loss_fn, rows):
         for values in chunks:
             filling = Filling(leaf=first.leaf, values=values, factor=first.factor)
-            found.append(_compare(loss_fn, rows, (filling, second), (size, least), tried))
+            found.append(_compare(loss_fn, rows, (filling, second), (size, least), tried, rule))
     return found
 
 
@@ -146,6 +153,7 @@ def _compare(
     fillings: tuple[Filling, Filling],
     sizes: tuple[int, int],
     tried: str,
+    rule: LossRule | None,
 ) -> Trial:
     first, second = sizes
     targets = [
@@ -157,6 +165,10 @@ def _compare(
         (0, first, first, targets[0]),
         (first, second, 0, targets[1]),
     ]
+    share = first / (first + second)
+    if rule is not None and rule.normalizer is not None:
+        counted = rule.count([unwrap_target(target) for target in targets])
+        share = counted[0] / sum(counted) if sum(counted) else 0.0
     failed: Exception | None = None
     for half in (False, True) if _has_half(rows) else (False,):
         try:
@@ -173,7 +185,7 @@ def _compare(
             first=one,
             second=other,
             together=together,
-            share=first / (first + second),
+            share=share,
             tolerance=tolerance,
             tried=tried,
         )
