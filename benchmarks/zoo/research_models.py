@@ -54,13 +54,22 @@ def _diffusion() -> Iterator[Subject]:
         ("DDPM Unet, self-conditioned", {"self_condition": True}),
         ("DDPM Unet, learned sinusoids", {"learned_sinusoidal_cond": True, "dropout": 0.1}),
     ):
-        yield _subject(
-            name, f"{package}:Unet", timed, dim=16, dim_mults=(1, 2, 4), **options
-        )
+        yield _subject(name, f"{package}:Unet", timed, dim=16, dim_mults=(1, 2, 4), **options)
     yield _subject(
-        "Unet1D", f"{package}:Unet1D", _with_times((2, 3, 32)), dim=16, dim_mults=(1, 2, 4), channels=3
+        "Unet1D",
+        f"{package}:Unet1D",
+        _with_times((2, 3, 32)),
+        dim=16,
+        dim_mults=(1, 2, 4),
+        channels=3,
     )
-    karras = {"dim": 16, "dim_max": 32, "num_downsamples": 2, "num_blocks_per_stage": 1, "channels": 4}
+    karras = {
+        "dim": 16,
+        "dim_max": 32,
+        "num_downsamples": 2,
+        "num_blocks_per_stage": 1,
+        "channels": 4,
+    }
     yield _subject(
         "KarrasUnet",
         f"{package}:KarrasUnet",
@@ -221,7 +230,11 @@ def _vision_transformers() -> Iterator[Subject]:
         lg_patch_size=8,
         lg_enc_depth=2,
         depth=2,
-        **{f"{side}_{name}": size for side in ("sm_enc", "lg_enc", "cross_attn") for name, size in (("heads", 2), ("dim_head", 8))},
+        **{
+            f"{side}_{name}": size
+            for side in ("sm_enc", "lg_enc", "cross_attn")
+            for name, size in (("heads", 2), ("dim_head", 8))
+        },
         sm_enc_mlp_dim=32,
         lg_enc_mlp_dim=64,
     )
@@ -254,7 +267,12 @@ def _masked(path: str) -> nn.Module:
     encoder = _make("vit_pytorch.deepvit:DeepViT", depth=3, **sized)
     options: dict[str, Any] = {"masking_ratio": 0.5}
     if path == "mae:MAE":
-        options |= {"decoder_dim": 16, "decoder_depth": 2, "decoder_heads": 2, "decoder_dim_head": 8}
+        options |= {
+            "decoder_dim": 16,
+            "decoder_depth": 2,
+            "decoder_heads": 2,
+            "decoder_dim_head": 8,
+        }
     return _make(f"vit_pytorch.{path}", encoder=encoder, **options)
 
 
