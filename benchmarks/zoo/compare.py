@@ -51,7 +51,7 @@ def train(module: nn.Module, call: Call) -> dict[str, Tensor | None]:
     module.zero_grad(set_to_none=True)
     with torch.no_grad():
         for name, buffer in module.named_buffers():
-            if buffer.shape == before[name].shape:
+            if name in before and buffer.shape == before[name].shape:
                 buffer.copy_(before[name])
     return values
 

@@ -115,8 +115,6 @@ def _judge(subject: Subject, most_float64: int | None, found: dict[str, Any]) ->
         started = time.process_time()
         again = _fingerprint(used, train_call)
         found["capture_seconds"] = round(time.process_time() - started, 1)
-        if again != plans[2].fingerprint:
-            raise Failed("the program is not the one that was captured before the forward")
         del used
     jittered = functools.cache(lambda: train(jitter(_fresh(subject, dtype)).train(), train_call))
     model = _fresh(subject, dtype).train()
@@ -143,6 +141,8 @@ def _judge(subject: Subject, most_float64: int | None, found: dict[str, Any]) ->
         if stages == 2:
             found["other_batch"] = _other_batch(eager, placed, eval_call, tolerance)
     _check_split(subject, found)
+    if again != plans[2].fingerprint:  # last: all else is equal then
+        raise Failed("captured after a forward: not the program that was captured before it")
 
 
 def _fingerprint(model: nn.Module, call: Call) -> str:
