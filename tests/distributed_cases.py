@@ -576,6 +576,63 @@ def use_names_of_other_ranks(spec: placer.PlacementSpec) -> list[str]:
     return found
 
 
+class RenamingModel(models.ConvNet):
+    """Saves itself under other names, with an entry and a state of its own."""
+
+    steps = 0
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        state = super().state_dict(*args, **kwargs)
+        for layer in ("conv1", "conv2", "fc1", "fc2"):
+            for leaf in ("weight", "bias"):
+                state[f"net.{layer}.{leaf}"] = state.pop(f"{layer}.{leaf}")
+        state["version"] = 2
+        return state
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        state = dict(state_dict)
+        assert state.pop("version") == 2
+        state = {name.removeprefix("net."): value for name, value in state.items()}
+        return super().load_state_dict(state, strict, assign)
+
+    def get_extra_state(self) -> Any:
+        return {"steps": self.steps}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.steps = state["steps"]
+
+
+def use_a_state_dict_of_the_models_own(spec: placer.PlacementSpec, folder: str) -> list[str]:
+    """Its names, after it was loaded from the whole model's and through a checkpoint."""
+    torch.manual_seed(0)
+    plain, other, x = RenamingModel(), RenamingModel(), torch.randn(4, 1, 8, 8)
+    other.steps = 3
+    state = other.state_dict()
+    placed = placer.compile(plain, spec, x)
+
+    def require_state_of_other() -> None:
+        assert placed.state_dict()["_extra_state"] == {"steps": 3}
+        for name, tensor in placed.state_dict().items():
+            if isinstance(tensor, Tensor):
+                assert torch.equal(tensor, state[name]), name
+
+    placed.load_state_dict(state)
+    require_state_of_other()
+    optimizer = torch.optim.SGD(placed.parameters(), lr=0.1)
+    placer.save(placed, optimizer, folder)
+    placed.load_state_dict(RenamingModel().state_dict())
+    assert placed.state_dict()["_extra_state"] == {"steps": 0}
+    placer.load(placed, optimizer, folder)
+    require_state_of_other()
+    placed.load_state_dict(placed.state_dict())
+    require_state_of_other()
+    inner = {**models.ConvNet().state_dict(), "_extra_state": {"steps": 1}}
+    around = nn.ModuleDict({"inner": placed})
+    around.load_state_dict({f"inner.{name}": value for name, value in inner.items()})
+    assert placed.state_dict()["_extra_state"] == {"steps": 1}
+    return list(placed.state_dict())
+
+
 def train_with_synchronised_norms(spec: placer.PlacementSpec) -> None:
     """Equal to the plain model on the uncut batch, uneven rows too."""
     torch.manual_seed(0)

@@ -28,7 +28,7 @@ from benchmarks.zoo.judge import as_json, judge
 from benchmarks.zoo.subject import Subject, Verdict
 from benchmarks.zoo.table import write_table
 
-LIBRARIES = ("torchvision", "transformers", "monai", "timm")
+LIBRARIES = ("torchvision", "transformers", "monai", "timm", "research")
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -53,7 +53,8 @@ def main() -> None:
             verdicts = {**_read(store), verdict["name"]: verdict}  # another run may write it too
             _write(store, {name: verdicts[name] for name in subjects if name in verdicts})
             _say(verdict)
-    write_table(options.library, list(subjects), verdicts)
+    packages = getattr(module, "PACKAGES", (options.library,))
+    write_table(options.library, list(subjects), verdicts, packages)
 
 
 def _todo(options: Any, subjects: dict[str, Subject], verdicts: dict[str, Any]) -> list[Subject]:

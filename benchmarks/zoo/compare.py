@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from benchmarks.zoo.subject import Call
 
@@ -34,7 +34,7 @@ def seeded(function: Callable[[], Any]) -> Any:
 def train(module: nn.Module, call: Call) -> dict[str, Tensor | None]:
     """Outputs, loss, gradients and buffers of one forward and backward; the module's state is kept."""
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    args, kwargs = call
+    args, kwargs = _fresh_containers(call)
     module.zero_grad()
     output = seeded(lambda: module(*args, **kwargs))
     loss = _loss(output)
@@ -51,9 +51,14 @@ def train(module: nn.Module, call: Call) -> dict[str, Tensor | None]:
     module.zero_grad(set_to_none=True)
     with torch.no_grad():
         for name, buffer in module.named_buffers():
-            if buffer.shape == before[name].shape:
+            if name in before and buffer.shape == before[name].shape:
                 buffer.copy_(before[name])
     return values
+
+
+def _fresh_containers(call: Call) -> Call:
+    """The same tensors in lists of their own: some models write into the list that they are given."""
+    return tree_map(lambda leaf: leaf, call)
 
 
 def _loss(output: Any) -> Tensor:
@@ -64,7 +69,7 @@ def _loss(output: Any) -> Tensor:
 
 
 def infer(module: nn.Module, call: Call) -> dict[str, Tensor | None]:
-    args, kwargs = call
+    args, kwargs = _fresh_containers(call)
     with torch.no_grad():
         output = seeded(lambda: module(*args, **kwargs))
     leaves = enumerate(tree_leaves(output))

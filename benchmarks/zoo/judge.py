@@ -6,6 +6,7 @@ A model passes when
   built under ``torch.device("meta")`` is built on the CPU and moved there),
 - under both plans, in train mode, the loss, every parameter's gradient, every output and every
   buffer equal eager's; and in eval mode every output does,
+- a capture after a plain forward in the same process has the fingerprint of the one from ``meta``,
 - it has at least five pieces, so at least four places to cut,
 - of two stages none has more than 60% of the seconds of forward and backward (the plan's own
   figures), or no cut of the program's order does better by more than a hundredth.
@@ -108,7 +109,13 @@ def _judge(subject: Subject, most_float64: int | None, found: dict[str, Any]) ->
 
     tolerance = _TOLERANCE[dtype]
     with _phase("eager, train"):
-        expected = train(_fresh(subject, dtype).train(), train_call)
+        used = _fresh(subject, dtype).train()
+        expected = train(used, train_call)
+    with _phase("capture after a forward"):
+        started = time.process_time()
+        again = _fingerprint(used, train_call)
+        found["capture_seconds"] = round(time.process_time() - started, 1)
+        del used
     jittered = functools.cache(lambda: train(jitter(_fresh(subject, dtype)).train(), train_call))
     model = _fresh(subject, dtype).train()
     for stages in (2, 4):
@@ -134,6 +141,8 @@ def _judge(subject: Subject, most_float64: int | None, found: dict[str, Any]) ->
         if stages == 2:
             found["other_batch"] = _other_batch(eager, placed, eval_call, tolerance)
     _check_split(subject, found)
+    if again != plans[2].fingerprint:  # last: all else is equal then
+        raise Failed("captured after a forward: not the program that was captured before it")
 
 
 def _fingerprint(model: nn.Module, call: Call) -> str:

@@ -86,4 +86,5 @@ class Verdict:
     whole: tuple[str, ...] = ()  # submodules kept whole
     reasons: tuple[str, ...] = ()  # why, for each
     other_batch: str = ""  # "equal", "refused: why", or what went wrong
-    seconds: float = 0.0  # of processor time
+    capture_seconds: float = 0.0  # of processor time, for one capture
+    seconds: float = 0.0  # of processor time, for all of it

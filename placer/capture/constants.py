@@ -58,14 +58,28 @@ def find_value(
     attributes, and what ``torch.arange`` and the like make. ``numbers`` are the sizes at this time,
     which become part of the program. None where something was written to any of them so far.
     """
-    order = _ancestors(node, constants, numbers)
-    if order is None or any(is_written(source) for source in order):
+    order = _unwritten_ancestors(node, constants, numbers)
+    if order is None:
         return None
     values: dict[fx.Node, Any] = {}
     with without_torch_function(), without_modes(), torch.device("cpu"):
         for source in order:
             values[source] = _compute(source, constants, numbers, values)
     return Known(values[node], [source for source in order if source.name in constants])
+
+
+def is_constant(
+    node: fx.Node, constants: Mapping[str, Tensor], numbers: Mapping[fx.Node, Any]
+) -> bool:
+    """Would `find_value` know the value? Computes nothing."""
+    return _unwritten_ancestors(node, constants, numbers) is not None
+
+
+def _unwritten_ancestors(
+    node: fx.Node, constants: Mapping[str, Tensor], numbers: Mapping[fx.Node, Any]
+) -> list[fx.Node] | None:
+    order = _ancestors(node, constants, numbers)
+    return None if order is None or any(is_written(source) for source in order) else order
 
 
 def _ancestors(

@@ -65,6 +65,11 @@ class FakeWorld:
             self._originals[id(twin)] = original
         return twin
 
+    def stand_for(self, twin: Tensor, original: Tensor) -> None:
+        """Have ``twin``, which a run has computed, stand for a tensor of the model."""
+        self._twins[id(original)] = twin
+        self._originals[id(twin)] = original
+
     def original(self, twin: Tensor) -> Tensor | None:
         """The tensor that ``twin`` stands for, or None when it is not one of this world's twins."""
         return self._originals.get(id(twin))

@@ -31,7 +31,7 @@ from placer._torch import (
     without_torch_function,
 )
 from placer.capture.call import BoundCall, flat_forward, placeholder_names
-from placer.capture.constants import copy_real, data_of, digest, find_value, is_written
+from placer.capture.constants import copy_real, data_of, digest, find_value, is_constant, is_written
 from placer.capture.failure import (
     ForwardFailure,
     TraceFailure,
@@ -404,6 +404,21 @@ class Recorder(TorchFunctionMode):
         copied = fake.clone()
         self.record("call_method", "clone", (fake,), {}, copied)
         return copied
+
+    def keep_cached(self, value: Any) -> bool:
+        """Are tensors in ``value``, an attribute that forward has set, a cache of constants?
+
+        They are when they are computed from constants and sizes alone, such as a grid of positions.
+        The next run may read them then; this program computes them anew in every call.
+        """
+        writer = self.writer
+        made = [t for t in tree_iter(value) if isinstance(t, Tensor) and writer.makes(t)]
+        for tensor in made:
+            if not is_constant(writer.node_of(tensor), writer.constants, self.numbers):
+                return False
+        for tensor in made:
+            writer.world.stand_for(tensor, torch.empty_like(tensor, device="meta"))
+        return bool(made)
 
     def check_constants(self) -> None:
         """Refuse a program that looked at a constant and wrote to it later: the next run sees that."""

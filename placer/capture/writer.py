@@ -137,6 +137,10 @@ class GraphWriter:
             self.location_of[child.name] = self.location_of.get(node.name, "")
             self.bind(item, child)
 
+    def makes(self, tensor: Tensor) -> bool:
+        """Is there a node that made ``tensor``?"""
+        return id(tensor) in self._node_of
+
     def node_of(self, tensor: Tensor) -> fx.Node:
         """The node that made ``tensor``, or a new one that reads it from the model.
 

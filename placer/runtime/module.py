@@ -54,6 +54,10 @@ _TABLES = (
     "_backward_hooks",
     "_backward_pre_hooks",
     "_is_full_backward_hook",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
 )
 
 
@@ -173,19 +177,20 @@ class PlacedModule(nn.Module):
         """Raises ``PlacerError``: a placed module is no one graph to compile."""
         raise compile_error()
 
+    # Saving and loading are the original's own: its class may override either, its hooks run.
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of the original: where its class overrides ``state_dict``, what that returns."""
-        if type(self._tree).state_dict is not nn.Module.state_dict:
-            return self._tree.state_dict(*args, **kwargs)
-        return super().state_dict(*args, **kwargs)
+        """What the original's ``state_dict`` returns."""
+        return self._tree.state_dict(*args, **kwargs)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """As of the original: where its class overrides ``load_state_dict``, by that."""
-        if type(self._tree).load_state_dict is not nn.Module.load_state_dict:
-            return self._tree.load_state_dict(state_dict, strict=strict, assign=assign)
-        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+        """As of the original."""
+        return self._tree.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        # What ``load_state_dict`` of a module around this one calls.
+        self._tree._load_from_state_dict(*args)
 
     def train(self, mode: bool = True) -> PlacedModule:
         """Set the mode of all modules; the next call runs the model's program of that mode."""

@@ -213,3 +213,68 @@ def assert_one_fingerprint(model: nn.Module, inputs: tuple[Tensor, ...]) -> None
     model(*inputs)
     fingerprints.append(capture_model(model, inputs).fingerprint)
     assert len(set(fingerprints)) == 1
+
+
+class Positions(nn.Module):
+    """Keeps a grid of positions for inputs of the size that it saw last, as neural operators do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size: Any = None
+        self.grid: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.grid is None or self.size != x.shape[2:]:
+            axes = [torch.linspace(0, 1, n + 1)[:-1] for n in x.shape[2:]]
+            self.grid = [
+                axis.to(x.dtype)[None, None] for axis in torch.meshgrid(*axes, indexing="ij")
+            ]
+            self.size = x.shape[2:]
+        return torch.cat([x, *(axis.repeat(x.shape[0], 1, 1, 1) for axis in self.grid)], 1)
+
+
+class Alternating(Positions):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * (self.calls % 2)
+
+
+class Remembering(nn.Module):
+    last: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x if self.last is None else x + self.last
+        self.last = x.detach()
+        return torch.cat([y, y], 1)
+
+
+def with_positions(first: nn.Module) -> nn.Sequential:
+    return nn.Sequential(first, nn.Conv2d(4, 3, 3, padding=1), nn.Conv2d(3, 2, 1)).double()
+
+
+def test_a_cache_of_constants_keeps_no_module_whole() -> None:
+    torch.manual_seed(0)
+    plain, x = with_positions(Positions()), torch.randn(2, 2, 6, 8, dtype=torch.float64)
+    capture = capture_model(plain, (x,))
+    assert not capture.whole_modules
+    assert capture_model(plain, (x,)).fingerprint == capture.fingerprint
+    assert plain[0].grid is None
+    placed = placer.compile(with_positions(Positions()), DEVICES, (x,), run_on="cpu")
+    placed.load_state_dict(plain.state_dict())
+    for shape in ((2, 2, 6, 8), (3, 2, 6, 8), (2, 2, 10, 4), (2, 2, 6, 8)):
+        x = torch.randn(shape, dtype=torch.float64)
+        for net in (plain, placed):
+            net.zero_grad()
+            net(x).square().sum().backward()
+        torch.testing.assert_close(placed(x), plain(x), rtol=1e-10, atol=1e-12)
+        for ours, theirs in zip(placed.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("first", [Alternating, Remembering])
+def test_what_changes_the_next_call_is_no_cache(first: type[nn.Module]) -> None:
+    x = torch.randn(2, 2, 6, 8, dtype=torch.float64)
+    whole = capture_model(with_positions(first()), (x,)).whole_modules
+    assert [module.layer for module in whole] == ["0"]

@@ -118,6 +118,16 @@ def test_names_of_the_rest_of_the_model_are_known(job_of: Callable[[int], Job]) 
         assert "is on rank" not in messages[3]
 
 
+def test_a_models_own_state_dict_is_asked_for_each_part(
+    job_of: Callable[[int], Job], tmp_path: Path
+) -> None:
+    spec = cases.make_spec(2, 1, 1)
+    found = job_of(2).run(cases.use_a_state_dict_of_the_models_own, spec, str(tmp_path / "saved"))
+    own = {"version", "_extra_state"}
+    assert set(found[0]) & set(found[1]) == own
+    assert set(found[0]) | set(found[1]) == set(cases.RenamingModel().state_dict())
+
+
 def test_only_this_ranks_part_is_held(job_of: Callable[[int], Job]) -> None:
     found = job_of(2).run(cases.list_part, cases.make_spec(2, 1, 2))
     assert found[0]["modules"] == ["conv1", "conv2"]

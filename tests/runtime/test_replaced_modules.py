@@ -114,3 +114,47 @@ def test_a_models_own_state_dict(tmp_path: Path) -> None:
     placed.load_state_dict(Versioned().double().state_dict())
     placer.load(placed, optimizer, tmp_path / "saved")
     torch.testing.assert_close(placed(x), other(x))
+
+
+class Upgraded(Net):
+    """Reads states of an older version, and has state that is no tensor, both in the model itself."""
+
+    steps = 0
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        for name in [name for name in state_dict if name.startswith(f"{prefix}old_")]:
+            state_dict[prefix + name[len(prefix) + 4 :]] = state_dict.pop(name)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def get_extra_state(self) -> Any:
+        return {"steps": self.steps}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.steps = state["steps"]
+
+
+def _add_version(module: Any, state: Any, prefix: str, metadata: Any) -> None:
+    state[f"{prefix}version"] = torch.tensor(2)
+
+
+def _drop_version(module: Any, state: Any, prefix: str, *args: Any) -> None:
+    state.pop(f"{prefix}version")
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["alone", "in another module"])
+def test_state_is_saved_and_loaded_by_the_models_own_code(nested: bool) -> None:
+    model, x = Upgraded().double(), torch.randn(6, 4, dtype=D)
+    model.register_state_dict_post_hook(_add_version)
+    model.register_load_state_dict_pre_hook(_drop_version)
+    placed: Any = placer.compile(model, SPEC, (x,), run_on="cpu")
+    other = Upgraded().double()
+    other.steps = 7
+    state = {f"old_{name}": value for name, value in other.state_dict().items()}
+    state["version"] = torch.tensor(2)
+    state["_extra_state"] = state.pop("old__extra_state")
+    saved, loads = (nn.ModuleDict({"net": m}) if nested else m for m in (model, placed))
+    loads.load_state_dict({f"net.{n}" if nested else n: v for n, v in state.items()})
+    torch.testing.assert_close(placed(x), other(x))
+    assert placed.state_dict()["_extra_state"] == {"steps": 7}
+    assert list(loads.state_dict()) == list(saved.state_dict())
+    assert any(name.endswith("version") for name in loads.state_dict())

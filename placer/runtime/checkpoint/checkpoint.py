@@ -16,6 +16,7 @@ from placer.runtime.checkpoint.entries import (
     Entries,
     entry_name,
     model_entries,
+    module_state,
     optimizer_entries,
     parameter_names,
     random_entry,
@@ -231,7 +232,7 @@ def _restore_extra_state(
         return
     state = {
         name: entries[f"model/{contents.first_name.get(name, name)}"]
-        for name in nn.Module.state_dict(module)
+        for name in module_state(module)
     }
     nn.Module.load_state_dict(module, state)
 

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from placer.capture import first_names
 from placer.errors import PlacerError
+from placer.runtime.module import PlacedModule
 
 Entries = dict[str, Any]
 
@@ -49,11 +50,18 @@ def entry_name(entry: str) -> str:
     return name or kind
 
 
+def module_state(module: nn.Module) -> dict[str, Any]:
+    """The ``state_dict`` of modules and their hooks, the extra state of a placed model itself included.
+
+    What an overridden ``state_dict`` adds or renames is no part of a checkpoint.
+    """
+    return nn.Module.state_dict(module._tree if isinstance(module, PlacedModule) else module)
+
+
 def model_entries(module: nn.Module, contents: Contents) -> Entries:
     """The tensors of the ``state_dict`` themselves (no copies), and modules' extra state."""
     found: Entries = {}
-    # Of modules and hooks; what an overridden state_dict adds is no part of a checkpoint.
-    for name, value in nn.Module.state_dict(module).items():
+    for name, value in module_state(module).items():
         found.setdefault(f"model/{contents.first_name.get(name, name)}", value)
     return found
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from placer.errors import PlacerError
-from placer.runtime.checkpoint.entries import Contents, contents_of
+from placer.runtime.checkpoint.entries import Contents, contents_of, module_state
 from placer.runtime.distributed.groups import gather_objects
 from placer.runtime.distributed.partial import PartialModule
 
@@ -86,5 +86,5 @@ def checkpoint_group(
 
 
 def _devices(module: nn.Module) -> tuple[torch.device, ...]:
-    tensors = [t for t in nn.Module.state_dict(module).values() if isinstance(t, torch.Tensor)]
+    tensors = [t for t in module_state(module).values() if isinstance(t, torch.Tensor)]
     return tuple(dict.fromkeys(t.device for t in tensors))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from placer.runtime.distributed.call_check import name_ranks
@@ -37,26 +37,49 @@ class PartialModule(PlacedModule):
         index = self.assignment.device_index
         return frozenset(n for n, holders in self._ownership.holders.items() if holders[0] == index)
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of the original, of what this rank holds.
+
+        A ``state_dict`` of the model's own finds the names of the whole model, those of other ranks
+        with empty tensors on ``meta``: it may rename or delete what is not here.
+        """
+
+        def add_others(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
+            for name in self._names_elsewhere():
+                state.setdefault(prefix + name, torch.empty(0, device="meta"))
+
+        if type(self._tree).state_dict is nn.Module.state_dict:
+            return super().state_dict(*args, **kwargs)
+        with self._tree.register_state_dict_post_hook(add_others):
+            state = super().state_dict(*args, **kwargs)
+        for name in [n for n, value in state.items() if isinstance(value, Tensor)]:
+            if state[name].is_meta:
+                del state[name]
+        return state
+
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """As of ``nn.Module``; what of the model other ranks hold may be there, and is left."""
-        if isinstance(state_dict, Mapping):  # else torch says what is wrong
-            state_dict = self._own_entries(state_dict)
-        return super().load_state_dict(state_dict, strict, assign)
+        """As of the original; what of the model other ranks hold may be there, and is left."""
+        with self._tree.register_load_state_dict_pre_hook(self._leave_others):
+            return super().load_state_dict(state_dict, strict, assign)
 
-    def _own_entries(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        elsewhere = self._ownership.first_name.keys() - self.tensor_names.keys()
-        modules = dict(self.named_modules(remove_duplicate=False)).keys()
-        own: OrderedDict[str, Any] = OrderedDict()
-        for name, value in state_dict.items():
+    def _load_from_state_dict(self, *args: Any) -> None:
+        with self._tree.register_load_state_dict_pre_hook(self._leave_others):
+            super()._load_from_state_dict(*args)
+
+    def _leave_others(self, part: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+        """Delete what other ranks hold from ``state``, when the model's own code is done with it."""
+        elsewhere = self._names_elsewhere()
+        modules = dict(part.named_modules(remove_duplicate=False)).keys()
+        for entry in [entry for entry in state if entry.startswith(prefix)]:
+            name = entry[len(prefix) :]
             path, _, leaf = name.rpartition(".")
-            if name not in elsewhere and (leaf != _EXTRA_STATE or path in modules):
-                own[name] = value
-        metadata = getattr(state_dict, "_metadata", None)  # torch keeps versions of modules there
-        if metadata is not None:
-            own._metadata = metadata  # type: ignore[attr-defined]
-        return own
+            if name in elsewhere or (leaf == _EXTRA_STATE and path not in modules):
+                del state[entry]
+
+    def _names_elsewhere(self) -> Collection[str]:
+        return self._ownership.first_name.keys() - self.tensor_names.keys()
 
     def __getattr__(self, name: str) -> Any:
         try:
