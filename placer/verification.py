@@ -113,11 +113,29 @@ def verify(
     )
     if placed.plan.precision != "fp32":
         allowed = max(allowed, _TOLERANCE[torch.bfloat16])
-    cuts = placed.plan.replicas * placed.plan.microbatches
+    cuts = _count_cuts(placed, args, kwargs)
     return Verification(
         comparisons=tuple(_compare(ours, theirs, allowed)),
-        reference="the plain model" + (f" on the same {cuts} cuts of the batch" * (cuts > 1)),
+        reference="the plain model"
+        + (f" on the same {cuts} slices of the batch" * (cuts > 1))
+        + _where(placed),
     )
+
+
+def _count_cuts(placed: PlacedModule, args: Any, kwargs: Any) -> int:
+    """How many slices this batch is cut into: fewer than the plan has where it has few rows."""
+    call, plan = placed.staged.call, placed.plan
+    total = batch_size(call, flatten_call(call, args, kwargs))
+    if total is None:
+        return 1
+    return sum(map(len, batch_cuts(total, plan.replicas, plan.microbatches)))
+
+
+def _where(placed: PlacedModule) -> str:
+    """What is said where stages did not run on the devices that the plan names."""
+    wanted = {name.partition(":")[0] for stage in placed.plan.stages for name in stage.devices}
+    ran = placed.output_device.type
+    return "" if wanted == {ran} else f" (all stages ran on {ran}, not on {', '.join(sorted(wanted))})"
 
 
 @dataclass(frozen=True, slots=True)
