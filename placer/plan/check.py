@@ -93,8 +93,8 @@ def describe_overflow(device: DevicePeak) -> str:
     """What ``device`` would have to hold, and how much more than its budget that is."""
     missing = -(device.headroom or 0)
     reserve = f" and a reserve of {format_bytes(device.reserve)}" if device.reserve else ""
-    if device.reserve == device.budget:
-        return f"{format_bytes(device.peak)}, and the reserve takes up all of its memory"
+    if device.reserve >= (device.budget or 0):
+        return f"{format_bytes(device.peak)}, and the reserve leaves no room for it"
     return (
         f"{format_bytes(device.peak)}{reserve}, "
         f"{format_bytes(missing)} more than its {format_bytes(device.budget or 0)}"

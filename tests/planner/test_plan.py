@@ -14,6 +14,7 @@ from torch import nn
 
 import placer
 from placer import BudgetError, CaptureError, PlacementSpec, PlanError, SpecError
+from placer.report.figures import verdict
 from placer.units import parse_bytes
 
 GIB = 2**30
@@ -163,9 +164,9 @@ def test_automatic_specs_need_it_too_and_cpus_share_the_machines() -> None:
     assert first.memory == second.memory and first.memory is not None
 
 
-def test_a_plan_of_given_stages_needs_no_memory_and_says_that_it_is_not_judged() -> None:
+def test_a_plan_of_given_stages_needs_no_memory_and_says_that_its_fit_is_unknown() -> None:
     plan = _small(**UNKNOWN, layers={"conv1": "cuda:6", "fc*": "cuda:7"})
-    assert any(note.startswith("The memory of cuda:7 is not known") for note in plan.notes)
+    assert verdict(plan)[-1] == "unknown whether it fits on cuda:7: give its memory"
     assert [device.budget for device in plan.devices] == [GIB, None]
     least = _small(devices=["cuda:7"], objective="memory", checkpoint="auto")
     assert least.devices[0].budget is None  # down to the least peak: no budget decides
