@@ -35,26 +35,40 @@ PlanOutput = Annotated[
     Path | None, typer.Option("--plan", metavar="PLAN", help="Save the plan here too (JSON).")
 ]
 Objective = Annotated[str, typer.Option("--objective", help="throughput, memory or latency.")]
-Microbatches = Annotated[str, typer.Option("--microbatches", metavar="N", help="How many micro-batches, or 'auto'.")]
-Replicas = Annotated[str, typer.Option("--replicas", metavar="N", help="How many replicas, or 'auto'.")]
+Microbatches = Annotated[
+    str, typer.Option("--microbatches", metavar="N", help="How many micro-batches, or 'auto'.")
+]
+Replicas = Annotated[
+    str, typer.Option("--replicas", metavar="N", help="How many replicas, or 'auto'.")
+]
 Schedule = Annotated[
-    str | None, typer.Option("--schedule", help="Pipeline schedule, by torch's name: GPipe, 1F1B, …")
+    str | None,
+    typer.Option("--schedule", help="Pipeline schedule, by torch's name: GPipe, 1F1B, …"),
 ]
 Checkpoint = Annotated[
-    bool, typer.Option("--checkpoint", help="Recompute as many activations in the backward pass as needed to fit.")
+    bool,
+    typer.Option(
+        "--checkpoint", help="Recompute activations in the backward pass, as needed to fit."
+    ),
 ]
 Offload = Annotated[
-    bool, typer.Option("--offload", help="Keep as many activations in host memory as needed to fit.")
+    bool,
+    typer.Option("--offload", help="Keep activations in host memory, as needed to fit."),
 ]
 Precision = Annotated[str | None, typer.Option("--precision", help="fp32, bf16 or fp16.")]
 Optimizer = Annotated[
     str | None, typer.Option("--optimizer", help="sgd, sgd_momentum, adam, adamw or bytes=N.")
 ]
 Training = Annotated[
-    bool, typer.Option("--training/--no-training", help="Plan for training (count gradients, optimizer state and activations) or inference.")
+    bool,
+    typer.Option(
+        "--training/--no-training",
+        help="Plan for training, with gradients and optimizer state, or for inference.",
+    ),
 ]
 Reserve = Annotated[
-    str | None, typer.Option("--reserve", metavar="SIZE", help="Memory to keep free on each device.")
+    str | None,
+    typer.Option("--reserve", metavar="SIZE", help="Memory to keep free on each device."),
 ]
 
 

@@ -37,8 +37,20 @@ Memory = Annotated[
         show_default=False,
     ),
 ]
-Optimizer = Annotated[str, typer.Option("--optimizer", help="sgd, sgd_momentum, adam or adamw.")]
-Training = Annotated[bool, typer.Option("--training/--no-training", help="Count the backward pass.")]
+Optimizer = Annotated[
+    str | None,
+    typer.Option(
+        "--optimizer", help="Without SPEC: sgd, sgd_momentum, adam or adamw (default: adam)."
+    ),
+]
+Training = Annotated[
+    bool | None,
+    typer.Option(
+        "--training/--no-training",
+        help="Without SPEC: count the backward pass (default: yes).",
+        show_default=False,
+    ),
+]
 
 
 EXAMPLE = "placer check net.py:Net spec.json --input 8x64"
@@ -48,17 +60,21 @@ def check(
     subject: SubjectOptions,
     memory: Memory,
     spec: Spec = None,
-    optimizer: Optimizer = "adam",
-    training: Training = True,
+    optimizer: Optimizer = None,
+    training: Training = None,
     as_json: AsJson = False,
 ) -> None:
     """Check a spec against a model; without a spec, show what the model can be cut into."""
     from placer.spec import load_spec
 
     wanted = None if spec is None else load_spec(spec)
-    if wanted is not None and memory:
-        remedy = "leave it out, or leave out the spec to see how many devices the model needs"
-        raise PlacerError("--memory", "the spec says how much memory devices have", remedy)
+    given = (("--memory", memory or None), ("--optimizer", optimizer), ("--training", training))
+    for option, value in given:
+        if wanted is not None and value is not None:
+            remedy = "leave it out, or leave out the spec to see how many devices the model needs"
+            raise PlacerError(option, f"is not for a check of a spec: {spec} has its own", remedy)
+    optimizer = "adam" if optimizer is None else optimizer
+    training = training is not False
     sizes = _sizes(memory)
     _check_optimizer(optimizer)
     subject.check(inputs_required=wanted is None)
@@ -88,10 +104,10 @@ def _check_spec(
             problems += resolve_patterns(field, patterns, paths)[1]
     if problems:
         raise SpecError(source, problems)
-    console.print(
-        f"{source} goes with {subject.target}: it places {len(placed)} of {len(paths)} layers",
-        markup=False,
-    )
+    places = f"it places {len(placed)} of {len(paths)} layers"
+    if not spec.layers:
+        places = f"it leaves the choice for all {len(paths)} layers to placer"
+    console.print(f"{source} goes with {subject.target}: {places}", markup=False)
     free = [path for path in paths if path not in placed]
     if spec.layers and free:
         tops = [path for path in free if path.rpartition(".")[0] not in free]

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 Model = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL", help="package.module:callable or path/file.py:callable that returns the model "
-        "(a class or a function)."
+        metavar="MODEL",
+        help="package.module:callable or path/file.py:callable that returns the model "
+        "(a class or a function).",
     ),
 ]
 Spec = Annotated[Path, typer.Argument(metavar="SPEC", help="Placement spec (JSON).")]

@@ -35,7 +35,9 @@ RunOn = Annotated[
 Seed = Annotated[int, typer.Option("--seed", help="Seed of the weights, the inputs and dropout.")]
 Tolerance = Annotated[
     float | None,
-    typer.Option("--tolerance", help="Relative tolerance (default: that of the parameters' dtype)."),
+    typer.Option(
+        "--tolerance", help="Relative tolerance (default: that of the parameters' dtype)."
+    ),
 ]
 
 

@@ -204,6 +204,17 @@ def test_check_a_spec(placer: Run) -> None:
     assert "did you mean 'head'" in wrong.stderr
 
 
+def test_check_a_spec_without_layers(placer: Run) -> None:
+    result = placer("check", "net.py:Net", "fits.json")
+    assert "it leaves the choice for all 11 layers to placer" in result.stdout
+
+
+def test_the_help_names_every_exit_code(placer: Run) -> None:
+    said = " ".join(placer("--help").stdout.split())
+    for code in ("0 success", "1 verify found a difference", "2 bad usage", "3 the placement"):
+        assert code in said
+
+
 def test_check_a_model(placer: Run) -> None:
     result = placer("check", "net.py:Net", *X, "--memory", "300KiB", "--memory", "2GiB", "--json")
     assert result.exit_code == 0
@@ -218,6 +229,7 @@ def test_check_a_model(placer: Run) -> None:
     largest = data["largest_piece"]
     assert largest["peak"] >= largest["least_bytes"] > 4 * 64 * 64 * 4  # weights, gradients, Adam
     assert 1 < largest["least_devices"] <= 7  # of seven like layers and a small one
+    assert "largest piece that cannot be split: " in said and " on a device of its own" in said
 
 
 @pytest.mark.parametrize("example", ["two_scenes", "scenes_by_name", "both_ways"])

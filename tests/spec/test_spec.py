@@ -148,7 +148,11 @@ def test_one_wrong_thing(data: Any, where: str, said: str) -> None:
 
 def test_no_guess_is_made_where_no_word_is_near() -> None:
     (problem,) = _problems({"devices": ["cuda:0"], "precision": "fp8"})
-    assert problem == ("/precision", "'fp8' was found where one of fp32, bf16, fp16 was expected", "")
+    assert problem == (
+        "/precision",
+        "'fp8' was found where one of fp32, bf16, fp16 was expected",
+        "",
+    )
 
 
 def test_devices_that_cannot_be_shifted_for_as_many_replicas_as_the_machine_has() -> None:
