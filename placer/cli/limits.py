@@ -34,7 +34,7 @@ def print_limits(console: Console, result: Mapping[str, Any], sizes: Mapping[str
 
 
 def _print_devices(console: Console, result: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
-    from placer.units import format_bytes
+    from placer.units import format_bytes, format_count
 
     reserve = format_bytes(result["reserve"])
     for size, devices in result["devices_needed"].items():
@@ -44,7 +44,7 @@ def _print_devices(console: Console, result: Mapping[str, Any], sizes: Mapping[s
                 f"does not fit on devices of {size}: the reserve of {reserve} alone takes up each"
             )
         elif devices:
-            answer = f"fits on {_devices(devices)} of {size}"
+            answer = f"fits on {format_count(devices, 'device')} of {size}"
         console.print(answer)
     if result["devices_needed"]:
         hint = f'placer keeps {reserve} of each device free ("reserve" in the spec)'
@@ -89,7 +89,7 @@ def _limit(module: Mapping[str, Any]) -> str:
 
 
 def _print_largest(console: Console, largest: Mapping[str, Any] | None) -> None:
-    from placer.units import format_bytes
+    from placer.units import format_bytes, format_count
 
     if largest is None:
         return
@@ -99,10 +99,6 @@ def _print_largest(console: Console, largest: Mapping[str, Any] | None) -> None:
     console.print(
         f"largest piece that cannot be split: {', '.join(layers[:4])}{more}. It needs {peak} on a "
         f"device of its own, and no less than {least} beside anything else. On devices with {peak} "
-        f"to use, the model needs at least {_devices(largest['least_devices'])}.",
+        f"to use, the model needs at least {format_count(largest['least_devices'], 'device')}.",
         markup=False,
     )
-
-
-def _devices(count: int) -> str:
-    return "1 device" if count == 1 else f"{count} devices"

@@ -14,6 +14,8 @@ from torch import nn
 
 import placer
 from placer import BudgetError, CaptureError, PlacementSpec, PlanError, SpecError
+from placer.planner.activation_policy import PolicyChoice
+from placer.planner.assemble import _light_notes
 from placer.report.figures import verdict
 from placer.units import parse_bytes
 
@@ -139,6 +141,21 @@ def test_budget_comes_from_the_named_kind() -> None:
     assert device.reserve == parse_bytes("1GiB")
     with pytest.raises(SpecError, match="did you mean 'h100'"):
         _small(devices=[{"name": "cuda:0", "kind": "h10"}])
+
+
+@pytest.mark.parametrize(
+    ("least", "said"),
+    [
+        (0.02, ", which is the least possible for these stages."),
+        (0.01, "; no choice for these stages adds less than 10.00 ms, 50.0% less."),
+        (0.0, "; how little it could be is not known."),
+    ],
+)
+def test_how_good_a_choice_of_recomputed_layers_is(least: float, said: str) -> None:
+    nothing: Any = None
+    light = PolicyChoice(costs=nothing, partition=nothing, extra_seconds=0.02, least_seconds=least)
+    (note,) = _light_notes(PlacementSpec(devices=["cpu"], checkpoint="auto"), light)
+    assert note == f"checkpoint 'auto' adds 20.00 ms per micro-batch, all stages together{said}"
 
 
 UNKNOWN = {"devices": [{"name": "cuda:6", "memory": "1GiB"}, "cuda:7"]}

@@ -102,7 +102,7 @@ def test_every_problem_at_once_with_its_place_and_the_nearest_choice() -> None:
         (
             {"devices": ["cuda:0"], "replica_devices": [["cuda:1", "cuda:2"]], "replicas": 2},
             "/replica_devices/0",
-            "2 device(s)",
+            "2 devices where",
         ),
         (
             {"devices": ["cuda:0"], "replica_devices": [["cuda:0"]], "replicas": 2},
@@ -112,7 +112,7 @@ def test_every_problem_at_once_with_its_place_and_the_nearest_choice() -> None:
         (
             {"devices": ["cuda:0"], "replica_devices": [["cuda:1"]], "replicas": 3},
             "/replica_devices",
-            "1 row(s) for 3",
+            "1 row for 3 replicas",
         ),
         ('{"devices": ["cuda:0"], "devices": ["cpu"]}', "/", "twice"),
         ('{"devices": ["cuda:0"]', "line 1, column 23", "JSON"),
