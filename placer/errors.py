@@ -27,16 +27,25 @@ class PlacerError(Exception):
 
 
 class SpecError(PlacerError):
-    """A placement spec is wrong; ``problems`` holds every ``(where, problem, remedy)`` found in it."""
+    """A placement spec is wrong; ``problems`` holds every ``(where, problem, remedy)`` found in it.
+
+    A single problem that names the whole of ``source`` (a file that is missing, say), or an option
+    of the command line, is told without a headline.
+    """
 
     UNNAMED = "placement spec"  # the source of a spec that was not read from a file
+    OPTIONS = "options"  # the source of a spec that the options of a command describe
 
     def __init__(self, source: str, problems: Iterable[tuple[str, str, str]]) -> None:
         self.source = source
         self.problems = tuple(problems)
+        if len(self.problems) == 1 and (source == self.OPTIONS or self.problems[0][0] == source):
+            super().__init__(*self.problems[0])
+            return
         lines = [str(PlacerError(*problem)) for problem in self.problems]
         count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
-        super().__init__(source, f"{count} in the placement spec\n" + "\n".join(lines))
+        within = "" if source == self.OPTIONS else " in the placement spec"
+        super().__init__(source, f"{count}{within}\n" + "\n".join(lines))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.source, self.problems)
@@ -52,6 +61,8 @@ class DeviceError(PlacerError):
 
 class PlanError(PlacerError):
     """A plan does not belong to the model, or cannot be read."""
+
+    UNNAMED = "plan"  # the place of a plan that does not belong to the model
 
 
 class CheckpointError(PlacerError):
@@ -146,7 +157,7 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
     'encoder.0'
     """
     by_lower = {choice.lower(): choice for choice in sorted(set(choices), reverse=True)}
-    matches = difflib.get_close_matches(word.lower(), sorted(by_lower), n=1, cutoff=0.5)
+    matches = difflib.get_close_matches(word.lower(), sorted(by_lower), n=1, cutoff=0.6)
     return by_lower[matches[0]] if matches else None
 
 

@@ -1,4 +1,4 @@
-"""Byte sizes and durations, between the way people write them and numbers."""
+"""Byte sizes, durations and counts, between the way people write them and numbers."""
 
 from __future__ import annotations
 
@@ -63,6 +63,15 @@ def format_bytes(nbytes: int | float, *, enough: bool = False) -> str:
             parts = math.ceil(size * 100 / factor) if enough else size * 100 / factor
             return f"{sign}{parts / 100:.2f} {unit}"
     return f"{sign}{size:.0f} B"
+
+
+def format_count(count: int, one: str, many: str = "") -> str:
+    """So many of what is called ``one``, and ``many`` where that is not ``one`` with an s.
+
+    >>> format_count(1, "device"), format_count(2, "device"), format_count(2, "batch", "batches")
+    ('1 device', '2 devices', '2 batches')
+    """
+    return f"{count} {one if count == 1 else many or one + 's'}"
 
 
 def spell_bytes(nbytes: int) -> str | int:

@@ -47,7 +47,13 @@ def bind_call(
 
     Raises ``CaptureError`` when they do not fit the signature.
     """
-    return bind_arguments(inspect.signature(model.forward), args, kwargs or {})
+    try:
+        return bind_arguments(inspect.signature(model.forward), args, kwargs or {})
+    except CaptureError as error:
+        if args or kwargs:
+            raise
+        remedy = f"give an example input: placer.compile(model, spec, x); {error.remedy}"
+        raise CaptureError(error.where, error.problem, remedy) from None
 
 
 def describe_shapes(inputs: Sequence[Tensor | torch.Size]) -> str:
@@ -152,6 +158,9 @@ def call_difference(call: CallFormat, bound: BoundCall) -> CaptureError | None:
         value = given[name]
         if isinstance(value, Tensor) and constant is not TENSOR:
             found = f"a tensor is given where {_spell(constant)} was captured"
+        elif type(value).__module__ == "numpy" and constant is TENSOR:
+            remedy = f"pass a tensor: torch.from_numpy({name})"
+            return CaptureError(name, "is a numpy array, not a tensor", remedy)
         elif not isinstance(value, Tensor) and constant is TENSOR:
             found = f"{_spell(value)} is given where a tensor was captured"
         elif constant is not TENSOR and not _same_constant(value, constant):
@@ -197,10 +206,7 @@ def bind_arguments(
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
-        unknown = [name for name in kwargs if name not in signature.parameters]
-        close = nearest(unknown[0], signature.parameters) if unknown else None
-        hint = f"did you mean {close!r}? " if close else ""
-        raise CaptureError("arguments", f"{error}", f"{hint}forward takes {signature}") from None
+        raise _mismatch(signature, kwargs, error) from None
     given = {name: name not in kwargs for name in bound.arguments}
     bound.apply_defaults()
     paths, in_spec = tree_flatten_with_path(dict(bound.arguments))
@@ -211,6 +217,20 @@ def bind_arguments(
         leaf_names=tuple(_readable(path) for path, _ in paths),
         leaves=tuple(leaf for _, leaf in paths),
     )
+
+
+def _mismatch(
+    signature: inspect.Signature, kwargs: Mapping[str, Any], error: TypeError
+) -> CaptureError:
+    """That a call does not fit the signature; a keyword that it does not have comes first."""
+    parameters = signature.parameters.values()
+    unknown = [name for name in kwargs if name not in signature.parameters]
+    if not unknown or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        return CaptureError("arguments", f"{error}", f"forward takes {signature}")
+    close = nearest(unknown[0], signature.parameters)
+    hint = f"did you mean {close!r}? " if close else ""
+    problem = f"forward has no argument {unknown[0]!r}"
+    return CaptureError("arguments", problem, f"{hint}it takes {signature}")
 
 
 def _readable(path: Sequence[Any]) -> str:

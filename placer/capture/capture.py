@@ -200,9 +200,19 @@ class _Session:
             ]
 
 
+def _not_a_module(found: object) -> CaptureError:
+    name = getattr(found, "__name__", "")
+    if callable(found) and name.isidentifier():
+        kind = "class" if isinstance(found, type) else "function"
+        problem = f"is the {kind} {name!r}, not a torch.nn.Module"
+        return CaptureError("model", problem, f"call it: {name}()")
+    problem = f"is a {type(found).__name__}, not a torch.nn.Module"
+    return CaptureError("model", problem, "pass a module")
+
+
 def _check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
-        raise CaptureError(type(model).__name__, "is not a torch.nn.Module", "pass a module")
+        raise _not_a_module(model)
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise CaptureError(

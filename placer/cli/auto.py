@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,26 +35,40 @@ PlanOutput = Annotated[
     Path | None, typer.Option("--plan", metavar="PLAN", help="Save the plan here too (JSON).")
 ]
 Objective = Annotated[str, typer.Option("--objective", help="throughput, memory or latency.")]
-Microbatches = Annotated[str, typer.Option("--microbatches", metavar="N", help="Or 'auto'.")]
-Replicas = Annotated[str, typer.Option("--replicas", metavar="N", help="Or 'auto'.")]
+Microbatches = Annotated[
+    str, typer.Option("--microbatches", metavar="N", help="How many micro-batches, or 'auto'.")
+]
+Replicas = Annotated[
+    str, typer.Option("--replicas", metavar="N", help="How many replicas, or 'auto'.")
+]
 Schedule = Annotated[
-    str | None, typer.Option("--schedule", help="GPipe, 1F1B or another of torch's.")
+    str | None,
+    typer.Option("--schedule", help="Pipeline schedule, by torch's name: GPipe, 1F1B, …"),
 ]
 Checkpoint = Annotated[
-    bool, typer.Option("--checkpoint", help="Recompute in backward what it takes to fit.")
+    bool,
+    typer.Option(
+        "--checkpoint", help="Recompute activations in the backward pass, as needed to fit."
+    ),
 ]
 Offload = Annotated[
-    bool, typer.Option("--offload", help="Have what it takes to fit wait in host memory.")
+    bool,
+    typer.Option("--offload", help="Keep activations in host memory, as needed to fit."),
 ]
 Precision = Annotated[str | None, typer.Option("--precision", help="fp32, bf16 or fp16.")]
 Optimizer = Annotated[
     str | None, typer.Option("--optimizer", help="sgd, sgd_momentum, adam, adamw or bytes=N.")
 ]
 Training = Annotated[
-    bool, typer.Option("--training/--no-training", help="Count gradients and saved bytes.")
+    bool,
+    typer.Option(
+        "--training/--no-training",
+        help="Plan for training, with gradients and optimizer state, or for inference.",
+    ),
 ]
 Reserve = Annotated[
-    str | None, typer.Option("--reserve", metavar="SIZE", help="Kept free per device.")
+    str | None,
+    typer.Option("--reserve", metavar="SIZE", help="Memory to keep free on each device."),
 ]
 
 
@@ -97,10 +113,10 @@ def auto(
         "optimizer": _optimizer(optimizer),
         "reserve": reserve,
     }
-    wanted = PlacementSpec.model_validate(
-        {field: value for field, value in given.items() if value is not None},
-        context={"source": "placer auto"},
-    )
+    with _telling_options(devices):
+        wanted = PlacementSpec.model_validate(
+            {field: value for field, value in given.items() if value is not None}
+        )
     subject.check()
     check_writable(output, plan_output)
     console = people(as_json=as_json or output is None)
@@ -117,7 +133,10 @@ def auto(
         capture, leaves = loaded.capture()
     make = plan_maker(capture, leaves)
     try:
-        with progress(console, "looking for a spec that fits"):
+        with (
+            progress(console, "looking for a spec that fits"),
+            _telling_options(devices),
+        ):
             chosen = choose_spec(capture, wanted, leaves, make)
             made = make(chosen)
     except BudgetError as error:
@@ -145,6 +164,9 @@ def _devices(texts: Sequence[str], kind: str | None) -> list[dict[str, Any]]:
     devices = []
     for text in texts:
         name, equals, memory = text.partition("=")
+        if not equals and (colons := re.fullmatch(r"([a-z]+:\d+)\W+(\d\S*)", text)):
+            near = f"{colons[1]}={colons[2]}"
+            raise PlacerError(f"--device {text}", "is not a device", f"did you mean {near}?")
         device: dict[str, Any] = {"name": name.strip()}
         if equals:
             device["memory"] = int(memory) if memory.isdecimal() else memory
@@ -152,6 +174,35 @@ def _devices(texts: Sequence[str], kind: str | None) -> list[dict[str, Any]]:
             device["kind"] = kind
         devices.append(device)
     return devices
+
+
+@contextmanager
+def _telling_options(devices: Sequence[str]) -> Iterator[None]:
+    """Names the options in a ``SpecError``: there is no spec yet whose fields it could name."""
+    from placer.errors import SpecError
+
+    try:
+        yield
+    except SpecError as error:
+        problems = [_as_option(devices, *problem) for problem in error.problems]
+        raise SpecError(SpecError.OPTIONS, dict.fromkeys(problems)) from None
+
+
+def _as_option(
+    devices: Sequence[str], pointer: str, problem: str, remedy: str
+) -> tuple[str, str, str]:
+    """A problem of a spec as one of the option that its field came from."""
+    _, field, *path = pointer.split("/")
+    option = f"--{field.replace('_', '-')}"
+    if field == "devices" and path[-1:] == ["kind"]:
+        option = "--kind"
+    elif field == "devices" and path:
+        text = devices[int(path[0])]
+        option = f"--device {text}"
+        if '"memory"' in remedy:
+            kinds = remedy.partition("one of ")[2]
+            remedy = f"write --device {text}=16GiB, or give --kind: one of {kinds}"
+    return option, problem, remedy
 
 
 def _count(text: str) -> int | str:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from placer.cli.subject import Subject
     from placer.spec import PlacementSpec
 
+_SHOWN = 6  # layers that the spec does not place
 _SIZES = ("8GiB", "16GiB", "24GiB", "80GiB")
 
 Spec = Annotated[
@@ -31,13 +32,25 @@ Memory = Annotated[
     typer.Option(
         "--memory",
         metavar="SIZE",
-        help="Say how many devices of this size it takes; repeatable.",
+        help="Without SPEC: say how many devices of this size it takes; repeatable.",
         default_factory=list,
         show_default=False,
     ),
 ]
-Optimizer = Annotated[str, typer.Option("--optimizer", help="sgd, sgd_momentum, adam or adamw.")]
-Training = Annotated[bool, typer.Option("--training/--no-training", help="Count the backward.")]
+Optimizer = Annotated[
+    str | None,
+    typer.Option(
+        "--optimizer", help="Without SPEC: sgd, sgd_momentum, adam or adamw (default: adam)."
+    ),
+]
+Training = Annotated[
+    bool | None,
+    typer.Option(
+        "--training/--no-training",
+        help="Without SPEC: count the backward pass (default: yes).",
+        show_default=False,
+    ),
+]
 
 
 EXAMPLE = "placer check net.py:Net spec.json --input 8x64"
@@ -47,14 +60,21 @@ def check(
     subject: SubjectOptions,
     memory: Memory,
     spec: Spec = None,
-    optimizer: Optimizer = "adam",
-    training: Training = True,
+    optimizer: Optimizer = None,
+    training: Training = None,
     as_json: AsJson = False,
 ) -> None:
     """Check a spec against a model; without a spec, show what the model can be cut into."""
     from placer.spec import load_spec
 
     wanted = None if spec is None else load_spec(spec)
+    given = (("--memory", memory or None), ("--optimizer", optimizer), ("--training", training))
+    for option, value in given:
+        if wanted is not None and value is not None:
+            remedy = "leave it out, or leave out the spec to see how many devices the model needs"
+            raise PlacerError(option, f"is not for a check of a spec: {spec} has its own", remedy)
+    optimizer = "adam" if optimizer is None else optimizer
+    training = training is not False
     sizes = _sizes(memory)
     _check_optimizer(optimizer)
     subject.check(inputs_required=wanted is None)
@@ -84,12 +104,16 @@ def _check_spec(
             problems += resolve_patterns(field, patterns, paths)[1]
     if problems:
         raise SpecError(source, problems)
-    free = len(paths) - len(placed)
-    console.print(
-        f"{source} goes with {subject.target}: {len(spec.layers)} pattern(s) place {len(placed)} "
-        f"of {len(paths)} layers" + (f"; the compiler places the other {free}" if free else ""),
-        markup=False,
-    )
+    places = f"it places {len(placed)} of {len(paths)} layers"
+    if not spec.layers:
+        places = f"it leaves the choice for all {len(paths)} layers to placer"
+    console.print(f"{source} goes with {subject.target}: {places}", markup=False)
+    free = [path for path in paths if path not in placed]
+    if spec.layers and free:
+        tops = [path for path in free if path.rpartition(".")[0] not in free]
+        more = f" and {len(tops) - _SHOWN} more" if len(tops) > _SHOWN else ""
+        names = ", ".join(tops[:_SHOWN]) + more
+        console.print(f"not in the spec, so placer chooses: {names}", markup=False)
     result: dict[str, Any] = {"valid": True, "layers_placed": len(placed), "layers": len(paths)}
     if not subject.has_inputs:
         console.print("give --input to see whether it fits", style="dim")

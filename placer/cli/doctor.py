@@ -88,9 +88,11 @@ def _remarks(found: Diagnosis) -> list[str]:
         have = [name for name, there in found.backends.items() if there]
         lines.append(f"backends of torch.distributed: {', '.join(have) or 'none'}")
     if not any(device.name != "cpu" for device in found.devices):
-        lines.append("no accelerator: plans are made without one; run_on='cpu' tries them here")
+        lines.append(
+            "no accelerator: planning needs none; to run a placed model here, pass run_on='cpu'"
+        )
     settings = [f"{name}={value}" for name, value in found.allocator.items()]
-    lines.append(f"allocator settings: {', '.join(settings) or 'none, torch as it comes'}")
+    lines.append(f"allocator settings: {', '.join(settings) or 'default'}")
     lines += [
         f"not installed for placer[{extra}]: {', '.join(names)}"
         for extra, names in found.missing_extras.items()

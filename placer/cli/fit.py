@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -14,7 +15,6 @@ from placer.capture import Capture
 from placer.cli.main import EXIT_NO_FIT
 from placer.cli.output import print_json, progress
 from placer.errors import BudgetError, Tried
-from placer.plan.check import describe_overflow
 from placer.plan.types import Plan
 from placer.planner.build import PlanMaker
 from placer.planner.remedies import find_largest_node, lacks_room, memory_needed, misfit_error
@@ -38,37 +38,59 @@ def report_misfit(
     ``make`` plans a changed spec. ``error`` has the tries, if they were made already. With
     ``as_json`` it goes to stdout.
     """
-    if error is None:
+    no_room = lacks_room(spec)
+    if not no_room:
         largest = find_largest_node(capture, spec, inputs, make.costs)
-        needs = f"the placement needs {describe_overflow(plan.tightest)}; {largest.describe()}"
-        console.print(needs, style="bold red", markup=False)
-        console.print("what would make it fit:")
+        console.print(largest.describe(), style="bold red", markup=False)
+    console.print("what would make it fit:")
+    told = partial(_print_fitting, console, as_options=error is not None)
+    if error is None:
         with progress(console, "planning changes that may make it fit"):
-            error = misfit_error(
-                capture, spec, inputs, plan, make, found=partial(_print_tried, console)
-            )
-    else:  # the changes were tried before anything was printed
-        console.print(error.problem, style="bold red", markup=False)
-        console.print("what would make it fit:")
+            error = misfit_error(capture, spec, inputs, plan, make, found=told)
+    else:  # `auto` tried the changes before anything was printed
         for tried in error.tried:
-            _print_tried(console, tried)
+            told(tried)
+        no_room = as_option(no_room)
     with progress(console, "planning with other amounts of memory"):
         needed = memory_needed(spec, make)
     console.print(f"  - {needed}", markup=False)
-    if reason := lacks_room(spec):
-        console.print(f"no change of the placement was tried: {reason}", markup=False)
+    if no_room:
+        console.print(f"no change of the placement was tried: {no_room}", markup=False)
+    short = [tried for tried in error.tried if not tried.fits]
+    if short:
+        console.print("tried, not enough (largest peak of a device):", style="dim")
+    for tried in short:
+        change = tried.change if told.keywords["as_options"] is False else as_option(tried.change)
+        line = f"  - {change}: {format_bytes(tried.peak)}"
+        console.print(line, style="dim", markup=False)
     if as_json:
         print_json(_misfit(error, needed))
     raise typer.Exit(EXIT_NO_FIT)
 
 
-def _print_tried(console: Console, tried: Tried) -> None:
-    """A change on a line of its own; one that does not suffice says so."""
+def _print_fitting(console: Console, tried: Tried, *, as_options: bool) -> None:
+    """A change that suffices on a line of its own; the others are told at the end."""
     if tried.fits:
-        console.print(f"  - {tried.change}", markup=False)
-        return
-    line = f"  - not enough: {tried.change}: {format_bytes(tried.peak)}"
-    console.print(line, style="dim", markup=False)
+        change = as_option(tried.change) if as_options else tried.change
+        console.print(f"  - {change}", markup=False)
+
+
+_SPEC_FIELD = re.compile(r'"(\w+)": (?:"auto"|"?(\w+)"?)')
+
+
+def as_option(change: str) -> str:
+    """A change of a spec in the words of the options of ``placer auto``.
+
+    >>> as_option('cut the batch: "microbatches": 2, "schedule": "1F1B"')
+    'cut the batch: --microbatches 2 --schedule 1F1B'
+    >>> as_option('"checkpoint": "auto" and "offload": "auto" (recompute or wait)')
+    '--checkpoint --offload (recompute or wait)'
+    >>> as_option('write a smaller "reserve" into the spec')
+    'give a smaller --reserve'
+    """
+    change = change.replace('write a smaller "reserve" into the spec', "give a smaller --reserve")
+    options = _SPEC_FIELD.sub(lambda m: f"--{m[1]} {m[2]}" if m[2] else f"--{m[1]}", change)
+    return re.sub(r"(?<=\S)(?:,| and) --", " --", options)
 
 
 def _misfit(error: BudgetError, needed: str) -> Mapping[str, Any]:

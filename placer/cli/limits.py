@@ -34,16 +34,20 @@ def print_limits(console: Console, result: Mapping[str, Any], sizes: Mapping[str
 
 
 def _print_devices(console: Console, result: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
-    from placer.units import format_bytes
+    from placer.units import format_bytes, format_count
 
     reserve = format_bytes(result["reserve"])
     for size, devices in result["devices_needed"].items():
-        answer = str(devices or "no number up to 64 is enough")
+        answer = f"does not fit on up to 64 devices of {size}"
         if sizes[size] <= result["reserve"]:
-            answer = f"no number is enough, the reserve of {reserve} alone takes up each of them"
-        console.print(f"devices of {size} needed: {answer}")
+            answer = (
+                f"does not fit on devices of {size}: the reserve of {reserve} alone takes up each"
+            )
+        elif devices:
+            answer = f"fits on {format_count(devices, 'device')} of {size}"
+        console.print(answer)
     if result["devices_needed"]:
-        hint = f"{reserve} of each device stay free, the reserve; a spec can set another"
+        hint = f'placer keeps {reserve} of each device free ("reserve" in the spec)'
         console.print(hint, style="dim")
 
 
@@ -85,17 +89,16 @@ def _limit(module: Mapping[str, Any]) -> str:
 
 
 def _print_largest(console: Console, largest: Mapping[str, Any] | None) -> None:
-    from placer.units import format_bytes
+    from placer.units import format_bytes, format_count
 
     if largest is None:
         return
     layers = [layer or "the model itself" for layer in largest["layers"]]
     more = f" and {len(layers) - 4} more" if len(layers) > 4 else ""
-    count = largest["least_devices"]
-    devices = "1 device" if count == 1 else f"{count} devices"
+    peak, least = format_bytes(largest["peak"]), format_bytes(largest["least_bytes"])
     console.print(
-        f"largest piece: {', '.join(layers[:4])}{more}: a device with nothing else on it peaks at "
-        f"{format_bytes(largest['peak'])}, any device needs {format_bytes(largest['least_bytes'])} "
-        f"for it; of devices that the piece fills, the model needs at least {devices}",
+        f"largest piece that cannot be split: {', '.join(layers[:4])}{more}. It needs {peak} on a "
+        f"device of its own, and no less than {least} beside anything else. On devices with {peak} "
+        f"to use, the model needs at least {format_count(largest['least_devices'], 'device')}.",
         markup=False,
     )

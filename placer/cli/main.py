@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 
 from placer.cli.options import with_subject
 from placer.cli.output import print_error_json
-from placer.errors import BudgetError, PlacerError, SpecError
+from placer.errors import BudgetError, PlacerError, PlanError, SpecError
 from placer.versions import explain_failed_import
 
 _COMMANDS = (
@@ -118,9 +118,12 @@ def _exited(location: str, error: SystemExit) -> PlacerError:
 
 
 def _with_source(error: PlacerError, spec: object) -> PlacerError:
-    """``error``, naming the command's spec file when the spec does not go with the model."""
+    """``error``, naming the command's file when its spec or plan does not go with the model."""
     if isinstance(error, SpecError) and error.source == SpecError.UNNAMED and spec is not None:
         return SpecError(str(spec), error.problems)
+    if isinstance(error, PlanError) and error.where == PlanError.UNNAMED and spec is not None:
+        remedy = f"plan again: placer plan MODEL SPEC --input … -o {spec}"
+        return PlanError(str(spec), error.problem, remedy)
     return error
 
 
@@ -139,8 +142,8 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Place a PyTorch model on devices: model-parallel inside a replica, data-parallel across "
-    "replicas, from one JSON spec. Exit codes: 0 it fits; 2 bad usage or a bad spec; 3 no "
-    "placement fits.",
+    "replicas, from one JSON spec. Exit codes: 0 success; 1 verify found a difference; 2 bad "
+    "usage or a bad spec; 3 the placement does not fit.",
 )
 
 

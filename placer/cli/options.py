@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 Model = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL", help="package.module:callable or path/file.py:callable that makes it."
+        metavar="MODEL",
+        help="package.module:callable or path/file.py:callable that returns the model "
+        "(a class or a function).",
     ),
 ]
 Spec = Annotated[Path, typer.Argument(metavar="SPEC", help="Placement spec (JSON).")]
@@ -47,7 +49,7 @@ Keywords = Annotated[
     typer.Option(
         "--kwarg",
         metavar="KEY=VALUE",
-        help="An argument of forward that is no tensor; repeatable.",
+        help="An argument of forward that is not a tensor; repeatable.",
         default_factory=list,
         show_default=False,
     ),
@@ -64,7 +66,7 @@ ModelArguments = Annotated[
     ),
 ]
 Evaluation = Annotated[
-    bool, typer.Option("--eval", help="Put the model into eval mode; by default it trains.")
+    bool, typer.Option("--eval", help="Put the model into eval mode (default: training mode).")
 ]
 IgnoreDeviceMoves = Annotated[
     bool,
@@ -81,7 +83,7 @@ Processes = Annotated[
     ),
 ]
 AsJson = Annotated[
-    bool, typer.Option("--json", help="Only JSON on stdout; text for people on stderr.")
+    bool, typer.Option("--json", help="Only JSON on stdout; human-readable text on stderr.")
 ]
 
 

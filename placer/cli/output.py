@@ -56,7 +56,7 @@ def print_error_json(error: PlacerError, exit_code: int, *, kind: str = "") -> N
         "remedy": error.remedy,
     }
     if isinstance(error, SpecError):
-        found["problem"] = f"{len(error.problems)} problem(s) in the placement spec"
+        found["problem"] = str(error.problem).partition("\n")[0]
         found["problems"] = [
             {"place": place, "problem": problem, "remedy": remedy}
             for place, problem, remedy in error.problems

@@ -23,7 +23,9 @@ Depth = Annotated[
     typer.Option("--depth", min=1, metavar="N", help="Sum up layers below this depth of the path."),
 ]
 Precision = Annotated[str, typer.Option("--precision", help="fp32, bf16 or fp16.")]
-Training = Annotated[bool, typer.Option("--training/--no-training", help="Run the backward too.")]
+Training = Annotated[
+    bool, typer.Option("--training/--no-training", help="Count the backward pass too.")
+]
 
 
 EXAMPLE = "placer profile net.py:Net --input 8x64 --depth 1"

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from placer.simulation import SimulationReport
 
 
+_FAR_OFF = 0.1  # of the simulated peak: predictions for the inputs at hand are nearer
+_OTHER_INPUTS = (
+    "the peaks that {} predicts are far off: it was probably made for inputs of another size; "
+    "make a plan for these with 'placer plan'"
+)
 EXAMPLE = "placer simulate net.py:Net spec.json --input 8x64"
 
 
@@ -55,6 +60,8 @@ def simulate(
         moment = f"{name} at its peak, in {moment_text(device)}: the largest of what is live"
         console.print(f"\n{moment}", markup=False)
         console.print(_moment(device))
+    if isinstance(wanted, Plan) and _far_off(report):
+        console.print(f"note: {_OTHER_INPUTS.format(spec)}", style="dim", markup=False)
     over = _overflows(plan, report)
     for line in over:
         console.print(line, style="bold red")
@@ -104,11 +111,19 @@ def _moment(device: Mapping[str, Any]) -> Table:
 
 def _verdict(plan: Plan) -> str:
     """That the simulated peaks fit, or of which devices that cannot be said."""
+    from placer.report import unknown_memory_text
+
     unknown = [device.device for device in plan.devices if device.budget is None]
     if not unknown:
         return "fits on every device"
-    fits = "" if len(unknown) == len(plan.devices) else "fits on the others; "
-    return f"{fits}not judged: the memory of {', '.join(unknown)} is not known"
+    fits = "" if len(unknown) == len(plan.devices) else "fits on the other devices; "
+    return f"{fits}{unknown_memory_text(unknown)}"
+
+
+def _far_off(report: SimulationReport) -> bool:
+    return any(
+        abs(device.predicted - device.peak) > _FAR_OFF * device.peak for device in report.devices
+    )
 
 
 def _overflows(plan: Plan, report: SimulationReport) -> list[str]:

@@ -28,6 +28,7 @@ from placer.errors import nearest
 
 _HERE = Path(__file__).parent.parent
 _TORCH = Path(torch.__file__).parent
+_SHOWN = 8  # callables of a file
 
 
 def build_model(target: str, arguments: Mapping[str, Any], *, allocate: bool) -> nn.Module:
@@ -58,7 +59,10 @@ def build_model(target: str, arguments: Mapping[str, Any], *, allocate: bool) ->
     except ModelError:
         raise
     except (Exception, SystemExit) as error:
-        raise user_failure(target, "the model's constructor", error) from error
+        failure = user_failure(target, "the model's constructor", error)
+        if arguments:
+            failure = ModelError(failure.where, failure.problem, _given(target, make, arguments))
+        raise failure from error
 
 
 def find_callable(target: str) -> Callable[..., Any]:
@@ -136,6 +140,17 @@ def _check_arguments(target: str, make: Callable[..., Any], arguments: Mapping[s
         ) from None
 
 
+def _given(target: str, make: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
+    """Which ``--model-arg`` were given, beside the parameters that they are for."""
+    given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+    try:
+        known = inspect.signature(make).parameters
+    except (TypeError, ValueError):
+        return f"you gave {given} ({target})"
+    takes = ", ".join(str(known[key]) for key in arguments if key in known)
+    return f"you gave {given}; {target} takes {takes}" if takes else f"you gave {given} ({target})"
+
+
 def _load(place: str, target: str) -> ModuleType:
     return _load_file(Path(place), target) if is_file(place) else _import(place, target)
 
@@ -197,16 +212,21 @@ def _callables(place: Any) -> list[str]:
 
 
 def _offer(place: str) -> str:
-    """A model class (or else a callable) of the module that was named alone, as a hint."""
+    """The model classes and functions of the module that was named alone, as a hint."""
     try:
         module = _load(place, place)
     except ModelError:
         return ""
-    names = _callables(module)
-    values = vars(module).values()
-    classes = [v.__name__ for v in values if isinstance(v, type) and issubclass(v, nn.Module)]
-    best = [name for name in names if name in classes] or classes or names
-    return f"; for example {place}:{best[-1]}" if best else ""
+    names = [name for name in _callables(module) if _may_make_model(getattr(module, name))]
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"; {place} has {', '.join(names[:_SHOWN])}{more}" if names else ""
+
+
+def _may_make_model(value: object) -> bool:
+    """Is it a function, a class of modules, or a module?"""
+    if isinstance(value, type):
+        return issubclass(value, nn.Module)
+    return isinstance(value, nn.Module) or inspect.isroutine(value)
 
 
 def _prefer(folder: str) -> None:

@@ -21,21 +21,23 @@ EXIT_DIFFERENT = 1
 _SHOWN = 10  # tensors that differ, listed for people
 
 Double = Annotated[
-    bool, typer.Option("--double", help="Model and inputs in float64: compared to 1e-10.")
+    bool, typer.Option("--double", help="Run model and inputs in float64, and compare to 1e-10.")
 ]
 RunOn = Annotated[
     str | None,
     typer.Option(
         "--run-on",
         metavar="DEVICE",
-        help="Run all stages on this device; by default the spec's, or the CPU where the machine "
-        "has none of their type.",
+        help="Run all stages on this device (default: the devices of the spec, or the CPU where "
+        "this machine has none of their type).",
     ),
 ]
-Seed = Annotated[int, typer.Option("--seed", help="Of weights, inputs and dropout.")]
+Seed = Annotated[int, typer.Option("--seed", help="Seed of the weights, the inputs and dropout.")]
 Tolerance = Annotated[
     float | None,
-    typer.Option("--tolerance", help="Relative; by default that of the parameters' dtype."),
+    typer.Option(
+        "--tolerance", help="Relative tolerance (default: that of the parameters' dtype)."
+    ),
 ]
 
 
@@ -58,6 +60,7 @@ def verify(
     from placer.cli.sources import load_spec_or_plan
 
     wanted = load_spec_or_plan(spec)
+    _check_run_on(run_on)
     subject.check()
     console = people(as_json=as_json)
     with progress(console, "importing torch and the model"):
@@ -106,6 +109,16 @@ def to_json(result: Verification) -> dict[str, Any]:
         "worst": values(result.worst),
         "comparisons": [values(comparison) for comparison in result.comparisons],
     }
+
+
+def _check_run_on(name: str | None) -> None:
+    from placer.errors import PlacerError
+    from placer.spec.fields import device_name
+
+    try:
+        device_name("cpu" if name is None else name)
+    except ValueError as error:
+        raise PlacerError("--run-on", str(error)) from None
 
 
 def _stand_in(wanted: PlacementSpec | Plan) -> str | None:

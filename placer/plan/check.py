@@ -66,10 +66,12 @@ def _another_model(plan: Plan, capture: Capture) -> PlanError:
     ]
     hidden = max(0, len(gone) - _SHOWN) + max(0, len(new) - _SHOWN)
     lines += [f"… and {hidden} more"] if hidden else []
-    diff = "\n    ".join(lines) or "the same nodes, with other shapes, dtypes or arguments"
+    diff = "\n    ".join(lines)
     return PlanError(
-        "plan",
-        f"it was made for another model (or other inputs):\n    {diff}",
+        PlanError.UNNAMED,
+        f"was made for another model (or other inputs):\n    {diff}"
+        if diff
+        else "was made for another model or other inputs: shapes, dtypes or arguments differ",
         "plan again with this model: placer.make_plan(model, spec, args)",
     )
 
@@ -90,7 +92,10 @@ def require_fit(plan: Plan) -> None:
 def describe_overflow(device: DevicePeak) -> str:
     """What ``device`` would have to hold, and how much more than its budget that is."""
     missing = -(device.headroom or 0)
+    reserve = f" and a reserve of {format_bytes(device.reserve)}" if device.reserve else ""
+    if device.reserve >= (device.budget or 0):
+        return f"{format_bytes(device.peak)}, and the reserve leaves no room for it"
     return (
-        f"{format_bytes(device.peak)} and a reserve of {format_bytes(device.reserve)}, "
+        f"{format_bytes(device.peak)}{reserve}, "
         f"{format_bytes(missing)} more than its {format_bytes(device.budget or 0)}"
     )

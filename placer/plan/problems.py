@@ -21,6 +21,7 @@ from placer.plan.types import (
 )
 from placer.regions.types import Region
 from placer.spec.fields import OPTIMIZERS, device_name
+from placer.units import format_count
 
 _JSON_WORDS = {
     "a valid array": "a list",
@@ -121,7 +122,7 @@ def _wrong_stages(plan: Plan) -> _Problems:
         if len(stage.devices) != plan.replicas:
             yield (
                 f"/stages/{i}/devices",
-                f"{len(stage.devices)} device(s) where one for each of {plan.replicas} belongs",
+                f"{format_count(len(stage.devices), 'device')} where one for each of {plan.replicas} belongs",
             )
         for k, layer in enumerate(stage.layers):
             if layer not in layers:
@@ -209,8 +210,8 @@ def _wrong_boundaries(plan: Plan) -> _Problems:
         if boundary.index != i or i + 1 >= len(nodes):
             yield (
                 f"/boundaries/{i}/index",
-                f"{boundary.index}: the {len(nodes)} stage(s) have {len(nodes) - 1} boundaries, "
-                "in order",
+                f"{boundary.index}: boundaries are numbered in order, one fewer than the "
+                f"{format_count(len(nodes), 'stage')}",
             )
             continue
         for field, stage in (("last", i), ("first", i + 1)):

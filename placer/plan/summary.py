@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from placer.plan.types import Plan, StagePlan
-from placer.units import format_bytes, format_seconds
+from placer.units import format_bytes, format_count, format_seconds
 
 _STAGES_SHOWN = 8
 
@@ -13,9 +13,9 @@ def summarize_plan(plan: Plan) -> str:
     optimizer = plan.optimizer if isinstance(plan.optimizer, str) else "an optimizer of its own"
     words = [
         "fits" if plan.fits else f"does not fit by {format_bytes(plan.overflow_bytes)}",
-        _count(len(plan.stages), "stage"),
-        _count(plan.replicas, "replica"),
-        f"{_count(plan.microbatches, 'micro-batch', 'micro-batches')} ({plan.schedule})",
+        format_count(len(plan.stages), "stage"),
+        format_count(plan.replicas, "replica"),
+        f"{format_count(plan.microbatches, 'micro-batch', 'micro-batches')} ({plan.schedule})",
         plan.precision,
         f"training with {optimizer}" if plan.training else "inference",
         f"step {format_seconds(plan.step_seconds)}",
@@ -23,7 +23,7 @@ def summarize_plan(plan: Plan) -> str:
     lines = [f"Plan({', '.join(words)})"]
     lines += [f"  {summarize_stage(stage)}" for stage in plan.stages[:_STAGES_SHOWN]]
     if (more := len(plan.stages) - _STAGES_SHOWN) > 0:
-        lines.append(f"  … and {_count(more, 'more stage')}")
+        lines.append(f"  … and {format_count(more, 'more stage')}")
     return "\n".join(lines)
 
 
@@ -36,10 +36,6 @@ def summarize_stage(stage: StagePlan) -> str:
     budget = "" if stage.budget is None else f" of {format_bytes(stage.budget)}"
     return (
         f"stage {stage.index} on {device}{also}: {layers} "
-        f"({_count(len(stage.layers), 'layer')}, {_count(len(stage.nodes), 'node')}), "
+        f"({format_count(len(stage.layers), 'layer')}, {format_count(len(stage.nodes), 'node')}), "
         f"peak {format_bytes(stage.memory.peak)}{budget}"
     )
-
-
-def _count(count: int, one: str, many: str = "") -> str:
-    return f"{count} {one if count == 1 else many or one + 's'}"

@@ -69,13 +69,15 @@ def _light_notes(spec: PlacementSpec, light: PolicyChoice) -> list[str]:
     ]
     least = format_seconds(light.least_seconds)
     known = _extra_time(light)
-    gap = "none, it is the least" if known is None or known.proven else f"{known.gap:.1%}"
-    bound = f"no choice for these stages adds less than {least} (gap: {gap})"
+    if known is None or known.proven:
+        bound = ", which is the least possible for these stages"
+    else:
+        bound = f"; no choice for these stages adds less than {least}, {known.gap:.1%} less"
     if not light.least_seconds:
-        bound = "how little it could be is not known"
+        bound = "; how little it could be is not known"
     return [
         f"{' and '.join(words)} 'auto' adds {format_seconds(light.extra_seconds)} per micro-batch, "
-        f"all stages together; {bound}."
+        f"all stages together{bound}."
     ]
 
 

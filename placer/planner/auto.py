@@ -12,6 +12,7 @@ from placer.planner.build import PlanMaker
 from placer.planner.devices import with_known_memory
 from placer.planner.remedies import misfit_error
 from placer.spec import PlacementSpec
+from placer.units import format_count
 
 
 def choose_spec(
@@ -40,7 +41,8 @@ def choose_spec(
         plans.append(plan)
     closest = min(plans, key=lambda plan: plan.overflow_bytes)
     error = misfit_error(capture, wanted, inputs, closest, make)
-    error.problem = f"no placement on {len(wanted.devices)} device(s) fits: {error.problem}"
+    devices = format_count(len(wanted.devices), "device")
+    error.problem = f"no placement on {devices} fits: {error.problem}"
     raise error
 
 

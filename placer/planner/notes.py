@@ -6,7 +6,6 @@ from torch import nn
 
 from placer.capture import Capture, placeholder_names
 from placer.partition import PlanningOptions
-from placer.planner.devices import device_slot
 from placer.schedule import batch_cuts
 from placer.spec import PlacementSpec, resolve_layers
 
@@ -52,12 +51,6 @@ def placement_notes(
         notes.append(
             f"placed.step() follows {spec.schedule}; calling the module and loss.backward() holds "
             "all micro-batches at once, as GPipe does, and needs GPipe's memory."
-        )
-    unknown = [device.name for device in spec.devices if device_slot(device, spec).budget is None]
-    if unknown:
-        notes.append(
-            f"The memory of {', '.join(unknown)} is not known, so whether the plan fits there is not "
-            'judged: write "memory" or "kind" beside the name, or plan on the machine itself.'
         )
     notes += [
         f"{whole.layer or 'the model'} stays whole on one device: {whole.reason}"

@@ -56,6 +56,8 @@ def misfit_error(
     as soon as it was.
     """
     largest = find_largest_node(capture, spec, inputs, make.costs)
+    no_room = lacks_room(spec)
+    problem = f"the placement needs {describe_overflow(plan.tightest)}"
     tried = []
     for change in try_remedies(capture, spec, plan, make):
         tried.append(change)
@@ -64,10 +66,10 @@ def misfit_error(
     fitting = [t.change for t in tried if t.fits]
     return BudgetError(
         f"device {plan.tightest.device}",
-        f"the placement needs {describe_overflow(plan.tightest)}; {largest.describe()}",
+        problem if no_room else f"{problem}; {largest.describe()}",
         "tried, and it would fit: " + "; or ".join(fitting)
         if fitting
-        else lacks_room(spec) or describe_tries(tried),
+        else no_room or describe_tries(tried),
         device=plan.tightest.device,
         missing_bytes=plan.overflow_bytes,
         largest_node=largest.node,
@@ -217,7 +219,7 @@ def _lighter(make: PlanMaker, spec: PlacementSpec) -> Iterator[Tried]:
         if len(new) < len(way):
             continue
         words = " and ".join(f'"{field}": "auto"' for field in new)
-        does = {"checkpoint": "recompute in backward", "offload": "wait in host memory"}
+        does = {"checkpoint": "recompute in the backward pass", "offload": "wait in host memory"}
         what = " or ".join(does[field] for field in new)
         tried = list(_try(f"{words} ({what})", make, _updated(spec, **new)))
         yield from tried

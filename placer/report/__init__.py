@@ -6,6 +6,7 @@ from placer.report.figures import (
     moment_text,
     overflow_text,
     relative_difference,
+    unknown_memory_text,
 )
 from placer.report.html import write_html
 from placer.report.text import plan_table
@@ -17,5 +18,6 @@ __all__ = [
     "overflow_text",
     "plan_table",
     "relative_difference",
+    "unknown_memory_text",
     "write_html",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -71,21 +71,25 @@ def data_transfers(plan: Plan) -> tuple[list[Transfer], str]:
 def verdict(plan: Plan) -> list[str]:
     """One sentence per device that overflows, worst first; that it fits when none does.
 
-    A device of unknown memory is not judged, and a sentence says so.
+    A sentence names the devices whose memory is unknown.
     """
     over = sorted((d for d in plan.devices if not d.fits), key=lambda d: d.headroom or 0)
-    if over:
-        return [overflow_text(device) for device in over]
     limited = [d for d in plan.devices if d.budget is not None]
     unknown = [d.device for d in plan.devices if d.budget is None]
-    found = []
-    if limited:
+    found = [overflow_text(device) for device in over]
+    if limited and not over:
         least = min(limited, key=lambda d: d.headroom or 0)
         headroom = format_bytes(least.headroom or 0)
         found.append(f"fits: {least.device} has the least headroom, {headroom}")
     if unknown:
-        found.append(f"not judged: the memory of {', '.join(unknown)} is not known")
+        found.append(unknown_memory_text(unknown))
     return found
+
+
+def unknown_memory_text(devices: Sequence[str]) -> str:
+    """That it cannot be said whether the plan fits on ``devices``."""
+    whose = "its" if len(devices) == 1 else "their"
+    return f"unknown whether it fits on {', '.join(devices)}: give {whose} memory"
 
 
 def overflow_text(device: DevicePeak) -> str:

@@ -13,7 +13,7 @@ from rich.text import Text
 from placer.plan.types import DevicePeak, Plan, StagePlan
 from placer.report.figures import bubble, data_transfers, holds_several, simulated_peaks, verdict
 from placer.report.layers import compact_layers, stage_layers
-from placer.units import format_bytes, format_seconds
+from placer.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from placer.simulation import SimulationReport
@@ -50,9 +50,9 @@ def _headline(plan: Plan) -> Text:
         optimizer = f"{optimizer['bytes_per_parameter']} bytes per parameter"
     step = f"training with {optimizer}" if plan.training else "inference"
     words = [
-        _count(len(plan.stages), "stage"),
-        _count(plan.replicas, "replica"),
-        _count(plan.microbatches, "micro-batch", "micro-batches") + f" ({plan.schedule})",
+        format_count(len(plan.stages), "stage"),
+        format_count(plan.replicas, "replica"),
+        format_count(plan.microbatches, "micro-batch", "micro-batches") + f" ({plan.schedule})",
         f"{plan.precision}, {step}",
         *["one process per device"] * plan.processes,
     ]
@@ -102,7 +102,7 @@ def _transfers(plan: Plan) -> Text:
     """The largest transfers, and what all of them come to."""
     largest, others = data_transfers(plan)
     total = sum(transfer.nbytes for transfer in largest)
-    count = _count(len(largest), "transfer")
+    count = format_count(len(largest), "transfer")
     lines = [f"{count}, {format_bytes(total)} per micro-batch forward:"]
     for transfer in largest[:_TRANSFERS_SHOWN]:
         lines.append(
@@ -160,7 +160,3 @@ def _bar(device: DevicePeak) -> Text:
     full = min(_BAR, round(share * _BAR))
     style = "green" if device.fits else "bold red"
     return Text("█" * full + "░" * (_BAR - full) + f" {share:.0%}", style=style)
-
-
-def _count(count: int, one: str, many: str = "") -> str:
-    return f"{count} {one if count == 1 else many or one + 's'}"

@@ -331,7 +331,7 @@ class PlacedModule(nn.Module):
         refuse_backward_hooks(self)
         args, kwargs = run_forward_pre_hooks(self, args, kwargs)
         loss = self._step(
-            *self._calls.find(args, kwargs),
+            *self._calls.find(args, kwargs, step=True),
             target=target,
             loss_of=loss_of,
             own_rows=own_rows,

@@ -37,7 +37,21 @@ from placer.regions import find_regions, region_keys
 
 _MOST_SETTINGS = 16  # values of attributes per mode and size for which the program is kept
 _MOST_CALLS = 16  # ways to call a model; more of them are a number that changes with every call
+_OF_STEP = ("target", "loss_fn", "reduction", "normalizer", "own_rows", "scaler")
 _PLAIN = (Tensor, bool, int, float, str, torch.dtype, torch.device, type(None))
+
+
+def _keyword_hint(name: str, value: Any, *, step: bool) -> str:
+    """Where a keyword belongs that ``forward`` does not take."""
+    if step:
+        shown = repr(value) if isinstance(value, bool | int | float | str) else "…"
+        return (
+            "step passes other keywords to forward; if it is the loss's, give it there: "
+            f"functools.partial(loss_fn, {name}={shown})"
+        )
+    if name == "own_rows":
+        return "own_rows is an argument of step; inference takes the whole batch on every rank"
+    return f"{name} is an argument of step" if name in _OF_STEP else ""
 
 
 class _Known(NamedTuple):
@@ -167,14 +181,24 @@ class Calls:
         self._known = [captured]
         self._captured_only = captured_only
 
-    def find(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Programs, list[Tensor]]:
+    def find(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, step: bool = False
+    ) -> tuple[Programs, list[Tensor]]:
         """The programs for a call, and its tensors; a call unlike all before is captured.
+
+        The call is one of ``placed(x)``, or of ``placed.step`` if ``step``.
 
         Raises ``CaptureError`` for arguments that ``forward`` does not take or cannot run on, for
         objects that are no plain values, and when every call brings constants of its own.
         """
         captured = self._known[0]
-        bound = bind_arguments(captured.call.signature, args, kwargs)
+        try:
+            bound = bind_arguments(captured.call.signature, args, kwargs)
+        except CaptureError as error:
+            unknown = [name for name in kwargs if name not in captured.call.signature.parameters]
+            hint = _keyword_hint(unknown[0], kwargs[unknown[0]], step=step) if unknown else ""
+            remedy = "; ".join(filter(None, (error.remedy, hint)))
+            raise CaptureError(error.where, error.problem, remedy) from None
         for programs in self._known:
             if call_difference(programs.call, bound) is None:
                 return programs, call_tensors(programs.call, bound)

@@ -10,6 +10,7 @@ from placer.errors import nearest
 from placer.jsonfile import escape_token
 from placer.spec.fields import MOST, device_name
 from placer.spec.rows import shifted_rows
+from placer.units import format_count
 
 Problem = tuple[str, str, str]
 
@@ -90,9 +91,10 @@ def _wrong_count(rows: int, replicas: int) -> list[Problem]:
     if replicas == rows + 1:
         return []
     given = (
-        f"{rows} row(s) for {replicas} replica(s): one row for each after the first was expected"
+        f"{format_count(rows, 'row')} for {format_count(replicas, 'replica')}: one row for each "
+        "after the first was expected"
     )
-    remedy = f"give {replicas - 1} row(s), or set replicas to {rows + 1}"
+    remedy = f"give {format_count(replicas - 1, 'row')}, or set replicas to {rows + 1}"
     return [("/replica_devices", given, remedy)]
 
 
@@ -101,7 +103,7 @@ def _wrong_rows(rows: list[list[str | None]], first: list[str]) -> list[Problem]
     problems = [
         (
             f"/replica_devices/{i}",
-            f"{len(row)} device(s) where replica 0 has {len(first)}",
+            f"{format_count(len(row), 'device')} where replica 0 has {len(first)}",
             "give every replica as many devices as /devices lists",
         )
         for i, row in enumerate(rows)

@@ -74,7 +74,7 @@ def _without_last_dot(regex: str) -> str:
 
 def _unmatched(field: str, pattern: str, paths: Sequence[str]) -> Problem:
     near = _nearest_pattern(pattern, paths)
-    hint = f"did you mean {near!r}?" if near else f"layers are {', '.join(_tops(paths))}"
+    hint = f"did you mean {near!r}?" if near else f"top-level layers: {', '.join(_tops(paths))}"
     where = f"/{field}/{escape_token(pattern)}" if field == "layers" else f"/{field}"
     return where, f"no layer matches {pattern!r}", hint
 

@@ -42,7 +42,11 @@ def parse_spec(text: str, source: str) -> PlacementSpec:
             source, [("/", f"{spell(data)} was found where an object was expected", remedy)]
         )
     if "fingerprint" in data and "stages" in data:
-        raise SpecError(source, [("/", "is a plan, not a spec", "read it with placer.load_plan")])
+        remedy = (
+            "'placer plan' takes a spec; 'simulate', 'verify' and 'report' take a plan "
+            "(in Python: placer.load_plan)"
+        )
+        raise SpecError(source, [(source, "is a plan, not a spec", remedy)])
     return PlacementSpec.model_validate(data, context={"source": source})
 
 

@@ -178,6 +178,16 @@ def test_pythons_random_numbers_are_drawn_at_every_call() -> None:
         assert_close(placed(x), expected, f"seed {seed}")
 
 
+def test_what_is_no_module_or_has_no_inputs_says_what_to_write() -> None:
+    def net() -> nn.Module:
+        return nn.Linear(4, 2)
+
+    with pytest.raises(placer.CaptureError, match=r"function 'net'(.|\n)*call it: net\(\)"):
+        placer.compile(net, TWO, torch.randn(2, 4))  # type: ignore[arg-type]
+    with pytest.raises(placer.CaptureError, match=r"give an example input: placer\.compile\("):
+        placer.compile(net(), TWO)
+
+
 def test_a_wrong_forward_names_the_line() -> None:
     with pytest.raises(placer.CaptureError) as error:
         placer.compile(LooksAtValues().double(), TWO, torch.randn(6, 5, dtype=D))

@@ -109,7 +109,11 @@ def test_a_saved_plan_serves_as_a_spec(placer: Run, tmp_path: Path) -> None:
     assert placer("verify", "net.py:Net", saved, *X).exit_code == 0
     other = placer("simulate", "net.py:Net", saved, *X, "-m", "depth=2")
     assert other.exit_code == 2
-    assert "made for another model" in other.stderr
+    assert f"error: {saved}: was made for another model" in other.stderr
+    assert f"plan again: placer plan MODEL SPEC --input … -o {saved}" in other.stderr
+    assert "far off" not in placer("simulate", "net.py:Net", saved, *X).stdout
+    larger = placer("simulate", "net.py:Net", saved, "--input", "512x64")
+    assert "made for inputs of another size" in " ".join(larger.stdout.split())
 
 
 def test_verify_proves_equality(placer: Run) -> None:
@@ -182,12 +186,14 @@ def test_auto_says_why_nothing_fits(placer: Run) -> None:
     assert text.exit_code == 3
     assert text.stdout == ""  # the spec would go there
     assert "what would make it fit" in text.stderr
+    assert "--microbatches" in text.stderr and '"microbatches"' not in text.stderr
 
 
 def test_check_a_spec(placer: Run) -> None:
     result = placer("check", "net.py:Net", "pinned.json")
     assert result.exit_code == 0
-    assert "1 pattern(s) place 1 of" in result.stdout
+    assert "pinned.json goes with net.py:Net: it places 1 of 11 layers" in result.stdout
+    assert "not in the spec, so placer chooses: blocks\n" in result.stdout
     data = json.loads(placer("check", "net.py:Net", "pinned.json", *X, "--json").stdout)
     assert data["valid"] is True
     assert data["fits"] is True
@@ -196,6 +202,17 @@ def test_check_a_spec(placer: Run) -> None:
     assert wrong.exit_code == 2
     assert "no layer matches 'hed'" in wrong.stderr
     assert "did you mean 'head'" in wrong.stderr
+
+
+def test_check_a_spec_without_layers(placer: Run) -> None:
+    result = placer("check", "net.py:Net", "fits.json")
+    assert "it leaves the choice for all 11 layers to placer" in result.stdout
+
+
+def test_the_help_names_every_exit_code(placer: Run) -> None:
+    said = " ".join(placer("--help").stdout.split())
+    for code in ("0 success", "1 verify found a difference", "2 bad usage", "3 the placement"):
+        assert code in said
 
 
 def test_check_a_model(placer: Run) -> None:
@@ -207,11 +224,12 @@ def test_check_a_model(placer: Run) -> None:
     assert data["devices_needed"] == {"300KiB": None, "2GiB": 1}
     assert data["reserve"] == 2**30
     said = " ".join(result.stderr.split())
-    assert "devices of 300KiB needed: no number is enough, the reserve of 1.00 GiB alone" in said
-    assert "devices of 2GiB needed: 1 1.00 GiB of each device stay free, the reserve" in said
+    assert "does not fit on devices of 300KiB: the reserve of 1.00 GiB alone takes up each" in said
+    assert 'fits on 1 device of 2GiB placer keeps 1.00 GiB of each device free ("reserve"' in said
     largest = data["largest_piece"]
     assert largest["peak"] >= largest["least_bytes"] > 4 * 64 * 64 * 4  # weights, gradients, Adam
     assert 1 < largest["least_devices"] <= 7  # of seven like layers and a small one
+    assert "largest piece that cannot be split: " in said and " on a device of its own" in said
 
 
 @pytest.mark.parametrize("example", ["two_scenes", "scenes_by_name", "both_ways"])
@@ -307,7 +325,7 @@ def test_progress_is_told_in_lines_where_nobody_watches(placer: Run) -> None:
 
 
 def test_what_would_fit_is_told_as_it_is_found(
-    placer: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    placer: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from placer.planner import remedies
 
@@ -318,9 +336,18 @@ def test_what_would_fit_is_told_as_it_is_found(
         yield from real(*args)
 
     monkeypatch.setattr(remedies, "_devices", later)
-    text = placer("plan", "net.py:Net", "tight.json", *X).stdout
+    halves = {f"cuda:{i}": part for i, part in enumerate(("blocks", "head"))}
+    spec = {
+        "devices": [{"name": name, "memory": "300KiB"} for name in halves],
+        "layers": {part: name for name, part in halves.items()},
+        "reserve": 0,
+    }
+    (tmp_path / "spec.json").write_text(json.dumps(spec), encoding="utf-8")
+    text = placer("plan", "net.py:Net", str(tmp_path / "spec.json"), *X).stdout
     found = text.index("what would make it fit:")
     assert found < text.index("leave out 'layers'") < text.index("the last changes are tried")
+    needed, short = text.index("devices of"), text.index("tried, not enough")
+    assert needed < short < text.index('"microbatches": 2') < text.index('"offload"')
 
 
 COMMANDS = ("auto", "plan", "check", "simulate", "verify", "schema", "report", "profile", "demo")

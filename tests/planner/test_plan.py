@@ -14,6 +14,9 @@ from torch import nn
 
 import placer
 from placer import BudgetError, CaptureError, PlacementSpec, PlanError, SpecError
+from placer.planner.activation_policy import PolicyChoice
+from placer.planner.assemble import _light_notes
+from placer.report.figures import verdict
 from placer.units import parse_bytes
 
 GIB = 2**30
@@ -140,6 +143,21 @@ def test_budget_comes_from_the_named_kind() -> None:
         _small(devices=[{"name": "cuda:0", "kind": "h10"}])
 
 
+@pytest.mark.parametrize(
+    ("least", "said"),
+    [
+        (0.02, ", which is the least possible for these stages."),
+        (0.01, "; no choice for these stages adds less than 10.00 ms, 50.0% less."),
+        (0.0, "; how little it could be is not known."),
+    ],
+)
+def test_how_good_a_choice_of_recomputed_layers_is(least: float, said: str) -> None:
+    nothing: Any = None
+    light = PolicyChoice(costs=nothing, partition=nothing, extra_seconds=0.02, least_seconds=least)
+    (note,) = _light_notes(PlacementSpec(devices=["cpu"], checkpoint="auto"), light)
+    assert note == f"checkpoint 'auto' adds 20.00 ms per micro-batch, all stages together{said}"
+
+
 UNKNOWN = {"devices": [{"name": "cuda:6", "memory": "1GiB"}, "cuda:7"]}
 
 
@@ -163,9 +181,9 @@ def test_automatic_specs_need_it_too_and_cpus_share_the_machines() -> None:
     assert first.memory == second.memory and first.memory is not None
 
 
-def test_a_plan_of_given_stages_needs_no_memory_and_says_that_it_is_not_judged() -> None:
+def test_a_plan_of_given_stages_needs_no_memory_and_says_that_its_fit_is_unknown() -> None:
     plan = _small(**UNKNOWN, layers={"conv1": "cuda:6", "fc*": "cuda:7"})
-    assert any(note.startswith("The memory of cuda:7 is not known") for note in plan.notes)
+    assert verdict(plan)[-1] == "unknown whether it fits on cuda:7: give its memory"
     assert [device.budget for device in plan.devices] == [GIB, None]
     least = _small(devices=["cuda:7"], objective="memory", checkpoint="auto")
     assert least.devices[0].budget is None  # down to the least peak: no budget decides

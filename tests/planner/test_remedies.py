@@ -81,6 +81,7 @@ def test_no_change_is_tried_where_the_reserve_leaves_no_room() -> None:
     with pytest.raises(placer.BudgetError, match=said) as refused:
         placer.compile(ConvNet(), _two_gpus("60KiB"), x, run_on="cpu")
     assert refused.value.tried == ()
+    assert refused.value.problem.endswith(", and the reserve leaves no room for it")
     with pytest.raises(placer.BudgetError) as refused:
         placer.compile(ConvNet(), _two_gpus("60KiB", reserve="58KiB"), x, run_on="cpu")
     assert refused.value.tried

@@ -136,6 +136,22 @@ def test_objects_and_other_dimensions_are_errors_that_name_the_argument() -> Non
         placed(_ids()[0])
 
 
+def test_a_numpy_array_is_told_to_be_a_tensor() -> None:
+    placed, _ = _pair()
+    with pytest.raises(placer.CaptureError, match=r"ids: is a numpy array(.|\n)*from_numpy\(ids\)"):
+        placed(_ids().numpy())
+
+
+def test_keywords_of_the_loss_or_of_step_are_told_where_they_belong() -> None:
+    placed, _ = _pair()
+    with pytest.raises(placer.CaptureError) as refused:
+        placed.step(_ids(), loss_fn=lambda out: out["logits"].mean(), ignore_index=255)
+    assert "forward has no argument 'ignore_index'" in str(refused.value)
+    assert "functools.partial(loss_fn, ignore_index=255)" in str(refused.value)
+    with pytest.raises(placer.CaptureError, match="inference takes the whole batch"):
+        placed(_ids(), own_rows=True)
+
+
 def test_hooks_put_on_a_module_that_was_looked_into() -> None:
     placed, model = _pair()
     ids, shapes = _ids(), []

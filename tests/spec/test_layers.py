@@ -56,7 +56,12 @@ def test_a_pattern_that_matches_nothing_names_the_nearest(pattern: str, suggesti
 
 def test_a_hopeless_pattern_lists_the_layers() -> None:
     _, ((_, _, remedy),) = resolve_layers({"zzzzzz": "a"}, PATHS)
-    assert "stem, encoder, decoder, head" in remedy
+    assert remedy == "top-level layers: stem, encoder, decoder, head"
+
+
+def test_a_name_that_only_shares_letters_is_not_guessed() -> None:
+    _, ((_, _, remedy),) = resolve_layers({"encodr": "a"}, ["stem.norm2", "stem", "down", "dec"])
+    assert remedy == "top-level layers: stem, down, dec"
 
 
 def test_pattern_lists() -> None:

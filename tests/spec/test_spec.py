@@ -102,7 +102,7 @@ def test_every_problem_at_once_with_its_place_and_the_nearest_choice() -> None:
         (
             {"devices": ["cuda:0"], "replica_devices": [["cuda:1", "cuda:2"]], "replicas": 2},
             "/replica_devices/0",
-            "2 device(s)",
+            "2 devices where",
         ),
         (
             {"devices": ["cuda:0"], "replica_devices": [["cuda:0"]], "replicas": 2},
@@ -112,7 +112,7 @@ def test_every_problem_at_once_with_its_place_and_the_nearest_choice() -> None:
         (
             {"devices": ["cuda:0"], "replica_devices": [["cuda:1"]], "replicas": 3},
             "/replica_devices",
-            "1 row(s) for 3",
+            "1 row for 3 replicas",
         ),
         ('{"devices": ["cuda:0"], "devices": ["cpu"]}', "/", "twice"),
         ('{"devices": ["cuda:0"]', "line 1, column 23", "JSON"),
@@ -146,6 +146,15 @@ def test_one_wrong_thing(data: Any, where: str, said: str) -> None:
     assert said in problem[1] + problem[2]
 
 
+def test_no_guess_is_made_where_no_word_is_near() -> None:
+    (problem,) = _problems({"devices": ["cuda:0"], "precision": "fp8"})
+    assert problem == (
+        "/precision",
+        "'fp8' was found where one of fp32, bf16, fp16 was expected",
+        "",
+    )
+
+
 def test_devices_that_cannot_be_shifted_for_as_many_replicas_as_the_machine_has() -> None:
     """With "auto" how many there are is known when it is planned."""
     spec = PlacementSpec(devices=["cuda:0", "cuda:2"], replicas="auto")
@@ -161,6 +170,11 @@ def test_a_file_is_named_in_its_errors(tmp_path: Path) -> None:
         load_spec(path)
     (problem,) = _problems(tmp_path / "unte.json")
     assert "unet.json" in problem[2]
+    with pytest.raises(SpecError) as missing:
+        load_spec(tmp_path / "unte.json")
+    first = str(missing.value).splitlines()[0]
+    assert first == f"{tmp_path / 'unte.json'}: no such file"  # and no count of problems in a spec
+    assert str(pickle.loads(pickle.dumps(missing.value))) == str(missing.value)
     path.write_text("[1, 2]")
     with pytest.raises(SpecError, match="object was expected"):
         load_spec(path)
