@@ -135,7 +135,9 @@ def _where(placed: PlacedModule) -> str:
     """What is said where stages did not run on the devices that the plan names."""
     wanted = {name.partition(":")[0] for stage in placed.plan.stages for name in stage.devices}
     ran = placed.output_device.type
-    return "" if wanted == {ran} else f" (all stages ran on {ran}, not on {', '.join(sorted(wanted))})"
+    return (
+        "" if wanted == {ran} else f" (all stages ran on {ran}, not on {', '.join(sorted(wanted))})"
+    )
 
 
 @dataclass(frozen=True, slots=True)

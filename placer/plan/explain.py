@@ -53,7 +53,10 @@ def _boundary(plan: Plan, boundary: Boundary, criterion: str, value: float) -> l
         f"{whole}, {format_bytes(boundary.nbytes)} cross per micro-batch forward",
     ]
     if boundary.next_best is None or boundary.next_value is None:
-        return [*lines, "  your layers, the memory of the devices or the number of stages leave no other place for it"]
+        return [
+            *lines,
+            "  your layers, the memory of the devices or the number of stages leave no other place for it",
+        ]
     more = boundary.next_value / value - 1 if value else 0.0
     change = "as good" if abs(more) < 5e-4 else f"{more:+.1%}"
     next_value = _in_unit(boundary.next_value, criterion)
