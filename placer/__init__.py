@@ -3,10 +3,11 @@
 A spec says which layers go where, a plan what that comes to, and a compiled model computes what the
 plain one does. Each floor is a folder that takes the value of the one before, in this order:
 
-    spec ─► capture ─► cost ─► partition ─► plan ─► emit ─► runtime
+    spec ─► capture ─► cost ─► planner ─► plan ─► emit ─► runtime
 
-`placer.api` has them on one screen. Beside them: `schedule` and `regions` (what partition and emit
-share), `simulation` (a dry run, the judge of every byte), `report`, `cli`.
+`placer.api` has them on one screen. Beside them: `partition` (the planner's search), `schedule` and
+`regions` (what the planner and `emit` share), `simulation` (a dry run, the judge of every byte), which
+writes a `timeline`, `report`, `cli`. ARCHITECTURE.md says more.
 """
 
 from __future__ import annotations

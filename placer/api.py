@@ -86,7 +86,7 @@ def compile(
         return capture, _plan_or_refuse(wanted, capture, leaves, job)
 
     if job is not None:
-        # Pipelining takes a while to import.
+        # torch.distributed takes a while to import.
         from placer.runtime.distributed.failure_broadcast import failure_told
         from placer.runtime.distributed.launch import launch
 
