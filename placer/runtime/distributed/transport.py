@@ -123,7 +123,8 @@ class Messages:
         self._rank = rank
         self._place = place
         self._channel = channel
-        self._answered = any(message.kind == "gradient" for message in messages)
+        # Of a rank that sends something itself, that tells how far it has come.
+        self._answering = {message.sender for message in messages if message.receiver == rank}
         self._at = {action: position for position, action in enumerate(order)}
         own = [action for action in order if rank_of(action.stage_index) == rank]
         # When this rank does an action, it is ready for what the next one needs.
@@ -147,7 +148,7 @@ class Messages:
         position = self._at[action]
         for peer in self._peers:
             self._get_ready(peer, position, self._next.get(action, position))
-            if not self._answered:
+            if peer not in self._answering:
                 self._release(peer, position)
         for message in self._needed.pop(position, ()):
             awaited = self._awaited.pop(message)
@@ -262,7 +263,10 @@ class Messages:
         )
 
     def _release(self, peer: int, position: int) -> None:
-        """Let go of what ``peer``, which is known to be at ``position``, must have by now."""
+        """Let go of what ``peer`` needs up to ``position``; waits for it where it is not there yet.
+
+        That wait is not circular: what ``peer`` needs before has been sent, for it comes before.
+        """
         sent = self._peers[peer].sent
         while sent and sent[0].message.needed_before <= position:
             self._wait_for(sent.popleft())
