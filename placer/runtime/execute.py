@@ -161,7 +161,7 @@ class MicrobatchRun:
 
     def add_gradient(self, key: TensorKey, gradient: torch.Tensor, place: Place) -> None:
         """Keep a gradient, which another process has sent, for a tensor that was made here."""
-        self._gradients[key].hold(place, gradient)
+        self._gradients[key].hold(place, gradient, ours=True)
 
     def roots(self, index: int) -> list[torch.Tensor | GradientEdge]:
         """Where the backward of stage ``index`` will start."""

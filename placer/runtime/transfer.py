@@ -9,7 +9,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map
 
-from placer._torch import is_transformed, run_at_once
+from placer._torch import is_transformed, run_at_once, storage_key
 from placer.runtime.place import Place, on
 
 _LEAST_PIECE = 2**20  # bytes: a copy of fewer takes hardly less time
@@ -33,16 +33,20 @@ class WaitingGradients:
     def __init__(self, home: Place, like: torch.Tensor) -> None:
         self._home = home
         self._zero = (like.dtype, like.device, like.shape)
+        self._stand_in: torch.Tensor | None = None
         self._held: list[tuple[Place, torch.Tensor, bool, torch.cuda.Event | None]] = []
 
     def __bool__(self) -> bool:
         return bool(self._held)
 
-    def hold(self, place: Place, grad: torch.Tensor) -> None:
-        """Keep ``grad`` on ``place``; a part of something larger (a concatenation's) as a copy."""
+    def hold(self, place: Place, grad: torch.Tensor, *, ours: bool = False) -> None:
+        """Keep ``grad`` on ``place``; a part of something larger (a concatenation's) as a copy.
+
+        ``ours`` is a tensor that nobody else has, such as one that was received.
+        """
         whole = grad.untyped_storage().nbytes() if grad.layout == torch.strided else 0
-        ours = whole > grad.nbytes and not torch.is_grad_enabled()
-        if ours:
+        if whole > grad.nbytes and not torch.is_grad_enabled():
+            ours = True
             with on(place):
                 grad = grad.clone()
         made = torch.cuda.current_stream(grad.device).record_event() if grad.is_cuda else None
@@ -52,7 +56,8 @@ class WaitingGradients:
         """A zero gradient for the value, at home."""
         dtype, device, shape = self._zero
         with on(self._home):
-            return torch.zeros((), dtype=dtype, device=device).expand(shape)
+            self._stand_in = torch.zeros((), dtype=dtype, device=device)
+            return self._stand_in.expand(shape)
 
     def add_to(self, grad: torch.Tensor | None) -> torch.Tensor | None:
         """``grad``, which is at home, and all that waits, which comes home one by one.
@@ -61,6 +66,10 @@ class WaitingGradients:
         after is added to it piece by piece: there is never a third tensor.
         """
         ours = False  # is ``grad`` a tensor that nobody else has?
+        stand_in, self._stand_in = self._stand_in, None
+        if self._held and grad is not None and stand_in is not None:
+            alone = storage_key(grad) == storage_key(stand_in)
+            grad = None if alone else grad  # zeros need not be added
         with on(self._home):
             while self._held:
                 place, waiting, copied, made = self._held.pop()

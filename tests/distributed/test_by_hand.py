@@ -23,7 +23,9 @@ def test_a_step_sends_and_makes_no_more_than_by_hand(
         # What is received is in new memory (torch's stage keeps its own from step to step). Else scalars:
         # the loss, its weight, its sum on every rank. No row of a tensor is copied.
         assert ours["new bytes"] <= theirs["new bytes"] + ours["sent bytes"] + 1024
-        assert ours["operators"] <= theirs["operators"] + 10 * microbatches + 16
+        assert (
+            ours["operators"] <= theirs["operators"] + 12 * microbatches + 16
+        )  # of no bytes, mostly
 
 
 def test_inputs_that_the_model_writes_to_are_copied(job_of: Callable[[int], Job]) -> None:
