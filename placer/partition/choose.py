@@ -140,7 +140,7 @@ class _Search:
         tables: TableCache,
     ) -> None:
         self._units, self._costs, self._devices = units, costs, devices
-        self._pin_of, self._demands = pin_of, options
+        self._pin_of, self._options = pin_of, options
         self._cache = tables
         self._place = {unit: i for i, unit in enumerate(program_order(units))}
         self._chains: dict[tuple[str, ...], tuple[DeviceSlot, ...]] = {}
@@ -173,10 +173,10 @@ class _Search:
                 break
             self._tried.add(tried)
             nodes, pinned = self._nodes(order)
-            tables = _build(self._cache, self._costs, nodes, cuts, self._demands)
+            tables = _build(self._cache, self._costs, nodes, cuts, self._options)
             if found is not None:  # the very stages that the order was made of
                 same = self._indices(tables, order, kept)
-                slots, options = found.slots, self._demands
+                slots, options = found.slots, self._options
                 self._offer(rate_stages(tables, nodes, slots, same, pinned, options))
             found = self._solve(tables, nodes, pinned)
             if found is None:
@@ -210,21 +210,21 @@ class _Search:
             nodes, pinned = self._nodes(order)
             tables = self._tables_of(order, nodes, counts)
             same = self._indices(tables, order, counts)
-            found = rate_stages(tables, nodes, nearer.slots, same, pinned, self._demands)
+            found = rate_stages(tables, nodes, nearer.slots, same, pinned, self._options)
             self._offer(found)
 
     def _tables(
         self, order: Sequence[int], nodes: Sequence[int], kept: Collection[int]
     ) -> IntervalTables:
         cuts = candidate_cuts(self._units, order, self._costs, self._pin_of, kept)
-        return _build(self._cache, self._costs, nodes, cuts, self._demands)
+        return _build(self._cache, self._costs, nodes, cuts, self._options)
 
     def _tables_of(
         self, order: Sequence[int], nodes: Sequence[int], counts: Collection[int]
     ) -> IntervalTables:
         """The tables for the stages that end after so many units, and no others."""
         ends = sorted(set(self._borders(order, counts)))
-        return _build(self._cache, self._costs, nodes, ends, self._demands)
+        return _build(self._cache, self._costs, nodes, ends, self._options)
 
     def with_all_borders(self, found: Candidate) -> Candidate:
         """``found`` with tables that say where else its stages could end."""
@@ -244,7 +244,7 @@ class _Search:
         best: Candidate | None = None
         for chain in device_chains(self._devices, pinned):
             self._chains.setdefault(tuple(slot.name for slot in chain), chain)
-            found = solve_order(tables, nodes, chain, pinned, self._demands)
+            found = solve_order(tables, nodes, chain, pinned, self._options)
             if found is not None and (best is None or found.rank < best.rank):
                 best = found
         return best
@@ -298,7 +298,7 @@ class _Search:
         The bound counts no stage's peak exactly, and where more than one chain of devices was
         tried, every position gets the best of them all.
         """
-        best, options = self.best, self._demands
+        best, options = self.best, self._options
         assert best is not None
         chains = list(self._chains.values())
         relaxed = chains[0] if len(chains) == 1 else relaxed_chain(chains)
@@ -334,15 +334,15 @@ class _Search:
         budgets = [slot.budget for slot in self._devices if slot.budget is not None]
         known = max(budgets, default=None)  # what peaks are shares of where there is no budget
         measured = [s if s.budget is not None else replace(s, budget=known) for s in chain]
-        spread = lower_bound(memory_problem(model, self._costs, measured, self._demands))
-        return max(spread, least_peak(model, self._costs, self._devices, len(chain), self._demands))
+        spread = lower_bound(memory_problem(model, self._costs, measured, self._options))
+        return max(spread, least_peak(model, self._costs, self._devices, len(chain), self._options))
 
     def add_returning(self, bound: float) -> None:
         """Where memory decides and the chain is not near ``bound``: devices that come again."""
         best = self.best
         assert best is not None
         if best.rank[0] <= 1 and (
-            self._demands.objective != "memory" or best.peak * (1 - GAIN) <= bound
+            self._options.objective != "memory" or best.peak * (1 - GAIN) <= bound
         ):
             return
         # Along program order, whose stages run as they were recorded, and along the best one.
@@ -353,7 +353,7 @@ class _Search:
                 self._offer(found)
 
     def _returning(self, start: Candidate) -> Candidate | None:
-        found = find_returning(start, self._costs, self.pinned_nodes(start), self._demands)
+        found = find_returning(start, self._costs, self.pinned_nodes(start), self._options)
         if found is None:
             return None
         units = {node: u for u, nodes in self._units.nodes(data="nodes") for node in nodes}
@@ -365,7 +365,7 @@ class _Search:
         tables = self._tables(order, nodes, counts)
         same = self._indices(tables, order, counts)
         stated = replace(start, tables=tables, nodes=tuple(nodes))
-        chains = NoncontiguousChains(stated, self._costs, pinned, self._demands)
+        chains = NoncontiguousChains(stated, self._costs, pinned, self._options)
         return chains.candidate(found.slots, same)
 
     def _add_solution(self, model: ModelUnits, solution: Solution | None) -> None:

@@ -52,7 +52,7 @@ class NoncontiguousChains:
         pinned: Sequence[str | None],
         options: PlanningOptions,
     ) -> None:
-        self._best, self._pinned, self._demands = best, pinned, options
+        self._best, self._pinned, self._options = best, pinned, options
         self.slots = list({slot.name: slot for slot in best.slots}.values())
         self.scales = [_scale(slot, self.slots) for slot in self.slots]
         kept = optimizer_on(options, (slot.name for slot in self.slots))
@@ -81,9 +81,9 @@ class NoncontiguousChains:
         limited = [x for x, slot in zip(loads, self.slots, strict=True) if slot.budget is not None]
         fullest, bottleneck, total = max(limited, default=0.0), max(seconds), sum(seconds)
         rank = (0.0, bottleneck, total)
-        if self._demands.objective == "memory" and fullest <= 1:
+        if self._options.objective == "memory" and fullest <= 1:
             rank = (max(loads), bottleneck, total)
-        elif self._demands.objective == "latency":
+        elif self._options.objective == "latency":
             rank = (0.0, total, bottleneck)
         return Candidate(
             rank=(fullest if fullest > 1 else 0.0, *rank),

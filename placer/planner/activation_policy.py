@@ -180,7 +180,7 @@ class _Search:
         self._costs = costs
         self._keys = tuple(keys)
         self._choices = choices
-        self._demands = options
+        self._options = options
         self._limited = limited
         self._borders = region_borders(capture)
         self._settled = dict.fromkeys(self._borders.unsafe, KEEP)
@@ -198,7 +198,7 @@ class _Search:
             self._borders,
             self._settled,
             slot.kind,
-            half=self._demands.half,
+            half=self._options.half,
             grown=limits.grown,
         )
 
@@ -246,7 +246,7 @@ class _Search:
         while len(seen) < _MOVES and _borders(partition) not in seen:
             seen.add(_borders(partition))
             stages = partition.placed
-            rate = partial(rate_partition, self._capture, stages=stages, options=self._demands)
+            rate = partial(rate_partition, self._capture, stages=stages, options=self._options)
             light = self.most_saving(partition)
             for way in (rate, choose):
                 found = self.found(light, way)
@@ -258,7 +258,7 @@ class _Search:
     def improve(self, partition: Partition) -> _Found:
         """``partition`` with the regions that its stages need."""
         stages = partition.placed
-        rate = partial(rate_partition, self._capture, stages=stages, options=self._demands)
+        rate = partial(rate_partition, self._capture, stages=stages, options=self._options)
         labelled, limits = self._stages(partition)
         targets = [limit.budget for limit in limits]
         best: _Found | None = None
@@ -302,7 +302,7 @@ class _Search:
 
     def _limits(self, partition: Partition, index: int) -> StageLimits:
         stage = partition.stages[index]
-        count = waiting_at(self._demands, len(partition.stages), index)
+        count = waiting_at(self._options, len(partition.stages), index)
         slot = partition.slots[index]
         budget = float("inf") if self._limited else 0.0
         if slot.budget is not None:

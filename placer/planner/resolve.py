@@ -121,7 +121,7 @@ def microbatch_inputs(
 def planning_options(
     spec: PlacementSpec, sizes: Sequence[int], *, processes: bool
 ) -> PlanningOptions:
-    """What the spec options of a partition, for micro-batches of ``sizes`` rows."""
+    """What the spec asks of a partition, for micro-batches of ``sizes`` rows."""
     return PlanningOptions(
         objective=spec.objective,
         schedule=spec.schedule,

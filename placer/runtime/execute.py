@@ -45,16 +45,16 @@ class Transport(Protocol):
     """Brings values and gradients from stages that other processes run, and takes them there."""
 
     def receive(self, action: Action, run: MicrobatchRun) -> None:
-        """Give ``run`` what ``action`` needs."""
+        """Bring what ``action`` needs into ``run``."""
 
     def check(self, action: Action, run: MicrobatchRun) -> None:
         """Raise ``ValueError`` when ``action`` has made other tensors than other processes expect."""
 
     def send(self, action: Action, run: MicrobatchRun) -> None:
-        """Take away what ``action`` has made for others."""
+        """Send what ``action`` has made for other processes."""
 
     def finish(self) -> None:
-        """Wait until everything has been taken away."""
+        """Wait until all that was sent has arrived."""
 
 
 Explain = Callable[[Action, "MicrobatchRun", Exception], Exception]
@@ -99,14 +99,14 @@ def run_schedule(
         transport.finish()
     for run in runs.values():
         run.backward_inputs()
-    return [run.loss for run in runs.values() if run.loss is not None]
+    return [run.loss.detach() for run in runs.values() if run.loss is not None]
 
 
 class MicrobatchRun:
     """One micro-batch on its way through the stages that this process runs.
 
-    ``outputs`` are the values that the last forward made, until they are taken away; ``phase`` is what
-    is being done, in the words of errors.
+    ``outputs`` are the values that the last forward made, until they are sent; ``phase`` is what is being
+    done, in the words of errors.
     """
 
     def __init__(
@@ -293,8 +293,6 @@ class MicrobatchRun:
             waiting = self._gradients.pop((name, 0), None)
             if waiting:
                 torch.autograd.backward(leaf, waiting.add_to(None))
-        if self.loss is not None:
-            self.loss = self.loss.detach()
 
 
 def _differentiable(value: Any) -> list[tuple[int, torch.Tensor]]:

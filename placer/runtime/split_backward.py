@@ -18,11 +18,12 @@ Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from placer.runtime.autograd_graph import leaf_of
 
 Received = tuple[GradientEdge, Callable[[Tensor], None]]
 
@@ -104,7 +105,7 @@ def _find_meetings(
             onward.add(node)
     if not all(start.node in onward for start in starts):
         return None
-    leaves = [node for node in order if _leaf(node) is not None]
+    leaves = [node for node in order if leaf_of(node) is not None]
     bit = {node: 1 << i for i, node in enumerate(leaves)}
     behind: dict[Node, int] = {}  # which leaves a node beside the way leads to
     met: dict[Node, int] = {}
@@ -130,16 +131,10 @@ def _find_meetings(
     return [
         (
             [GradientEdge(node, number) for number in sorted(entries[node])],
-            [_leaf(leaf) for leaf in leaves if bit[leaf] & mask],  # type: ignore[misc]
+            [leaf_of(leaf) for leaf in leaves if bit[leaf] & mask],  # type: ignore[misc]
         )
         for node, mask in met.items()
     ]
-
-
-def _leaf(node: Node) -> Tensor | None:
-    """The leaf that ``node`` accumulates into."""
-    leaf: Any = getattr(node, "variable", None)
-    return leaf if isinstance(leaf, Tensor) and leaf.is_leaf else None
 
 
 def _topological(roots: Iterable[Node], *, ends: Container[Node]) -> list[Node]:

@@ -22,6 +22,7 @@ from placer.emit import StagedModel
 from placer.errors import PlacerError
 from placer.plan.types import Plan
 from placer.precision import autocast_state
+from placer.runtime.autograd_graph import nodes_behind
 from placer.runtime.place import Place
 from placer.runtime.programs import Programs
 from placer.runtime.replica import Replica
@@ -217,7 +218,8 @@ class CrossingFinder:
                 values.update(zip(stage.outputs, outputs, strict=True))
                 norms.append(self._take_norms())
             result = [values[x] if kind == "value" else x for kind, x in staged.result]
-            reached = _reached(result)
+            roots = [x for x in result if isinstance(x, Tensor) and x.requires_grad]
+            reached = set(nodes_behind(get_gradient_edge(root).node for root in roots))
         return Crossings(
             staged=staged,
             values={
@@ -251,19 +253,6 @@ def _linked(value: Any, name: str, reader: int, links: dict[tuple[str, int, int]
             leaves[position] = leaf.clone()
             links[name, position, reader] = get_gradient_edge(leaves[position]).node
     return tree_unflatten(leaves, spec)
-
-
-def _reached(result: Sequence[Any]) -> set[Node]:
-    """The nodes of autograd's graph behind ``result``."""
-    tensors = [leaf for leaf in result if isinstance(leaf, Tensor) and leaf.requires_grad]
-    waiting = [get_gradient_edge(tensor).node for tensor in tensors]
-    seen = set(waiting)
-    while waiting:
-        for node, _ in waiting.pop().next_functions:
-            if node is not None and node not in seen:
-                seen.add(node)
-                waiting.append(node)
-    return seen
 
 
 def _describe(

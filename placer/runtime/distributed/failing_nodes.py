@@ -29,6 +29,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import BackwardHook
 
 from placer._torch import EngineCall, failed_engine_call, has_run, run_engine, sequence_number
+from placer.runtime.autograd_graph import leaf_of, nodes_behind
 
 Trace = Sequence[str]  # the nodes of a graph in the order in which they were made; see `trace_of`
 
@@ -100,18 +101,8 @@ def _run_again(call: EngineCall) -> EngineCall | None:
 def reachable(roots: Iterable[Tensor | GradientEdge]) -> list[Node]:
     """The nodes of the graph behind ``roots``, as they were made; none that accumulate into leaves."""
     first = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
-    waiting = [node for node in first if node is not None]
-    seen = set(waiting)
-    found = []
-    while waiting:
-        node = waiting.pop()
-        if sequence_number(node) is not None:
-            found.append(node)
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)
-    return sorted(found, key=number_of)
+    behind = nodes_behind(node for node in first if node is not None)
+    return sorted((n for n in behind if sequence_number(n) is not None), key=number_of)
 
 
 def _needed(graph: Sequence[Node], inputs: Sequence[Tensor | GradientEdge]) -> list[Node]:
@@ -127,7 +118,7 @@ def _needed(graph: Sequence[Node], inputs: Sequence[Tensor | GradientEdge]) -> l
     wanted: set[Node] = set()
     for node in graph:  # what a node hands gradients to was made before it
         following = [f for f, _ in node.next_functions if f is not None]
-        if any(f in wanted or f in nodes or id(_leaf(f)) in leaves for f in following):
+        if any(f in wanted or f in nodes or id(leaf_of(f)) in leaves for f in following):
             wanted.add(node)
     return [node for node in graph if node in wanted]
 
@@ -137,7 +128,7 @@ def _hooked_leaves(nodes: Iterable[Node], frame: FrameType, names: Mapping[int, 
 
     That is a module, or a parameter of the whole model's own.
     """
-    leaves = [_leaf(f) for node in nodes for f, _ in node.next_functions if f is not None]
+    leaves = [leaf_of(f) for node in nodes for f, _ in node.next_functions if f is not None]
     hooked = [
         names[id(leaf)]
         for leaf in leaves
@@ -149,11 +140,6 @@ def _hooked_leaves(nodes: Iterable[Node], frame: FrameType, names: Mapping[int, 
 def _has_hook(leaf: Tensor, frame: FrameType) -> bool:
     hooks = (leaf._backward_hooks or {}).values()
     return any(getattr(hook, "__code__", frame.f_code) is frame.f_code for hook in hooks)
-
-
-def _leaf(node: Node) -> Tensor | None:
-    """The leaf that ``node`` accumulates into."""
-    return getattr(node, "variable", None) if sequence_number(node) is None else None
 
 
 def number_of(node: Node) -> int:
@@ -173,7 +159,9 @@ def trace_of(made: Iterable[Node], names: Mapping[int, str]) -> list[str]:
     """A word for each node: its kind, and the parameters that it hands gradients to."""
     words = []
     for node in made:
-        leaves = [_leaf(following) for following, _ in node.next_functions if following is not None]
+        leaves = [
+            leaf_of(following) for following, _ in node.next_functions if following is not None
+        ]
         own = [names[id(leaf)] for leaf in leaves if id(leaf) in names]
         words.append(" ".join([node.name(), *own]))
     return words

@@ -46,11 +46,11 @@ def explain_failure(
     if phase != "backward":
         node = _failing_node(code, error) if phase == "forward" else ""
         return LayerFailure(code.index, node, phase)
-    node, failing = _failing_node(code, error), _suspects(error, part)
+    node, failing = _failing_node(code, error), _find_failing(error, part)
     return LayerFailure(code.index, node, phase, given=given, failing=failing)
 
 
-def _suspects(error: Exception, part: nn.Module) -> FailingNodes | None:
+def _find_failing(error: Exception, part: nn.Module) -> FailingNodes | None:
     # A backward that talks to other ranks must not be run twice: they would not answer.
     talks = any(getattr(module, "process_group", None) for module in part.modules())
     try:

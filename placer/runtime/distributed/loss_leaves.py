@@ -10,6 +10,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from placer.errors import PlacerError
+from placer.runtime.autograd_graph import leaf_of, nodes_behind
 
 
 def gradient_nodes(output: Any) -> list[Node]:
@@ -51,25 +52,11 @@ def refuse_other_leaves(loss: Tensor, output: list[Node], part: nn.Module, *, wh
 
 def _leaves_beyond(loss: Tensor, stops: Collection[Node]) -> list[Tensor]:
     """The leaves that gradients of ``loss`` reach without passing one of ``stops``."""
-    found = []
-    for node in _walk([loss.grad_fn] if loss.grad_fn is not None else [], stops):
-        leaf = getattr(node, "variable", None)  # of AccumulateGrad
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-    return found
+    start = [loss.grad_fn] if loss.grad_fn is not None else []
+    leaves = map(leaf_of, nodes_behind(start, stops=set(stops)))
+    return [leaf for leaf in leaves if leaf is not None]
 
 
 def _reachable(nodes: Collection[Node]) -> list[Node]:
     """The nodes behind ``nodes``, and these, but for the leaves: the loss may read those by itself."""
-    return [node for node in _walk(nodes, ()) if getattr(node, "variable", None) is None]
-
-
-def _walk(start: Collection[Node], stops: Collection[Node]) -> list[Node]:
-    seen, waiting, order = set(stops), list(start), []
-    while waiting:
-        node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
-            order.append(node)
-            waiting += [following for following, _ in node.next_functions if following is not None]
-    return order
+    return [node for node in nodes_behind(nodes) if leaf_of(node) is None]
