@@ -7,7 +7,7 @@ import json
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -27,7 +27,7 @@ from placer.runtime.distributed.rendezvous import (
     is_hosted_here,
     is_torchrun_store,
 )
-from placer.runtime.distributed.roll_call import RollCall
+from placer.runtime.distributed.roll_call import RollCall, store_may_be_gone
 
 _PATIENCE_SECONDS = 2.0  # how long a rank waits to be told why another was lost, or to be heard
 _START_SECONDS = 5.0  # the same where processes that were started by hand come at different times
@@ -192,7 +192,7 @@ class FailureBroadcast:
             return
         end = time.monotonic() + self._patience_seconds
         heard = [f"{self._key}/heard/{rank}" for rank in range(self._world_size)]
-        with suppress(RuntimeError, ValueError):
+        with store_may_be_gone():
             while (store := self.find_store()) is not None:
                 store.set(heard[self._rank], "")
                 if not self._is_needed_by_others(store) or store.check(heard):
@@ -246,7 +246,7 @@ class FailureBroadcast:
 
     def _note_heard(self, store: Any) -> None:
         self._is_known = True
-        with suppress(RuntimeError, ValueError):
+        with store_may_be_gone():
             store.set(f"{self._key}/heard/{self._rank}", "")
 
 
@@ -262,7 +262,7 @@ def failure_told(job: Job) -> Iterator[FailureBroadcast]:
     """
     name = f"compile {next(_compiled)}"
     find_store = store_of_start(job, name)
-    with suppress(RuntimeError, ValueError):  # `join_job` tells what is wrong with it
+    with store_may_be_gone():  # `join_job` tells what is wrong with it
         find_store()  # rank 0 may host it: ranks that fail early leave their message there
     by_hand = not dist.is_initialized() and not is_torchrun_store()
     patience = _START_SECONDS if by_hand else _PATIENCE_SECONDS

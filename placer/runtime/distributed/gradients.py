@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from placer._torch import storage_key
 from placer.emit import StagedModel
+from placer.runtime.distributed.groups import wait_of
 from placer.runtime.distributed.ownership import Ownership
 
 _BUCKET_NBYTES = 25 * 2**20  # DistributedDataParallel's default
@@ -56,9 +57,7 @@ class GroupSum:
         return dist.get_world_size(self._group)
 
     def start_sum(self, tensor: Tensor) -> Callable[[], object]:
-        work = dist.all_reduce(tensor, group=self._group, async_op=True)
-        assert work is not None  # this rank is in the group
-        return work.wait
+        return wait_of(dist.all_reduce(tensor, group=self._group, async_op=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

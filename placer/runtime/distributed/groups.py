@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -95,6 +95,12 @@ def close_groups(groups: Iterable[dist.ProcessGroup]) -> None:
             with suppress(RuntimeError):  # as it is meant to
                 never_comes.wait(timedelta(milliseconds=1))
         abort_group(group)
+
+
+def wait_of(work: dist.Work | None) -> Callable[[], object]:
+    """What waits for ``work``, a message of a group that this rank is in."""
+    assert work is not None  # it is for ranks that are not in the group
+    return work.wait
 
 
 def gather_objects(value: _T, group: dist.ProcessGroup | None = None) -> list[_T]:

@@ -51,7 +51,7 @@ class RollCall:
         self._world_size = world_size
         self._find_store = find_store
         self.limit = limit
-        with _store_may_be_gone():
+        with store_may_be_gone():
             self._set(f"process/{rank}", f"process {os.getpid()} on {socket.gethostname()}")
 
     def answer(self, method: str = "") -> None:
@@ -59,13 +59,13 @@ class RollCall:
 
         ``method`` is the call that not all ranks have come to, if it waited for that.
         """
-        with _store_may_be_gone():
+        with store_may_be_gone():
             self._set(f"rank/{self._rank}", method)
             self._set("called", "")
 
     def is_called(self) -> bool:
         """Has any rank waited too long?"""
-        with _store_may_be_gone():
+        with store_may_be_gone():
             return self._has("called")
         return False
 
@@ -99,18 +99,18 @@ class RollCall:
 
     def _silent(self) -> list[int]:
         ranks = [rank for rank in range(self._world_size) if rank != self._rank]
-        with _store_may_be_gone():
+        with store_may_be_gone():
             return [rank for rank in ranks if not self._has(f"rank/{rank}")]
         return ranks
 
     def _method(self) -> str:
-        with _store_may_be_gone():
+        with store_may_be_gone():
             said = [self._get(f"rank/{rank}") for rank in range(self._world_size)]
             return next(filter(None, said), "")
         return ""
 
     def _name(self, ranks: Sequence[int]) -> str:
-        with _store_may_be_gone():
+        with store_may_be_gone():
             found = [self._get(f"process/{rank}") for rank in ranks]
             if all(found):
                 return f"{name_ranks(ranks)} ({', '.join(found)})"
@@ -133,5 +133,6 @@ class RollCall:
         return value.decode()
 
 
-def _store_may_be_gone() -> suppress:
-    return suppress(RuntimeError, ValueError)  # of the store, of the default group
+def store_may_be_gone() -> suppress:
+    """Let the block end where the job's store, or the default group that has it, is gone."""
+    return suppress(RuntimeError, ValueError)

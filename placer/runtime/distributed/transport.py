@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from placer.runtime.distributed.crossings import Crossings, TensorSpec
+from placer.runtime.distributed.groups import wait_of
 from placer.runtime.execute import MicrobatchRun
 from placer.runtime.place import Place
 from placer.schedule import Action, Message
@@ -46,12 +47,12 @@ class GroupChannel:
     def send(self, tensor: Tensor, rank: int) -> Wait:
         if not tensor.numel():
             return _do_nothing
-        return _started(dist.isend(tensor, group=self._group, group_dst=rank))
+        return wait_of(dist.isend(tensor, group=self._group, group_dst=rank))
 
     def receive(self, tensor: Tensor, rank: int) -> Wait:
         if not tensor.numel():
             return _do_nothing
-        return _started(dist.irecv(tensor, group=self._group, group_src=rank))
+        return wait_of(dist.irecv(tensor, group=self._group, group_src=rank))
 
 
 class NoChannel:
@@ -62,11 +63,6 @@ class NoChannel:
 
     def receive(self, tensor: Tensor, rank: int) -> Wait:
         return _do_nothing
-
-
-def _started(work: dist.Work | None) -> Wait:
-    assert work is not None  # this rank is in the group
-    return work.wait
 
 
 def _do_nothing() -> None:
