@@ -2,10 +2,12 @@
 
 `estimate` makes the table from one run on fake tensors (`record`), which notes every storage
 (`storages`) and whose backward runs (`owners`); `gradients` says what of a backward waits for what.
-`kernels` and `autocast` have that run save what a CUDA device would, `workspaces` says what a CPU's
-kernels take besides; `devices` says what kind a device is (`placer.catalogue`).
+`kernels` and `autocast` have that run save what a CUDA device would; `workspaces` and
+`cuda_workspaces` say what a CPU's and a GPU's kernels take besides; `devices` says what kind a device
+is (`placer.catalogue`).
 """
 
+from placer.cost.cuda_workspaces import BLAS_NBYTES, cuda_workspaces, uses_blas
 from placer.cost.devices import device_kind, device_type, updates_together
 from placer.cost.estimate import CostEstimates, GuessedCosts, estimate_costs
 from placer.cost.kernels import device_kernels
@@ -16,6 +18,7 @@ from placer.cost.types import AddedGradient, CostTable, NodeCost, PendingGradien
 from placer.cost.workspaces import cpu_result, workspace_nbytes
 
 __all__ = [
+    "BLAS_NBYTES",
     "AddedGradient",
     "CostEstimates",
     "CostTable",
@@ -24,12 +27,14 @@ __all__ = [
     "PendingGradient",
     "StoredValue",
     "cpu_result",
+    "cuda_workspaces",
     "device_kernels",
     "device_kind",
     "device_type",
     "estimate_costs",
     "stand_in_loss",
     "updates_together",
+    "uses_blas",
     "with_fewer_rows",
     "with_regions",
     "workspace_nbytes",

@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 
 from placer._torch import READS_DEVICE, DispatchMode, read_device
-from placer.cost import cpu_result, workspace_nbytes
+from placer.cost import (
+    BLAS_NBYTES,
+    cpu_result,
+    cuda_workspaces,
+    uses_blas,
+    workspace_nbytes,
+)
 from placer.errors import DeviceError
 from placer.operands import tensors_in
 from placer.runtime.place import CALLER, Place, current_place
@@ -26,8 +32,9 @@ from placer.timeline import Block, Recorder, Timeline, Where
 class Ledger(DispatchMode):
     """Records while entered; ``where`` tells, when asked, which part of the model is running.
 
-    ``kernels`` gives the device type whose kernels a place runs: those of a "cpu" take workspaces
-    (`placer.cost.workspaces`) that are counted too.
+    ``kernels`` gives the device type whose kernels a place runs: those of a "cpu" take
+    temporaries (`placer.cost.workspaces`) that are counted too; those of "cuda" take workspaces
+    (`placer.cost.cuda_workspaces`).
     """
 
     def __init__(
@@ -44,6 +51,9 @@ class Ledger(DispatchMode):
         self._recorder = Recorder()
         self._known: dict[int, tuple[weakref.ref[Any], int]] = {}  # id of storage -> block
         self._latest = CALLER.name
+        self._blas: set[tuple[str, bool]] = (
+            set()
+        )  # places whose cuBLAS has its workspace, per thread
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -55,18 +65,32 @@ class Ledger(DispatchMode):
         result = func(*args, **kwargs)
         leaves = tensors_in(args, kwargs)
         place = self._place_of(func, leaves)
-        on_cpu = self._kernels(place) == "cpu"
-        if on_cpu:
+        kernels = self._kernels(place)
+        if kernels == "cpu":
             result = cpu_result(func, args, result)
+        elif kernels == "cuda" and uses_blas(func):
+            self._open_blas(place, str(func))
         fresh = [
             leaf for leaf in tensors_in(result) if id(leaf.untyped_storage()) not in self._known
         ]
-        for leaf in fresh:
+        workspaces = cuda_workspaces(func, args, result) if kernels == "cuda" else ()
+        for made, leaf in enumerate(fresh, start=1):
             self._add_result(leaf, place, func, leaves)
-        if on_cpu:
-            self._add_workspace(workspace_nbytes(func, args, kwargs, result), place, str(func))
+            for found in workspaces:
+                if found.after == made:
+                    self._pass(found.nbytes, place, str(func), "workspace", elastic=found.elastic)
+        if kernels == "cpu":
+            nbytes = workspace_nbytes(func, args, kwargs, result)
+            self._pass(nbytes, place, str(func), "temporary")
         self._latest = place
         return result
+
+    def _open_blas(self, place: str, operation: str) -> None:
+        """cuBLAS takes its workspace once in the thread that runs forward, once in that of backward."""
+        thread = (place, self._here.phase in ("backward", "recompute"))
+        if thread not in self._blas:
+            self._blas.add(thread)
+            self._add_bytes(BLAS_NBYTES, place, operation, "workspace")
 
     def _add_result(self, tensor: Tensor, place: str, func: Any, inputs: Sequence[Tensor]) -> None:
         """Count what an operation made; between the model's nodes it is named after its source.
@@ -147,20 +171,30 @@ class Ledger(DispatchMode):
 
         self._known[key] = (weakref.ref(storage, gone), index)
 
-    def _add_workspace(self, nbytes: int, place: str, operation: str) -> None:
-        """Count what the operation that has just run held on ``place`` inside its call."""
+    def _pass(
+        self, nbytes: int, place: str, operation: str, kind: str, *, elastic: bool = False
+    ) -> None:
+        """Count what the running operation takes on ``place`` and gives back inside its call."""
         if nbytes:
-            block = Block(
+            self._free(self._add_bytes(nbytes, place, operation, kind, elastic=elastic))
+
+    def _add_bytes(
+        self, nbytes: int, place: str, operation: str, kind: str, *, elastic: bool = False
+    ) -> int:
+        """Count memory that is no tensor's; its number."""
+        return self._allocate(
+            Block(
                 device=place,
                 nbytes=nbytes,
-                kind="workspace",
+                kind=kind,
                 name=self._here.node or operation,
                 layer=self._here.layer,
                 shape=(nbytes,),
                 where=self._here,
                 operation=operation,
+                elastic=elastic,
             )
-            self._free(self._allocate(block))
+        )
 
     def _allocate(self, block: Block) -> int:
         self.live[block.device] = self.live.get(block.device, 0) + block.nbytes

@@ -4,7 +4,7 @@ A peak is a sweep over it (`Timeline.peaks`), and so is what torch's allocator r
 for it (`placer.timeline.allocator`).
 """
 
-from placer.timeline.allocator import CachingAllocator, OutOfMemory, reserved_nbytes
+from placer.timeline.allocator import CachingAllocator, OutOfMemory, Usage, device_usage
 from placer.timeline.types import Block, Event, Moment, Recorder, Timeline, Where
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "OutOfMemory",
     "Recorder",
     "Timeline",
+    "Usage",
     "Where",
-    "reserved_nbytes",
+    "device_usage",
 ]

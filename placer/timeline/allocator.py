@@ -10,20 +10,23 @@ are those of torch 2.11's ``c10/cuda/CUDACachingAllocator.cpp``, for one stream 
     more                 the same                       multiples of 2 MiB
 
 The smallest free block that is large enough is taken. What is left of it is split off where it is at
-least 512 B (small pool) or more than 1 MiB (large pool); neighbours that are free become one again. When
-the driver has no more, all segments without a live block go back to it, and then it is asked again.
+least 512 B (small pool) or more than 1 MiB (large pool); neighbours that are free become one again. Of
+two that are equally large, the one at the lower address is taken, and the driver gives every segment an
+address below those before it (so an H100's did). When the driver has no more, all segments without a
+live block go back to it, and then it is asked again.
 
-With expandable segments a pool is one range of addresses that grows at its end, by 2 MiB (small) or
-20 MiB (large) at a time: a block at the end that is too small grows, instead of a hole being left.
+With expandable segments each pool is one range of addresses whose pages (2 MiB small, 20 MiB large) are
+mapped as they are needed, at the lowest address that has room; when the driver has no more, every page
+without a live block goes back to it. So the holes that are left are smaller than a page.
 
-What is not modelled: several streams, ``max_split_size_mb``, ``garbage_collection_threshold``,
-rounding to powers of two, and freeing cached pages of an expandable segment piece by piece.
+What is not modelled: several streams, ``max_split_size_mb``, ``garbage_collection_threshold``, and
+rounding to powers of two.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 from placer.timeline.types import Timeline
@@ -34,6 +37,7 @@ _SMALL_SEGMENT_NBYTES = 2 * 2**20  # kSmallBuffer
 _MIDDLE_NBYTES = 10 * 2**20  # kMinLargeAlloc
 _MIDDLE_SEGMENT_NBYTES = 20 * 2**20  # kLargeBuffer
 _LARGE_STEP_NBYTES = 2 * 2**20  # kRoundLarge
+_ADDRESSES = _MIDDLE_SEGMENT_NBYTES * 2**24  # of a segment: whole pages, more than a device has
 
 
 class OutOfMemory(Exception):
@@ -51,48 +55,100 @@ class _Piece:
 
     address: int
     nbytes: int
-    segment: int
     small: bool
     free: bool = False
+    mapped: bool = True  # False: addresses of an expandable segment without memory
     before: _Piece | None = None
     after: _Piece | None = None
 
 
-_Key = tuple[int, int]  # bytes and address: the order in which free pieces are looked through
-
-
 class _Pool:
-    """Free pieces by size, then address."""
+    """The free pieces of one pool: those with memory by size, those without by address."""
 
-    def __init__(self) -> None:
-        self._keys: list[_Key] = []
+    def __init__(self, *, small: bool) -> None:
+        self.small = small
+        self.segment: _Piece | None = None  # the first piece of the expandable segment
+        self._free: list[tuple[int, int]] = []  # bytes and address
+        self._unmapped: list[int] = []  # addresses
         self._pieces: dict[int, _Piece] = {}
 
     def add(self, piece: _Piece) -> None:
         piece.free = True
-        bisect.insort(self._keys, (piece.nbytes, piece.address))
+        if piece.mapped:
+            bisect.insort(self._free, (piece.nbytes, piece.address))
+        else:
+            bisect.insort(self._unmapped, piece.address)
         self._pieces[piece.address] = piece
 
     def remove(self, piece: _Piece) -> None:
         piece.free = False
-        del self._keys[bisect.bisect_left(self._keys, (piece.nbytes, piece.address))]
+        if piece.mapped:
+            del self._free[bisect.bisect_left(self._free, (piece.nbytes, piece.address))]
+        else:
+            del self._unmapped[bisect.bisect_left(self._unmapped, piece.address)]
         del self._pieces[piece.address]
 
     def take(self, nbytes: int) -> _Piece | None:
-        """The smallest piece of at least ``nbytes``."""
-        place = bisect.bisect_left(self._keys, (nbytes, -1))
-        if place == len(self._keys):
+        """The smallest piece of at least ``nbytes``; one that can grow counts with what it can grow to."""
+        position = bisect.bisect_left(self._free, (nbytes,))
+        if position == len(self._free):
             return None
-        piece = self._pieces[self._keys[place][1]]
-        self.remove(piece)
-        return piece
+        found = self._pieces[self._free[position][1]]
+        for _, address in self._free[position + 1 :]:
+            other = self._pieces[address]
+            if _room(other) >= _room(found):
+                break
+            found = other
+        self.remove(found)
+        return found
 
-    def pieces(self) -> list[_Piece]:
-        return [self._pieces[address] for _, address in self._keys]
+    def free_pieces(self) -> list[_Piece]:
+        return [self._pieces[address] for _, address in self._free]
+
+    def unmapped_pieces(self) -> list[_Piece]:
+        return [self._pieces[address] for address in self._unmapped]
+
+    def join(self, piece: _Piece) -> None:
+        """Make ``piece``, which is in no list, one with the free neighbours that are mapped as it is."""
+        before, after = piece.before, piece.after
+        if before is not None and before.free and before.mapped == piece.mapped:
+            self.remove(before)
+            piece.address, piece.nbytes = before.address, piece.nbytes + before.nbytes
+            _link(before.before, piece)
+            if self.segment is before:
+                self.segment = piece
+        if after is not None and after.free and after.mapped == piece.mapped:
+            self.remove(after)
+            piece.nbytes += after.nbytes
+            _link(piece, after.after)
+
+    def split(self, piece: _Piece, nbytes: int, *, rest_mapped: bool = True) -> None:
+        """Keep the first ``nbytes`` of ``piece``; the rest becomes a free piece."""
+        rest = _Piece(piece.address + nbytes, piece.nbytes - nbytes, self.small, mapped=rest_mapped)
+        _link(rest, piece.after)
+        _link(piece, rest)
+        piece.nbytes = nbytes
+        self.add(rest)
+
+
+def _room(piece: _Piece) -> int:
+    """Bytes that ``piece`` has, with the addresses behind it that have no memory yet."""
+    after = piece.after
+    return piece.nbytes + (after.nbytes if after is not None and not after.mapped else 0)
+
+
+def _link(before: _Piece | None, after: _Piece | None) -> None:
+    if before is not None:
+        before.after = after
+    if after is not None:
+        after.before = before
 
 
 class CachingAllocator:
     """The allocator of one device; ``limit`` is what the driver has, in bytes (None: no limit).
+
+    The limit is checked as ``torch.cuda.set_per_process_memory_fraction`` does it: by the segment that
+    is asked for, even where an expandable one needs to grow by less.
 
     >>> allocator = CachingAllocator()
     >>> piece = allocator.allocate(3 * 2**20)
@@ -106,150 +162,188 @@ class CachingAllocator:
         self.flushes = 0  # how often the cache was given back because the driver had no more
         self._expandable = expandable
         self._limit = limit
-        self._pools = {True: _Pool(), False: _Pool()}
-        self._ends: dict[bool, _Piece] = {}  # of expandable segments: the last piece of each pool
+        self._pools = {small: _Pool(small=small) for small in (True, False)}
         self._segments = 0
 
     def allocate(self, nbytes: int) -> _Piece:
         """A piece for ``nbytes``. Raises ``OutOfMemory``."""
         size = max(_BLOCK_NBYTES, -(-nbytes // _BLOCK_NBYTES) * _BLOCK_NBYTES)
-        small = size <= _SMALL_NBYTES
-        piece = self._pools[small].take(size) or self._new_piece(size, small=small)
-        left = piece.nbytes - size
-        least = _BLOCK_NBYTES if small or self._expandable else _SMALL_NBYTES + 1
-        if left >= least:
-            self._split(piece, size)
+        pool = self._pools[size <= _SMALL_NBYTES]
+        piece = pool.take(size) or self._new_piece(size, pool)
+        least = _BLOCK_NBYTES if pool.small or self._expandable else _SMALL_NBYTES + 1
+        if piece.nbytes - size >= least:
+            pool.split(piece, size)
         return piece
 
     def free(self, piece: _Piece) -> None:
         """Keep ``piece`` for later, as one with its free neighbours."""
         pool = self._pools[piece.small]
-        before, after = piece.before, piece.after
-        if before is not None and before.free:
-            pool.remove(before)
-            piece.address, piece.nbytes = before.address, piece.nbytes + before.nbytes
-            piece.before = before.before
-            if piece.before is not None:
-                piece.before.after = piece
-        if after is not None and after.free:
-            pool.remove(after)
-            piece.nbytes += after.nbytes
-            piece.after = after.after
-            if piece.after is not None:
-                piece.after.before = piece
-            if self._ends.get(piece.small) is after:
-                self._ends[piece.small] = piece
+        pool.join(piece)
         pool.add(piece)
 
-    def _split(self, piece: _Piece, size: int) -> None:
-        rest = _Piece(
-            piece.address + size,
-            piece.nbytes - size,
-            piece.segment,
-            piece.small,
-            before=piece,
-            after=piece.after,
-        )
-        if rest.after is not None:
-            rest.after.before = rest
-        piece.after, piece.nbytes = rest, size
-        if self._ends.get(piece.small) is piece:
-            self._ends[piece.small] = rest
-        self._pools[piece.small].add(rest)
-
-    def _new_piece(self, size: int, *, small: bool) -> _Piece:
-        if self._expandable:
-            return self._grow(size, small=small)
-        if small:
+    def _new_piece(self, size: int, pool: _Pool) -> _Piece:
+        """A piece with new memory from the driver."""
+        if pool.small:
             nbytes = _SMALL_SEGMENT_NBYTES
         elif size < _MIDDLE_NBYTES:
             nbytes = _MIDDLE_SEGMENT_NBYTES
         else:
             nbytes = -(-size // _LARGE_STEP_NBYTES) * _LARGE_STEP_NBYTES
-        self._ask_driver(nbytes)
-        self._segments += 1
-        return _Piece(self._segments * 2**44, nbytes, self._segments, small)
-
-    def _grow(self, size: int, *, small: bool) -> _Piece:
-        """A piece at the end of the pool's one segment, which grows by what is missing."""
-        step = _SMALL_SEGMENT_NBYTES if small else _MIDDLE_SEGMENT_NBYTES
-        end = self._ends.get(small)
-        reuse = end is not None and end.free
-        have = end.nbytes if end is not None and reuse else 0
-        missing = -(-(size - have) // step) * step
-        self._ask_driver(missing)
-        end = self._ends.get(small)  # a flush may have taken it
-        if end is not None and end.free:
-            self._pools[small].remove(end)
-            end.nbytes += missing
-            return end
-        address = (1 + small) * 2**50 if end is None else end.address + end.nbytes
-        piece = _Piece(address, missing, -1 - small, small, before=end)
-        if end is not None:
-            end.after = piece
-        self._ends[small] = piece
-        return piece
-
-    def _ask_driver(self, nbytes: int) -> None:
         if self._limit is not None and self.reserved + nbytes > self._limit:
             self._flush()
             if self.reserved + nbytes > self._limit:
                 raise OutOfMemory(nbytes, self.reserved)
+        if self._expandable:
+            return self._grow(size, pool)
+        self._segments += 1
+        self._reserve(nbytes)
+        return _Piece(-self._segments * _ADDRESSES, nbytes, pool.small)
+
+    def _reserve(self, nbytes: int) -> None:
         self.reserved += nbytes
         self.most_reserved = max(self.most_reserved, self.reserved)
 
+    def _grow(self, size: int, pool: _Pool) -> _Piece:
+        """Map pages at the lowest addresses of the pool's segment where ``size`` bytes are free."""
+        if pool.segment is None:
+            pool.segment = _Piece(
+                (1 + pool.small) * _ADDRESSES, _ADDRESSES, pool.small, mapped=False
+            )
+            pool.add(pool.segment)
+        piece = next(found for gap in pool.unmapped_pieces() if (found := _start(gap, size)))
+        if not piece.mapped:
+            piece = self._map(piece, size, pool)
+        while piece.nbytes < size:
+            assert piece.after is not None  # _start has seen that there is room
+            piece = self._map(piece.after, size - piece.nbytes, pool)
+        pool.remove(piece)
+        return piece
+
+    def _map(self, gap: _Piece, nbytes: int, pool: _Pool) -> _Piece:
+        """Map the first pages of ``gap`` for ``nbytes``; what is free around them is one with them."""
+        page = _page(pool)
+        wanted = min(gap.nbytes, -(-nbytes // page) * page)
+        pool.remove(gap)
+        gap.mapped = True
+        if wanted < gap.nbytes:
+            pool.split(gap, wanted, rest_mapped=False)
+        self._reserve(wanted)
+        self.free(gap)
+        return gap
+
     def _flush(self) -> None:
-        """Give back to the driver what holds no live block: whole segments, or whole pages at an end."""
+        """Give back to the driver what holds no live block: whole segments, or pages."""
         self.flushes += 1
-        for small, pool in self._pools.items():
-            for piece in pool.pieces():
-                if not self._expandable:
-                    if piece.before is None and piece.after is None:
-                        pool.remove(piece)
-                        self.reserved -= piece.nbytes
-                elif self._ends.get(small) is piece:
-                    step = _SMALL_SEGMENT_NBYTES if small else _MIDDLE_SEGMENT_NBYTES
-                    nbytes = piece.nbytes // step * step
-                    if nbytes:
-                        pool.remove(piece)
-                        piece.nbytes -= nbytes
-                        self.reserved -= nbytes
-                        self._put_back_end(piece, small=small)
+        for pool in self._pools.values():
+            for piece in pool.free_pieces():
+                if self._expandable:
+                    self._unmap(piece, pool)
+                elif piece.before is None and piece.after is None:
+                    pool.remove(piece)
+                    self.reserved -= piece.nbytes
 
-    def _put_back_end(self, piece: _Piece, *, small: bool) -> None:
-        if piece.nbytes:
-            self._pools[small].add(piece)
-        elif piece.before is not None:
-            piece.before.after = None
-            self._ends[small] = piece.before
-        else:
-            del self._ends[small]
+    def _unmap(self, piece: _Piece, pool: _Pool) -> None:
+        """Give back the whole pages of the free ``piece``."""
+        page = _page(pool)
+        start = -(-piece.address // page) * page
+        end = (piece.address + piece.nbytes) // page * page
+        if start >= end:
+            return
+        pool.remove(piece)
+        if end < piece.address + piece.nbytes:
+            pool.split(piece, end - piece.address)
+        if start > piece.address:
+            head = piece
+            pool.split(head, start - head.address)
+            pool.add(head)
+            assert head.after is not None
+            piece = head.after
+            pool.remove(piece)
+        self.reserved -= piece.nbytes
+        piece.mapped = False
+        pool.join(piece)
+        pool.add(piece)
 
 
-def reserved_nbytes(timeline: Timeline, device: str, *, expandable: bool = False) -> int:
-    """The most bytes that torch's allocator takes from the driver for what ``device`` is given."""
-    events = (
-        (event.kind == "allocate", event.block, timeline.blocks[event.block].nbytes)
-        for event in timeline.on(device)
-    )
-    return replay(events, CachingAllocator(expandable=expandable)).most_reserved
+def _page(pool: _Pool) -> int:
+    return _SMALL_SEGMENT_NBYTES if pool.small else _MIDDLE_SEGMENT_NBYTES
+
+
+def _start(gap: _Piece, size: int) -> _Piece | None:
+    """Where ``size`` free bytes begin that include ``gap``: there, or at a free piece before it."""
+    first = gap.before if gap.before is not None and gap.before.free else gap
+    have, piece = 0, first
+    while piece is not None and piece.free and have < size:
+        have += piece.nbytes
+        piece = piece.after  # type: ignore[assignment]
+    return first if have >= size else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What a run of events took: ``reserved`` is the most bytes that the driver gave.
+
+    ``starved`` is how many elastic workspaces found no room, and ``flushes`` how often all that was cached
+    went back to the driver. ``failed`` is the place in the events where memory ran out, None if nowhere.
+    """
+
+    reserved: int
+    starved: int = 0
+    flushes: int = 0
+    failed: int | None = None
 
 
 def replay(
-    events: Iterable[tuple[bool, object, int]], allocator: CachingAllocator | None = None
-) -> CachingAllocator:
-    """Run ``(is it allocated, its name, its bytes)`` through ``allocator``, which is returned.
+    events: Iterable[tuple[bool, Hashable, int, bool]],
+    *,
+    expandable: bool = False,
+    limit: int | None = None,
+) -> Usage:
+    """Run ``(is it allocated, its name, its bytes, is it elastic)`` through an allocator.
 
     Where a name stands for several blocks at a time, the newest is given back first. Blocks without bytes
-    cost nothing. Raises ``OutOfMemory``.
+    cost nothing. Ends where memory runs out.
     """
-    allocator = allocator or CachingAllocator()
-    live: dict[tuple[object, int], list[_Piece]] = {}
-    for allocated, name, nbytes in events:
+    allocator = CachingAllocator(expandable=expandable, limit=limit)
+    live: dict[tuple[Hashable, int], list[_Piece | None]] = {}
+    starved, failed = 0, None
+    for number, (allocated, name, nbytes, elastic) in enumerate(events):
         if not nbytes:
             continue
-        if allocated:
-            live.setdefault((name, nbytes), []).append(allocator.allocate(nbytes))
-        else:
-            allocator.free(live[name, nbytes].pop())
-    return allocator
+        if not allocated:
+            piece = live[name, nbytes].pop()
+            if piece is not None:
+                allocator.free(piece)
+            continue
+        piece = None
+        try:
+            piece = allocator.allocate(nbytes)
+        except OutOfMemory:
+            if not elastic:
+                failed = number
+                break
+            starved += 1
+        live.setdefault((name, nbytes), []).append(piece)
+    return Usage(
+        reserved=allocator.most_reserved,
+        starved=starved,
+        flushes=allocator.flushes,
+        failed=failed,
+    )
+
+
+def device_usage(
+    timeline: Timeline, device: str, *, expandable: bool = False, limit: int | None = None
+) -> Usage:
+    """What torch's allocator takes from the driver for what ``device`` is given."""
+    blocks = timeline.blocks
+    events = (
+        (
+            event.kind == "allocate",
+            event.block,
+            blocks[event.block].nbytes,
+            blocks[event.block].elastic,
+        )
+        for event in timeline.on(device)
+    )
+    return replay(events, expandable=expandable, limit=limit)

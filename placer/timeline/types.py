@@ -20,17 +20,20 @@ class Where:
 class Block:
     """Memory for one storage: its device, its bytes as asked for, and what it was made for.
 
-    ``operation`` is the ATen operation that made it, at the point ``where`` of the step.
+    ``operation`` is the ATen operation that made it, at the point ``where`` of the step. A "workspace"
+    is no tensor but what a kernel works in; where there is no room for an ``elastic`` one, a slower
+    kernel runs that does without.
     """
 
     device: str
     nbytes: int
-    kind: str  # "parameter", "buffer", "input", "received" (a copy), "workspace", or the phase
+    kind: str  # "parameter", "buffer", "input", "received" (a copy), "temporary", "workspace", or the phase
     name: str  # of the parameter or buffer (its optimizer's state, too), else of the node
     layer: str
     shape: tuple[int, ...]
     where: Where = field(default_factory=Where)
     operation: str = ""
+    elastic: bool = False
 
 
 class Event(NamedTuple):
@@ -61,12 +64,17 @@ class Timeline:
         """The events of ``device``."""
         return (event for event in self.events if self.blocks[event.block].device == device)
 
-    def peaks(self) -> Mapping[str, Moment]:
-        """Per device the first moment at which it holds the most; O(events)."""
+    def peaks(self, *, workspaces: bool = False) -> Mapping[str, Moment]:
+        """Per device the first moment at which it holds the most; O(events).
+
+        Of tensors, and with ``workspaces`` of those, too.
+        """
         live: dict[str, int] = {}
         peaks: dict[str, Moment] = {}
         for number, event in enumerate(self.events, start=1):
             block = self.blocks[event.block]
+            if block.kind == "workspace" and not workspaces:
+                continue
             if event.kind == "free":
                 live[block.device] -= block.nbytes
                 continue
@@ -78,14 +86,15 @@ class Timeline:
         return peaks
 
     def live(self, device: str, moment: Moment) -> list[Block]:
-        """The blocks that ``device`` holds at ``moment``, the largest first."""
+        """The tensors that ``device`` holds at ``moment``, the largest first."""
         held: dict[int, None] = {}
         for event in self.events[: moment.events]:
             if event.kind == "free":
                 held.pop(event.block, None)
             else:
                 held[event.block] = None
-        found = [self.blocks[i] for i in held if self.blocks[i].device == device]
+        blocks = (self.blocks[i] for i in held)
+        found = [b for b in blocks if b.device == device and b.kind != "workspace"]
         return sorted(found, key=lambda block: -block.nbytes)
 
 

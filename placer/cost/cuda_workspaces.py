@@ -1,0 +1,226 @@
+"""What operations take of a CUDA device while they run, beyond arguments and results.
+
+A dispatch mode sees what goes into an operation and what comes out; what its kernels take between, it
+does not. The rules below are what one H100 did (torch 2.11, cuDNN 9.19, TF32 for convolutions, as is the
+default), so other GPUs may differ; `benchmarks/reserved.py` compares them with the measurements.
+
+Convolutions: cuDNN's fast kernels want the channels last, so it copies input, output and weights into
+its workspace, but for kernels that read or write the tensors as they are. These workspaces are elastic:
+with less memory, cuDNN takes another kernel that needs less, and is slower.
+
+Sums over rows, such as a bias's gradient: partial sums, by the formula of torch's own kernel. Products of
+matrices: cuBLAS takes a workspace once (`BLAS_NBYTES`) and keeps it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+# cuBLAS's own workspace (``getChosenWorkspaceSize`` in ``aten/src/ATen/cuda/CublasHandlePool.cpp``):
+# 32 MiB on Hopper and later, 8.1 MiB on what came before; counted as on Hopper.
+BLAS_NBYTES = 32 * 2**20
+_FEW_CHANNELS = 4  # a gradient of so few input channels has a kernel of its own
+_DIRECT_CHANNELS = 64  # of a result that three-dimensional kernels of fp32 write as it is
+_ALIGNMENT = 16  # bytes
+_FP32_NBYTES = 4
+_PADDED_NBYTES = 4  # elements of fewer bytes are padded in every direction
+_FLAT = 4  # dimensions of the weights of a two-dimensional convolution
+_FLAT_SPLITS = 64
+_SPLITS, _SUMS_NBYTES = 4, 7 * 2**20
+_NARROW_CHANNELS, _NARROW_SUMS_NBYTES = 32, 10 * 2**20
+_SCRATCH_NBYTES = 147  # beside the copies
+_WARP, _ROWS, _VECTOR = 32, 4, 4  # threads along the columns and the rows; columns per thread
+_LEAST_ROWS, _MOST_ROWS = (
+    16,
+    256,
+)  # per thread (``min_values_per_thread``, ``max_values_per_thread``)
+_PROCESSORS, _THREADS = 132, 2048  # an H100's, and how many each runs at a time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workspace:
+    """Bytes that an operation takes and gives back when it has made the first ``after`` of its results.
+
+    An ``elastic`` one is not needed: where there is no room for it, a slower kernel runs.
+    """
+
+    nbytes: int
+    after: int
+    elastic: bool = True
+
+
+def cuda_workspaces(op: Any, args: Sequence[Any], result: Any) -> tuple[Workspace, ...]:
+    """The workspaces that ``op`` on a CUDA device takes, in order; those without bytes are left out.
+
+    ``result`` is what it returned; all tensors may be without data.
+
+    >>> x, weight = torch.ones(1, 64, 8, 8, 8), torch.ones(32, 64, 3, 3, 3)
+    >>> args = (x, weight, None, [1] * 3, [1] * 3, [1] * 3, False, [0] * 3, 1)
+    >>> result = aten.convolution.default(*args)
+    >>> cuda_workspaces(aten.convolution.default, args, result)
+    (Workspace(nbytes=417939, after=1, elastic=True),)
+    """
+    formula = _FORMULAS.get(op)
+    found = () if formula is None else formula(result, *args)
+    return tuple(workspace for workspace in found if workspace.nbytes)
+
+
+def uses_blas(op: Any) -> bool:
+    """Is ``op`` a product of matrices, which cuBLAS computes?"""
+    return op in _PRODUCTS
+
+
+def _convolution(
+    y: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    *others: Any,
+) -> tuple[Workspace, ...]:
+    if x.dtype == torch.float64 or _is_depthwise(x, weight, transposed):
+        return ()
+    direct = _is_direct(weight, stride)
+    nbytes = _copies(x, y, weight, padded=weight.element_size() < _PADDED_NBYTES)
+    if not transposed and (direct or x.size(1) == 1):
+        nbytes = 0
+    elif not transposed and _writes_result(weight):
+        nbytes = _nbytes(x, weight)
+    return (_workspace(nbytes, after=1),)
+
+
+def _convolution_backward(
+    result: Sequence[Tensor | None],
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias_sizes: Sequence[int] | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    wanted: Sequence[bool],
+) -> tuple[Workspace, ...]:
+    if x.dtype == torch.float64 or _is_depthwise(x, weight, transposed):
+        return ()
+    found = []
+    made = 0
+    if wanted[0]:
+        made += 1
+        nbytes = _copies(x, grad, weight, padded=weight.element_size() < _PADDED_NBYTES)
+        if transposed and weight.dtype == torch.float32:
+            nbytes = 0 if x.size(1) <= _DIRECT_CHANNELS else _nbytes(grad, weight)
+        elif not transposed and (_is_direct(weight, stride) or x.size(1) < _FEW_CHANNELS):
+            nbytes = 0
+        found.append(_workspace(nbytes, after=made))
+    if wanted[1]:
+        made += 1
+        nbytes = _copies(x, grad, weight, padded=True)
+        if _is_direct(weight, stride):
+            if weight.dim() == _FLAT:
+                nbytes = min(nbytes, _FLAT_SPLITS * _FP32_NBYTES * weight.numel())
+            elif weight.dtype != torch.float32:
+                nbytes = 0
+        elif not transposed:
+            nbytes += _partial_sums(weight)
+        found.append(_workspace(nbytes, after=made))
+    return tuple(found)
+
+
+def _is_depthwise(x: Tensor, weight: Tensor, transposed: bool) -> bool:
+    """Does every group have one input channel? torch has kernels of its own for those."""
+    return not transposed and weight.size(1) == 1 and x.size(1) > 1
+
+
+def _is_direct(weight: Tensor, stride: Sequence[int]) -> bool:
+    """Kernels of size 1 with stride 1 are products of matrices, which need no other order."""
+    return all(size == 1 for size in weight.shape[2:]) and all(step == 1 for step in stride)
+
+
+def _writes_result(weight: Tensor) -> bool:
+    """Are the forward's results written in their own order? Only input and weights are copied then."""
+    if weight.dtype != torch.float32:
+        return False
+    pointwise = all(size == 1 for size in weight.shape[2:])
+    many = weight.size(1) >= _NARROW_CHANNELS
+    return pointwise or (weight.dim() == 5 and weight.size(0) == _DIRECT_CHANNELS and many)
+
+
+def _workspace(nbytes: int, *, after: int) -> Workspace:
+    return Workspace(nbytes=nbytes + _SCRATCH_NBYTES if nbytes else 0, after=after)
+
+
+def _partial_sums(weight: Tensor) -> int:
+    """Bytes of partial sums in fp32, into which the weights' gradient is split: at most, as far as seen."""
+    if weight.size(1) <= _NARROW_CHANNELS:
+        return _NARROW_SUMS_NBYTES
+    return min(_SPLITS * _FP32_NBYTES * weight.numel(), _SUMS_NBYTES)
+
+
+def _copies(x: Tensor, y: Tensor, weight: Tensor, *, padded: bool) -> int:
+    """Bytes of copies of all three with the channels last; ``padded`` to 16 bytes unless there is one."""
+    if not padded:
+        return _nbytes(x, y, weight)
+    return sum(t.numel() // t.size(1) * _padded(t) for t in (x, y)) + _nbytes(weight)
+
+
+def _padded(tensor: Tensor) -> int:
+    """Bytes of the channels at one point."""
+    channels: int = tensor.size(1)
+    nbytes = channels * tensor.element_size()
+    return nbytes if channels == 1 else -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _sum(
+    result: Tensor, x: Tensor, dims: Sequence[int] | None = None, *others: Any
+) -> tuple[Workspace, ...]:
+    """Partial sums where rows are added up: ``setReduceConfig`` in ``ATen/native/cuda/Reduce.cuh``.
+
+    32 columns by 4 rows of threads, of which each adds up 4 columns; as many blocks share the rows as
+    keep the processors busy, and each of them writes one number per thread and column.
+    """
+    reduced = {d % x.dim() for d in dims or range(x.dim())}
+    columns: int = result.numel()
+    leading = reduced == set(range(len(reduced))) and len(reduced) < x.dim()
+    if not leading or not x.is_contiguous() or columns % _VECTOR or columns < _VECTOR * _WARP:
+        return ()
+    rows_per_thread = -(-(x.numel() // columns) // _ROWS)
+    if rows_per_thread < _LEAST_ROWS:
+        return ()
+    wide = -(-columns // (_VECTOR * _WARP))
+    most = _PROCESSORS * _THREADS // (_WARP * _ROWS)
+    if wide > most:
+        return ()
+    blocks = max(
+        min(-(-most // wide), -(-rows_per_thread // _LEAST_ROWS)), -(-rows_per_thread // _MOST_ROWS)
+    )
+    if blocks == 1:
+        return ()
+    nbytes = _FP32_NBYTES * columns * blocks * _WARP * _VECTOR
+    return (Workspace(nbytes=nbytes, after=1, elastic=False),)
+
+
+def _nbytes(*tensors: Tensor) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+_PRODUCTS = frozenset(
+    getattr(aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot")
+)
+_FORMULAS: dict[Any, Callable[..., tuple[Workspace, ...]]] = {
+    aten.convolution.default: _convolution,
+    aten.convolution_backward.default: _convolution_backward,
+    aten.sum.dim_IntList: _sum,
+}
