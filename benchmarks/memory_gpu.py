@@ -72,7 +72,7 @@ def _cube(name: str, edge: int) -> Build:
     return lambda: (subject.build(), torch.empty(1, subject.channels, edge, edge, edge))
 
 
-def _gpt2() -> tuple[nn.Module, Tensor]:
+def gpt2() -> tuple[nn.Module, Tensor]:
     return _GPT2(), torch.zeros(8, 512, dtype=torch.long)
 
 
@@ -87,8 +87,8 @@ CASES: dict[str, Case] = {
     "r3d_18, 4 x 16 x 112^2": Case(build=r3d_18, fields={}),
     "SegResNet 96^3": Case(build=_cube("SegResNet", 96), fields={}),
     "SwinUNETR 96^3": Case(build=_cube("SwinUNETR", 96), fields={}),
-    "GPT-2 size, 8 x 512": Case(build=_gpt2, fields={}),
-    "GPT-2 size, 8 x 512, bf16": Case(build=_gpt2, fields={"precision": "bf16"}, split=False),
+    "GPT-2 size, 8 x 512": Case(build=gpt2, fields={}),
+    "GPT-2 size, 8 x 512, bf16": Case(build=gpt2, fields={"precision": "bf16"}, split=False),
 }
 SMALL: dict[str, Case] = {
     "3D U-Net (width 8) 32^3": Case(

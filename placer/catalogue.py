@@ -1,4 +1,4 @@
-"""The device catalogue: speed, memory and reserve per kind of device.
+"""The device catalogue: speed, memory and context per kind of device.
 
 Speeds are the vendors' datasheet peaks (dense, without sparsity) times the share that kernels
 reach; they rank placements, they do not promise times. Nothing here was measured by us but the CPU.
@@ -22,10 +22,16 @@ class DeviceKind:
     memory_bandwidth: float
     link_bandwidth: float  # to another device of the machine
     host_bandwidth: float  # to pinned memory of the host
-    reserve: int  # bytes kept free for context, workspaces and fragmentation
+    context: int  # bytes that a process takes of the device before it makes a tensor
+
+    def reserve(self, memory: int) -> int:
+        """Bytes of ``memory`` that plans leave free by default, for what no prediction knows."""
+        return 0 if self.memory is None else int(_SURPRISES * memory)
 
 
 _GIB = parse_bytes("1GiB")
+_SURPRISES = 0.02  # of a GPU's memory; on an H100 no prediction of what fits was off by more
+_CONTEXT = parse_bytes("520MiB")  # of an H100, driver 580 and CUDA 13; assumed of all others
 _EFFICIENCY = 0.5  # assumed, not measured: share of the peaks that convolutions and copies reach
 
 _NVIDIA = {
@@ -54,7 +60,7 @@ CATALOGUE = {
             memory_bandwidth=bandwidth * 1e9 * _EFFICIENCY,
             link_bandwidth=link * 1e9 * _EFFICIENCY,
             host_bandwidth=host * 1e9 * _EFFICIENCY,
-            reserve=_GIB,
+            context=_CONTEXT,
         )
         for name, (memory, fp32, half, bandwidth, link, host) in _NVIDIA.items()
     },
@@ -66,7 +72,7 @@ CATALOGUE = {
         memory_bandwidth=1e10,
         link_bandwidth=1e10,
         host_bandwidth=1e10,
-        reserve=0,
+        context=0,
     ),
 }
 

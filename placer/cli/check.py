@@ -168,7 +168,7 @@ def _check_model(
         "whole_modules": whole,
         "largest_piece": None,
         "devices_needed": {},
-        "reserve": _reserve(),
+        "kept_free": {size: _kept_free(nbytes) for size, nbytes in sizes},
         "notes": notes,
     }
     try:
@@ -215,11 +215,12 @@ def _measured(
     }
 
 
-def _reserve() -> int:
-    """Bytes that stay free on each of the devices that are counted."""
+def _kept_free(memory: int) -> int:
+    """Bytes that tensors may not have of each of the devices of ``memory`` bytes that are counted."""
     from placer.cost.devices import device_kind
 
-    return device_kind("cuda:0", None).reserve
+    kind = device_kind("cuda:0", None)
+    return kind.context + kind.reserve(memory)
 
 
 def _sizes(texts: list[str]) -> list[tuple[str, int]]:

@@ -36,18 +36,19 @@ def print_limits(console: Console, result: Mapping[str, Any], sizes: Mapping[str
 def _print_devices(console: Console, result: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
     from placer.units import format_bytes, format_count
 
-    reserve = format_bytes(result["reserve"])
     for size, devices in result["devices_needed"].items():
         answer = f"does not fit on up to 64 devices of {size}"
-        if sizes[size] <= result["reserve"]:
+        kept = result["kept_free"][size]
+        if sizes[size] <= kept:
             answer = (
-                f"does not fit on devices of {size}: the reserve of {reserve} alone takes up each"
+                f"does not fit on devices of {size}: the CUDA context and the reserve take "
+                f"{format_bytes(kept)} of each"
             )
         elif devices:
             answer = f"fits on {format_count(devices, 'device')} of {size}"
         console.print(answer)
     if result["devices_needed"]:
-        hint = f'placer keeps {reserve} of each device free ("reserve" in the spec)'
+        hint = 'of tensors, with the CUDA context and 2% of each device kept free ("context", "reserve")'
         console.print(hint, style="dim")
 
 

@@ -79,7 +79,9 @@ def _table(plan: Plan, report: SimulationReport) -> Table:
 
     table = plain_table()
     table.add_column("device")
-    for header in ("simulated", "predicted", "difference", "budget"):
+    reserved = any(device.reserved is not None for device in report.devices)
+    taken = ("reserved",) if reserved else ()
+    for header in ("simulated", "predicted", "difference", *taken, "budget"):
         table.add_column(header, justify="right")
     table.add_column("peak is in")
     budgets = {device.device: device.budget for device in plan.devices}
@@ -90,6 +92,11 @@ def _table(plan: Plan, report: SimulationReport) -> Table:
             format_bytes(device.peak),
             format_bytes(device.predicted),
             relative_difference(device.predicted, device.peak),
+            *(
+                ["-" if device.reserved is None else format_bytes(device.reserved)]
+                if reserved
+                else []
+            ),
             "not known" if budget is None else format_bytes(budget),
             ", ".join(part for part in (device.phase, device.node) if part),
         )
@@ -127,14 +134,14 @@ def _far_off(report: SimulationReport) -> bool:
 
 
 def _overflows(plan: Plan, report: SimulationReport) -> list[str]:
-    """One line per device whose simulated peak and reserve exceed its budget."""
+    """One line per device that needs more than its budget by the dry run."""
     from placer.report import overflow_text
 
     lines = []
     limits = {device.device: device for device in plan.devices}
     for device in report.devices:
         limit = limits[device.device]
-        if limit.budget is None or device.peak + limit.reserve <= limit.budget:
-            continue
-        lines.append(overflow_text(replace(limit, peak=device.peak)))
+        found = replace(limit, peak=device.peak, reserved=device.reserved, context=device.context)
+        if not found.fits:
+            lines.append(overflow_text(found))
     return lines

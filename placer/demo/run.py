@@ -17,7 +17,7 @@ from placer.demo.train import PATCH, STEPS, Training
 from placer.errors import BudgetError, PlacerError
 from placer.plan.store import save_plan
 from placer.plan.types import DevicePeak
-from placer.report import plan_table, write_html
+from placer.report import needs_text, plan_table, write_html
 from placer.units import format_bytes
 
 BUDGET = "16GiB"
@@ -48,7 +48,7 @@ def run_demo(
     (device,) = one.devices
     console.print(
         f"One device of {format_bytes(device.budget or 0)}: a training step peaks at "
-        f"[bold]{format_bytes(device.peak)}[/] and {format_bytes(device.reserve)} are reserved. "
+        f"[bold]{format_bytes(device.peak)}[/] of tensors, and needs {needs_text(device)}. "
         + ("It fits." if one.fits else f"[bold red]It does not fit: {_too_much(device)}.[/]")
     )
 

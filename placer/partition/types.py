@@ -7,16 +7,23 @@ from dataclasses import dataclass
 
 from placer.catalogue import DeviceKind
 from placer.plan.types import Boundary, Optimality, StagePlan
+from placer.spec.fields import AllocatorName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSlot:
-    """A device that a stage may use; bytes. ``budget`` None: no limit was given."""
+    """A device that a stage may use; bytes. ``budget`` None: no limit was given.
+
+    ``reserve`` is what tensors may not have of the budget: the ``context`` and what is left free.
+    ``allocator`` is that of torch on a CUDA device, None on others.
+    """
 
     name: str
     kind: DeviceKind
     budget: int | None
     reserve: int
+    context: int = 0
+    allocator: AllocatorName | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

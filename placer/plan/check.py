@@ -92,10 +92,10 @@ def require_fit(plan: Plan) -> None:
 def describe_overflow(device: DevicePeak) -> str:
     """What ``device`` would have to hold, and how much more than its budget that is."""
     missing = -(device.headroom or 0)
-    reserve = f" and a reserve of {format_bytes(device.reserve)}" if device.reserve else ""
-    if device.reserve >= (device.budget or 0):
-        return f"{format_bytes(device.peak)}, and the reserve leaves no room for it"
+    reserve = f", with {format_bytes(device.reserve)} kept free" if device.reserve else ""
+    if device.reserve + device.context >= (device.budget or 0):
+        return f"{format_bytes(device.peak)}, and the context and the reserve leave no room for it"
     return (
-        f"{format_bytes(device.peak)}{reserve}, "
+        f"{format_bytes(device.needed)}{reserve}: "
         f"{format_bytes(missing)} more than its {format_bytes(device.budget or 0)}"
     )

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field
 
 from placer.regions.types import Region
-from placer.spec.fields import MOST
+from placer.spec.fields import MOST, AllocatorName
 
 Bytes = Annotated[int, Field(ge=0, le=2**63 - 1)]  # torch counts them in an int64
 Index = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -76,21 +76,38 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePeak:
-    """Predicted peak of one device (it may hold several stages) against its budget, in bytes."""
+    """What one device (it may hold several stages) is predicted to need, against its budget, in bytes.
+
+    ``peak`` counts tensors; kernels take up to ``workspaces`` more at that time. torch's allocator takes
+    ``reserved`` of the driver for both, at most within three steps: rounded up, and with the holes that
+    nothing fits into (None: there is no such allocator on the device, or the step was not run through
+    it). ``context`` is what the process takes besides. ``starved`` kernels of a step find less memory to
+    work in than they want, and are slower.
+    """
 
     device: str
     peak: Bytes
     budget: Bytes | None
-    reserve: Bytes
+    reserve: Bytes  # left free
+    workspaces: Bytes = 0
+    reserved: Bytes | None = None
+    context: Bytes = 0
+    starved: Index = 0
+    allocator: AllocatorName | None = None
+
+    @property
+    def needed(self) -> int:
+        """Bytes that the process takes of the device."""
+        return self.context + (self.peak if self.reserved is None else self.reserved)
 
     @property
     def fits(self) -> bool:
-        return self.budget is None or self.peak + self.reserve <= self.budget
+        return self.budget is None or self.needed + self.reserve <= self.budget
 
     @property
     def headroom(self) -> int | None:
         """Bytes left under the budget, negative when it overflows."""
-        return None if self.budget is None else self.budget - self.reserve - self.peak
+        return None if self.budget is None else self.budget - self.reserve - self.needed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -111,7 +111,9 @@ def _device_peaks(
                     device=row[index_of[name]],
                     peak=peak,
                     budget=slot.budget,
-                    reserve=slot.reserve,
+                    reserve=slot.reserve - slot.context if slot.budget is not None else 0,
+                    context=slot.context,
+                    allocator=slot.allocator,
                 )
             )
     return tuple(peaks)

@@ -24,9 +24,20 @@ def device_slot(device: DeviceSpec, spec: PlacementSpec) -> DeviceSlot:
         index = torch.device(device.name).index or 0
         if index < torch.cuda.device_count():
             budget = torch.cuda.get_device_properties(index).total_memory
-    reserve = kind.reserve if spec.reserve is None else spec.reserve
+    on_cuda = device_type(device.name) == "cuda"
+    allocator = (device.allocator or "expandable") if on_cuda else None
+    context = (kind.context if spec.context is None else spec.context) if on_cuda else 0
+    if budget is None:
+        reserve = 0
+    else:
+        reserve = context + (kind.reserve(budget) if spec.reserve is None else spec.reserve)
     return DeviceSlot(
-        name=device.name, kind=kind, budget=budget, reserve=reserve if budget is not None else 0
+        name=device.name,
+        kind=kind,
+        budget=budget,
+        reserve=reserve,
+        context=context,
+        allocator=allocator,
     )
 
 

@@ -137,7 +137,7 @@ def lacks_room(spec: PlacementSpec) -> str:
         return ""
     most = max(slots, key=lambda slot: slot.budget or 0)
     return (
-        f"the reserve of {format_bytes(most.reserve)} alone takes up {most.name}, which has "
+        f"the context and the reserve alone take up {most.name}: {format_bytes(most.reserve)} of its "
         f"{format_bytes(most.budget or 0)}, and no device has more: give more memory, or write a "
         'smaller "reserve" into the spec'
     )
@@ -199,7 +199,8 @@ def _peak_if_far(make: PlanMaker, spec: PlacementSpec) -> int | None:
     except PlacerError:
         return None
     far = (
-        device.budget is not None and device.peak > _FAR * (device.budget - device.reserve)
+        device.budget is not None
+        and device.peak > _FAR * (device.budget - device.reserve - device.context)
         for device in guess.devices
     )
     return max(device.peak for device in guess.devices) if any(far) else None
@@ -272,7 +273,7 @@ def _with_devices(make: PlanMaker, spec: PlacementSpec, count: int) -> Tried | N
 
 def _fewest_devices(plan: Plan) -> int:
     """With fewer devices of the largest budget not even the sum of the plan's peaks has room."""
-    room = [device.budget - device.reserve for device in plan.devices if device.budget is not None]
+    room = [d.budget - d.reserve - d.context for d in plan.devices if d.budget is not None]
     largest = max(room, default=0)
     row = plan.devices[: len(plan.devices) // plan.replicas]
     return -(-sum(device.peak for device in row) // largest) if largest > 0 else 1
@@ -300,7 +301,7 @@ def _memory_needed(spec: PlacementSpec, make: PlanMaker) -> int | None:
     for _ in range(_MOST_ROUNDS):
         if made is None:
             return None
-        needed = max(device.peak + device.reserve for device in made.devices)
+        needed = max(device.needed + device.reserve for device in made.devices)
         devices = [d.model_copy(update={"memory": needed}) for d in spec.devices]
         made = _plan(make, spec.with_devices(devices))
         if made is not None and made.fits:

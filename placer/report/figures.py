@@ -52,9 +52,10 @@ def bubble(plan: Plan) -> float:
     return max(0.0, 1.0 - plan.microbatches * work / room) if room else 0.0
 
 
-def holds_several(plan: Plan) -> bool:
-    """Is the table of stages not also one of devices: replicas, or two stages on a device?"""
-    return len(plan.devices) != len(plan.stages) or plan.replicas > 1
+def needs_device_table(plan: Plan) -> bool:
+    """Does the table of stages not say it all: replicas, two stages on a device, or an allocator?"""
+    reserved = any(device.reserved is not None for device in plan.devices)
+    return len(plan.devices) != len(plan.stages) or plan.replicas > 1 or reserved
 
 
 def data_transfers(plan: Plan) -> tuple[list[Transfer], str]:
@@ -94,11 +95,23 @@ def unknown_memory_text(devices: Sequence[str]) -> str:
 
 def overflow_text(device: DevicePeak) -> str:
     """By how much ``device`` overflows, with the sum that says so."""
-    reserve = f" + {format_bytes(device.reserve)} reserve" if device.reserve else ""
     return (
         f"does not fit: {device.device} is {format_bytes(-(device.headroom or 0))} over "
-        f"({format_bytes(device.peak)} peak{reserve} > {format_bytes(device.budget or 0)})"
+        f"({needs_text(device)} > {format_bytes(device.budget or 0)})"
     )
+
+
+def needs_text(device: DevicePeak) -> str:
+    """What must stay within the budget of ``device``, as a sum."""
+    if device.reserved is None:
+        parts = [f"{format_bytes(device.peak)} of tensors"]
+    else:
+        parts = [f"{format_bytes(device.reserved)} reserved by torch's allocator"]
+    if device.context:
+        parts.append(f"{format_bytes(device.context)} context")
+    if device.reserve:
+        parts.append(f"{format_bytes(device.reserve)} kept free")
+    return " + ".join(parts)
 
 
 def simulated_devices(
@@ -115,6 +128,19 @@ def simulated_devices(
 def simulated_peaks(simulation: SimulationReport | Mapping[str, Any] | None) -> dict[str, int]:
     """Device -> simulated peak bytes, from a report or from what ``simulate --json`` prints."""
     return {name: int(device["peak"]) for name, device in simulated_devices(simulation).items()}
+
+
+def memory_rule(plan: Plan) -> str:
+    """What is compared with the budgets, in a sentence; "" where nothing but tensors is counted."""
+    limited = [d for d in plan.devices if d.budget is not None]
+    taken = "reserved" if any(d.reserved is not None for d in limited) else "peak"
+    context = " + context" if any(d.context for d in limited) else ""
+    sizes = {d.reserve for d in limited}
+    amounts = " to ".join(format_bytes(size) for size in sorted({min(sizes), max(sizes)}))
+    reserve = f" + {amounts} kept free" if any(sizes) else ""
+    if not context and not reserve:
+        return ""
+    return f"a plan fits when {taken}{context}{reserve} stay within the budget"
 
 
 def with_peaks(plan: Plan, simulated: Mapping[str, int]) -> Plan:

@@ -123,6 +123,7 @@ def _stages(plan: Plan) -> str:
 
 def _devices(plan: Plan, simulated: Mapping[str, int]) -> str:
     rows: list[list[_Cell]] = []
+    reserved = any(device.reserved is not None for device in plan.devices)
     for device in plan.devices:
         on_it = [str(stage.index) for stage in plan.stages if device.device in stage.devices]
         limited = device.budget is not None
@@ -133,6 +134,11 @@ def _devices(plan: Plan, simulated: Mapping[str, int]) -> str:
         ]
         if simulated:
             row += _compared(device.peak, simulated.get(device.device))
+        if reserved:
+            row += [
+                (format_bytes(nbytes) if nbytes else "", "number")
+                for nbytes in (device.workspaces, device.reserved, device.context)
+            ]
         row += [
             (format_bytes(device.reserve) if limited else "", "number"),
             (format_bytes(device.budget or 0) if limited else "not known", "number"),
@@ -143,8 +149,18 @@ def _devices(plan: Plan, simulated: Mapping[str, int]) -> str:
         ]
         rows.append(row)
     compared = ["simulated", "difference"] if simulated else []
+    taken = ["workspaces", "reserved", "context"] if reserved else []
     return _table(
-        ["device", "stages", "predicted peak", *compared, "reserve", "budget", "headroom"],
+        [
+            "device",
+            "stages",
+            "predicted peak",
+            *compared,
+            *taken,
+            "kept free",
+            "budget",
+            "headroom",
+        ],
         rows,
         cards=True,
     )

@@ -11,7 +11,14 @@ from rich.table import Table
 from rich.text import Text
 
 from placer.plan.types import DevicePeak, Plan, StagePlan
-from placer.report.figures import bubble, data_transfers, holds_several, simulated_peaks, verdict
+from placer.report.figures import (
+    bubble,
+    data_transfers,
+    memory_rule,
+    needs_device_table,
+    simulated_peaks,
+    verdict,
+)
 from placer.report.layers import compact_layers, stage_layers
 from placer.units import format_bytes, format_count, format_seconds
 
@@ -32,10 +39,10 @@ def plan_table(
     the predicted ones.
     """
     parts: list[RenderableType] = [_headline(plan), "", _stages(plan), ""]
-    if holds_several(plan) or simulation is not None:
+    if needs_device_table(plan) or simulation is not None:
         parts += [_devices(plan, simulated_peaks(simulation)), ""]
-    if any(device.reserve for device in plan.devices):
-        parts.append(_reserve(plan))
+    if any(device.budget is not None for device in plan.devices) and memory_rule(plan):
+        parts.append(Text(memory_rule(plan), style="dim"))
     if plan.transfers:
         parts.append(_transfers(plan))
     parts += [Text(f"note: {note}", style="dim") for note in plan.notes]
@@ -83,7 +90,10 @@ def _stages(plan: Plan) -> Table:
 
 
 def _devices(plan: Plan, simulated: Mapping[str, int]) -> Table:
-    columns = ["device", "stages", "peak", *(["simulated"] if simulated else []), "budget"]
+    reserved = any(device.reserved is not None for device in plan.devices)
+    compared = ["simulated"] if simulated else []
+    taken = ["reserved", "context"] if reserved else []
+    columns = ["device", "stages", "peak", *compared, *taken, "budget"]
     table = _table(*columns, "headroom", "")
     for column in (0, 1, len(columns) + 1):
         table.columns[column].justify = "left"
@@ -93,6 +103,9 @@ def _devices(plan: Plan, simulated: Mapping[str, int]) -> Table:
         if simulated:
             peak = simulated.get(device.device)
             cells.append("-" if peak is None else format_bytes(peak))
+        if reserved:
+            cells.append("-" if device.reserved is None else format_bytes(device.reserved))
+            cells.append(format_bytes(device.context) if device.context else "-")
         cells += [_budget(device.budget), _headroom(device), _bar(device)]
         table.add_row(*cells)
     return table
@@ -139,13 +152,6 @@ def _budget(budget: int | None) -> str:
     return "not known" if budget is None else format_bytes(budget)
 
 
-def _reserve(plan: Plan) -> Text:
-    """What stays free of a budget, in a line."""
-    sizes = {d.reserve for d in plan.devices if d.budget is not None}
-    amounts = " to ".join(format_bytes(size) for size in sorted({min(sizes), max(sizes)}))
-    return Text(f"a plan fits when peak + {amounts} reserve stay within the budget", style="dim")
-
-
 def _headroom(device: DevicePeak) -> Text:
     if device.headroom is None:
         return Text("")
@@ -153,10 +159,10 @@ def _headroom(device: DevicePeak) -> Text:
 
 
 def _bar(device: DevicePeak) -> Text:
-    """How full the device is, reserve included."""
+    """How full the device is, with what is kept free."""
     if not device.budget:
         return Text("")
-    share = (device.peak + device.reserve) / device.budget
+    share = (device.needed + device.reserve) / device.budget
     full = min(_BAR, round(share * _BAR))
     style = "green" if device.fits else "bold red"
     return Text("█" * full + "░" * (_BAR - full) + f" {share:.0%}", style=style)

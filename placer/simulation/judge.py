@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import Tensor
@@ -14,11 +14,13 @@ from placer.cost import CostEstimates
 from placer.partition import TableCache
 from placer.plan.types import DevicePeak, Plan, StageMemory
 from placer.planner.build import PlanMaker, build_plan
-from placer.simulation.ranks import simulate_ranks
-from placer.simulation.simulate import simulate_peaks
+from placer.simulation.ranks import rank_timelines
+from placer.simulation.simulate import simulate_peaks, simulate_steps
+from placer.simulation.usage import DeviceTimeline, comfortable_nbytes, measure
 from placer.spec import PlacementSpec
+from placer.units import format_count
 
-_MOST_ROUNDS = 3
+_MOST_ROUNDS = 3  # of planning with corrections
 # Of 126 placements of four MONAI networks that the suite does not have, the worst prediction was
 # 14% below its dry run; a device that has more room than that, or lacks more, is not run for it.
 _DOUBTFUL_SHARE = 0.15
@@ -38,15 +40,17 @@ _NO_BYTES = StageMemory(
 class Planner:
     """Plans specs for one captured model and its inputs, and judges every plan's verdict.
 
-    Where a judged plan does not fit, it is planned again with what its devices hold beyond their
-    estimates as corrections, at most twice: a heuristic. The first plan that fits is taken, else the
-    one that overflows the least.
+    Where a judged plan does not fit, or starves kernels of the memory that they want to work in, it is
+    planned again with what its devices need beyond their estimates as corrections, a few times: a
+    heuristic. A plan that fits and starves no kernel is taken, else one that fits, else the one that
+    overflows the least.
 
-    In one process a plan is dry-run when a device's estimate is near its budget; its peaks stay the
-    estimates, unless the dry run comes to another verdict. With ``processes`` peaks are always those
-    of `simulate_ranks`, but for inference: estimates are of one process, and a rank holds more (what
-    it received, both halves of a split backward, buckets; and every replica has its own optimizer).
-    Without ``judged`` they stay estimates.
+    In one process on CPUs a plan is dry-run when a device's estimate is near its budget; its peaks stay
+    the estimates, unless the dry run comes to another verdict. On CUDA devices it always is, as only
+    then it is known what torch's allocator takes (`placer.simulation.usage`). With ``processes`` what
+    devices need is always that of `rank_timelines`, but for inference: estimates are of one process,
+    and a rank holds more (what it received, both halves of a split backward, buckets; and every replica
+    has its own optimizer). Without ``judged`` all stay estimates.
     """
 
     def __init__(
@@ -61,7 +65,7 @@ class Planner:
         self._capture, self._inputs = capture, inputs
         self._processes, self._judged = processes, judged
         self._tables = TableCache()
-        self._runs: list[tuple[Plan, Sequence[int]]] = []  # dry runs so far, and their peaks
+        self._runs: list[tuple[Plan, _DryRun]] = []
 
     def __call__(self, spec: PlacementSpec) -> Plan:
         """As `placer.planner.build.PlanMaker` says.
@@ -90,34 +94,87 @@ class Planner:
         build = partial(
             build_plan,
             self._capture,
-            inputs=self._inputs,
+            spec,
+            self._inputs,
             estimate=self.costs,
             processes=self._processes,
             tables=self._tables,
             enough=enough,
         )
-        judge = partial(_check_verdict, self._peaks)
-        if self._processes:
-            judge = partial(_run_ranks, self._peaks)
-            if not self._judged or not spec.training:
-                return build(spec)
-        return _plan_judged(build, judge, spec, second_look=second_look)
+        if not self._judged or (self._processes and not spec.training):
+            return build()
+        plan = build()
+        if not second_look:
+            doubtful = self._processes or any(map(_is_doubtful, plan.devices))
+            return self._judge(plan)[0] if plan.fits and doubtful else plan
+        judged = self._rounds(build, plan, comfortable_nbytes)
+        if not any(p.fits for p in judged) and any(map(_starved, judged)):
+            judged += self._rounds(build, plan, _needed)
+        return _with_notes(min(judged, key=lambda p: (not p.fits, _starved(p), p.overflow_bytes)))
 
-    def _peaks(self, plan: Plan) -> Sequence[int]:
-        """Per device of ``plan`` the peak of its dry run, which is made once."""
+    def _rounds(self, build: Callable[..., Plan], plan: Plan, needs: _Needs) -> list[Plan]:
+        """``plan`` judged, then those that leave as much room as ``needs`` says, till one has it."""
+        judged: list[Plan] = []
+        beyond = {stage.devices[0]: 0 for stage in plan.stages}  # what estimates were too low by
+        for number in range(_MOST_ROUNDS):
+            if number:
+                plan = build(corrections=beyond)
+            found, run = self._judge(plan)
+            judged.append(found)
+            if found.fits and (needs is _needed or not _starved(found)):
+                break
+            before, beyond = beyond, _corrections(beyond, plan, found, run, needs)
+            if beyond == before:
+                break
+        return judged
+
+    def _judge(self, plan: Plan) -> tuple[Plan, _DryRun | None]:
+        """``plan`` with the verdict of a dry run, and that run; None where none was needed."""
+        checked = self._processes or any(d.allocator is not None for d in plan.devices)
+        if not checked and not any(map(_is_doubtful, plan.devices)):
+            return plan, None
+        run = self._dry_run(plan)
+        found = _with_devices(plan, run(plan.devices))
+        if plan.fits != found.fits and not self._processes:
+            note = (
+                f"Estimates said that it {'fits' if plan.fits else 'does not fit'}; "
+                "peaks are a dry run's."
+            )
+            return replace(found, notes=(*found.notes, note)), run
+        return (found if checked or plan.fits != found.fits else plan), run
+
+    def _dry_run(self, plan: Plan) -> _DryRun:
+        """The dry run of ``plan``, which is made once."""
         program = _without_costs(plan)
-        for known, peaks in self._runs:
+        for known, run in self._runs:
             if known == program:
-                return peaks
-        peaks = self._dry_run(plan)
-        self._runs.append((program, peaks))
-        return peaks
+                return run
+        run = self._new_dry_run(plan)
+        self._runs.append((program, run))
+        return run
 
-    def _dry_run(self, plan: Plan) -> Sequence[int]:
-        if not self._processes:
-            return simulate_peaks(self._capture, plan, self._inputs)
-        ranks = [d.peak for d in simulate_ranks(self._capture, plan, self._inputs).devices]
-        return list(itertools.islice(itertools.cycle(ranks), len(plan.devices)))
+    def _new_dry_run(self, plan: Plan) -> _DryRun:
+        if self._processes:
+            ranks = [run for _, run in rank_timelines(self._capture, plan, self._inputs)]
+            return _DryRun(tuple(itertools.islice(itertools.cycle(ranks), len(plan.devices))))
+        if all(device.allocator is None for device in plan.devices):
+            return _DryRun(simulate_peaks(self._capture, plan, self._inputs))
+        timeline = simulate_steps(self._capture, plan, self._inputs)
+        return _DryRun([DeviceTimeline(timeline, device.device) for device in plan.devices])
+
+
+@dataclass(frozen=True, slots=True)
+class _DryRun:
+    """Per device of a plan what it was given, or only its peak in bytes where that is all it needs."""
+
+    found: Sequence[DeviceTimeline | int]
+
+    def __call__(self, devices: Sequence[DevicePeak]) -> tuple[DevicePeak, ...]:
+        """The devices with what they need."""
+        return tuple(
+            replace(device, peak=found) if isinstance(found, int) else measure(device, found)
+            for device, found in zip(devices, self.found, strict=True)
+        )
 
 
 def plan_maker(capture: Capture, inputs: Sequence[Tensor], *, processes: bool = False) -> PlanMaker:
@@ -125,52 +182,52 @@ def plan_maker(capture: Capture, inputs: Sequence[Tensor], *, processes: bool = 
     return Planner(capture, inputs, processes=processes)
 
 
-def _plan_judged(
-    build: Callable[..., Plan],
-    judge: Callable[[Plan], Plan],
-    spec: PlacementSpec,
-    *,
-    second_look: bool,
-) -> Plan:
-    plan = build(spec)
-    if not plan.fits and not second_look:
-        return plan
-    beyond = {stage.devices[0]: 0 for stage in plan.stages}  # bytes that estimates were too low by
-    judged: list[Plan] = []
-    for _ in range(_MOST_ROUNDS):
-        judged.append(judge(plan))
-        if judged[-1].fits:
-            break
-        before = dict(beyond)
-        row = [device.device for device in plan.devices[: len(beyond)]]  # of the first replica
-        for name, now, estimate in zip(itertools.cycle(row), judged[-1].devices, plan.devices):
-            beyond[name] = max(beyond[name], now.peak - estimate.peak)
-        if beyond == before:
-            break
-        plan = build(spec, corrections=beyond)
-    return min(judged, key=lambda p: (not p.fits, p.overflow_bytes))
+_Needs = Callable[[DevicePeak, DeviceTimeline], int]  # bytes of a device that was measured by a run
 
 
-def _check_verdict(dry_run: Callable[[Plan], Sequence[int]], plan: Plan) -> Plan:
-    """``plan``, with the peaks of a dry run if its verdict is another one."""
-    if not any(map(_is_doubtful, plan.devices)):
+def _needed(device: DevicePeak, run: DeviceTimeline) -> int:
+    """Bytes with which the steps run, even where kernels starve."""
+    return device.needed
+
+
+def _corrections(
+    before: Mapping[str, int],
+    plan: Plan,
+    judged: Plan,
+    run: _DryRun | None,
+    needs: _Needs,
+) -> dict[str, int]:
+    """Per device of the first replica, what those in its place need at most beyond ``plan``'s estimates."""
+    beyond = dict(before)
+    names = itertools.cycle([device.device for device in plan.devices[: len(beyond)]])
+    found = run.found if run is not None else [0] * len(plan.devices)
+    for name, now, estimate, given in zip(names, judged.devices, plan.devices, found, strict=False):
+        nbytes = now.needed if isinstance(given, int) else needs(now, given)
+        beyond[name] = max(beyond[name], nbytes - estimate.needed)
+    return beyond
+
+
+def _starved(plan: Plan) -> bool:
+    return any(device.starved for device in plan.devices)
+
+
+def _with_notes(plan: Plan) -> Plan:
+    """``plan`` with a note of the devices whose kernels starve."""
+    starved = {device.device: device.starved for device in plan.devices if device.starved}
+    if not starved or not plan.fits:
         return plan
-    run = _with_peaks(plan, dry_run(plan))
-    if plan.fits == run.fits:
-        return plan
-    note = (
-        f"Estimates said that it {'fits' if plan.fits else 'does not fit'}; peaks are a dry run's."
+    names = " and ".join(
+        f"{format_count(count, 'kernel')} of a step on {name}" for name, count in starved.items()
     )
-    return replace(run, notes=(*run.notes, note))
+    note = (
+        f"It fits, but {names} will find less memory to work in than wanted: expect slower steps. "
+        "With more memory, a smaller input or more recomputation they would be faster."
+    )
+    return replace(plan, notes=(*plan.notes, note))
 
 
 def _is_doubtful(device: DevicePeak) -> bool:
     return device.headroom is not None and abs(device.headroom) <= _DOUBTFUL_SHARE * device.peak
-
-
-def _run_ranks(dry_run: Callable[[Plan], Sequence[int]], plan: Plan) -> Plan:
-    """``plan`` with the peaks of every rank."""
-    return _with_peaks(plan, dry_run(plan))
 
 
 def _without_costs(plan: Plan) -> Plan:
@@ -193,7 +250,10 @@ def _without_costs(plan: Plan) -> Plan:
         objective="memory",
         step_seconds=0.0,
         stages=stages,
-        devices=tuple(replace(d, peak=0, budget=None, reserve=0) for d in plan.devices),
+        devices=tuple(
+            DevicePeak(device=d.device, peak=0, budget=None, reserve=0, allocator=d.allocator)
+            for d in plan.devices
+        ),
         transfers=(),
         notes=(),
         optimality=None,
@@ -202,11 +262,8 @@ def _without_costs(plan: Plan) -> Plan:
     )
 
 
-def _with_peaks(plan: Plan, peaks: Sequence[int]) -> Plan:
-    """``plan`` with these peaks, one for each of its devices."""
-    devices = tuple(
-        replace(device, peak=peak) for device, peak in zip(plan.devices, peaks, strict=True)
-    )
+def _with_devices(plan: Plan, devices: tuple[DevicePeak, ...]) -> Plan:
+    """``plan`` with what its devices need, one for each of them."""
     row = len({stage.devices[0] for stage in plan.stages})
     changed = {
         now.device: now.peak

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -28,8 +28,9 @@ from placer.runtime.statistics import DeferredStatistics, defers_statistics
 from placer.schedule import batch_cuts
 from placer.simulation.ledger import Ledger
 from placer.simulation.optimizers import make_optimizer
-from placer.simulation.simulate import describe_peak, running_kernels
+from placer.simulation.simulate import describe_device, running_kernels
 from placer.simulation.types import SimulationReport
+from placer.simulation.usage import DeviceTimeline, steps_of
 from placer.timeline import Moment, Where
 
 _CPU = torch.device("cpu")
@@ -91,20 +92,43 @@ def simulate_ranks(
 ) -> SimulationReport:
     """The peak of every device of the first replica when each has a process of its own.
 
-    Each rank's training step runs twice under its real schedule, on fake tensors, and its messages go
+    Each rank's training step runs under its real schedule, on fake tensors, and its messages go
     nowhere. What a rank holds beyond the estimates (received values and their gradients, both halves
     of a split backward, the buckets in which replicas sum their gradients) is in it.
     """
+    devices = {device.device: device for device in plan.devices}
+    found = rank_timelines(capture, plan, inputs, loss_fn=loss_fn, run_on=run_on)
+    return SimulationReport(
+        devices=tuple(describe_device(devices[name], run, run_on=run_on) for name, run in found),
+        step_ok=True,
+    )
+
+
+def rank_timelines(
+    capture: Capture,
+    plan: Plan,
+    inputs: Sequence[Tensor],
+    *,
+    loss_fn: Callable[[Any], Tensor] | None = None,
+    run_on: str | None = None,
+) -> Iterator[tuple[str, DeviceTimeline]]:
+    """For every device of the first replica its name, and what its process is given."""
     staged = emit_stages(capture, *plan.parts)
     names = list(dict.fromkeys(stage.devices[0] for stage in plan.stages))
-    predicted = {device.device: device.peak for device in plan.devices}
-    found = []
     for index, name in enumerate(names):
         job = Job(rank=index, world_size=plan.replicas * len(names), local_rank=0)
         assignment = assign_rank(plan, job)
-        ledger = _simulate_rank(capture, plan, staged, assignment, inputs, loss_fn, run_on or name)
-        found.append(describe_peak(ledger.timeline(), name, predicted[name], place=_RANK))
-    return SimulationReport(devices=tuple(found), step_ok=True)
+        ledger = _simulate_rank(
+            capture,
+            plan,
+            staged,
+            assignment,
+            inputs,
+            loss_fn,
+            run_on or name,
+            steps=steps_of(plan, run_on),
+        )
+        yield name, DeviceTimeline(ledger.timeline(), _RANK)
 
 
 def _simulate_rank(
@@ -115,8 +139,10 @@ def _simulate_rank(
     inputs: Sequence[Tensor],
     loss_fn: Callable[[Any], Tensor] | None,
     name: str,
+    *,
+    steps: int,
 ) -> RankLedger:
-    """Two training steps of the rank that has ``assignment``, with the kernels of the device ``name``."""
+    """So many steps of the rank that has ``assignment``, with the kernels of the device ``name``."""
     world = FakeWorld()
     fake_model = world.module(capture.model)
     leaves = [world.tensor(tensor) for tensor in inputs]
@@ -142,7 +168,7 @@ def _simulate_rank(
         microbatches = _microbatches(staged, pieces, crossings, name)
         loss_of = loss_fn or stand_in_loss
         with ledger, running_kernels(plan, name):
-            for _ in range(2):
+            for _ in range(steps):
                 reducer.prepare(len(pieces))
                 pipeline.run(microbatches, lambda _, output: loss_of(output) * (1 / len(pieces)))
                 reducer.finish()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,13 +14,14 @@ from placer.capture import Capture, FakeWorld
 from placer.capture.call import placeholder_names
 from placer.cost import device_kernels, device_type, stand_in_loss, updates_together
 from placer.emit import StagedModel, emit_stages, materialize
-from placer.plan.types import Plan
+from placer.plan.types import DevicePeak, Plan
 from placer.runtime.attribution import Attribution
 from placer.runtime.module import PlacedModule
 from placer.runtime.place import CALLER, HOST, Place, current_place, on
 from placer.simulation.ledger import Ledger
 from placer.simulation.optimizers import make_optimizer
 from placer.simulation.types import DeviceSimulation, SimulationReport
+from placer.simulation.usage import DeviceTimeline, measure, steps_of
 from placer.timeline import Moment, Timeline, Where
 
 _LARGEST_SHOWN = 10
@@ -34,19 +35,28 @@ def simulate_plan(
     loss_fn: Callable[[Any], Tensor] | None = None,
     run_on: str | None = None,
 ) -> SimulationReport:
-    """Run the plan's training step twice on simulated devices and report every device's peak.
+    """Run the plan's training step a few times on simulated devices and report every device's peak.
 
     ``inputs`` are the tensors of the whole batch, flattened as the capture has them, on any device.
-    The second step is the steady state: the optimizer's state exists. ``loss_fn(output)`` gives the
-    loss of one micro-batch; by default a stand-in that needs gradients of the size of the outputs.
+    From the second step on the optimizer's state exists, and torch's allocator has its cache.
+    ``loss_fn(output)`` gives the loss of one micro-batch; by default a stand-in that needs gradients of
+    the size of the outputs.
     Every stage runs its device's kernels; with ``run_on`` all run that device's, as they do after
     ``placer.compile(…, run_on="cpu")``. Raises ``DeviceError`` when an operation would mix devices.
     """
     timeline = _run(capture, plan, inputs, loss_fn=loss_fn, run_on=run_on).ledger.timeline()
     return SimulationReport(
-        devices=tuple(describe_peak(timeline, each.device, each.peak) for each in plan.devices),
+        devices=tuple(
+            describe_device(each, DeviceTimeline(timeline, each.device), run_on=run_on)
+            for each in plan.devices
+        ),
         step_ok=True,
     )
+
+
+def simulate_steps(capture: Capture, plan: Plan, inputs: Sequence[Tensor]) -> Timeline:
+    """The timeline of the plan's first steps on all its devices."""
+    return _run(capture, plan, inputs).ledger.timeline()
 
 
 def simulate_peaks(capture: Capture, plan: Plan, inputs: Sequence[Tensor]) -> list[int]:
@@ -86,9 +96,9 @@ def _run(
     *,
     loss_fn: Callable[[Any], Tensor] | None = None,
     run_on: str | None = None,
-    steps: int = 2,
+    steps: int | None = None,
 ) -> _Simulated:
-    """``steps`` training steps, 1 or 2, or one forward pass of a plan for inference."""
+    """``steps`` training steps (by default `steps_of` the plan), or for inference a forward pass."""
     world = FakeWorld()
     fake_model = world.module(capture.model)
     leaves = [world.tensor(t) for t in inputs]
@@ -113,7 +123,7 @@ def _run(
             loss_of = loss_fn or stand_in_loss
             if steps == 1:
                 return _train_once(placed, leaves, watch, loss_of, optimizers, ledger)
-            for _ in range(steps):
+            for _ in range(steps or steps_of(plan, run_on)):
                 placed.step_leaves(leaves, loss_fn=loss_of)
                 with watch.optimizing():
                     for optimizer in optimizers:
@@ -202,19 +212,28 @@ def _optimizers(
     return [make_optimizer(plan.optimizer, trained, foreach=False)]
 
 
-def describe_peak(
-    timeline: Timeline, device: str, predicted: int, *, place: str = ""
+def describe_device(
+    device: DevicePeak, run: DeviceTimeline, *, run_on: str | None = None
 ) -> DeviceSimulation:
-    """The peak of ``device``, which ``timeline`` knows as ``place`` (by default by its own name)."""
-    place = place or device
-    moment = timeline.peaks().get(place, Moment())
+    """What ``run`` says of ``device``, beside what was predicted.
+
+    With ``run_on`` another device's kernels ran, and no allocator of this one's.
+    """
+    if run_on is not None:
+        device = replace(device, allocator=None, context=0)
+    moment = run.timeline.peaks().get(run.place, Moment())
+    found = measure(device, run)
     return DeviceSimulation(
-        device=device,
+        device=device.device,
         peak=moment.nbytes,
-        predicted=predicted,
+        workspaces=found.workspaces,
+        reserved=found.reserved,
+        context=found.context,
+        starved=found.starved,
+        predicted=device.peak,
         phase=moment.where.phase,
         node=moment.where.node,
         layer=moment.where.layer,
         operation=moment.operation,
-        largest=tuple(timeline.live(place, moment)[:_LARGEST_SHOWN]),
+        largest=tuple(run.timeline.live(run.place, moment)[:_LARGEST_SHOWN]),
     )

@@ -11,14 +11,20 @@ from placer.units import format_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSimulation:
-    """One device's simulated peak beside the plan's prediction, in bytes, and the peak's moment.
+    """What one device needs by a dry run, in bytes, the plan's prediction, and the peak's moment.
 
+    ``peak``, ``workspaces``, ``reserved``, ``context`` and ``starved`` are those of
+    `placer.plan.DevicePeak`; ``predicted`` is the plan's ``peak``.
     ``phase`` is forward, backward or optimizer; ``node`` and ``layer`` what ran then, "" between
     the model's nodes; ``largest`` the ten largest tensors that were live, by layer.
     """
 
     device: str
     peak: int
+    workspaces: int
+    reserved: int | None
+    context: int
+    starved: int
     predicted: int
     phase: str
     node: str
@@ -49,6 +55,10 @@ class SimulationReport:
             "devices": {
                 d.device: {
                     "peak": d.peak,
+                    "workspaces": d.workspaces,
+                    "reserved": d.reserved,
+                    "context": d.context,
+                    "starved": d.starved,
                     "predicted": d.predicted,
                     "phase": d.phase,
                     "node": d.node,

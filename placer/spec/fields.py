@@ -136,6 +136,7 @@ Patterns = Annotated[
     PlainSerializer(lambda value: value if isinstance(value, str) else list(value)),
     WithJsonSchema(_PATTERNS_SCHEMA),
 ]
+AllocatorName = Literal["default", "expandable"]
 ScheduleName = Annotated[
     Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble"], BeforeValidator(_schedule)
 ]

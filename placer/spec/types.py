@@ -29,6 +29,7 @@ from placer.spec.check import cross_problems, shift_clashes
 from placer.spec.explain import explain_errors
 from placer.spec.fields import (
     OPTIMIZERS,
+    AllocatorName,
     ByteSize,
     Count,
     DeviceMemory,
@@ -58,6 +59,11 @@ class DeviceSpec(BaseModel):
     kind: KindName | None = Field(
         default=None, description="Its kind in the device catalogue, such as 'a100' or 'h100'."
     )
+    allocator: AllocatorName | None = Field(
+        default=None,
+        description="How torch's CUDA allocator takes memory: in segments of a fixed size (default), "
+        "or in segments that grow (expandable: less is lost between tensors). Without it expandable.",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -67,7 +73,7 @@ class DeviceSpec(BaseModel):
     @model_serializer
     def _shortest(self) -> str | dict[str, Any]:
         memory = None if self.memory is None else spell_bytes(self.memory)
-        given = {"memory": memory, "kind": self.kind}
+        given = {"memory": memory, "kind": self.kind, "allocator": self.allocator}
         fields = {key: value for key, value in given.items() if value is not None}
         return {"name": self.name, **fields} if fields else self.name
 
@@ -203,8 +209,13 @@ class PlacementSpec(BaseModel):
     )
     reserve: ByteSize | None = Field(
         default=None,
-        description="Bytes per device kept free for the context, workspaces and fragmentation; "
-        "by default by device kind.",
+        description="Bytes per device that plans leave free for what no prediction knows, such as "
+        "other processes and libraries; by default 2% of a GPU's memory.",
+    )
+    context: ByteSize | None = Field(
+        default=None,
+        description="Bytes that a process takes of a device before it makes a tensor (the CUDA "
+        "context); by default by device kind.",
     )
     objective: Literal["throughput", "memory", "latency"] = Field(
         default="throughput",
@@ -227,8 +238,8 @@ class PlacementSpec(BaseModel):
             raise SpecError(source, problems)
         return spec
 
-    @field_serializer("reserve")
-    def _spelled_reserve(self, value: int | None) -> str | int | None:
+    @field_serializer("reserve", "context")
+    def _spelled_bytes(self, value: int | None) -> str | int | None:
         return None if value is None else spell_bytes(value)
 
     @field_serializer("optimizer")

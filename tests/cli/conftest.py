@@ -153,16 +153,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "layers": {"head": "cuda:1"},
         },
         "tight": {
-            "devices": _devices("200KiB"),
+            "devices": _devices("200KiB", "cpu"),
             "reserve": 0,
-            "layers": {"blocks": "cuda:0", "head": "cuda:1"},
+            "layers": {"blocks": "cpu:0", "head": "cpu:1"},
         },
         "halves": {
             "devices": _devices("1GiB"),
             "reserve": 0,
             "layers": {"a": "cuda:0", "head": "cuda:1"},
         },
-        "tiny": {"devices": _devices("1KiB"), "reserve": 0},
+        "tiny": {"devices": _devices("1KiB", "cpu"), "reserve": 0},
         "wrong": {"devices": ["cuda:0"], "layers": {"hed": "cuda:0"}},
         "unknown_key": {"devices": ["cuda:0"], "replica": 2},
     }
@@ -172,8 +172,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _devices(memory: str) -> list[dict[str, str]]:
-    return [{"name": f"cuda:{i}", "memory": memory} for i in range(2)]
+def _devices(memory: str, kind: str = "cuda") -> list[dict[str, str]]:
+    return [{"name": f"{kind}:{i}", "memory": memory} for i in range(2)]
 
 
 @pytest.fixture

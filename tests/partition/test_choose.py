@@ -64,7 +64,7 @@ def cases(draw: Any) -> tuple[nn.Module, dict[str, Any]]:
     count = draw(st.integers(1, 4))
     devices = []
     for i in range(count):
-        device: dict[str, Any] = {"name": f"cuda:{i}"}
+        device: dict[str, Any] = {"name": f"cpu:{i}"}
         if draw(st.booleans()):
             device["memory"] = draw(st.sampled_from([6_000, 20_000, 100_000]))
         device["kind"] = draw(st.sampled_from(["a100", "t4"]))
@@ -72,7 +72,7 @@ def cases(draw: Any) -> tuple[nn.Module, dict[str, Any]]:
     layers = {}
     for name in ("first", "blocks.0", "sides.0", "last"):
         if draw(st.integers(0, 3)) == 0:
-            layers[name] = f"cuda:{draw(st.integers(0, count - 1))}"
+            layers[name] = f"cpu:{draw(st.integers(0, count - 1))}"
     spec = {
         "devices": devices,
         "layers": layers,

@@ -38,7 +38,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def _spec(memory: int, **fields: Any) -> placer.PlacementSpec:
-    devices = [{"name": f"cuda:{i}", "memory": memory} for i in range(2)]
+    devices = [{"name": f"cpu:{i}", "memory": memory} for i in range(2)]
     return placer.load_spec({"devices": devices, "reserve": 0, "optimizer": "sgd", **fields})
 
 

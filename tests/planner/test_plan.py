@@ -138,7 +138,8 @@ def test_auto_uses_as_few_devices_as_it_needs() -> None:
 def test_budget_comes_from_the_named_kind() -> None:
     (device,) = _small(devices=[{"name": "cuda:0", "kind": "H100"}]).devices
     assert device.budget == 80 * GIB
-    assert device.reserve == parse_bytes("1GiB")
+    assert device.reserve == int(0.02 * 80 * GIB)
+    assert device.context == parse_bytes("520MiB")
     with pytest.raises(SpecError, match="did you mean 'h100'"):
         _small(devices=[{"name": "cuda:0", "kind": "h10"}])
 

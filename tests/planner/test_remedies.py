@@ -30,12 +30,12 @@ def _one_capture() -> Iterator[None]:
 
 
 def _spec(memory: int, **fields: Any) -> dict[str, Any]:
-    device = {"name": "cuda:0", "memory": memory}
+    device = {"name": "cpu:0", "memory": memory}
     return {"devices": [device], "reserve": 0, "optimizer": "sgd", **fields}
 
 
 def _peak() -> int:
-    return placer.make_plan(MODEL, {"devices": ["cuda:0"], "optimizer": "sgd"}, X).devices[0].peak
+    return placer.make_plan(MODEL, {"devices": ["cpu:0"], "optimizer": "sgd"}, X).devices[0].peak
 
 
 def test_what_would_fit_was_planned() -> None:
@@ -43,7 +43,7 @@ def test_what_would_fit_was_planned() -> None:
     with pytest.raises(placer.BudgetError) as caught:
         placer.compile(MODEL, spec, X)
     error = caught.value
-    assert error.device == "cuda:0" and error.missing_bytes > 0
+    assert error.device == "cpu:0" and error.missing_bytes > 0
     assert error.largest_node in placer.make_plan(MODEL, spec, X).stages[0].nodes
     assert 0 < error.largest_node_bytes < _peak()
     fitting = {tried.change for tried in error.tried if tried.fits}
@@ -70,28 +70,28 @@ def test_where_nothing_helps_the_nearest_is_named() -> None:
     assert "nearest is to" in str(caught.value)
 
 
-def _two_gpus(memory: str, **fields: object) -> dict[str, object]:
-    devices = [{"name": f"cuda:{i}", "memory": memory} for i in range(2)]
+def _two_devices(memory: str, **fields: object) -> dict[str, object]:
+    devices = [{"name": f"cpu:{i}", "memory": memory} for i in range(2)]
     return {"devices": devices, **fields}
 
 
 def test_no_change_is_tried_where_the_reserve_leaves_no_room() -> None:
     x = torch.randn(4, 1, 8, 8)
-    said = "the reserve of 1.00 GiB alone takes up cuda:0, which has 60.00 KiB"
+    said = "the context and the reserve alone take up cpu:0: 1.00 GiB of its 60.00 KiB"
     with pytest.raises(placer.BudgetError, match=said) as refused:
-        placer.compile(ConvNet(), _two_gpus("60KiB"), x, run_on="cpu")
+        placer.compile(ConvNet(), _two_devices("60KiB", reserve="1GiB"), x, run_on="cpu")
     assert refused.value.tried == ()
-    assert refused.value.problem.endswith(", and the reserve leaves no room for it")
+    assert refused.value.problem.endswith("and the context and the reserve leave no room for it")
     with pytest.raises(placer.BudgetError) as refused:
-        placer.compile(ConvNet(), _two_gpus("60KiB", reserve="58KiB"), x, run_on="cpu")
+        placer.compile(ConvNet(), _two_devices("60KiB", reserve="58KiB"), x, run_on="cpu")
     assert refused.value.tried
 
 
 @pytest.mark.parametrize("reserve", ["1GiB", "0", "3KiB"])
 def test_the_memory_that_is_said_to_be_needed_suffices(reserve: str) -> None:
     x = torch.randn(4, 1, 8, 8)
-    spec = placer.load_spec(_two_gpus("2KiB", reserve=reserve))
+    spec = placer.load_spec(_two_devices("2KiB", reserve=reserve))
     needed = memory_needed(spec, plan_maker(capture_model(ConvNet(), (x,)), [x]))
     match = re.match(r"devices of (\S+ \S+) ", needed)
     assert match
-    assert placer.make_plan(ConvNet(), _two_gpus(match[1], reserve=reserve), x).fits
+    assert placer.make_plan(ConvNet(), _two_devices(match[1], reserve=reserve), x).fits

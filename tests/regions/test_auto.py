@@ -43,7 +43,7 @@ def _plan(
     args: Any,
     budget: int | None,
     stages: int = 1,
-    device: str = "cuda",
+    device: str = "cpu",
     **fields: Any,
 ) -> placer.Plan:
     devices = [{"name": f"{device}:{i}"} for i in range(stages)]

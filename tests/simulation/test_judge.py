@@ -38,7 +38,7 @@ def chain() -> nn.Module:
 
 
 def spec_of(nbytes: int, **fields: Any) -> dict[str, Any]:
-    devices = [{"name": f"cuda:{i}", "memory": nbytes} for i in range(2)]
+    devices = [{"name": f"cpu:{i}", "memory": nbytes} for i in range(2)]
     return {"devices": devices, "reserve": 0, "objective": "memory", **fields}
 
 
@@ -81,7 +81,7 @@ def test_it_is_planned_again_within_what_the_dry_run_leaves(
     monkeypatch: pytest.MonkeyPatch, peak: int
 ) -> None:
     budget = int(1.2 * peak)
-    uneven = {**dict.fromkeys("0123", "cuda:0"), **dict.fromkeys("45", "cuda:1")}
+    uneven = {**dict.fromkeys("0123", "cpu:0"), **dict.fromkeys("45", "cpu:1")}
     corrections = []
 
     def build(capture: Any, spec: placer.PlacementSpec, *args: Any, **kwargs: Any) -> placer.Plan:
@@ -96,7 +96,7 @@ def test_it_is_planned_again_within_what_the_dry_run_leaves(
 
     monkeypatch.setattr(judge, "build_plan", build)
     plan = placer.make_plan(chain(), spec_of(budget), (X,))
-    assert corrections[0] == {} and corrections[1]["cuda:0"] > 0
+    assert corrections[0] == {} and corrections[1]["cpu:0"] > 0
     assert plan.fits
     assert really_fits(plan)
     assert {device.budget for device in plan.devices} == {budget}

@@ -1,0 +1,92 @@
+"""What a timeline needs of a device: tensors, workspaces, and what torch's allocator takes for both."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from placer.plan.types import DevicePeak, Plan
+from placer.timeline import Moment, Timeline, Usage, device_usage
+
+_STEPS, _CACHED_STEPS = 2, 3
+_PRECISION = 1 / 256  # of the memory that a plan needs where it has too little
+
+
+class DeviceTimeline(NamedTuple):
+    """The timeline of `steps_of` a plan on a device, which is called ``place`` there."""
+
+    timeline: Timeline
+    place: str
+
+
+def steps_of(plan: Plan, run_on: str | None = None) -> int:
+    """How many steps show what ``plan`` needs.
+
+    In the second the optimizer's state exists; the cache of an allocator has grown in the third.
+    """
+    cached = run_on is None and any(device.allocator is not None for device in plan.devices)
+    return _CACHED_STEPS if cached else _STEPS
+
+
+def measure(device: DevicePeak, run: DeviceTimeline) -> DevicePeak:
+    """``device`` with what it needs by ``run``.
+
+    Under a budget the allocator has what ``context`` and ``reserve`` leave of it. Where that is too
+    little, ``reserved`` is the least with which the steps run, within 0.4 %: more than there is.
+    """
+    peak = run.timeline.peaks().get(run.place, Moment()).nbytes
+    if device.allocator is None:
+        return replace(device, peak=peak, reserved=None)
+    both = run.timeline.peaks(workspaces=True).get(run.place, Moment()).nbytes
+    limit = _limit(device)
+    usage = _usage(device, run, limit)
+    reserved = usage.reserved
+    if usage.failed is not None:
+        assert limit is not None
+        reserved, usage = _least(device, run, limit)
+    return replace(
+        device,
+        peak=peak,
+        workspaces=both - peak,
+        reserved=reserved,
+        starved=-(-usage.starved // _CACHED_STEPS),
+    )
+
+
+def comfortable_nbytes(device: DevicePeak, run: DeviceTimeline) -> int:
+    """Bytes that ``device`` needs for every kernel to have the workspace that it wants, within 0.4 %.
+
+    ``device`` was measured by ``run``.
+    """
+    limit = _limit(device)
+    if not device.starved or limit is None:
+        return device.needed
+    return device.context + _least(device, run, limit, starving=False)[0]
+
+
+def _limit(device: DevicePeak) -> int | None:
+    if device.budget is None:
+        return None
+    return max(0, device.budget - device.context - device.reserve)
+
+
+def _usage(device: DevicePeak, run: DeviceTimeline, limit: int | None) -> Usage:
+    return device_usage(
+        run.timeline, run.place, expandable=device.allocator == "expandable", limit=limit
+    )
+
+
+def _least(
+    device: DevicePeak, run: DeviceTimeline, too_little: int, *, starving: bool = True
+) -> tuple[int, Usage]:
+    """The least limit above ``too_little`` with which the steps run, and what they then use."""
+    usage = _usage(device, run, None)
+    enough = max(usage.reserved, too_little + 1)
+    while enough - too_little > _PRECISION * enough:
+        half = (enough + too_little) // 2
+        tried = _usage(device, run, half)
+        if tried.failed is None and (starving or not tried.starved):
+            enough, usage = half, tried
+        else:
+            too_little = half
+    return enough, usage
