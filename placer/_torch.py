@@ -81,6 +81,8 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "torch._C._autograd._get_sequence_nr",
         "torch._C._current_autograd_node",
         "torch._C._dynamo.eval_frame.get_eval_frame_callback",
+        "torch._C._accelerator_setAllocatorSettings",
+        "torch.cuda.memory._snapshot",
     ),
     *_private(
         "a process per device",
@@ -463,3 +465,14 @@ def call_without_autocast(op: Any, *args: Any, **kwargs: Any) -> Any:
         torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
     ):
         return op(*args, **kwargs)
+
+
+def set_expandable_segments() -> None:
+    """Have torch's CUDA allocator take new memory in expandable segments, as the variable would."""
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
+def has_expandable_segments() -> bool:
+    """Does torch's CUDA allocator say that it takes new memory in expandable segments?"""
+    settings = torch.cuda.memory._snapshot()["allocator_settings"]
+    return bool(settings.get("expandable_segments", False))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from placer.plan.check import check_plan, require_fit
 from placer.plan.types import Plan
 from placer.planner.auto import choose_spec
 from placer.planner.remedies import misfit_error
+from placer.runtime.cuda_allocator import prepare_allocator
 from placer.runtime.device_map import map_devices
 from placer.runtime.distributed.job import Job, find_job
 from placer.runtime.module import PlacedModule
@@ -106,6 +108,7 @@ def compile(
     _check_one_process(plan)
     staged = emit_stages(capture, *plan.parts)
     places = map_devices(plan, run_on)
+    prepare_allocator(plan, itertools.chain(*places))
     homes = {name: places[0][stage].device for name, stage in staged.state_stage.items()}
     placed = materialize(model, homes, weights=file, initialize=initialize)
     return PlacedModule(placed, plan=plan, staged=staged, places=places)

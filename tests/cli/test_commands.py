@@ -224,7 +224,10 @@ def test_check_a_model(placer: Run) -> None:
     assert data["devices_needed"] == {"300KiB": None, "2GiB": 1}
     assert data["kept_free"]["2GiB"] == 520 * 2**20 + int(0.02 * 2**31)
     said = " ".join(result.stderr.split())
-    assert "does not fit on devices of 300KiB: the CUDA context and the reserve take 520.01 MiB" in said
+    assert (
+        "does not fit on devices of 300KiB: the CUDA context and the reserve take 520.01 MiB"
+        in said
+    )
     assert "fits on 1 device of 2GiB of tensors, with the CUDA context and 2% of each" in said
     largest = data["largest_piece"]
     assert largest["peak"] >= largest["least_bytes"] > 4 * 64 * 64 * 4  # weights, gradients, Adam

@@ -17,6 +17,7 @@ from placer.emit import emit_stages
 from placer.errors import PeerError, PlacerError, PlanError
 from placer.plan.store import plan_text
 from placer.plan.types import Plan
+from placer.runtime.cuda_allocator import prepare_allocator
 from placer.runtime.distributed.call_check import name_ranks
 from placer.runtime.distributed.failure_broadcast import FailureBroadcast, lost_peers
 from placer.runtime.distributed.groups import gather_objects, make_mesh
@@ -24,6 +25,7 @@ from placer.runtime.distributed.job import Job, assign_rank, choose_device
 from placer.runtime.distributed.join import join_job
 from placer.runtime.distributed.module import DistributedModule
 from placer.runtime.distributed.ownership import build_part, find_ownership, share_weights
+from placer.runtime.place import Place
 from placer.versions import require
 
 
@@ -54,6 +56,8 @@ def launch(
     failures.set_limit(default_timeout(device))
     with lost_peers(failures):
         name = compare_plans(plan, model)
+    own = plan.stages[assignment.stage_indices[0]].devices[assignment.replica_index]
+    prepare_allocator(plan, [Place(own, device)])
     staged = emit_stages(capture, *plan.parts)
     ownership = find_ownership(model, staged, assignment.num_devices)
     build = partial(
