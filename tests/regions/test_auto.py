@@ -120,7 +120,7 @@ def test_two_devices_hold_little_more_than_the_largest_operation() -> None:
     """
     with torch.device("meta"):
         model, x = unet3d(), torch.empty(1, 1, 128, 128, 128)
-    plan = _plan(model, (x,), None, 2, optimizer="adam", checkpoint="auto")
+    plan = _plan(model, (x,), None, 2, "cuda", optimizer="adam", checkpoint="auto")
     assert max(device.peak for device in plan.devices) <= 1.1 * 1.25 * 2**30
     for device in placer.simulate(model, plan, (x,)).devices:
         assert device.peak == pytest.approx(device.predicted, rel=0.01)

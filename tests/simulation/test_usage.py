@@ -78,7 +78,7 @@ def test_a_device_without_the_allocator_needs_its_tensors() -> None:
 def _volumes() -> tuple[nn.Module, torch.Tensor]:
     with torch.device("meta"):
         parts = [nn.Sequential(nn.Conv3d(32, 32, 3, padding=1), nn.ReLU()) for _ in range(4)]
-        return nn.Sequential(*parts), torch.empty(1, 32, 96, 96, 96)
+        return nn.Sequential(*parts, nn.Conv3d(32, 3, 1)), torch.empty(1, 32, 96, 96, 96)
 
 
 def _plan(memory: str, allocator: str = "expandable", **fields: Any) -> placer.Plan:
@@ -102,7 +102,7 @@ def test_a_plan_says_what_its_process_takes_of_a_gpu() -> None:
 def test_a_plan_near_the_edge_prefers_to_leave_kernels_their_workspaces() -> None:
     """It would fit without recomputing, with workspaces that find no room."""
     (found,) = _plan("16GiB").devices
-    tight = f"{(found.needed + found.reserve - 100 * MIB) // MIB}MiB"
+    tight = f"{(found.needed - 20 * MIB) // MIB}MiB"
     starved = _plan(tight, reserve=0)
     assert starved.fits and starved.devices[0].starved
     assert starved.notes[-1].startswith("It fits, but ")
