@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_iter
 
-from placer._torch import READS_DEVICE, DispatchMode, read_device, storage_key
+from placer._torch import DispatchMode, storage_key
 from placer.capture.fake import FakeWorld
 
 
@@ -89,10 +89,7 @@ class _WriteLog(DispatchMode):
         self.written: set[int] = set()
         self.drew = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is READS_DEVICE:
-            return read_device(args[0])
-        kwargs = kwargs or {}
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         draws, written = _effects(func)
         self.drew = self.drew or draws
         for index, name in written:

@@ -158,5 +158,6 @@ def ambient(world: FakeWorld) -> Iterator[None]:
         stack.enter_context(world.mode)
         stack.enter_context(on_fakes())
         stack.enter_context(world.caches_set_aside())
-        stack.enter_context(CPU)
+        if torch.get_default_device() != CPU:  # a device context is asked at every torch function
+            stack.enter_context(CPU)
         yield

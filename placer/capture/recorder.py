@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,11 +21,9 @@ from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 from torch.utils._pytree import tree_iter
 
 from placer._torch import (
-    READS_DEVICE,
     REENTRANT_CHECKPOINT,
     DispatchMode,
     is_checkpointing,
-    read_device,
     saved_tensor_hooks,
     without_modes,
     without_torch_function,
@@ -304,10 +302,11 @@ class Recorder(TorchFunctionMode):
         self, original: Callable[..., Any], path: str, module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
         node_args, node_kwargs = self.writer.argument(args), self.writer.argument(kwargs)
-        guess = GuessData(self.guess)
+        guess = GuessData(self.writer.world.mode, self.guess)
         self.paused = True
         try:
-            with guess, keep_random():
+            # Layers of torch draw no numbers but torch's, and none without data.
+            with guess, nullcontext() if is_torch_leaf(module) else keep_random():
                 value = original(module, *executable(args), **executable(kwargs))
         except Exception as error:
             location = locate(error) or locate_caller()
@@ -472,10 +471,8 @@ class _Unseen(DispatchMode):
         super().__init__()
         self._recorder = recorder
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is READS_DEVICE:
-            return read_device(args[0])
-        return self._recorder.run_unseen(func, args, kwargs or {})
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return self._recorder.run_unseen(func, args, kwargs)
 
 
 def _state(module: nn.Module) -> tuple[int, ...]:
