@@ -177,18 +177,21 @@ class FakeMode(FakeTensorMode):
 
     def _learn(self, key: Hashable, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Ask torch, and remember what can be made again."""
-        before = [t.untyped_storage() for t in tensors_in(args, kwargs)]
-        shapes = [(t.shape, t.stride()) for t in tensors_in(args, kwargs)]
+        given = tensors_in(args, kwargs)
+        before = [(x.shape, x.stride()) for x in given]
         if func in QUICK_KERNELS:
             result = self._run_in_cpp(func, args, kwargs)
         else:
             result = self._ask_torch(func, types, args, kwargs)
-        several = isinstance(result, tuple | list)
-        made = [self._describe(x, args, before) for x in (result if several else (result,))]
-        unchanged = shapes == [(t.shape, t.stride()) for t in tensors_in(args, kwargs)]
-        storages = {id(t.untyped_storage()) for t in tensors_in(result)}
-        if unchanged and _UNKNOWN not in made and len(storages) == len(tensors_in(result)):
-            if not several or type(result) is tuple:
+        found = tensors_in(result)
+        if any(x.layout is not torch.strided for x in (*given, *found)):
+            return result
+        several = type(result) is tuple
+        storages = [x.untyped_storage() for x in given]
+        made = [self._describe(x, args, storages) for x in (result if several else (result,))]
+        unchanged = before == [(x.shape, x.stride()) for x in given]
+        if unchanged and _UNKNOWN not in made:
+            if len({id(x.untyped_storage()) for x in found}) == len(found):
                 _known[key] = several, tuple(made)
         return result
 
@@ -201,7 +204,7 @@ class FakeMode(FakeTensorMode):
                 return position
         if type(result) is not FakeTensor or not self._is_plain(result):
             return _UNKNOWN
-        if result.layout is not torch.strided or result.is_neg() or result.is_conj():
+        if result.is_neg() or result.is_conj():
             return _UNKNOWN
         storage = result.untyped_storage()
         made = Made(tuple(result.shape), result.stride(), result.dtype)
