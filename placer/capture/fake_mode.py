@@ -190,9 +190,9 @@ class FakeMode(FakeTensorMode):
         storages = [x.untyped_storage() for x in given]
         made = [self._describe(x, args, storages) for x in (result if several else (result,))]
         unchanged = before == [(x.shape, x.stride()) for x in given]
-        if unchanged and _UNKNOWN not in made:
-            if len({id(x.untyped_storage()) for x in found}) == len(found):
-                _known[key] = several, tuple(made)
+        apart = len({id(x.untyped_storage()) for x in found}) == len(found)
+        if unchanged and apart and _UNKNOWN not in made:
+            _known[key] = several, tuple(made)
         return result
 
     def _describe(self, result: Any, args: Any, storages: list[Any]) -> Any:

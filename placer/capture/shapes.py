@@ -151,29 +151,27 @@ def _layer_norm_backward(
 
 
 aten = torch.ops.aten
+_ELEMENTWISE = (
+    aten.add.Tensor,
+    aten.sub.Tensor,
+    aten.mul.Tensor,
+    aten.div.Tensor,
+    aten.mul.Scalar,
+    aten.div.Scalar,
+    aten.neg.default,
+    aten.relu.default,
+    aten.threshold_backward.default,
+    aten.gelu.default,
+    aten.gelu_backward.default,
+    aten.silu.default,
+    aten.silu_backward.default,
+    aten.sigmoid.default,
+    aten.sigmoid_backward.default,
+    aten.tanh.default,
+    aten.tanh_backward.default,
+)
 SHAPE_RULES: dict[Any, Callable[..., Recipe | None]] = {
-    **{
-        op: _elementwise
-        for op in (
-            aten.add.Tensor,
-            aten.sub.Tensor,
-            aten.mul.Tensor,
-            aten.div.Tensor,
-            aten.mul.Scalar,
-            aten.div.Scalar,
-            aten.neg.default,
-            aten.relu.default,
-            aten.threshold_backward.default,
-            aten.gelu.default,
-            aten.gelu_backward.default,
-            aten.silu.default,
-            aten.silu_backward.default,
-            aten.sigmoid.default,
-            aten.sigmoid_backward.default,
-            aten.tanh.default,
-            aten.tanh_backward.default,
-        )
-    },
+    **dict.fromkeys(_ELEMENTWISE, _elementwise),
     aten.addmm.default: _addmm,
     aten.cat.default: _cat,
     aten.sum.dim_IntList: _sum,

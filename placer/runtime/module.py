@@ -30,8 +30,8 @@ from placer.runtime.sampler import ReplicaSampler
 from placer.runtime.scaling import scale_of
 from placer.runtime.scatter import (
     batch_size,
+    cut_batch,
     join_results,
-    split_rows,
     split_target,
     unwrap_target,
 )
@@ -39,7 +39,7 @@ from placer.runtime.signature import ForwardOfOriginal
 from placer.runtime.statistics import DeferredStatistics, defers_statistics, update_statistics
 from placer.runtime.transfer import transfer
 from placer.runtime.tree import write_back
-from placer.schedule import batch_cuts, linearize, make_schedule, merge_backward
+from placer.schedule import linearize, make_schedule, merge_backward
 
 _TABLES = (
     "_modules",
@@ -455,12 +455,11 @@ class PlacedModule(nn.Module):
         self, call: CallFormat, leaves: list[torch.Tensor]
     ) -> list[list[list[torch.Tensor]]]:
         """Per replica that gets rows, per micro-batch: the input leaves."""
-        total = batch_size(call, leaves)
-        if total is None:
-            return [[leaves]]
-        cuts = batch_cuts(total, len(self._replicas), self.plan.microbatches)
-        flat = iter(split_rows(call, leaves, [size for row in cuts for size in row]))
-        return [[next(flat) for _ in row] for row in cuts]
+        batch = cut_batch(
+            call, leaves, replicas=len(self._replicas), microbatches=self.plan.microbatches
+        )
+        replicas = range(len(batch.rows))
+        return [[batch.pieces[i] for i in batch.of_replica(replica)] for replica in replicas]
 
     def _scatter_target(
         self,

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 from placer._torch import DispatchMode, detach_fake
+from placer.capture.fake import FakeWorld
 from placer.capture.fake_mode import QUICK_KERNELS, QUICK_OPERATORS, FakeMode
 from placer.capture.shapes import SHAPE_RULES
-from placer.capture.fake import FakeWorld
 
 aten = torch.ops.aten
 _X, _ROW = (4, 6, 8), (8,)
