@@ -29,7 +29,16 @@ from placer._torch import (
     without_torch_function,
 )
 from placer.capture.call import BoundCall, flat_forward, placeholder_names
-from placer.capture.constants import copy_real, data_of, digest, find_value, is_constant, is_written
+from placer.capture.constants import (
+    INDEXING,
+    copy_real,
+    data_of,
+    digest,
+    find_value,
+    index_by_tensors,
+    is_constant,
+    is_written,
+)
 from placer.capture.failure import (
     ForwardFailure,
     TraceFailure,
@@ -218,6 +227,8 @@ class Recorder(TorchFunctionMode):
             return self.size(func, name, args, kwargs)
         if (data := data_of(func, args, kwargs)) is not None:
             return self.make_constant(data)
+        if func in INDEXING:
+            args = (args[0], index_by_tensors(args[1], self.make_constant), *args[2:])
         args, kwargs, device = set_device_aside(name, args, kwargs)
         if device is not None:
             self.devices.note(device, self.writer.layer, locate_caller())
