@@ -93,8 +93,8 @@ def verify(
     """Run one training step of ``model`` placed and plain, and compare everything it computes.
 
     Compared are outputs, the loss, the gradient of every parameter and of inputs that require one,
-    buffers, and parameters after one SGD step. The plain model runs the same cuts of the batch one
-    after the other (one cut: the whole batch), with the same seed. ``model`` itself is not changed.
+    buffers, and parameters after one SGD step. The plain model runs the same slices of the batch one
+    after the other (one slice: the whole batch), with the same seed. ``model`` itself is not changed.
     ``tolerance`` (relative) is by default that of the parameters' dtype. With
     ``ignore_device_moves`` the plain model runs where its tensors are, too.
     """

@@ -70,7 +70,7 @@ class PlacedModule(nn.Module):
     call, as with ``nn.DataParallel``.
 
     A batch is cut along dim 0 into replicas, then micro-batches, by the sizes of ``torch.chunk``.
-    What depends on the whole batch (BatchNorm statistics in train mode) sees one cut at a time, but
+    What depends on the whole batch (BatchNorm statistics in train mode) sees one slice at a time, but
     with ``batch_norm: "deferred"`` running statistics are updated once, from all of it.
     Hooks fire on the module itself (the original's own came along) and on all modules in it. A call
     unlike the captured one (an optional argument, a cache) is captured when it first comes, and put
@@ -297,7 +297,7 @@ class PlacedModule(nn.Module):
         """Forward and backward of one batch under the plan's schedule; gradients are accumulated.
 
         ``loss_fn(output, target)``, or ``loss_fn(output)`` without a target, gives a scalar and is
-        called for every cut of the batch, outside of the autocast of the plan's ``precision``:
+        called for every slice of the batch, outside of the autocast of the plan's ``precision``:
         ``F.cross_entropy(output.float(), target)`` is what torch makes of it inside (or call all of
         `step` under ``torch.autocast``). The gradient is that of ``loss_fn`` on the whole batch, also
         when cuts are uneven. That needs to be known of it, where there is more than one cut:

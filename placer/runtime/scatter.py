@@ -96,7 +96,7 @@ def cut_batch(
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """Part of a ``target`` that has no rows of the batch: ``loss_fn`` gets ``value`` for every cut.
+    """Part of a ``target`` that has no rows of the batch: ``loss_fn`` gets ``value`` for every slice.
 
     For example ``target=(labels, placer.Whole(class_weights))``.
     """
@@ -119,7 +119,7 @@ def check_target(target: Any, total: int | None) -> None:
             continue
         found = f"has {leaf.size(0)} rows, the batch has {total}"
         remedy = (
-            "give it one row per row of the batch, or placer.Whole(tensor) for what every cut of the "
+            "give it one row per row of the batch, or placer.Whole(tensor) for what every slice of the "
             "batch is to get whole, such as class weights"
         )
         if total and leaf.size(0) % total == 0:
