@@ -238,6 +238,7 @@ class GuessData:
 
 _READ_AS_VALUES = ("numpy", "__array__", "tolist", "__format__")
 _EMBEDDINGS = (nn.functional.embedding, nn.functional.embedding_bag)
+_WATCHED = {*_READ_AS_VALUES, *(f.__name__ for f in _EMBEDDINGS), *PACKING, *RECURRENT}
 
 
 class _GuessReads(TorchFunctionMode):
@@ -253,6 +254,8 @@ class _GuessReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
+        if name not in _WATCHED:
+            return func(*args, **(kwargs or {}))
         if func in _EMBEDDINGS:
             call = inspect.signature(func).bind(*args, **(kwargs or {}))
             call.arguments["sparse"] = False

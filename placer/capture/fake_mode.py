@@ -23,7 +23,13 @@ from torch import Tensor
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from placer._torch import READS_DEVICE, FakeTensors, as_meta, without_torch_function
+from placer._torch import (
+    READS_DEVICE,
+    FakeTensors,
+    as_meta,
+    without_modes,
+    without_torch_function,
+)
 from placer.capture.shapes import SHAPE_RULES, Made, Recipe
 from placer.operands import tensors_in
 
@@ -96,7 +102,17 @@ class FakeMode(FakeTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is READS_DEVICE:
             return args[0].device
-        kwargs, guess = kwargs or {}, self.guess
+        with without_torch_function():
+            return self._guess(func, types, args, kwargs or {})
+
+    def detach(self, tensor: Tensor) -> Tensor:
+        """``tensor.detach()`` of a fake tensor of this mode, which no dispatch mode hears of."""
+        with as_meta(self):
+            data = tensor.detach()
+        return self._tensors.make(data)
+
+    def _guess(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        guess = self.guess
         if guess is None:
             return self._run(func, types, args, kwargs)
         # What a kernel computes on its way is its own business: nothing is guessed there.
@@ -220,8 +236,7 @@ class FakeMode(FakeTensorMode):
         return results if several else results[0]
 
     def _make(self, made: Made) -> Tensor:
-        with without_torch_function():
-            data = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device=_META)
+        data = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device=_META)
         return self._tensors.make(data)
 
 
@@ -260,3 +275,13 @@ def _depends_on_shapes(func: Any) -> bool:
     if func is not torch.ops.aten.index.Tensor:  # which depends on values where an index is a mask
         refused.add(torch.Tag.dynamic_output_shape)
     return not refused & set(func.tags)
+
+
+def detach_fake(tensor: Tensor) -> Tensor:
+    """``tensor.detach()`` that no dispatch mode hears of, for a fake tensor in a tenth of the time."""
+    mode = tensor.fake_mode if isinstance(tensor, FakeTensor) else None
+    if isinstance(mode, FakeMode):
+        with without_torch_function():
+            return mode.detach(tensor)
+    with without_modes():
+        return tensor.detach()

@@ -65,6 +65,7 @@ from placer.capture.targets import (
 )
 from placer.capture.watch import watch_calls
 from placer.capture.writer import CPU, GraphWriter, executable
+from placer.operands import tensors_of_tree
 
 # Names of tensor methods: those that give sizes, those that hand values to Python, and
 # those that reach into autograd, which a graph cannot express.
@@ -246,10 +247,10 @@ class Recorder(TorchFunctionMode):
         return value
 
     def is_recorded(self, value: Any, args: Any, kwargs: Any) -> bool:
-        if any(isinstance(leaf, Tensor) for leaf in tree_iter(value)):
+        if tensors_of_tree(value):
             return True
         # Without a result it was called for its effect, on a tensor if the effect concerns us.
-        return value is None and any(isinstance(x, Tensor) for x in tree_iter((args, kwargs)))
+        return value is None and bool(tensors_of_tree((args, kwargs)))
 
     def record(
         self, op: str, target: Any, args: Any, kwargs: Any, value: Any, *, layer: str | None = None
@@ -286,9 +287,10 @@ class Recorder(TorchFunctionMode):
         path = self.paths.get(id(module))
         if path is None:  # made in forward, such as nn.Softmax(dim=1)(x): a part of its caller
             return original(module, *args, **kwargs)
-        checkpointed = self.checkpointing() is not None and not is_torch_leaf(module)
         leaf = is_torch_leaf(module)
-        if _state(module) != self.owned[id(module)]:
+        checkpointed = not leaf and self.checkpointing() is not None
+        one_node = path in self.whole or leaf or checkpointed
+        if one_node and _state(module) != self.owned[id(module)]:
             if path in self.whole or checkpointed:
                 with self.refusing():
                     raise Untraceable(f"it runs {path} with other parameters than its own")
@@ -488,4 +490,6 @@ class _Unseen(DispatchMode):
 
 def _state(module: nn.Module) -> tuple[int, ...]:
     """The identities of the parameters of ``module``, which ``functional_call`` replaces."""
+    if not module._modules:  # most are; the walk of `parameters` takes ten times as long
+        return tuple(map(id, module._parameters.values()))
     return tuple(map(id, module.parameters()))

@@ -63,13 +63,17 @@ def _are_dense(*tensors: Tensor) -> bool:
 
 
 def _elementwise(*args: Any, **kwargs: Any) -> Recipe | None:
-    """Of tensors of one shape, and of real numbers."""
+    """Of tensors, one of which the others are broadcast to, and of real numbers."""
     tensors = [x for x in args if isinstance(x, Tensor)]
     if any(isinstance(x, complex) for x in args) or not _are_dense(*tensors):
         return None
-    if any(x.shape != tensors[0].shape for x in tensors):
-        return None
-    return _alone(_new(tensors[0].shape, tensors[0].dtype))
+    shape = max((x.shape for x in tensors), key=len)
+    if any(x.shape != shape for x in tensors):
+        # Where a dimension has one element, its stride says nothing about the order of the others.
+        shape = torch.broadcast_shapes(*(x.shape for x in tensors))
+        if 1 in shape or all(x.shape != shape for x in tensors):
+            return None
+    return _alone(_new(shape, tensors[0].dtype))
 
 
 def _addmm(bias: Tensor, a: Tensor, b: Tensor, **kwargs: Any) -> Recipe | None:
@@ -113,7 +117,7 @@ def _sum(
 
 def _slice_backward(grad: Tensor, sizes: Sequence[int], *args: Any) -> Recipe | None:
     """The gradient of the whole, which is zero elsewhere."""
-    return _alone(_new(sizes, grad.dtype)) if _are_dense(grad) else None
+    return _alone(_new(sizes, grad.dtype)) if grad.dtype in _FLOATS else None
 
 
 def _layer_norm(
@@ -150,6 +154,80 @@ def _layer_norm_backward(
     return True, (_new(x.shape, x.dtype), weights, weights)
 
 
+def _convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> Recipe | None:
+    given = [tensor for tensor in (x, weight, bias) if tensor is not None]
+    dims = weight.dim() - 2
+    if (
+        transposed
+        or not _are_dense(*given)
+        or x.dim() != weight.dim()
+        or not _is_ordered(x, weight)
+    ):
+        return None
+    if any(len(setting) != dims for setting in (stride, padding, dilation)):
+        return None
+    if x.shape[1] != weight.shape[1] * groups or (bias is not None and bias.dim() != 1):
+        return None
+    sizes = [
+        (n + 2 * pad - step * (k - 1) - 1) // hop + 1
+        for n, k, hop, pad, step in zip(
+            x.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True
+        )
+    ]
+    if min(sizes) < 1:
+        return None
+    return _alone(_new((x.shape[0], weight.shape[0], *sizes), x.dtype))
+
+
+def _is_ordered(*tensors: Tensor) -> bool:
+    """Can none of them be taken for one with the channels last, too?"""
+    return all(x.shape[1] > 1 and max(x.shape[2:], default=1) > 1 for x in tensors)
+
+
+def _batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    variance: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Recipe | None:
+    """In training: the result, and per channel a mean and a standard deviation."""
+    given = [tensor for tensor in (weight, bias, mean, variance) if tensor is not None]
+    if not training or not _are_dense(x, *given) or x.dim() < 3 or not _is_ordered(x):
+        return None
+    if any(tensor.shape != x.shape[1:2] for tensor in given):
+        return None
+    channels = _new(x.shape[1:2], x.dtype)
+    return True, (_new(x.shape, x.dtype), channels, channels)
+
+
+def _cudnn_batch_norm_backward(
+    x: Tensor, grad: Tensor, weight: Tensor, *args: Any
+) -> Recipe | None:
+    if (
+        not _are_dense(x, grad, weight)
+        or x.shape != grad.shape
+        or x.dim() < 3
+        or not _is_ordered(x)
+    ):
+        return None
+    channels = _new(weight.shape, x.dtype)
+    return True, (_new(x.shape, x.dtype), channels, channels)
+
+
 aten = torch.ops.aten
 _ELEMENTWISE = (
     aten.add.Tensor,
@@ -173,6 +251,9 @@ _ELEMENTWISE = (
 SHAPE_RULES: dict[Any, Callable[..., Recipe | None]] = {
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
     aten.addmm.default: _addmm,
+    aten.convolution.default: _convolution,
+    aten.native_batch_norm.default: _batch_norm,
+    aten.cudnn_batch_norm_backward.default: _cudnn_batch_norm_backward,
     aten.cat.default: _cat,
     aten.sum.dim_IntList: _sum,
     aten.slice_backward.default: _slice_backward,

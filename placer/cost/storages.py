@@ -196,11 +196,14 @@ class StorageRecorder(DispatchMode):
 
 
 def _key(tensor: Tensor) -> Any:
-    if tensor.layout != torch.strided:
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError) as error:
+        if tensor.layout == torch.strided:
+            raise
         raise CaptureError(
             "the model",
             f"makes a tensor of layout {tensor.layout}, whose bytes depend on its values, which "
             "planning does not have",
             "hand it to forward as an input, or make it dense",
-        )
-    return tensor.untyped_storage()
+        ) from error

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 
-from placer._torch import DispatchMode, detach_fake
+from placer._torch import DispatchMode
 from placer.capture.fake import FakeWorld
-from placer.capture.fake_mode import QUICK_KERNELS, QUICK_OPERATORS, FakeMode
+from placer.capture.fake_mode import QUICK_KERNELS, QUICK_OPERATORS, FakeMode, detach_fake
 from placer.capture.shapes import SHAPE_RULES
 
 aten = torch.ops.aten
 _X, _ROW = (4, 6, 8), (8,)
 _MEANS = (4, 6, 1)
+_IMAGE, _C, _STRIDE = (2, 4, 6, 7), (4,), ([2, 1], [0, 1], [1, 2])
 CALLS: dict[Any, tuple[Any, ...]] = {
     aten.view.default: (_X, [24, 8]),
     aten._unsafe_view.default: (_X, [4, 48]),
@@ -55,6 +56,9 @@ CALLS: dict[Any, tuple[Any, ...]] = {
     aten.sigmoid_backward.default: (_X, _X),
     aten.tanh.default: (_X,),
     aten.tanh_backward.default: (_X, _X),
+    aten.convolution.default: (_IMAGE, (8, 4, 3, 3), _ROW, *_STRIDE, False, [0, 0], 1),
+    aten.native_batch_norm.default: (_IMAGE, _C, _C, _C, _C, True, 0.1, 1e-5),
+    aten.cudnn_batch_norm_backward.default: (_IMAGE, _IMAGE, *(_C for _ in range(5)), 1e-5, (0,)),
     aten.addmm.default: (_ROW, (4, 6), (6, 8)),
     aten.cat.default: ([_X, (4, 1, 8), _X], 1),
     aten.sum.dim_IntList: (_X, [0, -1], True),
@@ -98,6 +102,34 @@ CORNERS: list[tuple[Any, tuple[Any, ...]]] = [
         aten.native_layer_norm_backward.default,
         (_X, _X, [8], _MEANS, _MEANS, None, None, [True, False, False]),
     ),
+    *(
+        (aten.convolution.default, (x, weight, None, *_STRIDE, transposed, [0, 0], groups))
+        for x, weight, transposed, groups in (
+            (_IMAGE, (8, 4, 3, 3), True, 1),
+            (_IMAGE, (8, 1, 3, 3), False, 4),
+            (_IMAGE, (8, 2, 3, 3), False, 2),
+            (_IMAGE, (8, 4, 1, 1), False, 1),
+            ((2, 1, 6, 7), (8, 1, 3, 3), False, 1),
+            ((1, 4, 6, 7), (1, 4, 3, 3), False, 1),
+            ((2, 4, 1, 1), (8, 4, 1, 1), False, 1),
+            (_IMAGE, (8, 3, 3, 3), False, 1),
+            (_IMAGE, (8, 4, 9, 9), False, 1),
+        )
+    ),
+    (
+        aten.convolution.default,
+        ((2, 4, 5, 6, 7), (8, 4, 3, 3, 3), _ROW, [2] * 3, [1] * 3, [1] * 3, False, [0] * 3, 1),
+    ),
+    (aten.convolution.default, ((2, 4, 9), (8, 4, 3), _ROW, [2], [1], [1], False, [0], 1)),
+    (aten.native_batch_norm.default, (_IMAGE, _C, _C, _C, _C, False, 0.1, 1e-5)),
+    (aten.native_batch_norm.default, (_IMAGE, None, None, None, None, True, 0.1, 1e-5)),
+    (aten.native_batch_norm.default, ((2, 4, 5, 6, 7), _C, _C, _C, _C, True, 0.1, 1e-5)),
+    (aten.native_batch_norm.default, ((9, 4), _C, _C, _C, _C, True, 0.1, 1e-5)),
+    *((op, (_X, (4, 6, 1))) for op in (aten.add.Tensor, aten.mul.Tensor)),
+    *((op, ((4, 1, 8), _X)) for op in (aten.add.Tensor, aten.mul.Tensor)),
+    *((op, ((4, 1, 1), (1, 6, 8))) for op in (aten.add.Tensor, aten.mul.Tensor)),
+    (aten.mul.Tensor, ((4, 1, 8), (1, 1, 8))),
+    (aten.mul.Tensor, ((4, 6), (3, 4, 6))),
     (aten.slice_backward.default, ((0, 3), [4, 3], 0, 2, 2, 1)),
 ]
 
