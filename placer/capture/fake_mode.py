@@ -34,6 +34,7 @@ from placer.capture.shapes import SHAPE_RULES, Made, Recipe
 from placer.operands import tensors_in
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
+_OPERATOR = type(torch.ops.aten.clone.default)
 
 # Operators that C++ runs on tensors without data in some microseconds; a view shares its storage.
 QUICK_OPERATORS = {
@@ -267,7 +268,7 @@ _PLAIN = {
 @functools.cache
 def _depends_on_shapes(func: Any) -> bool:
     """Do the results of ``func`` depend on shapes and plain values alone, and share no memory?"""
-    if not isinstance(func, torch._ops.OpOverload) or func.namespace not in ("aten", "prims"):
+    if type(func) is not _OPERATOR or func.namespace not in ("aten", "prims"):
         return False
     if func.is_view or "lift" in func.name():
         return False
