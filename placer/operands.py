@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import SUPPORTED_NODES, tree_iter
 
 
 def tensors_in(*values: Any) -> list[Tensor]:
@@ -21,3 +23,17 @@ def tensors_in(*values: Any) -> list[Tensor]:
         elif isinstance(value, dict):
             found += tensors_in(*value.values())
     return found
+
+
+def tensors_of_tree(value: Any) -> list[Tensor]:
+    """All tensors in ``value``, which may be any tree; as fast as `tensors_in` where it is no such tree."""
+    if isinstance(value, Tensor):
+        return [value]
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return [tensor for item in value for tensor in tensors_of_tree(item)]
+    if kind is dict or kind is OrderedDict:
+        return [tensor for item in value.values() for tensor in tensors_of_tree(item)]
+    if kind in SUPPORTED_NODES or isinstance(value, tuple):
+        return [leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor)]
+    return []

@@ -19,9 +19,8 @@ from placer.emit import StagedModel
 from placer.plan.types import Plan
 from placer.runtime.module import PlacedModule
 from placer.runtime.place import CALLER
-from placer.runtime.scatter import batch_size, join_results, split_rows
+from placer.runtime.scatter import CutBatch, cut_batch, join_results
 from placer.runtime.statistics import DeferredStatistics, defers_statistics, update_statistics
-from placer.schedule import batch_cuts
 
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
@@ -94,8 +93,8 @@ def verify(
     """Run one training step of ``model`` placed and plain, and compare everything it computes.
 
     Compared are outputs, the loss, the gradient of every parameter and of inputs that require one,
-    buffers, and parameters after one SGD step. The plain model runs the same cuts of the batch one
-    after the other (one cut: the whole batch), with the same seed. ``model`` itself is not changed.
+    buffers, and parameters after one SGD step. The plain model runs the same slices of the batch one
+    after the other (one slice: the whole batch), with the same seed. ``model`` itself is not changed.
     ``tolerance`` (relative) is by default that of the parameters' dtype. With
     ``ignore_device_moves`` the plain model runs where its tensors are, too.
     """
@@ -106,29 +105,19 @@ def verify(
     plain = copy_module(model)
     wanted = loss_fn or stand_in_loss
     with IgnoringDeviceMoves() if ignore_device_moves else nullcontext():
-        theirs = _run_plain(plain, placed, args, kwargs, wanted, seed)
+        theirs, cuts = _run_plain(plain, placed, args, kwargs, wanted, seed)
     ours = _run_placed(placed, args, kwargs, wanted, seed)
     allowed = tolerance or max(
         (_TOLERANCE.get(p.dtype, 1e-4) for p in plain.parameters()), default=1e-4
     )
     if placed.plan.precision != "fp32":
         allowed = max(allowed, _TOLERANCE[torch.bfloat16])
-    cuts = _count_cuts(placed, args, kwargs)
     return Verification(
         comparisons=tuple(_compare(ours, theirs, allowed)),
         reference="the plain model"
         + (f" on the same {cuts} slices of the batch" * (cuts > 1))
         + _where(placed),
     )
-
-
-def _count_cuts(placed: PlacedModule, args: Any, kwargs: Any) -> int:
-    """How many slices this batch is cut into: fewer than the plan has where it has few rows."""
-    call, plan = placed.staged.call, placed.plan
-    total = batch_size(call, flatten_call(call, args, kwargs))
-    if total is None:
-        return 1
-    return sum(map(len, batch_cuts(total, plan.replicas, plan.microbatches)))
 
 
 def _where(placed: PlacedModule) -> str:
@@ -163,30 +152,30 @@ def _run_plain(
     kwargs: Any,
     loss_fn: Callable[[Any], Tensor],
     seed: int,
-) -> _Step:
-    """The reference: the plain model on each cut in turn, results joined, one loss, one backward."""
+) -> tuple[_Step, int]:
+    """The reference: the plain model on each cut in turn, results joined, one loss, one backward.
+
+    And how many cuts there are: fewer than the plan has where the batch has few rows.
+    """
     args, kwargs = _fresh((args, kwargs))
     torch.manual_seed(seed)
-    call = placed.staged.call
+    call, plan = placed.staged.call, placed.plan
     leaves = flatten_call(call, args, kwargs)
-    total = batch_size(call, leaves)
-    plan = placed.plan
-    if total is None or plan.replicas * plan.microbatches == 1:
+    batch = cut_batch(call, leaves, replicas=plan.replicas, microbatches=plan.microbatches)
+    if batch.total is None or plan.replicas * plan.microbatches == 1:
         output = plain(*args, **kwargs)
     else:
-        cuts = batch_cuts(total, plan.replicas, plan.microbatches)
         statistics = DeferredStatistics() if defers_statistics(plan) else None
-        output = _run_cuts(plain, placed.staged, leaves, cuts, statistics)
+        output = _run_cuts(plain, placed.staged, batch, statistics)
     loss = loss_fn(output)
     loss.backward()
-    return _collect(plain, output, loss, (args, kwargs))
+    return _collect(plain, output, loss, (args, kwargs)), len(batch.pieces)
 
 
 def _run_cuts(
     plain: nn.Module,
     staged: StagedModel,
-    leaves: list[Tensor],
-    cuts: Sequence[Sequence[int]],
+    batch: CutBatch,
     statistics: DeferredStatistics | None,
 ) -> Any:
     """The result of the cuts, per replica and micro-batch so many rows, one after the other.
@@ -196,11 +185,11 @@ def _run_cuts(
     """
     call = staged.call
     buffers = dict(plain.named_buffers())
-    pieces = iter(split_rows(call, leaves, [size for row in cuts for size in row]))
+    pieces = iter(batch.pieces)
     outputs = []
     start = {name: b.detach().clone() for name, b in plain.named_buffers()}
     kept: dict[str, Tensor] = {}
-    for number, row in enumerate(cuts):
+    for number, row in enumerate(batch.rows):
         for name, buffer in plain.named_buffers():
             buffer.data = start[name].clone()
         for _ in row:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,26 @@ def train(module: nn.Module, optimizer: Optimizer, steps: int) -> list[float]:
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def clip_apart(layout: Layout, folder: Path) -> tuple[list[str], list[str]]:
+    """What is warned of at a save after the gradients were clipped together, and each rank's alone."""
+    placed = make_placed(layout, seed=0)
+    optimizer = torch.optim.SGD(placed.parameters(), lr=0.1)
+    found = []
+    for own in (False, True):
+        optimizer.zero_grad()
+        placed.step(IDS, target=IDS, loss_fn=loss_of)
+        if own:
+            torch.nn.utils.clip_grad_norm_(list(placed.parameters()), 0.01)
+        else:
+            placed.clip_grad_norm_(0.01)
+        optimizer.step()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            placer.save(placed, optimizer, folder / str(own))
+        found.append([str(w.message) for w in caught if "placer.save" in str(w.message)])
+    return found[0], found[1]
 
 
 def save_and_go_on(layout: Layout, path: Path, *, dropout: bool) -> dict[str, Any]:

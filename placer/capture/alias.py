@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_iter
 
-from placer._torch import READS_DEVICE, DispatchMode, read_device, storage_key
+from placer._torch import DispatchMode, storage_key
 from placer.capture.fake import FakeWorld
+from placer.operands import tensors_of_tree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,10 +89,7 @@ class _WriteLog(DispatchMode):
         self.written: set[int] = set()
         self.drew = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is READS_DEVICE:
-            return read_device(args[0])
-        kwargs = kwargs or {}
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         draws, written = _effects(func)
         self.drew = self.drew or draws
         for index, name in written:
@@ -148,7 +145,7 @@ class _Watcher(fx.Interpreter):
         if n.op == "call_module":
             module = self.fetch_attr(str(n.target))
             reads.update(_storages([*module.parameters(), *module.buffers()]))
-        for module in (x for x in tree_iter(args) if isinstance(x, nn.Module)):
+        for module in (x for x in args if isinstance(x, nn.Module)):  # as `call_module` has it
             reads.update(_storages([*module.parameters(), *module.buffers()]))
         self.writes.written.clear()
         self.writes.drew = False
@@ -199,8 +196,4 @@ def _groups(graph: fx.Graph, run: _Watcher, state: set[int]) -> tuple[tuple[str,
 
 
 def _storages(value: Any) -> Iterable[int]:
-    return [
-        storage_key(leaf)
-        for leaf in tree_iter(value)
-        if isinstance(leaf, Tensor) and leaf.layout == torch.strided
-    ]
+    return [storage_key(x) for x in tensors_of_tree(value) if x.layout == torch.strided]

@@ -118,7 +118,7 @@ class _Session:
                 "this is a defect of placer; please report it with the model",
             ) from error
 
-    def _run(self, inputs: Sequence[Tensor]) -> RecordedProgram:
+    def _run(self, inputs: Sequence[Tensor], *, named: bool = True) -> RecordedProgram:
         call = self.world, self.model, self.twin, self.bound, inputs
         try:
             if "" in self.whole:
@@ -128,12 +128,13 @@ class _Session:
                 frozenset(self.whole),
                 guess=self.guess,
                 ignore_device_moves=self.ignore_device_moves,
+                named=named,
             )
         except ForwardFailure as failure:
             _end_frames(failure)
             if failure.guessed and self.guess:
                 self.guess = 0
-                return self._run(inputs)
+                return self._run(inputs, named=named)
             raise failure.as_error(
                 f"on these inputs ({describe_shapes(inputs)})",
                 _NO_VALUES if failure.guessed else _CHECK_INPUTS,
@@ -161,7 +162,7 @@ class _Session:
         if doubled is None:
             return
         try:
-            other = self._run(doubled)
+            other = self._run(doubled, named=False)
         except CaptureError as error:
             self.fixed_batch = error.problem
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,6 +151,23 @@ _FROM_DATA: dict[Any, Any] = {
     function: function
     for function in (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
 }
+
+
+INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+
+
+def index_by_tensors(index: Any, make_constant: Callable[[Tensor], Tensor]) -> Any:
+    """``index`` of a tensor with constants in the place of numpy's arrays; of masks, where they are true."""
+    found: list[Any] = []
+    for part in index if isinstance(index, tuple) else (index,):
+        if not isinstance(part, np.ndarray):
+            found.append(part)
+            continue
+        arrays = np.nonzero(part) if part.dtype == np.bool_ else (part,)
+        with without_torch_function(), without_modes():
+            tensors = [torch.tensor(array, device="cpu") for array in arrays]
+        found += map(make_constant, tensors)
+    return tuple(found) if isinstance(index, tuple) or len(found) != 1 else found[0]
 
 
 def is_written(constant: fx.Node) -> bool:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_iter
+
+from placer.operands import tensors_of_tree
 
 
 def copy_module(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
@@ -29,5 +30,5 @@ def tensors_of(model: nn.Module) -> Iterator[Tensor]:
         for name, value in module.__dict__.items():
             if name in ("_parameters", "_buffers"):
                 yield from (tensor for tensor in value.values() if tensor is not None)
-            elif name != "_modules":
-                yield from (leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor))
+            elif name != "_modules" and value is not None and type(value) is not bool:
+                yield from tensors_of_tree(value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -16,16 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from placer._torch import (
-    READS_DEVICE,
-    DispatchMode,
-    FakeMode,
-    read_device,
     storage_key,
     without_modes,
     without_torch_function,
@@ -33,6 +29,7 @@ from placer._torch import (
 from placer.capture.caches import caches_set_aside
 from placer.capture.copying import copy_module, tensors_of
 from placer.capture.failure import Untraceable
+from placer.capture.fake_mode import FakeMode
 from placer.capture.packed import PACKING, RECURRENT, run_recurrent
 from placer.capture.reach import Reach, find_reach
 from placer.capture.rng_nodes import keep_random
@@ -77,7 +74,7 @@ class FakeWorld:
     @contextmanager
     def running(self, guess: int = 1) -> Iterator[None]:
         """Run code on twins; the values of tensors that it looks at are guessed (`GuessData`)."""
-        with self.mode, GuessData(guess), on_fakes(), self.caches_set_aside():
+        with self.mode, GuessData(self.mode, guess), on_fakes(), self.caches_set_aside():
             yield
 
     def caches_set_aside(self) -> AbstractContextManager[None]:
@@ -175,8 +172,8 @@ def on_fakes() -> Iterator[None]:
         nn.Module._apply = convert  # type: ignore[method-assign]
 
 
-class GuessData(DispatchMode):
-    """Lets code that looks at the values of tensors run on fake ones, by guessing the values.
+class GuessData:
+    """Lets code that looks at the values of tensors run on fake ones of ``mode``, by guessing the values.
 
     A scalar read is ``value``, 1 or 0 (True or False); as many elements are selected as there can
     be; an array for numpy is full of ``value``. ``guessed`` says whether it happened, which makes the
@@ -184,34 +181,36 @@ class GuessData(DispatchMode):
     from their lengths is then known.
     """
 
-    def __init__(self, value: int = 1) -> None:
-        super().__init__()
+    def __init__(self, mode: FakeMode, value: int = 1) -> None:
         self.value = value
         self.guessed = False
+        self._mode = mode
+        self._before = mode.guess
         self._reads = _GuessReads(self)
         self._values = WeakTensorKeyDictionary()  # of fake tensors, where they are known
 
     def __enter__(self) -> GuessData:
-        super().__enter__()
+        self._before, self._mode.guess = self._mode.guess, self
         self._reads.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._reads.__exit__(*error)
-        super().__exit__(*error)
+        self._mode.guess = self._before
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is READS_DEVICE:
-            return read_device(args[0])
-        kwargs = kwargs or {}
-        if len(self._values) and func._schema.is_mutable and args and isinstance(args[0], Tensor):
+    def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What ``func`` makes of values that are known; ``NotImplemented`` where one is not."""
+        if not len(self._values):
+            return NotImplemented
+        if func._schema.is_mutable and args and isinstance(args[0], Tensor):
             self._values.pop(args[0], None)
-        if not len(self._values) or not self._knows((args, kwargs)):
-            return self._run(func, args, kwargs)
+        if not self._knows((args, kwargs)):
+            return NotImplemented
         with without_modes():
             args, kwargs = tree_map_only(Tensor, self._values.__getitem__, (args, kwargs))
             known = func(*args, **kwargs)
-        return tree_map_only(Tensor, self.tell, known)
+        with self._mode:
+            return tree_map_only(Tensor, self.tell, known)
 
     def _knows(self, arguments: Any) -> bool:
         tensors = [leaf for leaf in tree_iter(arguments) if isinstance(leaf, Tensor)]
@@ -223,35 +222,23 @@ class GuessData(DispatchMode):
         self._values[fake] = value
         return fake
 
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        try:
-            result = func(*args, **kwargs)
-            return result if func not in _UNASKED else _only_asked(result, args[-1])
-        except DataDependentOutputException:
-            self.guessed = True
-            if func is torch.ops.aten._local_scalar_dense.default:
-                return _number(args[0].dtype, self.value)
-            if func is torch.ops.aten.equal.default:
-                return bool(self.value)
-            raise
-        except DynamicOutputShapeException:
-            self.guessed = True
+    def answer(self, func: Any, args: Any, kwargs: Any, refused: Exception) -> Any:
+        """What ``func``, which fake tensors have ``refused``, may give; else raises that."""
+        self.guessed = True
+        if isinstance(refused, DynamicOutputShapeException):
             if (largest := _LARGEST_RESULT.get(func.name())) is not None:
-                return largest(func, *args, **kwargs)
-            raise
-
-
-# What torch 2.15 makes of these without data has results that were not asked for, which the kernels
-# do not compute. A backward that is split asks for the input's gradient first, and later for the rest.
-_UNASKED = {torch.ops.aten.native_batch_norm_backward.default}
-
-
-def _only_asked(results: Sequence[Any], asked: Sequence[bool]) -> tuple[Any, ...]:
-    return tuple(x if wanted else None for x, wanted in zip(results, asked, strict=True))
+                with self._mode:
+                    return largest(func, *args, **kwargs)
+        elif func is torch.ops.aten._local_scalar_dense.default:
+            return _number(args[0].dtype, self.value)
+        elif func is torch.ops.aten.equal.default:
+            return bool(self.value)
+        raise refused
 
 
 _READ_AS_VALUES = ("numpy", "__array__", "tolist", "__format__")
 _EMBEDDINGS = (nn.functional.embedding, nn.functional.embedding_bag)
+_WATCHED = {*_READ_AS_VALUES, *(f.__name__ for f in _EMBEDDINGS), *PACKING, *RECURRENT}
 
 
 class _GuessReads(TorchFunctionMode):
@@ -267,6 +254,8 @@ class _GuessReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
+        if name not in _WATCHED:
+            return func(*args, **(kwargs or {}))
         if func in _EMBEDDINGS:
             call = inspect.signature(func).bind(*args, **(kwargs or {}))
             call.arguments["sparse"] = False

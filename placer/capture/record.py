@@ -51,11 +51,13 @@ def record_model(
     *,
     guess: int = 1,
     ignore_device_moves: bool = False,
+    named: bool = True,
 ) -> RecordedProgram:
     """Run ``twin``, the fake copy of ``model``, on fake ``inputs`` and write down what it does.
 
     Modules whose paths are in ``whole`` become single nodes, and so do the layers of ``torch.nn``;
     the values of tensors that they look at are guessed (``guess``).
+    Names of nodes are the same every time, unless not ``named``, for a program that is only compared.
     The twin is as before afterwards. Raises ``TraceFailure`` naming the innermost module that
     cannot be recorded, ``ForwardFailure`` when the model fails by itself, and ``CaptureError`` where
     it moves tensors to several devices, unless ``ignore_device_moves``.
@@ -67,7 +69,7 @@ def record_model(
         recorder, leaves = run()
         effects = _replace_buffers(recorder, model, twin, snapshot.changes())
         cached = [recorder.keep_cached(_attribute(twin, *effect)) for effect in effects]
-        graph = recorder.writer.finish(leaves)
+        graph = recorder.writer.finish(leaves, named=named)
         if effects:
             # Does what forward left behind change the next one?
             spelled = [spell_graph(graph), _spell_again(run)]
@@ -117,7 +119,7 @@ def _run(
 
 def _spell_again(run: Callable[[], tuple[Recorder, list[Any]]]) -> list[str]:
     recorder, leaves = run()
-    return spell_graph(recorder.writer.finish(leaves))
+    return spell_graph(recorder.writer.finish(leaves, named=False))
 
 
 def _attribute(twin: nn.Module, path: str, attribute: str) -> Any:
@@ -158,5 +160,6 @@ def ambient(world: FakeWorld) -> Iterator[None]:
         stack.enter_context(world.mode)
         stack.enter_context(on_fakes())
         stack.enter_context(world.caches_set_aside())
-        stack.enter_context(CPU)
+        if torch.get_default_device() != CPU:  # a device context is asked at every torch function
+            stack.enter_context(CPU)
         yield

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,17 +21,24 @@ from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 from torch.utils._pytree import tree_iter
 
 from placer._torch import (
-    READS_DEVICE,
     REENTRANT_CHECKPOINT,
     DispatchMode,
     is_checkpointing,
-    read_device,
     saved_tensor_hooks,
     without_modes,
     without_torch_function,
 )
 from placer.capture.call import BoundCall, flat_forward, placeholder_names
-from placer.capture.constants import copy_real, data_of, digest, find_value, is_constant, is_written
+from placer.capture.constants import (
+    INDEXING,
+    copy_real,
+    data_of,
+    digest,
+    find_value,
+    index_by_tensors,
+    is_constant,
+    is_written,
+)
 from placer.capture.failure import (
     ForwardFailure,
     TraceFailure,
@@ -58,6 +65,7 @@ from placer.capture.targets import (
 )
 from placer.capture.watch import watch_calls
 from placer.capture.writer import CPU, GraphWriter, executable
+from placer.operands import tensors_of_tree
 
 # Names of tensor methods: those that give sizes, those that hand values to Python, and
 # those that reach into autograd, which a graph cannot express.
@@ -220,6 +228,8 @@ class Recorder(TorchFunctionMode):
             return self.size(func, name, args, kwargs)
         if (data := data_of(func, args, kwargs)) is not None:
             return self.make_constant(data)
+        if func in INDEXING:
+            args = (args[0], index_by_tensors(args[1], self.make_constant), *args[2:])
         args, kwargs, device = set_device_aside(name, args, kwargs)
         if device is not None:
             self.devices.note(device, self.writer.layer, locate_caller())
@@ -237,10 +247,10 @@ class Recorder(TorchFunctionMode):
         return value
 
     def is_recorded(self, value: Any, args: Any, kwargs: Any) -> bool:
-        if any(isinstance(leaf, Tensor) for leaf in tree_iter(value)):
+        if tensors_of_tree(value):
             return True
         # Without a result it was called for its effect, on a tensor if the effect concerns us.
-        return value is None and any(isinstance(x, Tensor) for x in tree_iter((args, kwargs)))
+        return value is None and bool(tensors_of_tree((args, kwargs)))
 
     def record(
         self, op: str, target: Any, args: Any, kwargs: Any, value: Any, *, layer: str | None = None
@@ -277,9 +287,10 @@ class Recorder(TorchFunctionMode):
         path = self.paths.get(id(module))
         if path is None:  # made in forward, such as nn.Softmax(dim=1)(x): a part of its caller
             return original(module, *args, **kwargs)
-        checkpointed = self.checkpointing() is not None and not is_torch_leaf(module)
         leaf = is_torch_leaf(module)
-        if _state(module) != self.owned[id(module)]:
+        checkpointed = not leaf and self.checkpointing() is not None
+        one_node = path in self.whole or leaf or checkpointed
+        if one_node and _state(module) != self.owned[id(module)]:
             if path in self.whole or checkpointed:
                 with self.refusing():
                     raise Untraceable(f"it runs {path} with other parameters than its own")
@@ -304,10 +315,11 @@ class Recorder(TorchFunctionMode):
         self, original: Callable[..., Any], path: str, module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
         node_args, node_kwargs = self.writer.argument(args), self.writer.argument(kwargs)
-        guess = GuessData(self.guess)
+        guess = GuessData(self.writer.world.mode, self.guess)
         self.paused = True
         try:
-            with guess, keep_random():
+            # Layers of torch draw no numbers but torch's, and none without data.
+            with guess, nullcontext() if is_torch_leaf(module) else keep_random():
                 value = original(module, *executable(args), **executable(kwargs))
         except Exception as error:
             location = locate(error) or locate_caller()
@@ -472,12 +484,12 @@ class _Unseen(DispatchMode):
         super().__init__()
         self._recorder = recorder
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is READS_DEVICE:
-            return read_device(args[0])
-        return self._recorder.run_unseen(func, args, kwargs or {})
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return self._recorder.run_unseen(func, args, kwargs)
 
 
 def _state(module: nn.Module) -> tuple[int, ...]:
     """The identities of the parameters of ``module``, which ``functional_call`` replaces."""
+    if not module._modules:  # most are; the walk of `parameters` takes ten times as long
+        return tuple(map(id, module._parameters.values()))
     return tuple(map(id, module.parameters()))

@@ -38,7 +38,7 @@ def record_whole(
     Raises ``ForwardFailure`` when the model fails by itself.
     """
     snapshot = Snapshot(twin)
-    guesses = GuessData(guess)
+    guesses = GuessData(world.mode, guess)
     attributes: set[tuple[str, str]] = set()
 
     def read(path: str, name: str) -> None:

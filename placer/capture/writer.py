@@ -99,12 +99,17 @@ class GraphWriter:
             self.layer_of[kept.name] = self.layer_of[read.name]
         self.node("call_method", "copy_", (self.node("get_attr", name), value), layer=layer)
 
-    def finish(self, leaves: list[Any]) -> fx.Graph:
-        """The graph, with these results, without pure nodes that nothing uses."""
+    def finish(self, leaves: list[Any], *, named: bool = True) -> fx.Graph:
+        """The graph, with these results, without pure nodes that nothing uses.
+
+        Names are of use only if it is kept: without ``named`` they are as they came.
+        """
         self.graph.output(leaves)
         for node in reversed(self.graph.nodes):
             if node in self._pure and not node.users:
                 self.graph.erase_node(node)
+        if not named:
+            return self.graph
         self.graph.lint()
         self.graph, names = _named_anew(self.graph)
         self.layer_of = {names[k]: v for k, v in self.layer_of.items() if k in names}

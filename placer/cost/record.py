@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from placer._torch import detach_fake
+from placer.capture.fake_mode import detach_fake
 from placer.cost.kernels import device_kernels
 from placer.cost.owners import BackwardOwners
 from placer.cost.storages import OUTSIDE, NodeTally, RecordedStorage, StorageRecorder

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from placer._torch import READS_DEVICE, DispatchMode, read_device
+from placer._torch import DispatchMode
 from placer.cost.workspaces import cpu_result, workspace_nbytes
 from placer.errors import CaptureError
 from placer.operands import tensors_in
@@ -73,12 +73,8 @@ class StorageRecorder(DispatchMode):
         self._known: dict[int, tuple[weakref.ref[Any], RecordedStorage | None]] = {}
         self._own_live = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is READS_DEVICE:
-            return read_device(args[0])
-        kwargs = kwargs or {}
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator, and record what it reads, makes and holds."""
         result = func(*args, **kwargs)
         on_cpu = self.position != OUTSIDE and self._kernels[self.position] == "cpu"
         if on_cpu:
@@ -200,11 +196,14 @@ class StorageRecorder(DispatchMode):
 
 
 def _key(tensor: Tensor) -> Any:
-    if tensor.layout != torch.strided:
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError) as error:
+        if tensor.layout == torch.strided:
+            raise
         raise CaptureError(
             "the model",
             f"makes a tensor of layout {tensor.layout}, whose bytes depend on its values, which "
             "planning does not have",
             "hand it to forward as an input, or make it dense",
-        )
-    return tensor.untyped_storage()
+        ) from error

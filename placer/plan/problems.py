@@ -96,6 +96,9 @@ def json_keys(of: type) -> list[str]:
 def inconsistencies(plan: Plan) -> _Problems:
     """What no single field can say: counts and references that must agree."""
     yield from _wrong_optimizer(plan)
+    if plan.example_microbatches is not None and plan.example_microbatches >= plan.microbatches:
+        fewer = f"{plan.example_microbatches} where fewer than {plan.microbatches} belong"
+        yield "/example_microbatches", fewer
     yield from _wrong_stages(plan)
     yield from _wrong_nodes(plan)
     yield from _wrong_devices(plan)

@@ -28,6 +28,8 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
     for name in _HOW_GOOD:
         if values[name] is not None:
             values[name] |= {key: getattr(getattr(plan, name), key) for key in _DERIVED}
+    if plan.example_microbatches is None:  # nearly always; files of before do not have it
+        del values["example_microbatches"]
     return {"version": VERSION, **values}
 
 

@@ -18,7 +18,7 @@ def summarize_plan(plan: Plan) -> str:
         f"{format_count(plan.microbatches, 'micro-batch', 'micro-batches')} ({plan.schedule})",
         plan.precision,
         f"training with {optimizer}" if plan.training else "inference",
-        f"step {format_seconds(plan.step_seconds)}",
+        f"estimated step ~ {format_seconds(plan.step_seconds)}",
     ]
     lines = [f"Plan({', '.join(words)})"]
     lines += [f"  {summarize_stage(stage)}" for stage in plan.stages[:_STAGES_SHOWN]]

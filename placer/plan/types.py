@@ -182,6 +182,8 @@ class Plan:
     extra_time: Optimality | None  # of what "auto" recomputes and offloads; None: nothing
     boundaries: tuple[Boundary, ...]
     node_layers: Mapping[str, str]  # node -> layer, for the diff of a changed model
+    # How many micro-batches the example's rows make, where that is fewer than ``microbatches``.
+    example_microbatches: Count | None = None
 
     def __repr__(self) -> str:
         from placer.plan.summary import summarize_plan

@@ -57,6 +57,9 @@ def assemble_plan(
         extra_time=_extra_time(light),
         boundaries=partition.boundaries,
         node_layers=dict(capture.layer_of),
+        example_microbatches=(
+            options.microbatches if options.microbatches < microbatches else None
+        ),
     )
 
 

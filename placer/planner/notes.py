@@ -34,12 +34,12 @@ def placement_notes(
         notes.append(
             f"The batch is cut along dim 0 of {', '.join(batched)}. What the model or the loss "
             "computes over several rows (a mean over the batch, similarities of its rows, layers "
-            "that take the sequence first) sees one cut at a time, as with nn.DataParallel."
+            "that take the sequence first) sees one slice at a time, as with nn.DataParallel."
         )
     if cut and has_batch_norm and spec.training and spec.batch_norm == "per_microbatch":
         notes.append(
             "BatchNorm in train mode takes its statistics per micro-batch and replica, as with "
-            "nn.DataParallel: results equal those of the same cuts run one after the other."
+            "nn.DataParallel: results equal those of the same slices run one after the other."
         )
     if cut and has_batch_norm and spec.training and spec.batch_norm == "deferred":
         notes.append(

@@ -61,7 +61,7 @@ def page(plan: Plan, *, simulation: SimulationReport | Mapping[str, Any] | None 
         "<h2>Memory of each stage</h2>",
         legend(plan),
         memory_bars(plan),
-        "<h2>Stages</h2>",
+        "<h2>Stages, with estimated times</h2>",
         _stages(plan),
         "<h2>Devices</h2>",
         _devices(plan, simulated),
@@ -95,7 +95,7 @@ def _facts(plan: Plan) -> str:
         "objective": plan.objective,
         "precision": plan.precision,
         "optimizer": optimizer if plan.training else "none (inference)",
-        "step": format_seconds(plan.step_seconds),
+        "estimated step": f"~ {format_seconds(plan.step_seconds)}",
         "bubble": f"{bubble(plan):.0%}",
     }
     items = (f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in facts.items())

@@ -63,7 +63,7 @@ def _headline(plan: Plan) -> Text:
         f"{plan.precision}, {step}",
         *["one process per device"] * plan.processes,
     ]
-    times = [f"step {format_seconds(plan.step_seconds)}", f"bubble {bubble(plan):.0%}"]
+    times = [f"estimated step ~ {format_seconds(plan.step_seconds)}", f"bubble {bubble(plan):.0%}"]
     return Text(" · ".join(words) + "\n" + " · ".join(times), style="bold")
 
 

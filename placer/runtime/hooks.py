@@ -60,7 +60,7 @@ def compile_error() -> PlacerError:
     """That a placed module is not for ``torch.compile``."""
     return PlacerError(
         "torch.compile",
-        "a placed module runs its stages on several devices, cut by cut of the batch, and is no one "
+        "a placed module runs its stages on several devices, slice by slice of the batch, and is no one "
         "graph to compile",
         "call the placed module itself, uncompiled; in a function that is compiled, call "
         "torch.compiler.disable(placed)",

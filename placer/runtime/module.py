@@ -30,8 +30,8 @@ from placer.runtime.sampler import ReplicaSampler
 from placer.runtime.scaling import scale_of
 from placer.runtime.scatter import (
     batch_size,
+    cut_batch,
     join_results,
-    split_rows,
     split_target,
     unwrap_target,
 )
@@ -39,7 +39,7 @@ from placer.runtime.signature import ForwardOfOriginal
 from placer.runtime.statistics import DeferredStatistics, defers_statistics, update_statistics
 from placer.runtime.transfer import transfer
 from placer.runtime.tree import write_back
-from placer.schedule import batch_cuts, linearize, make_schedule, merge_backward
+from placer.schedule import linearize, make_schedule, merge_backward
 
 _TABLES = (
     "_modules",
@@ -70,7 +70,7 @@ class PlacedModule(nn.Module):
     call, as with ``nn.DataParallel``.
 
     A batch is cut along dim 0 into replicas, then micro-batches, by the sizes of ``torch.chunk``.
-    What depends on the whole batch (BatchNorm statistics in train mode) sees one cut at a time, but
+    What depends on the whole batch (BatchNorm statistics in train mode) sees one slice at a time, but
     with ``batch_norm: "deferred"`` running statistics are updated once, from all of it.
     Hooks fire on the module itself (the original's own came along) and on all modules in it. A call
     unlike the captured one (an optional argument, a cache) is captured when it first comes, and put
@@ -297,7 +297,7 @@ class PlacedModule(nn.Module):
         """Forward and backward of one batch under the plan's schedule; gradients are accumulated.
 
         ``loss_fn(output, target)``, or ``loss_fn(output)`` without a target, gives a scalar and is
-        called for every cut of the batch, outside of the autocast of the plan's ``precision``:
+        called for every slice of the batch, outside of the autocast of the plan's ``precision``:
         ``F.cross_entropy(output.float(), target)`` is what torch makes of it inside (or call all of
         `step` under ``torch.autocast``). The gradient is that of ``loss_fn`` on the whole batch, also
         when cuts are uneven. That needs to be known of it, where there is more than one cut:
@@ -455,12 +455,11 @@ class PlacedModule(nn.Module):
         self, call: CallFormat, leaves: list[torch.Tensor]
     ) -> list[list[list[torch.Tensor]]]:
         """Per replica that gets rows, per micro-batch: the input leaves."""
-        total = batch_size(call, leaves)
-        if total is None:
-            return [[leaves]]
-        cuts = batch_cuts(total, len(self._replicas), self.plan.microbatches)
-        flat = iter(split_rows(call, leaves, [size for row in cuts for size in row]))
-        return [[next(flat) for _ in row] for row in cuts]
+        batch = cut_batch(
+            call, leaves, replicas=len(self._replicas), microbatches=self.plan.microbatches
+        )
+        replicas = range(len(batch.rows))
+        return [[batch.pieces[i] for i in batch.of_replica(replica)] for replica in replicas]
 
     def _scatter_target(
         self,

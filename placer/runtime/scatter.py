@@ -21,6 +21,7 @@ from torch.utils._pytree import (
 from placer.capture import TENSOR, CallFormat, unflatten_output
 from placer.emit import StagedModel
 from placer.errors import CaptureError, PlacerError
+from placer.schedule import batch_cuts
 
 
 def batch_size(call: CallFormat, leaves: Sequence[torch.Tensor]) -> int | None:
@@ -54,9 +55,48 @@ def split_rows(
     return [list(row) for row in zip(*columns, strict=True)]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutBatch:
+    """The micro-batches of a batch: rows per replica and micro-batch, and the inputs of each in order.
+
+    ``total`` are all its rows; None for a call without a batch.
+    """
+
+    total: int | None
+    rows: tuple[tuple[int, ...], ...]
+    pieces: Sequence[list[torch.Tensor]]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Rows of every micro-batch, in the order of ``pieces``."""
+        return [size for row in self.rows for size in row]
+
+    @property
+    def largest(self) -> int:
+        """The micro-batch with the most rows, the first of them."""
+        return self.sizes.index(max(self.sizes))
+
+    def of_replica(self, index: int) -> range:
+        """The micro-batches of a replica; none where there are no rows for it."""
+        start = sum(len(row) for row in self.rows[:index])
+        return range(start, start + (len(self.rows[index]) if index < len(self.rows) else 0))
+
+
+def cut_batch(
+    call: CallFormat, leaves: Sequence[torch.Tensor], *, replicas: int, microbatches: int
+) -> CutBatch:
+    """The batch of these inputs, cut; a call without a batch is one cut, of the first replica."""
+    total = batch_size(call, leaves)
+    if total is None:
+        return CutBatch(total=None, rows=((1,),), pieces=[list(leaves)])
+    rows = batch_cuts(total, replicas, microbatches)
+    pieces = split_rows(call, leaves, [size for row in rows for size in row])
+    return CutBatch(total=total, rows=rows, pieces=pieces)
+
+
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """Part of a ``target`` that has no rows of the batch: ``loss_fn`` gets ``value`` for every cut.
+    """Part of a ``target`` that has no rows of the batch: ``loss_fn`` gets ``value`` for every slice.
 
     For example ``target=(labels, placer.Whole(class_weights))``.
     """
@@ -79,7 +119,7 @@ def check_target(target: Any, total: int | None) -> None:
             continue
         found = f"has {leaf.size(0)} rows, the batch has {total}"
         remedy = (
-            "give it one row per row of the batch, or placer.Whole(tensor) for what every cut of the "
+            "give it one row per row of the batch, or placer.Whole(tensor) for what every slice of the "
             "batch is to get whole, such as class weights"
         )
         if total and leaf.size(0) % total == 0:

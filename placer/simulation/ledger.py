@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from placer._torch import READS_DEVICE, DispatchMode, read_device
+from placer._torch import DispatchMode
 from placer.cost import (
     BLAS_NBYTES,
     cpu_result,
@@ -51,16 +51,10 @@ class Ledger(DispatchMode):
         self._recorder = Recorder()
         self._known: dict[int, tuple[weakref.ref[Any], int]] = {}  # id of storage -> block
         self._latest = CALLER.name
-        self._blas: set[tuple[str, bool]] = (
-            set()
-        )  # places whose cuBLAS has its workspace, per thread
+        self._blas: set[tuple[str, bool]] = set()  # places, per thread, that have cuBLAS's workspace
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is READS_DEVICE:
-            return read_device(args[0])
-        kwargs = kwargs or {}
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator, and count what it makes."""
         self._here = self._where()
         result = func(*args, **kwargs)
         leaves = tensors_in(args, kwargs)

@@ -23,9 +23,8 @@ from placer.runtime.distributed.pipeline import Microbatch, Pipeline
 from placer.runtime.distributed.transport import NoChannel
 from placer.runtime.place import CALLER, Place
 from placer.runtime.replica import Replica
-from placer.runtime.scatter import batch_size, split_rows
+from placer.runtime.scatter import cut_batch
 from placer.runtime.statistics import DeferredStatistics, defers_statistics
-from placer.schedule import batch_cuts
 from placer.simulation.ledger import Ledger
 from placer.simulation.optimizers import make_optimizer
 from placer.simulation.simulate import describe_device, running_kernels
@@ -153,7 +152,10 @@ def _simulate_rank(
     with world.running(capture.conditions.guess):
         part = build_part(fake_model, staged, ownership, assignment.device_index, _CPU)
         finder.follow(part)
-        pieces = _cut(staged, plan, leaves)
+        batch = cut_batch(
+            staged.call, leaves, replicas=plan.replicas, microbatches=plan.microbatches
+        )
+        pieces = [batch.pieces[position] for position in batch.of_replica(0)]
         crossings = [finder.find(piece, grad=True) for piece in pieces]
         pipeline = _pipeline(plan, staged, part, assignment)
         trained = [p for p in part.parameters() if p.requires_grad]
@@ -209,13 +211,3 @@ def _microbatches(
         )
         for piece, crossing in zip(pieces, crossings, strict=True)
     ]
-
-
-def _cut(staged: StagedModel, plan: Plan, leaves: list[Tensor]) -> list[list[Tensor]]:
-    """The first replica's micro-batches."""
-    total = batch_size(staged.call, leaves)
-    if total is None:
-        return [leaves]
-    cuts = batch_cuts(total, plan.replicas, plan.microbatches)
-    sizes = [size for row in cuts for size in row]
-    return split_rows(staged.call, leaves, sizes)[: len(cuts[0])]

@@ -52,6 +52,20 @@ def _saved_by_plain(folder: Path, plain: torch.nn.Module, optimizer: torch.optim
     return folder / "plain"
 
 
+def test_copies_that_have_gone_apart_are_named(
+    job_of: Callable[[int], Job], tmp_path: Path
+) -> None:
+    """Each rank clips by the norm of its own part: the tied weights of two stages go apart."""
+    results = job_of(2).run(cases.clip_apart, (2, 1), tmp_path)
+    assert results[0][0] == []  # clipped as the whole, and nothing is said
+    (warning,) = results[0][1]
+    assert (
+        "tokens.weight: that of rank 0 and of rank 1)" in warning
+        and "placed.clip_grad_norm_" in warning
+    )
+    assert results[1] == ([], [])
+
+
 def test_errors_are_the_same_on_all_ranks(job_of: Callable[[int], Job], tmp_path: Path) -> None:
     results = job_of(4).run(cases.errors, (2, 2), tmp_path)
     assert all(messages == results[0] for messages in results)

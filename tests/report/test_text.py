@@ -8,9 +8,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import torch
 from plans import GIB, make_plan, stage_memory
 from rich.console import Console
+from torch import nn
 
+import placer
+from placer.errors import PlanError
+from placer.plan.store import plan_from_json, plan_to_json
 from placer.plan.types import DevicePeak, Plan, Transfer
 from placer.report import plan_table
 from placer.report.figures import bubble, memory_parts, relative_difference, verdict
@@ -99,6 +104,29 @@ def test_compact_layers(layers: list[str], most: int, text: str) -> None:
 def test_bubble_is_the_idle_share() -> None:
     assert bubble(make_plan()) == pytest.approx(0.5)  # one micro-batch, two stages
     assert bubble(dataclasses.replace(make_plan(), step_seconds=0.0)) == 0.0
+
+
+def test_bubble_counts_the_microbatches_that_there_are_rows_for() -> None:
+    """One row makes one micro-batch of the four asked for: of two stages one idles half of the time."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    layers = {"0": "cuda:0", "1": "cuda:0", "2": "cuda:1", "3": "cuda:1"}
+    spec = {"devices": ["cuda:0", "cuda:1"], "layers": layers}
+    wanted = placer.make_plan(model, {**spec, "microbatches": 1}, (torch.empty(1, 64),))
+    plan = placer.make_plan(model, {**spec, "microbatches": 4}, (torch.empty(1, 64),))
+    assert plan.step_seconds == wanted.step_seconds
+    assert bubble(plan) == bubble(wanted) > 0.4
+    assert (plan.microbatches, plan.example_microbatches) == (4, 1)
+    assert plan_from_json(plan_to_json(plan)) == plan
+    with pytest.raises(PlanError, match="/example_microbatches: 4 where fewer than 4 belong"):
+        plan_from_json({**plan_to_json(plan), "example_microbatches": 4})
+
+
+def test_the_time_of_a_step_is_said_to_be_an_estimate() -> None:
+    plan = make_plan()
+    assert "estimated step ~ " in render(plan)
+    assert "estimated step ~ " in repr(plan)
+    assert "<dt>estimated step</dt><dd>~ " in page(plan)
+    assert "<h2>Stages, with estimated times</h2>" in page(plan)
 
 
 def test_memory_parts_add_up_to_the_peak() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 
 from placer.errors import CheckpointError
 from placer.runtime.checkpoint import folder as folders
+from placer.runtime.checkpoint.copies import describe_different_copies, sum_copies
 from placer.runtime.checkpoint.entries import (
     Contents,
     Entries,
@@ -51,7 +53,8 @@ def save(
     model, can load it. It is written beside ``path`` and renamed when whole: an interrupted save
     leaves the last checkpoint as it was. ``extra`` is kept with it (numbers, strings, tensors, lists
     and dicts of them: an epoch, ``scheduler.state_dict()``). In a job all ranks call this, and
-    ``path`` is on a disk that all see. Raises ``PlacerError``.
+    ``path`` is on a disk that all see. Rank 0 warns when copies of a parameter differ between ranks.
+    Raises ``PlacerError``.
     """
     path, extra = Path(path), dict(extra or {})
     saving = folders.saving_folder(path)
@@ -70,6 +73,10 @@ def save(
                 own["extra"] = extra
 
         ranks.agree(collect)
+        if ranks.group is not None:
+            told_apart = describe_different_copies(ranks.gather(sum_copies(module, ranks.contents)))
+            if told_apart and ranks.rank == 0:
+                warnings.warn(told_apart, stacklevel=2)
         ranks.lead(lambda: folders.begin(path))
         ranks.agree(lambda: folders.require_shared(saving))
         written, places = write_entries(own, saving, group=ranks.group)

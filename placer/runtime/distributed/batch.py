@@ -19,47 +19,8 @@ from placer.runtime.distributed.inputs import InputGradients
 from placer.runtime.distributed.job import RankAssignment
 from placer.runtime.distributed.pipeline import Microbatch, Results
 from placer.runtime.place import is_on
-from placer.runtime.scatter import batch_size, join_results, split_rows, split_target
+from placer.runtime.scatter import CutBatch, batch_size, cut_batch, join_results, split_target
 from placer.schedule import batch_cuts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CutBatch:
-    """The micro-batches of a batch: rows per replica and micro-batch, and the inputs of each in order.
-
-    ``total`` are all its rows; None for a call without a batch.
-    """
-
-    total: int | None
-    rows: tuple[tuple[int, ...], ...]
-    pieces: Sequence[list[Tensor]]
-
-    @property
-    def sizes(self) -> list[int]:
-        """Rows of every micro-batch, in the order of ``pieces``."""
-        return [size for row in self.rows for size in row]
-
-    @property
-    def largest(self) -> int:
-        """The micro-batch with the most rows, the first of them."""
-        return self.sizes.index(max(self.sizes))
-
-    def of_replica(self, index: int) -> range:
-        """The micro-batches of a replica; none where there are no rows for it."""
-        start = sum(len(row) for row in self.rows[:index])
-        return range(start, start + (len(self.rows[index]) if index < len(self.rows) else 0))
-
-
-def cut_batch(
-    call: CallFormat, leaves: Sequence[Tensor], *, replicas: int, microbatches: int
-) -> CutBatch:
-    """The batch of these inputs, cut; a call without a batch is one cut, of the first replica."""
-    total = batch_size(call, leaves)
-    if total is None:
-        return CutBatch(total=None, rows=((1,),), pieces=[list(leaves)])
-    rows = batch_cuts(total, replicas, microbatches)
-    pieces = split_rows(call, leaves, [size for row in rows for size in row])
-    return CutBatch(total=total, rows=rows, pieces=pieces)
 
 
 def count_rows(rows: Sequence[int], *, own_rows: bool, replicas: int, together: bool) -> int | None:

@@ -22,6 +22,7 @@ from placer.runtime.distributed.failures import LayerFailure
 from placer.runtime.distributed.job import Job
 from placer.runtime.distributed.join import store_of_start
 from placer.runtime.distributed.rendezvous import (
+    POLL_SECONDS,
     StoreFinder,
     TorchrunStore,
     is_hosted_here,
@@ -31,7 +32,6 @@ from placer.runtime.distributed.roll_call import RollCall, store_may_be_gone
 
 _PATIENCE_SECONDS = 2.0  # how long a rank waits to be told why another was lost, or to be heard
 _START_SECONDS = 5.0  # the same where processes that were started by hand come at different times
-_PAUSE_SECONDS = 0.05
 
 
 class FailureBroadcast:
@@ -199,7 +199,7 @@ class FailureBroadcast:
                     return
                 if time.monotonic() > end:
                     return
-                time.sleep(_PAUSE_SECONDS)
+                time.sleep(POLL_SECONDS)
 
     def _is_needed_by_others(self, store: Any) -> bool:
         answers = isinstance(self.find_store, TorchrunStore) and self._rank == 0
@@ -218,7 +218,7 @@ class FailureBroadcast:
             while (store := self.find_store()) is None:
                 if time.monotonic() > end:
                     return dict(told)
-                time.sleep(_PAUSE_SECONDS)
+                time.sleep(POLL_SECONDS)
             first = dict(json.loads(store.compare_set(self._key, "", json.dumps(dict(told)))))
         except (RuntimeError, ValueError):
             return dict(told)
@@ -242,7 +242,7 @@ class FailureBroadcast:
                 return None  # the store's own process is gone, or the program left the job
             if time.monotonic() > end or self._roll.is_called():
                 return None
-            time.sleep(_PAUSE_SECONDS)
+            time.sleep(POLL_SECONDS)
 
     def _note_heard(self, store: Any) -> None:
         self._is_known = True

@@ -27,7 +27,7 @@ from placer.runtime.distributed.call_check import name_ranks
 StoreFinder = Callable[[], Store | None]
 
 _TCP_STORE: Any = dist.TCPStore  # type: ignore[attr-defined]
-_PAUSE_SECONDS = 0.02
+POLL_SECONDS = 0.05  # between two looks at the store
 _WARN_SECONDS = 30.0  # the first warning; each further one comes after twice the time
 _LOST_SECONDS = 1.0  # how often a rank that waits looks for closed connections
 _CONNECT_SECONDS = 1.0
@@ -195,7 +195,7 @@ def meet(
                 stacklevel=2,
             )
             warn_seconds *= 2
-        time.sleep(_PAUSE_SECONDS)
+        time.sleep(POLL_SECONDS)
 
 
 def _address() -> tuple[str, int]:

@@ -21,9 +21,8 @@ from datetime import timedelta
 from typing import Any
 
 from placer.runtime.distributed.call_check import name_ranks
-from placer.runtime.distributed.rendezvous import StoreFinder
+from placer.runtime.distributed.rendezvous import POLL_SECONDS, StoreFinder
 
-_PAUSE_SECONDS = 0.05
 # Waits that began later end later, and not all are woken. Others are waited for this part of the limit:
 _PART_OF_LIMIT = 0.05
 _LEAST_SECONDS = 2.0
@@ -77,7 +76,7 @@ class RollCall:
         seconds = max(_LEAST_SECONDS, _PART_OF_LIMIT * self.limit.total_seconds())
         end = time.monotonic() + seconds
         while (silent := self._silent()) and time.monotonic() < end and not stop():
-            time.sleep(_PAUSE_SECONDS)
+            time.sleep(POLL_SECONDS)
         limit = f"{self.limit.total_seconds():g} s"
         if not silent:
             return {

@@ -81,7 +81,7 @@ class FoundCombination:
             self._key = None
             raise PlacerError(
                 "loss_fn",
-                "a batch is cut here, and how its loss is made of the losses of the cuts was to be "
+                "a batch is cut here, and how its loss is made of the losses of its slices was to be "
                 f"found on a few rows, where it raised {type(error).__name__}: {error}",
                 _SAY,
             ) from error

@@ -123,6 +123,6 @@ class StepLoss:
         if whole is not None and abs(counts - whole) > 1e-4 * max(abs(counts), whole):
             raise PlacerError(
                 "normalizer",
-                f"counts {counts:g} in the cuts of the batch together and {whole:g} in the whole",
+                f"counts {counts:g} in the slices of the batch together and {whole:g} in the whole",
                 "have it count something in the target, so that counts of parts add up",
             )
