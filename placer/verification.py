@@ -21,7 +21,7 @@ from placer.runtime.module import PlacedModule
 from placer.runtime.place import CALLER
 from placer.runtime.scatter import batch_size, join_results, split_rows
 from placer.runtime.statistics import DeferredStatistics, defers_statistics, update_statistics
-from placer.schedule import batch_cuts
+from placer.schedule import split_batch
 
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
@@ -128,7 +128,7 @@ def _count_cuts(placed: PlacedModule, args: Any, kwargs: Any) -> int:
     total = batch_size(call, flatten_call(call, args, kwargs))
     if total is None:
         return 1
-    return sum(map(len, batch_cuts(total, plan.replicas, plan.microbatches)))
+    return sum(map(len, split_batch(total, plan.replicas, plan.microbatches)))
 
 
 def _where(placed: PlacedModule) -> str:
@@ -174,7 +174,7 @@ def _run_plain(
     if total is None or plan.replicas * plan.microbatches == 1:
         output = plain(*args, **kwargs)
     else:
-        cuts = batch_cuts(total, plan.replicas, plan.microbatches)
+        cuts = split_batch(total, plan.replicas, plan.microbatches)
         statistics = DeferredStatistics() if defers_statistics(plan) else None
         output = _run_cuts(plain, placed.staged, leaves, cuts, statistics)
     loss = loss_fn(output)

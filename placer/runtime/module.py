@@ -39,7 +39,7 @@ from placer.runtime.signature import ForwardOfOriginal
 from placer.runtime.statistics import DeferredStatistics, defers_statistics, update_statistics
 from placer.runtime.transfer import transfer
 from placer.runtime.tree import write_back
-from placer.schedule import batch_cuts, linearize, make_schedule, merge_backward
+from placer.schedule import linearize, make_schedule, merge_backward, split_batch
 
 _TABLES = (
     "_modules",
@@ -458,7 +458,7 @@ class PlacedModule(nn.Module):
         total = batch_size(call, leaves)
         if total is None:
             return [[leaves]]
-        cuts = batch_cuts(total, len(self._replicas), self.plan.microbatches)
+        cuts = split_batch(total, len(self._replicas), self.plan.microbatches)
         flat = iter(split_rows(call, leaves, [size for row in cuts for size in row]))
         return [[next(flat) for _ in row] for row in cuts]
 

@@ -1,6 +1,6 @@
 """Cutting a batch into replicas and micro-batches, and joining what comes out.
 
-Sizes are those of ``torch.chunk``, as ``nn.DataParallel`` has them (`placer.schedule.batch_cuts`).
+Sizes are those of ``torch.chunk``, as ``nn.DataParallel`` has them (`placer.schedule.split_batch`).
 """
 
 from __future__ import annotations

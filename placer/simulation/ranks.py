@@ -25,7 +25,7 @@ from placer.runtime.place import CALLER, Place
 from placer.runtime.replica import Replica
 from placer.runtime.scatter import batch_size, split_rows
 from placer.runtime.statistics import DeferredStatistics, defers_statistics
-from placer.schedule import batch_cuts
+from placer.schedule import split_batch
 from placer.simulation.ledger import Ledger
 from placer.simulation.optimizers import make_optimizer
 from placer.simulation.simulate import describe_peak, running_kernels
@@ -190,6 +190,6 @@ def _cut(staged: StagedModel, plan: Plan, leaves: list[Tensor]) -> list[list[Ten
     total = batch_size(staged.call, leaves)
     if total is None:
         return [leaves]
-    cuts = batch_cuts(total, plan.replicas, plan.microbatches)
+    cuts = split_batch(total, plan.replicas, plan.microbatches)
     sizes = [size for row in cuts for size in row]
     return split_rows(staged.call, leaves, sizes)[: len(cuts[0])]

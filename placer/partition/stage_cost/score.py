@@ -95,7 +95,7 @@ def peak_bytes(
         return static + running
     untaken = partial(_untaken_gradients, tables, received_from)
     peak = saved_bytes(tables, in_flight.first_backward) + tables.backward_live_growing
-    peak = peak + untaken(in_flight.untaken_at_backwards)
+    peak = peak + untaken(in_flight.pending_at_backwards)
     for others, share in in_flight.forwards:
         peak = np.maximum(peak, saved_bytes(tables, others) + _running(tables, share))
     if in_flight.microbatches > 1:
@@ -111,11 +111,11 @@ def peak_bytes(
             assert tables.backward_live_grown is not None, "these tables are for one micro-batch"
             grown = tables.backward_live_grown - tables.trained
             backward = tables.trained + _of_share(grown, tables, share)
-            backward = backward + untaken(in_flight.untaken_at_backwards)
+            backward = backward + untaken(in_flight.pending_at_backwards)
             peak = np.maximum(peak, waiting(others, share) + backward)
         for others, share in in_flight.later_forwards:
             forward = (
-                tables.owned + _running(tables, share) + untaken(in_flight.untaken_at_forwards)
+                tables.owned + _running(tables, share) + untaken(in_flight.pending_at_forwards)
             )
             peak = np.maximum(peak, waiting(others, share) + forward)
     step = (1 + optimizer.together) * tables.owned + optimizer.each * tables.updating
@@ -166,8 +166,8 @@ def replica_peak_bytes(
     if not training:
         return static + tables.forward_live
     untaken = partial(_untaken_gradients, tables, received_from)
-    forward = tables.forward_live + untaken(in_flight.untaken_at_forwards)
-    backward = tables.backward_live_growing + untaken(in_flight.untaken_at_backwards)
+    forward = tables.forward_live + untaken(in_flight.pending_at_forwards)
+    backward = tables.backward_live_growing + untaken(in_flight.pending_at_backwards)
     others = saved_bytes(tables, in_flight.most) - tables.saved
     return static + others + np.maximum(forward, backward)
 

@@ -20,7 +20,7 @@ from placer.runtime.distributed.job import RankAssignment
 from placer.runtime.distributed.pipeline import Microbatch, Results
 from placer.runtime.place import is_on
 from placer.runtime.scatter import batch_size, join_results, split_rows, split_target
-from placer.schedule import batch_cuts
+from placer.schedule import split_batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ def cut_batch(
     total = batch_size(call, leaves)
     if total is None:
         return CutBatch(total=None, rows=((1,),), pieces=[list(leaves)])
-    rows = batch_cuts(total, replicas, microbatches)
+    rows = split_batch(total, replicas, microbatches)
     pieces = split_rows(call, leaves, [size for row in rows for size in row])
     return CutBatch(total=total, rows=rows, pieces=pieces)
 
@@ -69,7 +69,7 @@ def count_rows(rows: Sequence[int], *, own_rows: bool, replicas: int, together: 
     """
     if rows[0] < 0:
         return None
-    cuts = batch_cuts(rows[0], replicas, 1)
+    cuts = split_batch(rows[0], replicas, 1)
     shares = rows if own_rows else [size for (size,) in cuts]
     total = sum(shares)
     if not total:
