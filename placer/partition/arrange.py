@@ -12,7 +12,7 @@ from placer.cost import CostTable
 from placer.partition.solver.problem import Vector
 from placer.partition.types import DeviceSlot
 
-_MOST_CUTS = 400  # more candidate borders than this are thinned to the cheapest ones
+_MOST_CUTS = 400  # more candidate boundaries than this are thinned to the cheapest ones
 _MOST_CHAINS = 64  # device orders that are tried when devices differ or are only partly pinned
 
 
@@ -35,25 +35,25 @@ def candidate_cuts(
 ) -> list[int]:
     """Positions of nodes between units where a stage may end, 0 and the last included.
 
-    Borders between pins are always among them, and those after ``kept`` units of the order.
+    Boundaries between pins are always among them, and those after ``kept`` units of the order.
     """
     ends = list(itertools.accumulate(len(units.nodes[u]["nodes"]) for u in order))
-    borders = ends[:-1]
-    if len(borders) > _MOST_CUTS:
-        chosen = _cheapest(borders, _crossing_bytes(units, order, costs))
-        chosen |= _pin_borders(units, order, ends, pin_of)
+    boundaries = ends[:-1]
+    if len(boundaries) > _MOST_CUTS:
+        chosen = _cheapest(boundaries, _crossing_bytes(units, order, costs))
+        chosen |= _pin_boundaries(units, order, ends, pin_of)
         chosen.update(ends[count - 1] for count in kept if 0 < count < len(order))
-        borders = sorted(chosen)
-    return [0, *borders, ends[-1] if ends else 0]  # a model may have no operations
+        boundaries = sorted(chosen)
+    return [0, *boundaries, ends[-1] if ends else 0]  # a model may have no operations
 
 
 def is_thinned(order: Sequence[int]) -> bool:
-    """Are only some of the borders of ``order`` among its candidates?"""
+    """Are only some of the boundaries of ``order`` among its candidates?"""
     return len(order) - 1 > _MOST_CUTS
 
 
 def _crossing_bytes(units: nx.DiGraph, order: Sequence[int], costs: CostTable) -> Vector:
-    """Per position of a node the bytes that cross a border before it, forward."""
+    """Per position of a node the bytes that cross a boundary before it, forward."""
     place = {n: i for i, n in enumerate(n for u in order for n in units.nodes[u]["nodes"])}
     steps = np.zeros(len(place) + 2)
     for node, readers in enumerate(costs.readers):
@@ -64,14 +64,14 @@ def _crossing_bytes(units: nx.DiGraph, order: Sequence[int], costs: CostTable) -
     return np.cumsum(steps)
 
 
-def _cheapest(borders: Sequence[int], crossing: Vector) -> set[int]:
-    """Of every run of neighbouring ``borders`` the one that the fewest bytes cross."""
-    length = -(-len(borders) // _MOST_CUTS)
-    runs = (borders[i : i + length] for i in range(0, len(borders), length))
+def _cheapest(boundaries: Sequence[int], crossing: Vector) -> set[int]:
+    """Of every run of neighbouring ``boundaries`` the one that the fewest bytes cross."""
+    length = -(-len(boundaries) // _MOST_CUTS)
+    runs = (boundaries[i : i + length] for i in range(0, len(boundaries), length))
     return {min(run, key=lambda b: (crossing[b], b)) for run in runs}
 
 
-def _pin_borders(
+def _pin_boundaries(
     units: nx.DiGraph, order: Sequence[int], ends: Sequence[int], pin_of: Mapping[int, str]
 ) -> set[int]:
     """Where a unit that is pinned to a device ends, and the next one that is pinned to another begins."""

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from placer.cost import updates_together
-from placer.partition.chain import Mask, Table, best_cuts, border_costs
+from placer.partition.chain import Mask, Table, best_cuts, boundary_costs
 from placer.partition.stage_cost.score import (
     OptimizerMemory,
     optimizer_bytes,
@@ -182,19 +182,19 @@ def reference_bytes(chain: Sequence[DeviceSlot]) -> float:
     return float(max((s.budget for s in chain if s.budget is not None), default=1))
 
 
-def border_alternatives(
+def boundary_alternatives(
     candidate: Candidate, pinned: Sequence[str | None], options: PlanningOptions
 ) -> list[tuple[float, int | None]]:
-    """For every border the best criterion with it anywhere else on the order, and that cut.
+    """For every boundary the best criterion with it anywhere else on the order, and that cut.
 
-    The other borders are then free to move. ``inf`` and None where it cannot be elsewhere.
+    The other boundaries are then free to move. ``inf`` and None where it cannot be elsewhere.
     """
     costs = StageCosts(candidate.tables, candidate.slots, pinned, options)
     combine: Literal["max", "sum"] = "sum" if options.objective == "latency" else "max"
     loads = costs.peaks if options.objective == "memory" else costs.seconds
     if candidate.limit > 1:
         loads = costs.shares
-    table = border_costs(loads, costs.allowed(candidate.limit), combine=combine)
+    table = boundary_costs(loads, costs.allowed(candidate.limit), combine=combine)
     found: list[tuple[float, int | None]] = []
     for q, cut in enumerate(candidate.cuts[1:-1]):
         row = table[q].copy()

@@ -63,10 +63,10 @@ def best_cuts(
     return tuple(cuts[::-1]), float(cost[count])
 
 
-def border_costs(
+def boundary_costs(
     loads: Sequence[Table], feasible: Sequence[Mask], *, combine: Literal["max", "sum"]
 ) -> Table:
-    """``[q, c]``: least cost with the border after stage q at cut c; no stage is empty.
+    """``[q, c]``: least cost with the boundary after stage q at cut c; no stage is empty.
 
     From both ends: the first q + 1 stages up to c, and the others from c on. O(k * C^2).
     """

@@ -40,7 +40,7 @@ from placer.partition.units import grouped_order, program_order, sampled_orders,
 _MOST_ALIVE = 5_000  # of partly decided downsets in a proof: planning stays within a second or so
 _SAMPLES = 4  # orders that are drawn where memory decides: a stage's peak depends on its order
 _SAMPLED_UNITS, _MOST_SAMPLED = 2_000, 5_000  # in all of them; a graph of more has none
-# Units before and after a border where all are tried, in orders of so many that borders are thinned:
+# Units before and after a boundary where all are tried, in orders of so many that boundaries are thinned:
 _NEARBY, _MOST_NEAR = 12, 200  # for each of them, and in all
 _MOST_RESTATED = 3  # times that an order's stages are put into program order and looked for again
 _NEAR = 0.8  # share of a budget from which on memory decides where cuts are
@@ -92,7 +92,7 @@ def choose_partition(
         bound = search.add_solved(model)
         search.add_returning(bound)
         assert search.best is not None
-        best = search.with_all_borders(search.best)
+        best = search.with_all_boundaries(search.best)
     return describe_partition(best, capture, costs, search.pinned_nodes(best), options, bound)
 
 
@@ -147,7 +147,7 @@ class _Search:
         self._tried: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
         self.best: Candidate | None = None
         self.first: Candidate | None = None  # along program order
-        self.coarse: Candidate | None = None  # the best with thinned borders
+        self.coarse: Candidate | None = None  # the best with thinned boundaries
 
     def pinned_nodes(self, candidate: Candidate) -> list[str | None]:
         """The pin of every node of the candidate, in its order."""
@@ -193,7 +193,7 @@ class _Search:
         return found
 
     def _add_near(self, order: Sequence[int], found: Candidate) -> None:
-        """Try all borders near those of ``found``, which is of a thinned choice along ``order``."""
+        """Try all boundaries near those of ``found``, which is of a thinned choice along ``order``."""
         for _ in range(_MOST_RESTATED):
             _, counts = self._in_program_order(order, found)
             far = max(1, min(_NEARBY, _MOST_NEAR // len(counts)))
@@ -223,16 +223,16 @@ class _Search:
         self, order: Sequence[int], nodes: Sequence[int], counts: Collection[int]
     ) -> IntervalTables:
         """The tables for the stages that end after so many units, and no others."""
-        ends = sorted(set(self._borders(order, counts)))
+        ends = sorted(set(self._boundaries(order, counts)))
         return _build(self._cache, self._costs, nodes, ends, self._options)
 
-    def with_all_borders(self, found: Candidate) -> Candidate:
+    def with_all_boundaries(self, found: Candidate) -> Candidate:
         """``found`` with tables that say where else its stages could end."""
         if len(found.tables.cuts) > len(set(found.cuts)):
             return found
         unit_of = {node: u for u, nodes in self._units.nodes(data="nodes") for node in nodes}
         order = list(dict.fromkeys(unit_of[node] for node in found.nodes))
-        ends = self._borders(order, range(len(order) + 1))
+        ends = self._boundaries(order, range(len(order) + 1))
         counts = [ends.index(found.tables.cuts[cut]) for cut in found.cuts]
         tables = self._tables(order, found.nodes, counts)
         same = self._indices(tables, order, counts)
@@ -259,7 +259,7 @@ class _Search:
         pairs = [(i, self._pin_of.get(u)) for u in order for i in self._units.nodes[u]["nodes"]]
         return [node for node, _ in pairs], [pin for _, pin in pairs]
 
-    def _borders(self, order: Sequence[int], counts: Collection[int]) -> list[int]:
+    def _boundaries(self, order: Sequence[int], counts: Collection[int]) -> list[int]:
         """Positions of nodes after so many units of ``order``."""
         sizes = (len(self._units.nodes[unit]["nodes"]) for unit in order)
         ends = list(itertools.accumulate(sizes, initial=0))
@@ -269,15 +269,15 @@ class _Search:
         self, tables: IntervalTables, order: Sequence[int], counts: Collection[int]
     ) -> list[int]:
         """Which cuts of ``tables`` are after so many units of ``order``."""
-        return [tables.cuts.index(border) for border in self._borders(order, counts)]
+        return [tables.cuts.index(boundary) for boundary in self._boundaries(order, counts)]
 
     def _in_program_order(
         self, order: Sequence[int], found: Candidate
     ) -> tuple[list[int], list[int]]:
         """``order`` with the units of every stage in program order, and after how many it ends."""
-        borders = [found.tables.cuts[cut] for cut in found.cuts]
-        ends = self._borders(order, range(len(order) + 1))
-        counts = [bisect.bisect_left(ends, border) for border in borders]
+        boundaries = [found.tables.cuts[cut] for cut in found.cuts]
+        ends = self._boundaries(order, range(len(order) + 1))
+        counts = [bisect.bisect_left(ends, boundary) for boundary in boundaries]
         restated: list[int] = []
         for begin, end in itertools.pairwise(counts):
             restated += sorted(order[begin:end], key=self._place.__getitem__)

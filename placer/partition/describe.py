@@ -14,7 +14,7 @@ from placer.capture import Capture
 from placer.cost import CostTable
 from placer.partition.candidate import (
     Candidate,
-    border_alternatives,
+    boundary_alternatives,
     optimizer_on,
     reference_bytes,
     waiting_at,
@@ -138,7 +138,7 @@ def _stages(
 def _transfer_seconds(
     best: Candidate, used: Sequence[_Used], options: PlanningOptions
 ) -> list[float]:
-    """Per stage the seconds in which it moves what crosses its borders."""
+    """Per stage the seconds in which it moves what crosses its boundaries."""
     moved = [
         (transfer_seconds(best.tables, best.slots[q].kind, training=options.training), x, y)
         for q, x, y in used
@@ -257,14 +257,14 @@ def _boundaries(
     options: PlanningOptions,
     measured: Sequence[float],
 ) -> tuple[Boundary, ...]:
-    """The borders between the stages; where some are empty, what else could be is not said."""
+    """The boundaries between the stages; where some are empty, what else could be is not said."""
     cuts = best.tables.cuts
     inner = sorted({best.cuts[q] for q in range(1, len(best.cuts) - 1)} - {0, len(cuts) - 1})
     others: list[tuple[float, int | None]] = [(math.inf, None)] * len(inner)
     if len(inner) == len(best.slots) - 1:
         names = {slot.name for slot in best.slots}
         if len(names) == len(best.slots):
-            others = border_alternatives(best, pinned, options)
+            others = boundary_alternatives(best, pinned, options)
         elif may_be_noncontiguous(options, best.slots):
             others = NoncontiguousChains(best, costs, pinned, options).moves()
     place = {node: i for i, node in enumerate(best.nodes)}

@@ -151,9 +151,9 @@ def _with_fewer_stages(
 
     limit = largest(device_of) * (1 + _SPARE)
     while True:
-        borders = [i for i in range(1, len(device_of)) if device_of[i] != device_of[i - 1]]
+        boundaries = [i for i in range(1, len(device_of)) if device_of[i] != device_of[i - 1]]
         tried = []
-        for x, y in itertools.pairwise([0, *borders, len(device_of)]):
+        for x, y in itertools.pairwise([0, *boundaries, len(device_of)]):
             for other in {*device_of[x - 1 : x], *device_of[y : y + 1]} if all(free[x:y]) else ():
                 merged = device_of[:x] + [other] * (y - x) + device_of[y:]
                 tried.append((largest(merged), merged))

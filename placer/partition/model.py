@@ -123,7 +123,7 @@ def _problem(
         values=model.values,
         slots=tuple(slots),
         pins=model.pins,
-        hollow=frozenset({len(model.order)}),
+        auxiliary=frozenset({len(model.order)}),
     )
 
 

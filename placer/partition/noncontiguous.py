@@ -99,7 +99,7 @@ class NoncontiguousChains:
         )
 
     def moves(self) -> list[tuple[float, int | None]]:
-        """For every border of ``best`` its best other place, the other borders staying: the
+        """For every boundary of ``best`` its best other place, the other boundaries staying: the
         criterion there, and the cut. ``inf`` and None where there is none."""
         best, found = self._best, []
         for q in range(1, len(best.cuts) - 1):
@@ -129,8 +129,8 @@ def find_returning(
         return None
     chains = NoncontiguousChains(best, costs, pinned, options)
     cuts = _coarse(best.tables, best.cuts)
-    borders = [best.tables.cuts[cut] for cut in cuts]
-    free = [not any(pinned[a:b]) for a, b in itertools.pairwise(borders)]
+    boundaries = [best.tables.cuts[cut] for cut in cuts]
+    free = [not any(pinned[a:b]) for a, b in itertools.pairwise(boundaries)]
     if not any(free):
         return None
     device_of = np.searchsorted(best.cuts[1:-1], cuts[:-1], side="right").tolist()

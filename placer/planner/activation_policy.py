@@ -16,9 +16,11 @@ from placer.partition.policy.cheapest import StagePolicy, choose_stage_policy, k
 from placer.partition.policy.labels import KEEP, LabelledStage, Policy, StageLimits
 from placer.partition.policy.least import least_extra_seconds
 from placer.plan.types import StageMemory
-from placer.regions import RegionKey, region_borders, whole_groups
+from placer.regions import RegionKey, region_boundaries, whole_groups
 
-_MOVES = 4  # how often the borders are moved to where they are best for stages as light as can be
+_MOVES = (
+    4  # how often the boundaries are moved to where they are best for stages as light as can be
+)
 _ROUNDS = 4  # how often a stage's limit is corrected by what the formula says of its answer
 
 
@@ -74,7 +76,7 @@ def choose_policy(
     partitions. Two partitions are tried: that of the plain costs, and that of the costs with the
     model treated as one stage; in each the policy of each stage is chosen by itself
     (`placer.partition.policy.cheapest`). Without any budget and with the objective "memory", every stage
-    gets its least peak. Where there is no budget, or that does not fit, the borders of the best are
+    gets its least peak. Where there is no budget, or that does not fit, the boundaries of the best are
     moved to where they are best for stages as light as can be, and so on: a local search.
 
     ``first`` is the partition of the plain costs, where it is known already. ``at_once``: the search
@@ -105,17 +107,17 @@ def choose_policy(
         if limited and any(plan.partition.fits for plan in found):
             break
         apart = [plan for plan in found if len(plan.partition.stages) > 1]
-        ahead = [plan for plan in apart if _borders(plan.partition) not in moved]
+        ahead = [plan for plan in apart if _boundaries(plan.partition) not in moved]
         if not ahead:
             break
         now = min(ahead, key=_rank).partition
-        moved.add(_borders(now))
+        moved.add(_boundaries(now))
         found.append(search.found(search.most_saving(now), unpinned))
         found.append(search.improve(found[-1].partition))
     best = min([untreated, *found], key=_rank)
     if best.own:  # what is known about other placements, for the plan to tell
         described = choose(best.costs, _pins(best.partition))
-        if _borders(described) == _borders(best.partition):
+        if _boundaries(described) == _boundaries(best.partition):
             best = replace(best, partition=described)
     return PolicyChoice(
         costs=best.costs,
@@ -141,7 +143,7 @@ def _pins(partition: Partition) -> dict[str, str]:
     return {name: slot.name for slot, nodes in partition.placed for name in nodes}
 
 
-def _borders(partition: Partition) -> tuple[tuple[str, tuple[str, ...]], ...]:
+def _boundaries(partition: Partition) -> tuple[tuple[str, tuple[str, ...]], ...]:
     return tuple((slot.name, nodes) for slot, nodes in partition.placed)
 
 
@@ -182,8 +184,8 @@ class _Search:
         self._choices = choices
         self._options = options
         self._limited = limited
-        self._borders = region_borders(capture)
-        self._settled = dict.fromkeys(self._borders.unsafe, KEEP)
+        self._boundaries = region_boundaries(capture)
+        self._settled = dict.fromkeys(self._boundaries.unsafe, KEEP)
         for node, key in enumerate(self._keys):
             if key is not None:
                 self._settled[node] = Policy(recompute=key.recompute, offload=key.offload)
@@ -195,7 +197,7 @@ class _Search:
             self._costs,
             nodes,
             before,
-            self._borders,
+            self._boundaries,
             self._settled,
             slot.kind,
             half=self._options.half,
@@ -243,8 +245,8 @@ class _Search:
     ) -> _Found | None:
         """A placement that fits, each stage as light as can be, if it is found from ``partition`` on."""
         seen: set[object] = set()
-        while len(seen) < _MOVES and _borders(partition) not in seen:
-            seen.add(_borders(partition))
+        while len(seen) < _MOVES and _boundaries(partition) not in seen:
+            seen.add(_boundaries(partition))
             stages = partition.placed
             rate = partial(rate_partition, self._capture, stages=stages, options=self._options)
             light = self.most_saving(partition)

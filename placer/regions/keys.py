@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING
 
-from placer.regions.types import Region, RegionBorders, RegionKey
+from placer.regions.types import Region, RegionBoundaries, RegionKey
 
 if TYPE_CHECKING:
     from placer.capture import Capture
@@ -32,7 +32,7 @@ def region_keys(capture: Capture, recomputed: Collection[str], offloaded: Collec
     return whole_groups(capture, keys)
 
 
-def region_borders(capture: Capture) -> RegionBorders:
+def region_boundaries(capture: Capture) -> RegionBoundaries:
     """Where regions of ``capture`` may begin and end; see `whole_groups`."""
     groups, unsafe = _groups(capture)
     torn: dict[int, list[list[int]]] = {}
@@ -40,7 +40,7 @@ def region_borders(capture: Capture) -> RegionBorders:
         for i in range(min(group) + 1, max(group) + 1):
             torn.setdefault(i, []).append(group)
     cannot_end = _no_region_ends(capture)
-    return RegionBorders(
+    return RegionBoundaries(
         free=frozenset(range(len(capture.order))) - torn.keys(),
         ending={
             i: min(min(group) for group in tearing)

@@ -31,7 +31,7 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RegionBorders:
+class RegionBoundaries:
     """Positions of nodes, in the capture's order, before which regions may begin or end.
 
     At those in ``free`` they may do both; at those in ``ending`` a recomputed region may end that

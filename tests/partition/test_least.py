@@ -9,9 +9,9 @@ import pytest
 from placer.cost import CostTable, NodeCost, StoredValue, device_kind
 from placer.partition.policy import cheapest, least
 from placer.partition.policy.labels import LabelledStage, Policy, StageLimits
-from placer.regions import RegionBorders
+from placer.regions import RegionBoundaries
 
-EVERYWHERE = RegionBorders(free=frozenset(range(6)), ending={}, unsafe=frozenset())
+EVERYWHERE = RegionBoundaries(free=frozenset(range(6)), ending={}, unsafe=frozenset())
 KIND = device_kind("cuda:0", "a100")
 CHOICES = (
     (Policy(recompute=True),),

@@ -64,7 +64,7 @@ def test_what_is_said_of_its_boundaries_is_so() -> None:
         assert boundary.right == peaks[right.devices[0]]
     moves = [b.next_value for b in plan.boundaries if b.next_value is not None]
     assert moves and plan.optimality is not None
-    assert min(moves) > 0.99 * plan.optimality.value  # no single border is better elsewhere
+    assert min(moves) > 0.99 * plan.optimality.value  # no single boundary is better elsewhere
     assert "all stages of cpu:" in plan.explain()
 
 

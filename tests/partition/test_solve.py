@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from benchmarks.scale import layered_problem
 from placer.partition import PartitionProblem, SharedValue, StageSlot, solve, stage_loads
-from placer.partition.solver.conditions import BorderConditions
+from placer.partition.solver.conditions import BoundaryConditions
 from placer.partition.solver.interval import best_intervals
 from placer.partition.solver.lattice import Lattice, build_lattice
 from placer.partition.solver.moves import move_units
@@ -123,7 +123,7 @@ def test_a_bound_that_closes_nothing_leaves_all_downsets(seed: int) -> None:
     slots = tuple(dataclasses.replace(slot, budget=None) for slot in problem.slots)
     problem = dataclasses.replace(problem, slots=slots, pins={})
     lattice = build_lattice(problem, topological_sort(problem))
-    rows = surviving_rows(BorderConditions(lattice, 1e9), most=10_000)
+    rows = surviving_rows(BoundaryConditions(lattice, 1e9), most=10_000)
     assert rows is not None
     assert {int(row[0]) for row in rows} == all_downsets(lattice)
 

@@ -60,10 +60,10 @@ elsewhere = st.builds(
     st.lists(elsewhere, max_size=6),
 )
 def test_the_largest_value_of_every_stage(
-    values: list[int], borders: set[int], changes: list[IntervalCorrection]
+    values: list[int], boundaries: set[int], changes: list[IntervalCorrection]
 ) -> None:
-    starts = [0, *sorted(borders)]
-    ends = [*sorted(borders), WIDTH]
+    starts = [0, *sorted(boundaries)]
+    ends = [*sorted(boundaries), WIDTH]
     table = np.array(values, dtype=float).reshape(WIDTH, WIDTH)[: len(starts)]
     found = largest_up_to(table, starts, ends, changes)
     np.testing.assert_array_equal(found, _by_definition(table, starts, ends, changes))

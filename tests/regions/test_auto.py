@@ -24,7 +24,7 @@ from placer.partition.policy.least import least_extra_seconds
 from placer.partition.stage_cost.score import optimizer_bytes, peak_bytes
 from placer.partition.stage_cost.tables import build_tables
 from placer.planner import activation_policy
-from placer.regions import RegionBorders
+from placer.regions import RegionBoundaries
 from placer.schedule import InFlight
 
 D = torch.float64
@@ -126,7 +126,7 @@ def test_two_devices_hold_little_more_than_the_largest_operation() -> None:
         assert device.peak == pytest.approx(device.predicted, rel=0.01)
 
 
-def test_borders_are_moved_to_where_they_are_best_for_the_lightest_stages() -> None:
+def test_boundaries_are_moved_to_where_they_are_best_for_the_lightest_stages() -> None:
     """After the last upsampling; before it, where they were, the second stage needs 50.1 MiB."""
     args = (torch.empty(1, 1, 64, 64, 64, device="meta"),)
     fields = {"objective": "throughput", "optimizer": "adam", "checkpoint": "auto"}
@@ -159,8 +159,8 @@ def _chain() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     return nn.Sequential(*layers, nn.AvgPool1d(2), nn.Conv1d(8, 4, 3)), (torch.randn(8, 4, 64),)
 
 
-def _everywhere(n: int) -> RegionBorders:
-    return RegionBorders(free=frozenset(range(n)), ending={}, unsafe=frozenset())
+def _everywhere(n: int) -> RegionBoundaries:
+    return RegionBoundaries(free=frozenset(range(n)), ending={}, unsafe=frozenset())
 
 
 @pytest.mark.parametrize("share", [0.95, 0.8, 0.7])
@@ -188,8 +188,8 @@ def test_the_choice_is_the_best_of_all(share: float) -> None:
     recompute = Policy(recompute=True)
     ways = []
     for cuts in itertools.product([False, True], repeat=n - 1):
-        borders = [0, *(i + 1 for i, cut in enumerate(cuts) if cut), n]
-        parts = [tuple(range(a, b)) for a, b in itertools.pairwise(borders)]
+        boundaries = [0, *(i + 1 for i, cut in enumerate(cuts) if cut), n]
+        parts = [tuple(range(a, b)) for a, b in itertools.pairwise(boundaries)]
         for chosen in itertools.product([False, True], repeat=len(parts)):
             # Two kept parts side by side are one: that way has been counted.
             if any(not a and not b for a, b in itertools.pairwise(chosen)):

@@ -6,7 +6,7 @@ any stage, and units that no stage is ever better off without. A captured model 
 =====================  ===========================================================================
 solve                  `placer.partition.solve` for these problems: begin here
 folds                  units that some best placement has beside their only neighbour
-lattice, conditions    isolated units left out of the downsets, and what they cost a border at least
+lattice, conditions    isolated units left out of the downsets, and what they cost a boundary at least
 costs                  what they cost a stage at least; `assign` puts them on stages afterwards
 branch, pairs          which stages they are on, proven by branch and bound
 =====================  ===========================================================================

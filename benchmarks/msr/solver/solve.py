@@ -13,11 +13,11 @@ from benchmarks.msr.solver.lattice import PartialLattice, build_partial_lattice,
 from benchmarks.msr.solver.pairs import PartialFamily
 from placer.partition import PartitionProblem, Solution
 from placer.partition import solve as solve_plain
-from placer.partition.solver.conditions import BorderConditions
+from placer.partition.solver.conditions import BoundaryConditions
 from placer.partition.solver.lattice import Lattice, Words, topological_order
 from placer.partition.solver.moves import move_units
 from placer.partition.solver.problem import is_limited, memory_as_load, simple_bound
-from placer.partition.solver.program import Borders, Family
+from placer.partition.solver.program import Boundaries, Family
 from placer.partition.solver.reduce import Reduction, contract, join_cycles
 from placer.partition.solver.search import (
     Answer,
@@ -41,17 +41,17 @@ class PartialSearch(DownsetSearch):
         order = topological_order(*adjacency(self.problem), range(self.problem.num_units))
         return build_partial_lattice(self.problem, [u for u in order if u not in loose])
 
-    def conditions(self, bound: float) -> BorderConditions:
+    def conditions(self, bound: float) -> BoundaryConditions:
         """With what isolated units cost either side at least."""
         return PartialConditions(self.lattice, bound)
 
-    def family(self, rows: Words, conditions: BorderConditions) -> Family:
+    def family(self, rows: Words, conditions: BoundaryConditions) -> Family:
         """With what isolated units cost a stage at least."""
-        return PartialFamily(self.lattice, rows, conditions.cut_nbytes)
+        return PartialFamily(self.lattice, rows, conditions.crossing_nbytes)
 
-    def stages(self, borders: Borders) -> StageOf:
+    def stages(self, boundaries: Boundaries) -> StageOf:
         """Isolated units go where they cost least."""
-        return assign_isolated(self.problem, super().stages(borders))
+        return assign_isolated(self.problem, super().stages(boundaries))
 
     def least_memory(self) -> StageOf | None:
         """A placement whose largest share of a budget is small."""
@@ -65,7 +65,7 @@ class BranchedSearch(PartialSearch):
     """Proves with branch and bound where the isolated units are."""
 
     def best_within(self, rows: Words, limit: float, work: Work) -> Answer:
-        """The best placement with its borders among ``rows``, isolated units anywhere."""
+        """The best placement with its boundaries among ``rows``, isolated units anywhere."""
         return branch_isolated(self.lattice, rows, limit, work)
 
 

@@ -1,11 +1,11 @@
 """Which nodes of one stage to recompute or to offload, so that it fits at the least extra time.
 
 Atoms (`placer.partition.policy.labels`) are added one by one (kept, or offloaded) or in runs (recomputed
-together). A first search finds the least peak: it drops a label when another at the same border leads
+together). A first search finds the least peak: it drops a label when another at the same boundary leads
 to no higher peak whatever follows. Where that is within the limits, a second one finds less time: it
 drops a label when another is as good by its sums.
 
-O(atoms^2 x labels) extensions, at most `_MOST_LABELS` labels per border. It is a heuristic by that
+O(atoms^2 x labels) extensions, at most `_MOST_LABELS` labels per boundary. It is a heuristic by that
 limit, by the choice of atoms, and because the second search compares labels of unlike pasts by their
 sums alone; `placer.partition.policy.least` bounds from below what any policy can cost. (Dynamic
 programs for chains: Griewank and Walther, "Revolve", ACM TOMS 2000; Beaumont et al., "Efficient Combination
@@ -72,12 +72,12 @@ def _lightest(stage: LabelledStage, choices: Collection[Policy]) -> list[Label]:
     return known
 
 
-def _least_peak(labels: list[Label], border: int, *, stage: LabelledStage) -> list[Label]:
+def _least_peak(labels: list[Label], boundary: int, *, stage: LabelledStage) -> list[Label]:
     """Labels from which no other leads to a lower peak, whatever follows.
 
     What follows costs a label the more, the less of what is needed later it has counted.
     """
-    later = stage.needed_from(border)
+    later = stage.needed_from(boundary)
     kept: list[Label] = []
     for label in sorted(labels, key=lambda x: (x.kept, x.worst, x.seconds)):
         if not any(
@@ -89,7 +89,7 @@ def _least_peak(labels: list[Label], border: int, *, stage: LabelledStage) -> li
     return _some(kept)
 
 
-def _within_budget(labels: list[Label], border: int, *, limits: StageLimits) -> list[Label]:
+def _within_budget(labels: list[Label], boundary: int, *, limits: StageLimits) -> list[Label]:
     """Those within the budget that no other is as good as by its sums."""
     kept: list[Label] = []
     # Of those so far, the least `worst` of all that keep at most so much: ascending, and descending.

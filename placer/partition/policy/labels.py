@@ -1,9 +1,9 @@
 """Labels: what it takes to treat the first atoms of a stage in one way, and how to go on from there.
 
-The stage's nodes are cut into atoms. A label at the border after an atom says, of one way to treat
+The stage's nodes are cut into atoms. A label at the boundary after an atom says, of one way to treat
 all atoms before it: the extra seconds, the bytes that stay on the device from forward to backward,
 and the largest sum of bytes at any moment of their backward. With the whole history in the label,
-the bytes are those of `placer.partition.stage_cost.score`. All three only grow from border to border,
+the bytes are those of `placer.partition.stage_cost.score`. All three only grow from boundary to boundary,
 the more so the less is counted already: the searches over labels rest on that.
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 from placer.catalogue import DeviceKind
 from placer.cost import CostTable
 from placer.partition.stage_cost.pending_gradients import pending_gradients
-from placer.regions import RegionBorders
+from placer.regions import RegionBoundaries
 
 _MOST_ATOMS = 36
 
@@ -60,7 +60,7 @@ class StageLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Label:
-    """One way to treat the atoms before a border; bytes are those of one micro-batch."""
+    """One way to treat the atoms before a boundary; bytes are those of one micro-batch."""
 
     seconds: float  # more than without any policy
     kept: float  # bytes that stay on the device from forward to backward
@@ -90,14 +90,14 @@ class LabelledStage:
     """The stage's nodes by local index, the loss after the last if it is here; makes its labels.
 
     ``nodes`` are in program order, ``before`` those of the stages before it. What to do with those
-    in ``settled`` is settled; ``borders`` says where regions may begin and end. ``grown`` is that of
+    in ``settled`` is settled; ``boundaries`` says where regions may begin and end. ``grown`` is that of
     the `StageLimits` it is held to.
     """
 
     costs: CostTable
     nodes: Sequence[int]
     before: Collection[int]
-    borders: RegionBorders
+    boundaries: RegionBoundaries
     settled: Mapping[int, Policy]
     kind: DeviceKind
     half: bool = field(kw_only=True)
@@ -178,16 +178,16 @@ class LabelledStage:
 
     @cached_property
     def atoms(self) -> list[list[int]]:
-        """Runs of local indices; their borders are the cheapest, in bytes that enter, of each window."""
+        """Runs of local indices; their boundaries are the cheapest, in bytes that enter, of each window."""
         settled = [self.settled.get(node) for node in self.nodes]
-        ending = self.borders.ending
+        ending = self.boundaries.ending
         starts = [
             t
             for t, node in enumerate(self.nodes)
             if t
             and (
                 settled[t] != settled[t - 1]
-                or (settled[t] is None and (node in self.borders.free or node in ending))
+                or (settled[t] is None and (node in self.boundaries.free or node in ending))
             )
         ]
         if self.nodes[-1] == len(self.costs.names) and len(self.nodes) > 1:
@@ -208,8 +208,8 @@ class LabelledStage:
             needed = {t for t in starts if settled[t] != settled[t - 1]} | {starts[-1]}
             best = (min(w, key=lambda t: (at[t], t)) for w in windows.values())
             starts = sorted({*needed, *best})
-        borders = [0, *starts, len(self.nodes)]
-        return [list(range(a, b)) for a, b in pairwise(borders) if a < b]
+        boundaries = [0, *starts, len(self.nodes)]
+        return [list(range(a, b)) for a, b in pairwise(boundaries) if a < b]
 
     def _shares(self, starts: Sequence[int]) -> list[float]:
         """Per start, what comes before it: half by nodes, half by the bytes that they save."""
@@ -219,9 +219,9 @@ class LabelledStage:
         count, total = len(self.nodes), sums[-1] or 1.0
         return [0.5 * t / count + 0.5 * sums[t] / total for t in starts]
 
-    def needed_from(self, border: int) -> int:
-        """A bit for each value that a node after ``border`` uses."""
-        start = self.atoms[border][0] if border < len(self.atoms) else len(self.nodes)
+    def needed_from(self, boundary: int) -> int:
+        """A bit for each value that a node after ``boundary`` uses."""
+        start = self.atoms[boundary][0] if boundary < len(self.atoms) else len(self.nodes)
         return sum(1 << value for value, last in enumerate(self.last_use) if last >= start)
 
     def bytes_of(self, values: int) -> float:
@@ -238,49 +238,49 @@ class LabelledStage:
         choices: Collection[Policy],
         select: Callable[[list[Label], int], list[Label]],
     ) -> list[Label]:
-        """Labels of the whole stage, going on at every border from those that ``select`` picks.
+        """Labels of the whole stage, going on at every boundary from those that ``select`` picks.
 
-        ``select(labels, border)`` gets all that come to the border, the end of the stage included.
+        ``select(labels, boundary)`` gets all that come to the boundary, the end of the stage included.
         """
         at: list[list[Label]] = [[_NO_ATOMS], *([] for _ in self.atoms)]
-        for border in range(len(self.atoms)):
-            for label in select(at[border], border):
-                for end, made in self.extend(label, border, choices):
+        for boundary in range(len(self.atoms)):
+            for label in select(at[boundary], boundary):
+                for end, made in self.extend(label, boundary, choices):
                     at[end].append(made)
-            at[border] = []
+            at[boundary] = []
         return select(at[-1], len(self.atoms))
 
     def extend(
-        self, label: Label, border: int, choices: Collection[Policy]
+        self, label: Label, boundary: int, choices: Collection[Policy]
     ) -> Iterator[tuple[int, Label]]:
-        """All labels that follow ``label`` by treating the atoms from ``border`` on, and where they end."""
-        settled = self._settled(border)
+        """All labels that follow ``label`` by treating the atoms from ``boundary`` on, and where they end."""
+        settled = self._settled(boundary)
         if settled in (None, KEEP):
-            yield border + 1, self._keep(label, border)
-        first = self.nodes[self.atoms[border][0]]
+            yield boundary + 1, self._keep(label, boundary)
+        first = self.nodes[self.atoms[boundary][0]]
         for choice in choices if settled is None else {settled} - {KEEP}:
             if not choice.recompute:
-                yield border + 1, self._offload(label, border, choice)
+                yield boundary + 1, self._offload(label, boundary, choice)
                 continue
-            if settled is None and first in self.borders.ending:
+            if settled is None and first in self.boundaries.ending:
                 continue
-            for end in range(border + 1, len(self.atoms) + 1):
-                if end > border + 1 and (settled or self._settled(end - 1)) is not None:
+            for end in range(boundary + 1, len(self.atoms) + 1):
+                if end > boundary + 1 and (settled or self._settled(end - 1)) is not None:
                     break
                 after = self.nodes[self.atoms[end][0]] if end < len(self.atoms) else first
-                if first > self.borders.ending.get(after, first):
+                if first > self.boundaries.ending.get(after, first):
                     continue
-                again = self._recompute_together(border, end)
+                again = self._recompute_together(boundary, end)
                 if again.saving:
-                    yield end, self._recompute(label, border, end, again, choice)
+                    yield end, self._recompute(label, boundary, end, again, choice)
 
     def _settled(self, atom: int) -> Policy | None:
         node = self.nodes[self.atoms[atom][0]]
         return KEEP if node == len(self.costs.names) else self.settled.get(node)  # the loss stays
 
-    def _keep(self, label: Label, border: int) -> Label:
+    def _keep(self, label: Label, boundary: int) -> Label:
         kept, worst, counted = label.kept, label.worst, label.counted
-        for t in self.atoms[border]:
+        for t in self.atoms[boundary]:
             own = 0.0
             for value in self.saved_at[t]:
                 if not counted >> value & 1:
@@ -295,12 +295,12 @@ class LabelledStage:
             counted=counted,
             hosted=0,
             policy=KEEP,
-            span=(border, border + 1),
+            span=(boundary, boundary + 1),
             before=label,
         )
 
-    def _offload(self, label: Label, border: int, choice: Policy) -> Label:
-        atom = self.atoms[border]
+    def _offload(self, label: Label, boundary: int, choice: Policy) -> Label:
+        atom = self.atoms[boundary]
         worst, hosted, moved = label.worst, label.hosted, 0.0
         here: set[int] = set()
         for t in atom:
@@ -320,12 +320,12 @@ class LabelledStage:
             counted=label.counted,
             hosted=hosted,
             policy=choice,
-            span=(border, border + 1),
+            span=(boundary, boundary + 1),
             before=label,
         )
 
     def _recompute(
-        self, label: Label, border: int, end: int, again: _Recomputed, choice: Policy
+        self, label: Label, boundary: int, end: int, again: _Recomputed, choice: Policy
     ) -> Label:
         fresh = [value for value in again.enters if not label.counted >> value & 1]
         entering = sum(self.nbytes[value] for value in fresh)
@@ -343,16 +343,16 @@ class LabelledStage:
             counted=counted,
             hosted=0,
             policy=choice,
-            span=(border, end),
+            span=(boundary, end),
             before=label,
         )
 
-    def _recompute_together(self, border: int, end: int) -> _Recomputed:
-        """Recomputing atoms ``border`` … ``end - 1`` as one region."""
-        if (border, end) not in self._recomputed:
-            inside = range(self.atoms[border][0], self.atoms[end - 1][-1] + 1)
-            self._recomputed[border, end] = self._recompute_nodes(inside)
-        return self._recomputed[border, end]
+    def _recompute_together(self, boundary: int, end: int) -> _Recomputed:
+        """Recomputing atoms ``boundary`` … ``end - 1`` as one region."""
+        if (boundary, end) not in self._recomputed:
+            inside = range(self.atoms[boundary][0], self.atoms[end - 1][-1] + 1)
+            self._recomputed[boundary, end] = self._recompute_nodes(inside)
+        return self._recomputed[boundary, end]
 
     def _recompute_nodes(self, inside: range) -> _Recomputed:
         """Recomputing neighbouring nodes (local indices) as one region."""

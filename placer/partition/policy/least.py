@@ -6,7 +6,7 @@ Two bounds, of which the larger counts:
 dropped. A merged label has the least seconds and bytes of its parts, and counts what any of them counts, so
 that what follows it costs no more than what follows any of them. Labels that cost more than the
 answer in hand are left out. Where none had to be merged, the bound is the optimum. It holds for
-regions that begin and end at the borders of atoms.
+regions that begin and end at the boundaries of atoms.
 
 `_knapsack`: at each moment of backward the values that are too much must be away: each was
 offloaded, or the node that made it runs again. The cheapest bytes first (the fractional knapsack)
@@ -48,9 +48,9 @@ def least_extra_seconds(
 def _relaxed(
     stage: LabelledStage, choices: Collection[Policy], limits: StageLimits, answer: float
 ) -> float:
-    def select(labels: list[Label], border: int) -> list[Label]:
+    def select(labels: list[Label], boundary: int) -> list[Label]:
         useful = [x for x in labels if x.seconds < answer and limits.peak(x) <= limits.budget]
-        return _merged(useful, stage.needed_from(border))
+        return _merged(useful, stage.needed_from(boundary))
 
     return min((label.seconds for label in stage.search(choices, select)), default=answer)
 

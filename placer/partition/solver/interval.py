@@ -77,10 +77,10 @@ def _sums(weights: Vector, cuts: Indices) -> Vector:
 def _places(problem: PartitionProblem, order: Indices, place: Indices) -> Indices:
     """Positions to cut at: the cheapest of each stretch of equal share of work and of units."""
     n = problem.num_units
-    hollow = np.zeros(n)
-    hollow[sorted(problem.hollow)] = 1.0
-    solid = np.concatenate([[0], np.cumsum(1 - hollow[order])])
-    possible = np.flatnonzero((solid[1:-1] > 0) & (solid[1:-1] < solid[-1])) + 1
+    auxiliary = np.zeros(n)
+    auxiliary[sorted(problem.auxiliary)] = 1.0
+    standalone = np.concatenate([[0], np.cumsum(1 - auxiliary[order])])
+    possible = np.flatnonzero((standalone[1:-1] > 0) & (standalone[1:-1] < standalone[-1])) + 1
     most = max(_MOST_CUTS, 4 * len(problem.slots))
     if len(possible) > most:
         cut = np.zeros(n + 1)
@@ -100,7 +100,7 @@ def _places(problem: PartitionProblem, order: Indices, place: Indices) -> Indice
 
 
 def _crossing_bytes(problem: PartitionProblem, cuts: Indices, place: Indices) -> Vector:
-    """``[x, y]``: bytes that cross the borders of the stage from cut x to cut y."""
+    """``[x, y]``: bytes that cross the boundaries of the stage from cut x to cut y."""
     count = len(cuts)
     steps = np.zeros((count + 1, count + 1))
 

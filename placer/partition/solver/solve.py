@@ -1,4 +1,4 @@
-"""Solve a partition problem: a family of downsets for the first answer, all of them for the proof."""
+"""Solve a partition problem: find a placement of small largest load, and a lower bound on all."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from placer.partition.solver.search import (
     is_reached,
     newest_first,
 )
-from placer.partition.solver.windows import refine_borders
+from placer.partition.solver.windows import refine_boundaries
 from placer.partition.solver.work import Work
 from placer.plan.types import Optimality
 
-MOST_ALIVE = 150_000  # partly decided downsets at a time in a proof; about a second
-LARGE = 1500  # units; from here on stages are intervals of one order, improved at their borders
-_WORK, _LEAST_WORK = 7e3, 3e8  # nanoseconds for all proofs of a problem, per downset alive; least
+MOST_ALIVE = 150_000  # partly decided downsets at a time in a proof: about a second
+LARGE = 1500  # units; with more, stages are intervals of one order, improved at their boundaries
+_WORK, _LEAST_WORK = 7e3, 3e8  # nanoseconds for all proofs of a problem: per downset, and at least
 _WINDOW_WIDTH = 2  # of the beam for a window of a large problem
 
 
 def solve(problem: PartitionProblem, *, most_alive: int = MOST_ALIVE) -> Solution | None:
-    """The placement of least largest load, with a lower bound on the load of any placement.
+    """A placement of small largest load, with a lower bound on that of any placement.
 
-    Chains of a few topological orders and a narrow beam give an answer; if at most
-    ``most_alive`` partly decided downsets could be better at a time, and the work that goes with
-    these suffices, all of them are tried, and the answer is optimal (`Optimality.proven`). A problem
-    of more than 1,500 units has stages that are intervals of one order, improved at their borders.
-    Deterministic. None when no placement was found that meets the budgets.
+    A first answer comes from the downsets of a few orders and a beam search. Then all downsets that
+    a better placement could have are enumerated, unless there are more than ``most_alive`` partly
+    decided ones at a time or it takes too much work: the answer is then optimal
+    (`Optimality.proven`). With more than 1,500 units, stages are intervals of one order, improved at
+    their boundaries. Deterministic. None when no placement was found within the budgets.
     """
     joined = join_cycles(problem)
     if joined.problem.num_units > LARGE:
@@ -53,12 +53,12 @@ def solve(problem: PartitionProblem, *, most_alive: int = MOST_ALIVE) -> Solutio
 
 
 def proof_work(most_alive: int) -> Work:
-    """What the proofs of one problem may take together."""
+    """The work that the proofs of one problem may take together."""
     return Work(max(_LEAST_WORK, _WORK * most_alive))
 
 
 def as_solution(problem: PartitionProblem, stage_of: StageOf, bound: float) -> Solution:
-    """``stage_of`` with its largest load, and ``bound`` where that is not above it."""
+    """``stage_of`` with its largest load and the lower bound ``bound``."""
     value = largest_load(problem, stage_of)
     return Solution(
         stage_of=tuple(stage_of.tolist()),
@@ -69,12 +69,12 @@ def as_solution(problem: PartitionProblem, stage_of: StageOf, bound: float) -> S
 
 
 def lower_bound(problem: PartitionProblem) -> float:
-    """No placement can be better than its largest unit, or than all work spread evenly; O(n)."""
+    """No placement has a lower largest load; O(n)."""
     return simple_bound(join_cycles(problem).problem)
 
 
 class Best:
-    """The best placement of ``problem`` so far that meets the budgets."""
+    """The best placement of ``problem`` so far that is within the budgets."""
 
     def __init__(self, problem: PartitionProblem) -> None:
         self._problem = problem
@@ -83,11 +83,11 @@ class Best:
 
     @property
     def is_tight(self) -> bool:
-        """Whether budgets may have shaped the answer, or prevented one."""
+        """Whether budgets may have ruled out a better placement, or all."""
         return self.stage_of is None or is_tight(self._problem, self.stage_of)
 
     def offer(self, stage_of: StageOf | None) -> bool:
-        """Take ``stage_of`` if it is better; whether it is."""
+        """Keep ``stage_of`` if it is better; returns whether it is."""
         if stage_of is None:
             return False
         value = largest_load(self._problem, stage_of)
@@ -97,7 +97,7 @@ class Best:
         return better
 
     def improve(self, bound: float) -> None:
-        """Move units one by one, if there is a placement, and it may be tight and is above ``bound``."""
+        """Move units one by one if budgets matter and the placement is not optimal by ``bound``."""
         if self.stage_of is not None and self.is_tight and not is_reached(self.value, bound):
             self.offer(move_units(self._problem, self.stage_of, bound))
 
@@ -123,7 +123,7 @@ def _solve_small(
 
 
 def _solve_large(problem: PartitionProblem, joined: Reduction) -> Solution | None:
-    """Intervals of a few orders, then windows around the borders; the bound is the simple one."""
+    """The best intervals of a few orders, improved around their boundaries; the bound is `simple_bound`."""
     small = joined.problem
     preds, succs = adjacency(small)
     orders = [
@@ -138,11 +138,11 @@ def _solve_large(problem: PartitionProblem, joined: Reduction) -> Solution | Non
             best, best_order, value = found, order, largest_load(small, found)
     if best is None or best_order is None:
         return None
-    best = refine_borders(small, best_order, best, _solve_window)
+    best = refine_boundaries(small, best_order, best, _solve_window)
     return as_solution(problem, best[joined.unit_of], simple_bound(small))
 
 
 def _solve_window(problem: PartitionProblem) -> StageOf | None:
-    joined = join_cycles(problem)  # borders move by whole knots of the window
+    joined = join_cycles(problem)  # the joined units around a window may make cycles
     found = DownsetSearch(joined.problem).first_answer(_WINDOW_WIDTH)
     return None if found is None else found[joined.unit_of]

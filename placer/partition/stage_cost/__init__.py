@@ -1,4 +1,4 @@
-"""What a stage costs: the peak of its memory in bytes, its seconds, what crosses its borders.
+"""What a stage costs: the peak of its memory in bytes, its seconds, what crosses its boundaries.
 
 =====================  ===========================================================================
 score                  the one formula

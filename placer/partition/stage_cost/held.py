@@ -12,7 +12,7 @@ The first are held for every micro-batch in flight, the others only while the re
 runs. Just before it, the region's forward runs again: there the values that enter, the gradients
 that have come, and what the forward holds are live together.
 
-A stage border may cut through a region: what enters then depends on ``a``, so each table has a row
+A stage boundary may cut through a region: what enters then depends on ``a``, so each table has a row
 per start. Where the stage ends before the region does, backward begins with nodes that save nothing,
 and what comes only when a saving node's backward asks for it is not there yet: `not_yet` says so.
 O(values in regions x starts) time.

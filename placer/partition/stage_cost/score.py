@@ -207,7 +207,7 @@ def unit_seconds(costs: CostTable, kind: DeviceKind, *, half: bool, training: bo
 
 
 def transfer_seconds(tables: IntervalTables, kind: DeviceKind, *, training: bool) -> Table:
-    """Seconds to receive and send what crosses the borders of every interval, gradients included."""
+    """Seconds to receive and send what crosses the boundaries of every interval, gradients included."""
     return (tables.received + tables.sent) * (2 if training else 1) / kind.link_bandwidth
 
 

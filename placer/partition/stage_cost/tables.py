@@ -171,7 +171,7 @@ def _held_values(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CrossingValues:
-    """What crosses the borders of stages; ``released``: received copies that go before the end."""
+    """What crosses the boundaries of stages; ``released``: received copies that go before the end."""
 
     received: _Rectangles
     computed: _Rectangles
