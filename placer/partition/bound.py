@@ -40,7 +40,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.cost import CostTable
-from placer.partition.candidate import optimizer_on, reference_bytes, waiting_at
+from placer.partition.candidate import in_flight_at, optimizer_on, peak_share, reference_bytes
 from placer.partition.model import ModelUnits
 from placer.partition.stage_cost.score import optimizer_bytes
 from placer.partition.stage_cost.tables import node_transients
@@ -78,14 +78,10 @@ def least_peak(
     held = unit_bytes(model, costs, options, [slot.name for slot in devices])
     nbytes = float(held.alone.max(initial=0.0))
     if options.training and len(model.order) <= _MOST_UNITS:
-        waiting = (waiting_at(options, num_stages, q) for q in range(num_stages))
+        waiting = (in_flight_at(options, num_stages, q) for q in range(num_stages))
         others = min(count.first_backward for count in waiting)
         nbytes = max(nbytes, _least_of_groups(held, model.edges, num_stages, others))
-    reference = reference_bytes(devices)
-    return min(
-        nbytes / reference if slot.budget is None else (nbytes + slot.reserve) / max(slot.budget, 1)
-        for slot in devices
-    )
+    return min(peak_share(nbytes, slot, reference_bytes(devices)) for slot in devices)
 
 
 def _least_of_groups(

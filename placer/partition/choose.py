@@ -15,7 +15,7 @@ from placer.capture import Capture
 from placer.cost import CostTable
 from placer.partition.arrange import candidate_cuts, device_chains, is_thinned, unit_pins
 from placer.partition.bound import least_peak
-from placer.partition.candidate import SLACK, Candidate, rate_stages, reference_bytes, solve_order
+from placer.partition.candidate import Candidate, rate_stages, reference_bytes, solve_order
 from placer.partition.describe import describe_partition
 from placer.partition.model import (
     ModelUnits,
@@ -27,7 +27,7 @@ from placer.partition.model import (
 from placer.partition.noncontiguous import (
     GAIN,
     NoncontiguousChains,
-    find_returning,
+    find_noncontiguous,
     is_better,
 )
 from placer.partition.solver.problem import Solution
@@ -43,6 +43,7 @@ _SAMPLED_UNITS, _MOST_SAMPLED = 2_000, 5_000  # in all of them; a graph of more 
 # Units before and after a boundary where all are tried, in orders of so many that boundaries are thinned:
 _NEARBY, _MOST_NEAR = 12, 200  # for each of them, and in all
 _MOST_RESTATED = 3  # times that an order's stages are put into program order and looked for again
+_SLACK = 1.005  # how far above the least peak the additive bounds of a proposal may go
 _NEAR = 0.8  # share of a budget from which on memory decides where cuts are
 
 
@@ -353,7 +354,7 @@ class _Search:
                 self._offer(found)
 
     def _returning(self, start: Candidate) -> Candidate | None:
-        found = find_returning(start, self._costs, self.pinned_nodes(start), self._options)
+        found = find_noncontiguous(start, self._costs, self.pinned_nodes(start), self._options)
         if found is None:
             return None
         units = {node: u for u, nodes in self._units.nodes(data="nodes") for node in nodes}
@@ -382,7 +383,7 @@ class _Search:
 
 def _most_bytes(best: Candidate, options: PlanningOptions) -> list[float | None]:
     """What every stage may hold: its budget, and for least memory not much more than ``best``."""
-    near = best.peak * SLACK if options.objective == "memory" else np.inf
+    near = best.peak * _SLACK if options.objective == "memory" else np.inf
     found: list[float | None] = []
     for slot in best.slots:
         most = near * (slot.budget or reference_bytes(best.slots))

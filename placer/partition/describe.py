@@ -15,9 +15,10 @@ from placer.cost import CostTable
 from placer.partition.candidate import (
     Candidate,
     boundary_alternatives,
+    in_flight_at,
     optimizer_on,
+    peak_share,
     reference_bytes,
-    waiting_at,
 )
 from placer.partition.noncontiguous import NoncontiguousChains, device_peaks, may_be_noncontiguous
 from placer.partition.stage_cost.score import (
@@ -110,7 +111,7 @@ def _stages(
     stages = []
     for index, (q, x, y) in enumerate(used):
         slot = best.slots[q]
-        count = waiting_at(options, len(used), index)
+        count = in_flight_at(options, len(used), index)
         kept = optimizer_on(options, [slot.name] if options.processes else trains)
         waiting = received_from[index, :index].tolist()
         peaks = peak_bytes(t, count, kept, training=options.training, received_from=waiting)
@@ -206,7 +207,7 @@ def _device_peaks(
     peaks = {name: max(peak, int(updating[name])) for name, peak in peaks.items()}
     of_replica = []
     for index, (stage, (_, x, y)) in enumerate(zip(stages, used, strict=True)):
-        count = waiting_at(options, len(used), index)
+        count = in_flight_at(options, len(used), index)
         waiting = received_from[index, :index].tolist()
         found = replica_peak_bytes(t, count, training=options.training, received_from=waiting)
         of_replica.append((stage, int(found[x, y])))
@@ -244,9 +245,7 @@ def _measure(
         return seconds
     if criterion == PEAK_BYTES:
         return float(peak)
-    if device.budget is None:
-        return peak / reference_bytes(best.slots)
-    return (peak + device.reserve) / max(device.budget, 1)
+    return peak_share(peak, device, reference_bytes(best.slots))
 
 
 def _boundaries(

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.cost import CostTable
-from placer.partition.candidate import reference_bytes, waiting_at
+from placer.partition.candidate import in_flight_at, reference_bytes
 from placer.partition.solver.problem import PartitionProblem, SharedValue, StageSlot, Vector
 from placer.partition.stage_cost.score import optimizer_bytes, unit_seconds
 from placer.partition.types import DeviceSlot, PlanningOptions
@@ -154,7 +154,7 @@ def least_bytes(
     for value in costs.values:
         if value.savers and not any(s < len(costs.keys) and costs.keys[s] for s in value.savers):
             saved[min(int(model.unit_of[s]) for s in value.savers)] += value.nbytes
-    saved *= waiting_at(options, num_stages, stage_index).most
+    saved *= in_flight_at(options, num_stages, stage_index).most
     total: Vector = static + (saved if saved.sum() >= gradients.sum() else gradients)
     return total
 

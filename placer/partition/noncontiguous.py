@@ -9,7 +9,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from placer.cost import CostTable
-from placer.partition.candidate import Candidate, StageCosts, optimizer_on, reference_bytes
+from placer.partition.candidate import (
+    Candidate,
+    StageCosts,
+    optimizer_on,
+    rank_candidate,
+    reference_bytes,
+)
 from placer.partition.fold import MOST_CUTS, improved_devices, nested_devices
 from placer.partition.stage_cost.live_through import Span
 from placer.partition.stage_cost.score import OptimizerMemory
@@ -79,23 +85,15 @@ class NoncontiguousChains:
             seconds[device] += float(self._costs.seconds[device][x, y - 1])
         loads = [self.load(device, own) for device, own in enumerate(spans)]
         limited = [x for x, slot in zip(loads, self.slots, strict=True) if slot.budget is not None]
-        fullest, bottleneck, total = max(limited, default=0.0), max(seconds), sum(seconds)
-        rank = (0.0, bottleneck, total)
-        if self._options.objective == "memory" and fullest <= 1:
-            rank = (max(loads), bottleneck, total)
-        elif self._options.objective == "latency":
-            rank = (0.0, total, bottleneck)
+        fullest, peak = max(limited, default=0.0), max(loads)
         return Candidate(
-            rank=(fullest if fullest > 1 else 0.0, *rank),
+            rank=rank_candidate(self._options, fullest=fullest, peak=peak, seconds=seconds),
             tables=self._best.tables,
             nodes=self._best.nodes,
             slots=tuple(chain),
             cuts=tuple(cuts),
-            limit=max(fullest, 1.0),
             fullest=fullest,
-            peak=max(loads),
-            bottleneck=bottleneck,
-            total=total,
+            peak=peak,
         )
 
     def moves(self) -> list[tuple[float, int | None]]:
@@ -116,11 +114,11 @@ class NoncontiguousChains:
 
     def _follows_pins(self, cuts: Sequence[int]) -> bool:
         pairs = zip(self._best.slots, itertools.pairwise(cuts), strict=True)
-        held = self._costs.held
-        return all(held[self.slots.index(slot)][x, y - 1] for slot, (x, y) in pairs)
+        follow_pins = self._costs.follow_pins
+        return all(follow_pins[self.slots.index(slot)][x, y - 1] for slot, (x, y) in pairs)
 
 
-def find_returning(
+def find_noncontiguous(
     best: Candidate, costs: CostTable, pinned: Sequence[str | None], options: PlanningOptions
 ) -> Candidate | None:
     """A chain on the order of ``best`` in which devices come again, if it is better by `GAIN`."""

@@ -11,7 +11,7 @@ from typing import Protocol
 from placer.capture import Capture
 from placer.cost import CostTable, with_regions
 from placer.partition import DeviceSlot, Partition, PlanningOptions, rate_partition
-from placer.partition.candidate import waiting_at
+from placer.partition.candidate import in_flight_at
 from placer.partition.policy.cheapest import StagePolicy, choose_stage_policy, keys_of
 from placer.partition.policy.labels import KEEP, LabelledStage, Policy, StageLimits
 from placer.partition.policy.least import least_extra_seconds
@@ -304,7 +304,7 @@ class _Search:
 
     def _limits(self, partition: Partition, index: int) -> StageLimits:
         stage = partition.stages[index]
-        count = waiting_at(self._options, len(partition.stages), index)
+        count = in_flight_at(self._options, len(partition.stages), index)
         slot = partition.slots[index]
         budget = float("inf") if self._limited else 0.0
         if slot.budget is not None:

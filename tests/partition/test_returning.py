@@ -45,7 +45,7 @@ def test_a_unet_is_folded_and_peaks_lower_as_predicted(monkeypatch: pytest.Monke
         assert 0.999 * device.peak <= device.predicted <= 1.02 * device.peak
     assert plan.optimality is not None
     assert plan.optimality.value == max(device.predicted for device in found)
-    monkeypatch.setattr(choose, "find_returning", lambda *_: None)
+    monkeypatch.setattr(choose, "find_noncontiguous", lambda *_: None)
     chain = placer.make_plan(model, spec, (x,))
     assert len(chain.stages) == 3
     least = max(device.peak for device in placer.simulate(model, chain, (x,)).devices)

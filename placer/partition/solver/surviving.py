@@ -49,7 +49,7 @@ class _Partial(NamedTuple):
     crossing: Vector  # bytes of the values that are in both touched_in and touched_out
 
     def at(self, which: Flags) -> _Partial:
-        return _Partial(*(column[which] for column in self))
+        return _Partial._make(column[which] for column in self)
 
 
 class _Deciding:
@@ -92,7 +92,7 @@ class _Deciding:
             self._going_on(half, word) for half in (self._without(u, free), self._with(u, free))
         ]
         columns = zip(self.rows.at(~is_free), *following, strict=True)
-        self.rows = _Partial(*map(np.concatenate, columns))
+        self.rows = _Partial._make(map(np.concatenate, columns))
         return _STEP + (_UNDECIDED + _PER_BIT * self._size) * int(is_free.sum())
 
     def _without(self, u: int, free: _Partial) -> _Partial:
