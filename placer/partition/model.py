@@ -1,4 +1,4 @@
-"""A captured model on a chain of devices as a `PartitionProblem`."""
+"""A captured model and a chain of devices as a partition problem of `placer.partition.solver`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from placer.partition.types import DeviceSlot, PlanningOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelUnits:
-    """The units of a model in program order, and what of their costs no device changes.
+    """The units of a model in program order, with what does not depend on devices.
 
-    The loss is one more unit after all others; it makes no stage by itself.
+    The loss is the last unit; it cannot be on a stage alone.
     """
 
     order: tuple[int, ...]  # vertices of the unit graph
@@ -33,7 +33,7 @@ class ModelUnits:
 def model_units(
     units: nx.DiGraph, order: Sequence[int], costs: CostTable, pin_of: Mapping[int, str]
 ) -> ModelUnits:
-    """The units of ``units`` along ``order`` (program order), with the values that pass between."""
+    """The units of the graph ``units`` along ``order`` (program order), with the values that they share."""
     number = {vertex: i for i, vertex in enumerate(order)}
     loss = len(order)
     unit_of = np.empty(len(costs.nodes), dtype=np.int64)
@@ -44,13 +44,13 @@ def model_units(
     edges += [(i, loss) for vertex, i in number.items() if not units.out_degree(vertex)]
     values = []
     for node, readers in enumerate(costs.readers):
-        held = tuple(sorted({int(unit_of[i]) for i in (node, *readers)}))
-        if len(held) > 1 and costs.nodes[node].output_nbytes:
-            values.append(SharedValue(nbytes=costs.nodes[node].output_nbytes, units=held))
+        sharing = tuple(sorted({int(unit_of[i]) for i in (node, *readers)}))
+        if len(sharing) > 1 and costs.nodes[node].output_nbytes:
+            values.append(SharedValue(nbytes=costs.nodes[node].output_nbytes, units=sharing))
     for readers, nbytes in zip(costs.input_readers, costs.input_nbytes, strict=True):
-        held = tuple(sorted({int(unit_of[i]) for i in readers}))
-        if held and nbytes:
-            values.append(SharedValue(nbytes=nbytes, units=held, external=True))
+        sharing = tuple(sorted({int(unit_of[i]) for i in readers}))
+        if sharing and nbytes:
+            values.append(SharedValue(nbytes=nbytes, units=sharing, external=True))
     return ModelUnits(
         order=tuple(order),
         unit_of=unit_of,
@@ -67,7 +67,7 @@ def seconds_problem(
     options: PlanningOptions,
     most_bytes: Sequence[float | None],
 ) -> PartitionProblem:
-    """Least time of the slowest stage, with at most ``most_bytes`` on each."""
+    """Minimise the seconds of the slowest stage, with at most ``most_bytes`` on each."""
     slots = []
     for q, (slot, most) in enumerate(zip(chain, most_bytes, strict=True)):
         seconds = unit_seconds(costs, slot.kind, half=options.half, training=options.training)
@@ -86,17 +86,19 @@ def seconds_problem(
 def memory_problem(
     model: ModelUnits, costs: CostTable, chain: Sequence[DeviceSlot], options: PlanningOptions
 ) -> PartitionProblem:
-    """Least bytes of all stages, as shares of their budgets (`reference_bytes` without one)."""
+    """Minimise the largest share of a budget that a stage needs (`reference_bytes` without a budget)."""
     slots = []
     for q, slot in enumerate(chain):
-        held = least_bytes(model, costs, options, len(chain), q)
-        share = held / (slot.budget or reference_bytes(chain))
-        slots.append(StageSlot(device=slot.name, seconds=share, seconds_per_byte=0.0, nbytes=held))
+        nbytes = least_bytes(model, costs, options, len(chain), q)
+        share = nbytes / (slot.budget or reference_bytes(chain))
+        slots.append(
+            StageSlot(device=slot.name, seconds=share, seconds_per_byte=0.0, nbytes=nbytes)
+        )
     return _problem(model, slots, options)
 
 
 def relaxed_chain(chains: Sequence[Sequence[DeviceSlot]]) -> tuple[DeviceSlot, ...]:
-    """A chain of the fastest and largest device of ``chains`` at every position, as many as most."""
+    """A chain as long as the longest of ``chains``, of a device as fast and large as any of theirs."""
     slots = list({slot.name: slot for chain in chains for slot in chain}.values())
     kinds = [slot.kind for slot in slots]
     kind = replace(
@@ -130,11 +132,11 @@ def _problem(
 def least_bytes(
     model: ModelUnits, costs: CostTable, options: PlanningOptions, num_stages: int, stage_index: int
 ) -> Vector:
-    """Bytes per unit that add up to no more than the peak of any stage at that position.
+    """Bytes per unit whose sum over a stage is at most its peak at that position of the chain.
 
-    Parameters, buffers and optimizer state at their first use, and what stays until backward begins
-    (saved activations times the micro-batches in flight) or until it has ended (gradients),
-    whichever is more in all. What regions recompute or offload is left out.
+    Parameters, buffers and optimizer state count at the first unit that uses them. To these come
+    either saved activations, times the micro-batches in flight, or gradients, whichever is more in
+    all. Activations that are recomputed or offloaded do not count.
     """
     static, saved, gradients = (np.zeros(len(model.order) + 1) for _ in range(3))
     state = optimizer_bytes(options.optimizer).state
