@@ -108,9 +108,7 @@ class NoncontiguousChains:
                 if cut == best.cuts[q] or not self._follows_pins(cuts):
                     continue
                 tried = self.candidate(best.slots, cuts)
-                value = next(
-                    (x for x in tried.rank if x), 0.0
-                )  # overflow, peak or seconds
+                value = next((x for x in tried.rank if x), 0.0)  # overflow, peak or seconds
                 least = min(least, (value, cut))
             found.append(least)
         return found
