@@ -13,8 +13,9 @@ from placer.cost import CostTable, with_regions
 from placer.partition import DeviceSlot, Partition, PlanningOptions, rate_partition
 from placer.partition.candidate import in_flight_at
 from placer.partition.policy.cheapest import StagePolicy, choose_stage_policy, keys_of
-from placer.partition.policy.labels import KEEP, LabelledStage, Policy, StageLimits
 from placer.partition.policy.least import least_extra_seconds
+from placer.partition.policy.search import PolicySearch
+from placer.partition.policy.types import KEEP, Policy, StageLimits
 from placer.plan.types import StageMemory
 from placer.regions import RegionKey, region_boundaries, whole_groups
 
@@ -89,7 +90,7 @@ def choose_policy(
     limited = any(slot.budget is not None for slot in slots)
     search = _Search(capture, costs, keys, choices, options, limited=limited)
     everything = list(range(len(costs.names)))
-    unlimited = StageLimits(static=0.0, budget=0.0, held=1, grown=False)
+    unlimited = StageLimits(static=0.0, budget=0.0, held=1, all_gradients=False)
     stage = search.labelled(everything, (), first.slots[0], unlimited)
     unpinned = partial(choose, more_pins={})
     if at_once and limited and (light := search.fitting(first, unpinned)) is not None:
@@ -192,8 +193,8 @@ class _Search:
 
     def labelled(
         self, nodes: Sequence[int], before: Collection[int], slot: DeviceSlot, limits: StageLimits
-    ) -> LabelledStage:
-        return LabelledStage(
+    ) -> PolicySearch:
+        return PolicySearch(
             self._costs,
             nodes,
             before,
@@ -201,7 +202,7 @@ class _Search:
             self._settled,
             slot.kind,
             half=self._options.half,
-            grown=limits.grown,
+            all_gradients=limits.all_gradients,
         )
 
     def costs_of(self, stages: Sequence[StagePolicy]) -> CostTable:
@@ -213,7 +214,7 @@ class _Search:
                 keys[node] = keys[node] or key
         return with_regions(self._costs, whole_groups(self._capture, keys))
 
-    def _stages(self, partition: Partition) -> tuple[list[LabelledStage], list[StageLimits]]:
+    def _stages(self, partition: Partition) -> tuple[list[PolicySearch], list[StageLimits]]:
         stages = partition.stages
         position = {name: i for i, name in enumerate(self._capture.order)}
         nodes = [sorted(position[name] for name in stage.nodes) for stage in stages]
@@ -319,7 +320,7 @@ class _Search:
             static=_static(stage.memory),
             budget=budget,
             held=count.most,
-            grown=count.microbatches > 1,
+            all_gradients=count.microbatches > 1,
             others=_beside(partition, {*shared} - {index}, index),
             later=max(running, default=0),
         )

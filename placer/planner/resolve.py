@@ -10,7 +10,7 @@ from torch import Tensor
 from placer.capture import Capture
 from placer.errors import PlacerError, SpecError
 from placer.partition import PlanningOptions
-from placer.partition.policy.labels import Policy
+from placer.partition.policy.types import Policy
 from placer.planner.notes import layer_paths, shared_modules
 from placer.regions import RegionKey, region_keys
 from placer.schedule import split_batch

@@ -19,8 +19,9 @@ import placer
 from placer.capture import capture_model
 from placer.cost import device_kind, estimate_costs, with_regions
 from placer.partition.policy.cheapest import choose_stage_policy, keys_of
-from placer.partition.policy.labels import LabelledStage, Policy, StageLimits
 from placer.partition.policy.least import least_extra_seconds
+from placer.partition.policy.search import PolicySearch
+from placer.partition.policy.types import Policy, StageLimits
 from placer.partition.stage_cost.score import optimizer_bytes, peak_bytes
 from placer.partition.stage_cost.tables import build_tables
 from placer.planner import activation_policy
@@ -199,8 +200,10 @@ def test_the_choice_is_the_best_of_all(share: float) -> None:
     budget = share * plain
     best = min((seconds for peak, seconds in ways if peak <= budget), default=None)
     static = float(sum(costs.state_nbytes.values()))
-    limits = StageLimits(static=static, budget=budget, held=1, grown=False)
-    stage = LabelledStage(costs, range(n), (), _everywhere(n), {}, kind, half=False, grown=False)
+    limits = StageLimits(static=static, budget=budget, held=1, all_gradients=False)
+    stage = PolicySearch(
+        costs, range(n), (), _everywhere(n), {}, kind, half=False, all_gradients=False
+    )
     found = choose_stage_policy(stage, [recompute], limits)
     least = least_extra_seconds(stage, [recompute], limits)
     if best is None:
