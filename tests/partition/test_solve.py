@@ -163,7 +163,7 @@ def test_memory_parts_what_is_joined_for_time() -> None:
     assert solve(crossed) is None
 
 
-def test_large_graphs_keep_the_rules_and_windows_only_help() -> None:
+def test_large_graphs_keep_the_rules() -> None:
     problem = layered_problem(1_501, 3)
     slots = tuple(
         dataclasses.replace(slot, device=f"d{q}", budget=float(slot.nbytes.sum()) * 0.45)

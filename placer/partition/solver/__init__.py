@@ -14,7 +14,7 @@ program                the best placement whose boundaries are in a family: dyna
 search                 a first answer, then a proof: the program over all downsets that could matter
 conditions, surviving  which downsets these are, and how they are enumerated
 work                   a count of operations that limits a proof, so that no clock decides
-interval, windows      more than 1,500 units: stages along one order, and better boundaries for them
+interval               more than 1,500 units: stages along one order
 moves                  tight memory limits: units move one by one
 =====================  ===========================================================================
 """

@@ -106,13 +106,13 @@ class DownsetSearch:
         conditions = self.conditions(bound)
         return best_boundaries(self.family(rows, conditions), conditions, bound, work)
 
-    def first_answer(self, width: int | None = None) -> StageOf | None:
-        """The best placement with boundaries from a few orders and a beam search of that ``width``.
+    def first_answer(self) -> StageOf | None:
+        """The best placement with boundaries from a few orders and a beam search.
 
         A heuristic; deterministic. None where no placement is found within the budgets.
         """
         problem, lattice = self.problem, self.lattice
-        width = width or (_WIDTH if problem.num_units < _MANY else _NARROW)
+        width = _WIDTH if problem.num_units < _MANY else _NARROW
         orders = [np.arange(lattice.num_units), *_deep_orders(lattice)]
         chains = distinct(np.concatenate([chain_rows(lattice, order) for order in orders]))
         best, value = self._try(chains, None, np.inf)

@@ -26,14 +26,12 @@ from placer.partition.solver.search import (
     is_reached,
     newest_first,
 )
-from placer.partition.solver.windows import refine_boundaries
 from placer.partition.solver.work import Work
 from placer.plan.types import Optimality
 
 MOST_ALIVE = 150_000  # partly decided downsets at a time in a proof: about a second
-LARGE = 1500  # units; with more, stages are intervals of one order, improved at their boundaries
+LARGE = 1500  # units; with more, stages are intervals of one order
 _WORK, _LEAST_WORK = 7e3, 3e8  # nanoseconds for all proofs of a problem: per downset, and at least
-_WINDOW_WIDTH = 2  # of the beam for a window of a large problem
 
 
 def solve(problem: PartitionProblem, *, most_alive: int = MOST_ALIVE) -> Solution | None:
@@ -42,8 +40,8 @@ def solve(problem: PartitionProblem, *, most_alive: int = MOST_ALIVE) -> Solutio
     A first answer comes from the downsets of a few orders and a beam search. Then all downsets that
     a better placement could have are enumerated, unless there are more than ``most_alive`` partly
     decided ones at a time or it takes too much work: the answer is then optimal
-    (`Optimality.proven`). With more than 1,500 units, stages are intervals of one order, improved at
-    their boundaries. Deterministic. None when no placement was found within the budgets.
+    (`Optimality.proven`). With more than 1,500 units, stages are intervals of one order and nothing is
+    proven. Deterministic. None when no placement was found within the budgets.
     """
     joined = join_cycles(problem)
     if joined.problem.num_units > LARGE:
@@ -123,7 +121,7 @@ def _solve_small(
 
 
 def _solve_large(problem: PartitionProblem, joined: Reduction) -> Solution | None:
-    """The best intervals of a few orders, improved around their boundaries; the bound is `simple_bound`."""
+    """The best intervals of a few orders; the bound is `simple_bound`."""
     small = joined.problem
     preds, succs = adjacency(small)
     orders = [
@@ -131,18 +129,9 @@ def _solve_large(problem: PartitionProblem, joined: Reduction) -> Solution | Non
         newest_first(preds, succs),
         newest_first(succs, preds)[::-1],
     ]
-    best, best_order, value = None, None, load_above_all(small)
-    for order in (np.array(order, dtype=np.int64) for order in orders):
-        found = best_intervals(small, order, value)
+    best, value = None, load_above_all(small)
+    for order in orders:
+        found = best_intervals(small, np.array(order, dtype=np.int64), value)
         if found is not None:
-            best, best_order, value = found, order, largest_load(small, found)
-    if best is None or best_order is None:
-        return None
-    best = refine_boundaries(small, best_order, best, _solve_window)
-    return as_solution(problem, best[joined.unit_of], simple_bound(small))
-
-
-def _solve_window(problem: PartitionProblem) -> StageOf | None:
-    joined = join_cycles(problem)  # the joined units around a window may make cycles
-    found = DownsetSearch(joined.problem).first_answer(_WINDOW_WIDTH)
-    return None if found is None else found[joined.unit_of]
+            best, value = found, largest_load(small, found)
+    return None if best is None else as_solution(problem, best[joined.unit_of], simple_bound(small))

@@ -99,7 +99,7 @@ def peak_bytes(
     for others, share in in_flight.forwards:
         peak = np.maximum(peak, saved_bytes(tables, others) + _running(tables, share))
     if in_flight.microbatches > 1:
-        # The losses of micro-batches that have ended are kept; the largest peaks are before a smaller last one.
+        # The losses of ended micro-batches are kept; the largest peaks are before a smaller last one.
         begun = in_flight.microbatches - (in_flight.last_share < 1)
 
         def waiting(others: float, share: float) -> Table:
