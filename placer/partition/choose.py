@@ -64,8 +64,8 @@ def choose_partition(
     A stage's peak depends on the order in which it runs its nodes, and is exact along one order; so
     the dynamic program over the cuts of an order (`placer.partition.candidate`) decides. The orders
     tried are that of the program, one grouped by pins, and those of placements that `solve` finds over
-    all orders: of least time, with a lower bound on peaks under the budgets, and of that bound. Where
-    memory decides, some random orders are tried too. `Partition.optimality` says how far the result
+    all orders, of least time with a lower bound on peaks under the budgets. Where memory decides, some
+    random orders are tried too. `Partition.optimality` says how far the result
     can be from the best of all placements.
 
     ``tables`` are shared by searches for one model. With ``enough``, the search ends if the placement
@@ -292,8 +292,6 @@ class _Search:
         by_memory = options.objective == "memory" or over
         bound = 0.0
         if by_memory or best.fullest > _NEAR:
-            problem = memory_problem(model, self._costs, best.slots, options)
-            self._try_solution(model, solve(problem, most_alive=0))
             self._try_sampled(model)
             if by_memory:
                 bound = self._least_peak(model, relaxed)

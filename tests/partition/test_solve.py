@@ -15,7 +15,6 @@ from placer.partition import PartitionProblem, SharedValue, StageSlot, solve, st
 from placer.partition.solver.conditions import BoundaryConditions
 from placer.partition.solver.interval import best_intervals
 from placer.partition.solver.lattice import Lattice, build_lattice
-from placer.partition.solver.moves import move_units
 from placer.partition.solver.surviving import surviving_rows
 
 
@@ -154,10 +153,8 @@ def test_memory_parts_what_is_joined_for_time() -> None:
     solution = solve(problem)
     assert solution is not None and solution.optimality.proven
     assert solution.stage_of == (0, 0, 0, 1, 1)
-    moved = move_units(problem, np.array([0, 0, 1, 1, 1]), 7.0)
-    assert moved is not None and moved.tolist() == [0, 0, 0, 1, 1]
     small = dataclasses.replace(problem, slots=(dataclasses.replace(slot, budget=3.0),) * 2)
-    assert solve(small) is None and move_units(small, moved, 7.0) is None
+    assert solve(small) is None
     named = tuple(dataclasses.replace(slot, device=name) for name in ("first", "second"))
     crossed = dataclasses.replace(problem, slots=named, pins={0: "second", 4: "first"})
     assert solve(crossed) is None

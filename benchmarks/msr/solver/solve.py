@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
+
 from benchmarks.msr.solver.assign import assign_isolated
 from benchmarks.msr.solver.branch import branch_isolated
 from benchmarks.msr.solver.conditions import PartialConditions
 from benchmarks.msr.solver.folds import fold_dominated
 from benchmarks.msr.solver.lattice import PartialLattice, build_partial_lattice, isolated_units
+from benchmarks.msr.solver.limits import Best, is_limited, is_tight, memory_as_load
+from benchmarks.msr.solver.moves import move_units
 from benchmarks.msr.solver.pairs import PartialFamily
 from placer.partition import PartitionProblem, Solution
 from placer.partition import solve as solve_plain
 from placer.partition.solver.conditions import BoundaryConditions
+from placer.partition.solver.families import chain_rows, distinct
 from placer.partition.solver.lattice import Lattice, Words, topological_order
-from placer.partition.solver.moves import move_units
-from placer.partition.solver.problem import is_limited, memory_as_load, simple_bound
+from placer.partition.solver.problem import simple_bound
 from placer.partition.solver.program import Boundaries, Family
 from placer.partition.solver.reduce import Reduction, contract, join_cycles
 from placer.partition.solver.search import (
@@ -26,7 +30,7 @@ from placer.partition.solver.search import (
     adjacency,
     is_reached,
 )
-from placer.partition.solver.solve import LARGE, MOST_ALIVE, Best, as_solution, proof_work
+from placer.partition.solver.solve import LARGE, MOST_ALIVE, as_solution, proof_work
 from placer.partition.solver.work import Work
 
 
@@ -52,6 +56,23 @@ class PartialSearch(DownsetSearch):
     def stages(self, boundaries: Boundaries) -> StageOf:
         """Isolated units go where they cost least."""
         return assign_isolated(self.problem, super().stages(boundaries))
+
+    def first_answer(self) -> StageOf | None:
+        """The best placement with boundaries from a few orders and a beam search.
+
+        Where a budget may have ruled out a better one, an order of small memory is tried as well.
+        """
+        best, value = None, np.inf
+        for rows in self.first_families():
+            best, value = self.improve(rows, best, value)
+        if is_limited(self.problem) and (best is None or is_tight(self.problem, best)):
+            smallest = self.least_memory()
+            if smallest is not None:
+                units = self.lattice.num_units
+                order = np.lexsort((np.arange(units), smallest[self.lattice.order]))
+                rows = distinct(np.concatenate([rows, chain_rows(self.lattice, order)]))
+                best, _ = self.improve(rows, best, value)
+        return best
 
     def least_memory(self) -> StageOf | None:
         """A placement whose largest share of a budget is small."""

@@ -15,6 +15,5 @@ search                 a first answer, then a proof: the program over all downse
 conditions, surviving  which downsets these are, and how they are enumerated
 work                   a count of operations that limits a proof, so that no clock decides
 interval               more than 1,500 units: stages along one order
-moves                  tight memory limits: units move one by one
 =====================  ===========================================================================
 """

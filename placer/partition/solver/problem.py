@@ -13,7 +13,7 @@ section 3). The largest load is minimised.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 
 import numpy as np
@@ -22,8 +22,6 @@ from numpy.typing import NDArray
 from placer.plan.types import Optimality
 
 Vector = NDArray[np.float64]
-
-_NEAR = 0.8  # share of a budget from which on it may bind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,37 +113,9 @@ def largest_load(problem: PartitionProblem, stage_of: NDArray[np.int64]) -> floa
     return float(stage_loads(problem, stage_of).max())
 
 
-def is_limited(problem: PartitionProblem) -> bool:
-    """Does any stage have a budget?"""
-    return any(slot.budget is not None for slot in problem.slots)
-
-
 def is_within_budgets(problem: PartitionProblem, stage_of: NDArray[np.int64]) -> bool:
     """Are the bytes of every stage at most its budget, but for rounding?"""
     return all(
         slot.budget is None or slot.nbytes[stage_of == q].sum() <= slot.budget * (1 + 1e-12)
         for q, slot in enumerate(problem.slots)
     )
-
-
-def is_tight(problem: PartitionProblem, stage_of: NDArray[np.int64]) -> bool:
-    """Is some stage so full that its budget may have ruled out a better placement?"""
-    return any(
-        slot.budget is not None and slot.nbytes[stage_of == q].sum() > _NEAR * slot.budget
-        for q, slot in enumerate(problem.slots)
-    )
-
-
-def memory_as_load(problem: PartitionProblem) -> PartitionProblem:
-    """The problem whose loads are shares of the budgets instead of seconds; values cost nothing."""
-    slots = tuple(
-        replace(
-            slot,
-            seconds=slot.nbytes / slot.budget if slot.budget else np.zeros(problem.num_units),
-            seconds_per_byte=0.0,
-            budget=None,
-        )
-        for slot in problem.slots
-    )
-    ties = tuple(SharedValue(nbytes=v.nbytes, units=v.units) for v in problem.values)
-    return replace(problem, slots=slots, values=ties)

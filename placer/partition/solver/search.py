@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,12 +19,9 @@ from placer.partition.solver.lattice import (
 )
 from placer.partition.solver.problem import (
     PartitionProblem,
-    is_limited,
-    is_tight,
     is_within_budgets,
     largest_load,
     load_above_all,
-    memory_as_load,
     simple_bound,
 )
 from placer.partition.solver.program import Boundaries, Family, best_boundaries
@@ -95,10 +92,6 @@ class DownsetSearch:
         stage_of[self.lattice.order] = np.argmax(held, axis=0)
         return stage_of
 
-    def least_memory(self) -> StageOf | None:
-        """A placement whose largest share of a budget is small."""
-        return type(self)(memory_as_load(self.problem)).first_answer()
-
     def best_boundaries(
         self, rows: Words, bound: float, work: Work | None = None
     ) -> Boundaries | None:
@@ -111,22 +104,23 @@ class DownsetSearch:
 
         A heuristic; deterministic. None where no placement is found within the budgets.
         """
-        problem, lattice = self.problem, self.lattice
-        width = _WIDTH if problem.num_units < _MANY else _NARROW
-        orders = [np.arange(lattice.num_units), *_deep_orders(lattice)]
-        chains = distinct(np.concatenate([chain_rows(lattice, order) for order in orders]))
-        best, value = self._try(chains, None, np.inf)
-        rows = distinct(np.concatenate([chains, beam_rows(lattice, width)]))
-        best, value = self._try(rows, best, value)
-        if is_limited(problem) and (best is None or is_tight(problem, best)):
-            smallest = self.least_memory()
-            if smallest is not None:
-                order = np.lexsort((np.arange(lattice.num_units), smallest[lattice.order]))
-                rows = distinct(np.concatenate([rows, chain_rows(lattice, order)]))
-                best, value = self._try(rows, best, value)
+        best, value = None, np.inf
+        for rows in self.first_families():
+            best, value = self.improve(rows, best, value)
         return best
 
-    def _try(self, rows: Words, best: StageOf | None, value: float) -> tuple[StageOf | None, float]:
+    def first_families(self) -> Iterator[Words]:
+        """Downsets for a first answer: those of a few orders, then those of a beam search as well."""
+        lattice = self.lattice
+        orders = [np.arange(lattice.num_units), *_deep_orders(lattice)]
+        chains = distinct(np.concatenate([chain_rows(lattice, order) for order in orders]))
+        yield chains
+        width = _WIDTH if self.problem.num_units < _MANY else _NARROW
+        yield distinct(np.concatenate([chains, beam_rows(lattice, width)]))
+
+    def improve(
+        self, rows: Words, best: StageOf | None, value: float
+    ) -> tuple[StageOf | None, float]:
         """The better of ``best``, of load ``value``, and the best one with boundaries among ``rows``."""
         least, most = simple_bound(self.problem), load_above_all(self.problem)
         limits = [value * (1 - _TOLERANCE)]
