@@ -113,9 +113,7 @@ def _crossing_bytes(problem: PartitionProblem, cuts: Indices, place: Indices) ->
 
     interval_of = np.searchsorted(cuts, np.arange(problem.num_units), side="right") - 1
     for value in problem.values:
-        own = np.unique(
-            interval_of[place[list(value.units)]]
-        ).tolist()
+        own = np.unique(interval_of[place[list(value.units)]]).tolist()
         previous = -1
         for interval in own:  # [x, y) has some unit if the first one at or after x is before y
             add(previous + 1, interval, interval + 1, count, value.nbytes)
