@@ -29,8 +29,8 @@ from placer.partition.noncontiguous import (
     find_noncontiguous,
     is_better,
 )
-from placer.partition.solver.problem import Solution
-from placer.partition.solver.solve import lower_bound, solve
+from placer.partition.solver.problem import Solution, simple_bound
+from placer.partition.solver.solve import solve
 from placer.partition.stage_cost.cache import TableCache
 from placer.partition.stage_cost.tables import IntervalTables
 from placer.partition.types import DeviceSlot, Partition, PlanningOptions
@@ -311,7 +311,7 @@ class _Search:
         if solution is not None and alone:
             return solution.optimality.lower_bound
         most = [None if s.budget is None else s.budget - s.reserve for s in relaxed]
-        return lower_bound(seconds_problem(model, self._costs, relaxed, options, most))
+        return simple_bound(seconds_problem(model, self._costs, relaxed, options, most))
 
     def _try_solution(self, model: ModelUnits, solution: Solution | None) -> None:
         """Try the order in which every stage of ``solution`` has its units in program order."""
@@ -326,7 +326,7 @@ class _Search:
         budgets = [slot.budget for slot in self._devices if slot.budget is not None]
         known = max(budgets, default=None)  # what peaks are shares of where there is no budget
         measured = [s if s.budget is not None else replace(s, budget=known) for s in chain]
-        spread = lower_bound(memory_problem(model, self._costs, measured, self._options))
+        spread = simple_bound(memory_problem(model, self._costs, measured, self._options))
         return max(spread, least_peak(model, self._costs, self._devices, len(chain), self._options))
 
     def try_noncontiguous(self, bound: float) -> None:

@@ -6,7 +6,8 @@ tight that few placements keep them. In a captured model nothing of this changes
 
 =====================  ===========================================================================
 solve                  `placer.partition.solve` for these problems: begin here
-folds                  units that some best placement has beside their only neighbour
+folds, reduce          units that some best placement has beside their only neighbour, or that are on a
+                       cycle, become one
 lattice, conditions    isolated units left out of the downsets, and what they cost a boundary at least
 costs                  what they cost a stage at least; `assign` puts them on stages afterwards
 branch, pairs          which stages they are on, proven by branch and bound

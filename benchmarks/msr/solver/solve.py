@@ -15,6 +15,7 @@ from benchmarks.msr.solver.lattice import PartialLattice, build_partial_lattice,
 from benchmarks.msr.solver.limits import Best, is_limited, is_tight, memory_as_load
 from benchmarks.msr.solver.moves import move_units
 from benchmarks.msr.solver.pairs import PartialFamily
+from benchmarks.msr.solver.reduce import Reduction, contract, join_cycles
 from placer.partition import PartitionProblem, Solution
 from placer.partition import solve as solve_plain
 from placer.partition.solver.conditions import BoundaryConditions
@@ -22,7 +23,6 @@ from placer.partition.solver.families import chain_rows, distinct
 from placer.partition.solver.lattice import Lattice, Words, topological_order
 from placer.partition.solver.problem import simple_bound
 from placer.partition.solver.program import Boundaries, Family
-from placer.partition.solver.reduce import Reduction, contract, join_cycles
 from placer.partition.solver.search import (
     Answer,
     DownsetSearch,
@@ -101,8 +101,12 @@ def solve(problem: PartitionProblem, *, most_alive: int = MOST_ALIVE) -> Solutio
         problem = replace(problem, slots=slots[: max(1, problem.num_units)])  # more stay empty
     joined = join_cycles(problem)
     if joined.problem.num_units > LARGE:
-        return solve_plain(problem, most_alive=most_alive)
-    stage_of, bound = _solve_joined(joined.problem, most_alive, proof_work(most_alive))
+        found = solve_plain(joined.problem, most_alive=most_alive)
+        stage_of, bound = None, 0.0
+        if found is not None:
+            stage_of, bound = np.array(found.stage_of), found.optimality.lower_bound
+    else:
+        stage_of, bound = _solve_joined(joined.problem, most_alive, proof_work(most_alive))
     return None if stage_of is None else as_solution(problem, stage_of[joined.unit_of], bound)
 
 

@@ -7,7 +7,6 @@ is the downset that the stage and those before it have together.
 =====================  ===========================================================================
 problem                what is asked: units, values that cross boundaries, costs, memory limits
 solve                  the entry point, which takes these steps in turn:
-reduce                 units that depend on each other both ways become one
 lattice                units in a topological order, downsets as bitsets
 families               a first family of downsets: those of a few orders, and of a beam search
 program                the best placement whose boundaries are in a family: dynamic programming

@@ -55,7 +55,7 @@ class StageSlot:
 class PartitionProblem:
     """Units 0 … n - 1 with edges between them, and the chain of stages to put them on.
 
-    ``pins``: unit -> device. Units on a cycle of edges share a stage. Unless ``may_be_empty``, each
+    ``pins``: unit -> device. Edges have no cycle. Unless ``may_be_empty``, each
     stage has a unit that is not ``auxiliary`` (the loss is auxiliary).
     """
 

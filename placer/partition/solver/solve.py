@@ -13,7 +13,6 @@ from placer.partition.solver.problem import (
     load_above_all,
     simple_bound,
 )
-from placer.partition.solver.reduce import Reduction, join_cycles
 from placer.partition.solver.search import (
     DownsetSearch,
     StageOf,
@@ -37,15 +36,14 @@ def solve(problem: PartitionProblem, *, most_alive: int = MOST_ALIVE) -> Solutio
     (`Optimality.proven`). With more than 1,500 units, stages are intervals of one order and nothing is
     proven. Deterministic. None when no placement was found within the budgets.
     """
-    joined = join_cycles(problem)
-    if joined.problem.num_units > LARGE:
-        return _solve_large(problem, joined)
-    search = DownsetSearch(joined.problem)
+    if problem.num_units > LARGE:
+        return _solve_large(problem)
+    search = DownsetSearch(problem)
     first = search.first_answer()
-    value = np.inf if first is None else largest_load(joined.problem, first)
+    value = np.inf if first is None else largest_load(problem, first)
     bound, better = search.prove(value, most_alive, proof_work(most_alive))
     stage_of = first if better is None else better
-    return None if stage_of is None else as_solution(problem, stage_of[joined.unit_of], bound)
+    return None if stage_of is None else as_solution(problem, stage_of, bound)
 
 
 def proof_work(most_alive: int) -> Work:
@@ -64,23 +62,17 @@ def as_solution(problem: PartitionProblem, stage_of: StageOf, bound: float) -> S
     )
 
 
-def lower_bound(problem: PartitionProblem) -> float:
-    """No placement has a lower largest load; O(n)."""
-    return simple_bound(join_cycles(problem).problem)
-
-
-def _solve_large(problem: PartitionProblem, joined: Reduction) -> Solution | None:
+def _solve_large(problem: PartitionProblem) -> Solution | None:
     """The best intervals of a few orders; the bound is `simple_bound`."""
-    small = joined.problem
-    preds, succs = adjacency(small)
+    preds, succs = adjacency(problem)
     orders = [
-        topological_order(preds, succs, range(small.num_units)),
+        topological_order(preds, succs, range(problem.num_units)),
         newest_first(preds, succs),
         newest_first(succs, preds)[::-1],
     ]
-    best, value = None, load_above_all(small)
+    best, value = None, load_above_all(problem)
     for order in orders:
-        found = best_intervals(small, np.array(order, dtype=np.int64), value)
+        found = best_intervals(problem, np.array(order, dtype=np.int64), value)
         if found is not None:
-            best, value = found, largest_load(small, found)
-    return None if best is None else as_solution(problem, best[joined.unit_of], simple_bound(small))
+            best, value = found, largest_load(problem, found)
+    return None if best is None else as_solution(problem, best, simple_bound(problem))
