@@ -41,8 +41,7 @@ from numpy.typing import NDArray
 
 from placer.cost import CostTable
 from placer.partition.candidate import in_flight_at, optimizer_on, peak_share, reference_bytes
-from placer.partition.model import ModelUnits
-from placer.partition.stage_cost.score import optimizer_bytes
+from placer.partition.model import ModelUnits, StateBytes, state_bytes
 from placer.partition.stage_cost.tables import node_transients
 from placer.partition.types import DeviceSlot, PlanningOptions
 
@@ -134,7 +133,7 @@ def unit_bytes(
 ) -> UnitBytes:
     """The bytes of the units of ``model``, on any of ``devices`` (names); O(nodes + uses)."""
     count = len(model.order)
-    state = _state_bytes(model, costs, options)
+    state = state_bytes(model, costs, options)
     saved, excess, alone = np.zeros(count), np.zeros(count), state.copies.copy()
     if options.training:
         alone += state.gradients + _updating(state, options, devices)
@@ -156,41 +155,7 @@ def unit_bytes(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _StateBytes:
-    """Bytes per unit of parameters, buffers and the optimizer's state."""
-
-    copies: Bytes  # of all that the unit reads
-    static: Bytes  # each counted at the first unit that reads it
-    gradients: Bytes  # of parameters that no other unit reads
-    own: list[list[tuple[int, int]]]  # first reader and bytes of each of these parameters
-
-
-def _state_bytes(model: ModelUnits, costs: CostTable, options: PlanningOptions) -> _StateBytes:
-    count = len(model.order)
-    copies, static, gradients = np.zeros(count), np.zeros(count), np.zeros(count)
-    own: list[list[tuple[int, int]]] = [[] for _ in range(count)]
-    state = optimizer_bytes(options.optimizer).state
-    for names_of in (costs.parameters_of, costs.buffers_of):
-        uses: dict[str, list[int]] = defaultdict(list)
-        for node, names in enumerate(names_of):
-            for name in {costs.alias_of[name] for name in names}:
-                uses[name].append(node)
-        for name, nodes in uses.items():
-            units, nbytes = {int(model.unit_of[i]) for i in nodes}, costs.state_nbytes[name]
-            for unit in units:
-                copies[unit] += nbytes
-            static[min(units)] += nbytes
-            if options.training and name in costs.trained and len(units) == 1:
-                (unit,) = units
-                static[unit] += state * nbytes
-                copies[unit] += state * nbytes
-                gradients[unit] += nbytes
-                own[unit].append((min(nodes), nbytes))
-    return _StateBytes(copies=copies, static=static, gradients=gradients, own=own)
-
-
-def _updating(state: _StateBytes, options: PlanningOptions, devices: Sequence[str]) -> Bytes:
+def _updating(state: StateBytes, options: PlanningOptions, devices: Sequence[str]) -> Bytes:
     """Per unit the temporary bytes of the optimizer's step, on the best of the devices."""
     largest = np.array([max((nbytes for _, nbytes in own), default=0) for own in state.own])
     optimizers = [optimizer_on(options, [name]) for name in devices]

@@ -18,7 +18,7 @@ from placer.partition.candidate import Candidate, rate_stages, reference_bytes, 
 from placer.partition.describe import describe_partition
 from placer.partition.model import (
     ModelUnits,
-    memory_problem,
+    least_share,
     model_units,
     relaxed_chain,
     seconds_problem,
@@ -326,7 +326,7 @@ class _Search:
         budgets = [slot.budget for slot in self._devices if slot.budget is not None]
         known = max(budgets, default=None)  # what peaks are shares of where there is no budget
         measured = [s if s.budget is not None else replace(s, budget=known) for s in chain]
-        spread = simple_bound(memory_problem(model, self._costs, measured, self._options))
+        spread = least_share(model, self._costs, measured, self._options)
         return max(spread, least_peak(model, self._costs, self._devices, len(chain), self._options))
 
     def try_noncontiguous(self, bound: float) -> None:

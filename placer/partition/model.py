@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -80,21 +81,30 @@ def seconds_problem(
                 budget=most,
             )
         )
-    return _problem(model, slots, options)
+    return PartitionProblem(
+        num_units=len(model.order) + 1,
+        edges=model.edges,
+        values=model.values,
+        slots=tuple(slots),
+        pins=model.pins,
+        auxiliary=frozenset({len(model.order)}),
+    )
 
 
-def memory_problem(
+def least_share(
     model: ModelUnits, costs: CostTable, chain: Sequence[DeviceSlot], options: PlanningOptions
-) -> PartitionProblem:
-    """Minimise the largest share of a budget that a stage needs (`reference_bytes` without a budget)."""
-    slots = []
-    for q, slot in enumerate(chain):
-        nbytes = least_bytes(model, costs, options, len(chain), q)
-        share = nbytes / (slot.budget or reference_bytes(chain))
-        slots.append(
-            StageSlot(device=slot.name, seconds=share, seconds_per_byte=0.0, nbytes=nbytes)
-        )
-    return _problem(model, slots, options)
+) -> float:
+    """A lower bound on the largest share of a budget that a stage needs.
+
+    The share of the largest unit, or of all units spread evenly. Without a budget, shares are of
+    `reference_bytes`.
+    """
+    shares = [
+        least_bytes(model, costs, options, len(chain), q) / (slot.budget or reference_bytes(chain))
+        for q, slot in enumerate(chain)
+    ]
+    least = np.min(shares, axis=0)
+    return max(float(least.max(initial=0.0)), float(least.sum()) / len(chain))
 
 
 def relaxed_chain(chains: Sequence[Sequence[DeviceSlot]]) -> tuple[DeviceSlot, ...]:
@@ -116,17 +126,39 @@ def relaxed_chain(chains: Sequence[Sequence[DeviceSlot]]) -> tuple[DeviceSlot, .
     return (best,) * max(map(len, chains))
 
 
-def _problem(
-    model: ModelUnits, slots: Sequence[StageSlot], options: PlanningOptions
-) -> PartitionProblem:
-    return PartitionProblem(
-        num_units=len(model.order) + 1,
-        edges=model.edges,
-        values=model.values,
-        slots=tuple(slots),
-        pins=model.pins,
-        auxiliary=frozenset({len(model.order)}),
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateBytes:
+    """Bytes per unit of parameters, buffers and the optimizer's state."""
+
+    copies: Vector  # of all that the unit reads
+    static: Vector  # each counted at the first unit that reads it
+    gradients: Vector  # of parameters that no other unit reads
+    own: list[list[tuple[int, int]]]  # first reader and bytes of each of these parameters
+
+
+def state_bytes(model: ModelUnits, costs: CostTable, options: PlanningOptions) -> StateBytes:
+    """The state of the units of ``model``; O(uses of parameters and buffers)."""
+    count = len(model.order)
+    copies, static, gradients = np.zeros(count), np.zeros(count), np.zeros(count)
+    own: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+    state = optimizer_bytes(options.optimizer).state
+    for names_of in (costs.parameters_of, costs.buffers_of):
+        uses: dict[str, list[int]] = defaultdict(list)
+        for node, names in enumerate(names_of):
+            for name in {costs.alias_of[name] for name in names}:
+                uses[name].append(node)
+        for name, nodes in uses.items():
+            units, nbytes = {int(model.unit_of[i]) for i in nodes}, costs.state_nbytes[name]
+            for unit in units:
+                copies[unit] += nbytes
+            static[min(units)] += nbytes
+            if options.training and name in costs.trained and len(units) == 1:
+                (unit,) = units
+                static[unit] += state * nbytes
+                copies[unit] += state * nbytes
+                gradients[unit] += nbytes
+                own[unit].append((min(nodes), nbytes))
+    return StateBytes(copies=copies, static=static, gradients=gradients, own=own)
 
 
 def least_bytes(
@@ -138,21 +170,11 @@ def least_bytes(
     either saved activations, times the micro-batches in flight, or gradients, whichever is more in
     all. Activations that are recomputed or offloaded do not count.
     """
-    static, saved, gradients = (np.zeros(len(model.order) + 1) for _ in range(3))
-    state = optimizer_bytes(options.optimizer).state
-    uses: dict[str, set[int]] = {}
-    for names_of in (costs.parameters_of, costs.buffers_of):
-        for node, names in enumerate(names_of):
-            for name in names:
-                uses.setdefault(costs.alias_of[name], set()).add(int(model.unit_of[node]))
-    for name, units in uses.items():
-        nbytes, first = costs.state_nbytes[name], min(units)
-        static[first] += nbytes
-        if options.training and name in costs.trained and len(units) == 1:
-            static[first] += state * nbytes
-            gradients[first] += nbytes
+    state = state_bytes(model, costs, options)
+    static, gradients = np.append(state.static, 0.0), np.append(state.gradients, 0.0)  # the loss: 0
     if not options.training:
         return static
+    saved = np.zeros(len(static))
     for value in costs.values:
         if value.savers and not any(s < len(costs.keys) and costs.keys[s] for s in value.savers):
             saved[min(int(model.unit_of[s]) for s in value.savers)] += value.nbytes
