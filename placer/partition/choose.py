@@ -18,7 +18,7 @@ from placer.partition.candidate import Candidate, rate_stages, reference_bytes, 
 from placer.partition.describe import describe_partition
 from placer.partition.model import (
     ModelUnits,
-    least_share,
+    memory_problem,
     model_units,
     relaxed_chain,
     seconds_problem,
@@ -64,8 +64,8 @@ def choose_partition(
     A stage's peak depends on the order in which it runs its nodes, and is exact along one order; so
     the dynamic program over the cuts of an order (`placer.partition.candidate`) decides. The orders
     tried are that of the program, one grouped by pins, and those of placements that `solve` finds over
-    all orders, of least time with a lower bound on peaks under the budgets. Where memory decides, some
-    random orders are tried too. `Partition.optimality` says how far the result
+    all orders, of least time with a lower bound on peaks under the budgets. Where memory decides, that of
+    the least such bound and some random orders are tried too. `Partition.optimality` says how far the result
     can be from the best of all placements.
 
     ``tables`` are shared by searches for one model. With ``enough``, the search ends if the placement
@@ -292,6 +292,8 @@ class _Search:
         by_memory = options.objective == "memory" or over
         bound = 0.0
         if by_memory or best.fullest > _NEAR:
+            problem = memory_problem(model, self._costs, best.slots, options)
+            self._try_solution(model, solve(problem, most_alive=0))
             self._try_sampled(model)
             if by_memory:
                 bound = self._least_peak(model, relaxed)
@@ -326,7 +328,7 @@ class _Search:
         budgets = [slot.budget for slot in self._devices if slot.budget is not None]
         known = max(budgets, default=None)  # what peaks are shares of where there is no budget
         measured = [s if s.budget is not None else replace(s, budget=known) for s in chain]
-        spread = least_share(model, self._costs, measured, self._options)
+        spread = simple_bound(memory_problem(model, self._costs, measured, self._options))
         return max(spread, least_peak(model, self._costs, self._devices, len(chain), self._options))
 
     def try_noncontiguous(self, bound: float) -> None:

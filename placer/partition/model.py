@@ -81,30 +81,21 @@ def seconds_problem(
                 budget=most,
             )
         )
-    return PartitionProblem(
-        num_units=len(model.order) + 1,
-        edges=model.edges,
-        values=model.values,
-        slots=tuple(slots),
-        pins=model.pins,
-        auxiliary=frozenset({len(model.order)}),
-    )
+    return _problem(model, slots)
 
 
-def least_share(
+def memory_problem(
     model: ModelUnits, costs: CostTable, chain: Sequence[DeviceSlot], options: PlanningOptions
-) -> float:
-    """A lower bound on the largest share of a budget that a stage needs.
-
-    The share of the largest unit, or of all units spread evenly. Without a budget, shares are of
-    `reference_bytes`.
-    """
-    shares = [
-        least_bytes(model, costs, options, len(chain), q) / (slot.budget or reference_bytes(chain))
-        for q, slot in enumerate(chain)
-    ]
-    least = np.min(shares, axis=0)
-    return max(float(least.max(initial=0.0)), float(least.sum()) / len(chain))
+) -> PartitionProblem:
+    """Minimise the largest share of a budget that a stage needs (`reference_bytes` without a budget)."""
+    slots = []
+    for q, slot in enumerate(chain):
+        nbytes = least_bytes(model, costs, options, len(chain), q)
+        share = nbytes / (slot.budget or reference_bytes(chain))
+        slots.append(
+            StageSlot(device=slot.name, seconds=share, seconds_per_byte=0.0, nbytes=nbytes)
+        )
+    return _problem(model, slots)
 
 
 def relaxed_chain(chains: Sequence[Sequence[DeviceSlot]]) -> tuple[DeviceSlot, ...]:
@@ -124,6 +115,17 @@ def relaxed_chain(chains: Sequence[Sequence[DeviceSlot]]) -> tuple[DeviceSlot, .
     reserve = min(slot.reserve for slot in slots)
     best = DeviceSlot(name="any", kind=kind, budget=most, reserve=reserve)
     return (best,) * max(map(len, chains))
+
+
+def _problem(model: ModelUnits, slots: Sequence[StageSlot]) -> PartitionProblem:
+    return PartitionProblem(
+        num_units=len(model.order) + 1,
+        edges=model.edges,
+        values=model.values,
+        slots=tuple(slots),
+        pins=model.pins,
+        auxiliary=frozenset({len(model.order)}),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
