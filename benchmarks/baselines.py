@@ -196,10 +196,10 @@ def one_order(
     tables = build_tables(costs, nodes, candidate_cuts(units, order, costs, {}))
     found = solve_order(tables, nodes, chain, [None] * len(nodes), options)
     assert found is not None
-    borders = [tables.cuts[cut] for cut in found.cuts]
+    boundaries = [tables.cuts[cut] for cut in found.cuts]
     return {
         capture.order[node]: device
-        for device, (begin, end) in enumerate(itertools.pairwise(borders))
+        for device, (begin, end) in enumerate(itertools.pairwise(boundaries))
         for node in nodes[begin:end]
     }
 
@@ -256,10 +256,10 @@ def exact_peaks(capture: Capture, stages: StagePeaks, k: int) -> Placement:
         [peaks] * k, [np.isfinite(peaks)] * k, combine="max", may_be_empty=[True] * k
     )
     assert result is not None
-    borders = itertools.pairwise(stages.downsets[cut] for cut in result[0])
+    boundaries = itertools.pairwise(stages.downsets[cut] for cut in result[0])
     return {
         capture.order[node]: device
-        for device, (before, after) in enumerate(borders)
+        for device, (before, after) in enumerate(boundaries)
         for node in after - before
     }
 

@@ -2,7 +2,7 @@
 
 Adam, batch 1, fp32. The referee is the ledger: a dry run of the emitted module on simulated
 devices, whose fullest device must stay within the memory given; nothing is kept back for an
-allocator. The search walks by prediction and lets the ledger decide near the border; every edge that
+allocator. The search walks by prediction and lets the ledger decide near the boundary; every edge that
 is reported passed it. Nothing is allocated.
 
     python -m benchmarks.capacity [MODEL ...] [--memory GIB]

@@ -3,7 +3,7 @@
 For every model, 2, 3, 4 and 8 devices (a100, no budgets) and one micro-batch:
 
     throughput  seconds of the slowest device, by the cost tables and the definition of a load
-                (`placer.partition.stage_loads`: work, and what crosses the device's borders, once)
+                (`placer.partition.stage_loads`: work, and what crosses the device's boundaries, once)
     memory      the largest peak of any device in a training step with Adam, by the ledger
 
 Rivals are those of `benchmarks.baselines`; "one order" is the dynamic program along one arbitrary

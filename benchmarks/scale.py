@@ -216,7 +216,7 @@ def write_page(known: dict[str, dict[str, float]]) -> None:
         f"from 10,000 to 50,000 nodes: {'; '.join(grown)}. {len(CASES) - len(measured)} of "
         f"{len(CASES)} cases are not measured. Up to 1,500 units a beam finds the "
         "placement and all downsets are tried as far as that is possible, beyond that stages are "
-        "intervals of a few orders, improved at their borders: the step in the curves."
+        "intervals of a few orders: the step in the curves."
         "\n\n![log-log plot](scale.png)",
     )
     plot(known, measured, RESULTS / "scale.png")

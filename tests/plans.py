@@ -16,7 +16,7 @@ def stage_memory(**known: int) -> StageMemory:
 
 
 def make_plan(*, budget: int | None = 16 * GIB) -> Plan:
-    """Two stages whose border goes through ``dec``."""
+    """Two stages whose boundary goes through ``dec``."""
     nodes = {
         "enc_0": "enc.0", "enc_1": "enc.1", "enc_2": "enc.2", "up": "dec.up",
         "cat": "dec", "conv": "dec.conv", "head": "head",

@@ -13,7 +13,7 @@ def with_regions(costs: CostTable, keys: Sequence[RegionKey | None]) -> CostTabl
     """``costs`` with ``keys`` per node: what is recomputed costs its forward again in backward.
 
     An offloaded value's bytes are put down to the first node of the region that saves it. How the
-    keys change what is held for backward depends on the stages: `placer.partition.stage_cost.held` says.
+    keys change what is held for backward depends on the stages: see `placer.partition.stage_cost`.
     """
     if not any(keys):
         return costs

@@ -1,4 +1,4 @@
-"""Emit: a capture and the plan's stages in, one function per stage and placed weights out."""
+"""Code and weights of stages: a Python function for each, and a copy of the model on its devices."""
 
 from placer.emit.lines import node_lines
 from placer.emit.materialize import materialize

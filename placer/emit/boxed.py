@@ -1,6 +1,7 @@
-"""Generated functions that take their inputs in a list and empty it.
+"""Code generation for functions that take their inputs in a list, and empty it.
 
-Otherwise the caller's frame would keep every input alive until the function returns.
+With plain arguments the caller's frame would keep every input alive until the function returns.
+Lists of inputs that are emptied are what PyTorch calls boxed calls.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from torch.fx.graph import CodeGen
 
 
 class BoxedCodeGen(CodeGen):
-    """``def forward(self, device, boxed_inputs)``: the first placeholder is an argument of its own.
+    """Writes ``def forward(self, device, boxed_inputs)``.
 
-    A second one that is called ``tree`` stands for ``self``.
+    The first placeholder of the graph is ``device``; a second one with the name ``tree`` is
+    ``self``; all others are in the list.
     """
 
     def __init__(self, tree: str) -> None:

@@ -1,4 +1,4 @@
-"""Give parameters that are on ``meta`` their first values, module by module."""
+"""Initial values for parameters on ``meta``, module by module."""
 
 from __future__ import annotations
 
@@ -21,29 +21,31 @@ def initialize_module(
     initialize: Callable[[nn.Module], None] | None,
     seed: int,
 ) -> None:
-    """Make the ``missing`` parameters and buffers of ``model`` (on ``meta``) in place.
+    """Initialise the ``missing`` parameters and buffers of ``model``, which are on ``meta``, in place.
 
-    Each module that owns some is initialised on the CPU by itself, with the global generator set
-    from ``seed`` and its path, and put on its devices before the next; the generator's state is
-    kept. Raises ``PlacerError`` naming every module that has no initialiser.
+    Each module that has some of them is initialised on the CPU, with a random seed made of ``seed``
+    and its path, and moved to its devices before the next one. The state of the global random number
+    generator is restored. Raises ``PlacerError`` naming every module that has no initialiser.
     """
     owners: dict[str, list[str]] = {}
     for name in missing:
         path, _, leaf = name.rpartition(".")
         owners.setdefault(path, []).append(leaf)
-    homeless = [
+    without = [
         f"{path or 'the model'} ({type(model.get_submodule(path)).__name__}: {', '.join(leaves)})"
         for path, leaves in owners.items()
         if initialize is None and not callable(_reset_of(model.get_submodule(path)))
     ]
-    if homeless:
-        listed = "\n    ".join(homeless)
+    if without:
+        listed = "\n    ".join(without)
         raise PlacerError(
             "model on meta",
             f"these modules have no reset_parameters():\n    {listed}",
             "pass weights=… (a checkpoint file) or initialize=… (a function of one module)",
         )
-    made: dict[int, tuple[Tensor, Tensor]] = {}  # the old tensor is kept alive: its id is the key
+    made: dict[
+        int, tuple[Tensor, Tensor]
+    ] = {}  # id of the old tensor, which stays alive -> old and new
     with torch.random.fork_rng(devices=[]):
         for path, leaves in owners.items():
             torch.manual_seed(seed + zlib.crc32(path.encode()))
@@ -65,7 +67,7 @@ def _reset_of(module: nn.Module) -> object:
 def _initialized(
     module: nn.Module, initialize: Callable[[nn.Module], None] | None
 ) -> dict[str, Tensor]:
-    """The module's own parameters and buffers with their first values, on the CPU."""
+    """The initial values of the module's own parameters and buffers, on the CPU."""
     alone = copy.copy(module)
     alone.__dict__ = dict(module.__dict__)
     alone._modules = dict(module._modules)
@@ -90,7 +92,7 @@ def _empty(tensor: Tensor) -> Tensor:
 
 
 def tensor_like(original: Tensor, data: Tensor) -> Tensor:
-    """``data`` as what ``original`` is: a parameter (of its class), or a plain tensor."""
+    """``data`` as a parameter, with the attributes of ``original``, if that is one; else as a tensor."""
     if isinstance(original, nn.Parameter):
         made = nn.Parameter(data, requires_grad=original.requires_grad)
         made.__dict__.update(original.__dict__)
@@ -99,7 +101,7 @@ def tensor_like(original: Tensor, data: Tensor) -> Tensor:
 
 
 def _replace(model: nn.Module, made: Mapping[int, tuple[Tensor, Tensor]]) -> None:
-    """Put every new tensor in all places that hold the old one (tied names)."""
+    """Put every new tensor wherever the old one was: tied parameters have several names."""
     for module in model.modules():
         tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for table in tables:

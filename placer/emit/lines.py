@@ -1,4 +1,4 @@
-"""From a line of generated code to the node that it computes."""
+"""Which node a line of generated code computes, for messages about errors in it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from placer.emit.types import SegmentCode
 _ASSIGNMENT = re.compile(r"\s+(\w+)\s*(?::[^=]*)?=")
 
 
-def node_lines(piece: SegmentCode) -> dict[int, str]:
-    """Line of the piece's code, as frames and tracebacks number it -> the node that it computes."""
-    code: CodeType = piece.forward.__code__
-    lines = piece.source.split("\n")
+def node_lines(segment: SegmentCode) -> dict[int, str]:
+    """Line number, as frames and tracebacks have it -> the name of the node that the line computes."""
+    code: CodeType = segment.forward.__code__
+    lines = segment.source.split("\n")
     start = next(i for i, line in enumerate(lines) if line.startswith("def forward("))
     first = code.co_firstlineno
     found: dict[int, str] = {}

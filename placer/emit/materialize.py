@@ -1,4 +1,4 @@
-"""Put a model's parameters and buffers on their devices, one at a time."""
+"""A copy of a model with its parameters and buffers on the devices of a plan, made one at a time."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def materialize(
 ) -> nn.Module:
     """A copy of ``model`` whose parameters and buffers are on ``device_of[name]``.
 
-    The caller's model is left as it is. With ``weights`` (safetensors, or a torch file, memory
-    mapped) every parameter and buffer is read from the file. Otherwise real tensors are copied, and
-    tensors on ``meta`` are made by their module: by ``initialize(module)`` if given, else its
-    ``reset_parameters``, on the CPU, one module at a time, from a seed of its path, so that every
-    placement starts from the same weights. Tied names stay tied. ``only`` are the names to make (of
-    tied ones the first); the others are left on ``meta`` and not read. Raises ``PlacerError`` that
-    lists every parameter that cannot be made or does not match the file.
+    The caller's model is not changed. With ``weights`` (a safetensors file, or one of ``torch.save``,
+    which is memory-mapped) every parameter and buffer is read from the file. Otherwise tensors with
+    data are copied, and modules with tensors on ``meta`` are initialised: by ``initialize(module)`` if
+    given, else by their ``reset_parameters``, on the CPU, one at a time, each with a seed made of its
+    path, so that all placements start from the same weights. Tied parameters stay tied. ``only`` are
+    the names to make (of tied ones the first); all others stay on ``meta``. Raises ``PlacerError``
+    that lists every parameter that cannot be made or does not match the file.
     """
     wanted = set(device_of) if only is None else set(only)
     if weights is not None:
@@ -51,7 +51,7 @@ def materialize(
             memo[id(tensor)] = tensor_like(tensor, tensor.detach().to("meta"))
         else:
             missing.append((name, tensor))
-    # Hooks and other attributes are copied with the modules; their tensors are the memo's.
+    # Hooks and other attributes are copied with the modules; they refer to the new tensors, too.
     copied = copy_module(model, memo)
     if missing:
         names = {name for name, _ in missing}

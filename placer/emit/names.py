@@ -1,7 +1,7 @@
-"""Names that the user chose: generated source text holds none that is not a plain identifier.
+"""Names of layers and keywords that are no Python identifiers, kept out of generated code.
 
-Layers may be called ``class`` or have quotes and newlines in their names, and so may keywords. Such
-names are data of functions that the generated code calls.
+A layer may be called ``class``, or have quotes and newlines in its name. Such names are attributes of
+function objects that the generated code calls; they are never part of its text.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def is_plain(path: str) -> bool:
-    """Can ``path`` (names with dots between them) be written as it is in source text?"""
+    """Can ``path`` (names with dots between them) be written in source text as it is?"""
     return all(
         part.isascii() and part.isidentifier() and not keyword.iskeyword(part)
         for part in path.split(".")
@@ -20,7 +20,7 @@ def is_plain(path: str) -> bool:
 
 
 class ReadPath:
-    """The submodule, parameter or buffer at ``path`` of a module."""
+    """A function of a module: its submodule, parameter or buffer at ``path``."""
 
     def __init__(self, path: str) -> None:
         self._parts = path.split(".")
@@ -34,7 +34,7 @@ class ReadPath:
 
 
 class WithKeywords:
-    """``function`` called with its last arguments by these keywords."""
+    """``function`` with its last arguments given by these keywords."""
 
     def __init__(self, function: Callable[..., Any], keywords: Iterable[str]) -> None:
         self._function = function

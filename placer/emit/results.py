@@ -1,4 +1,4 @@
-"""Which results are cut with the batch, and which every cut has whole."""
+"""Which results of a model depend on the batch, and so have a part for every micro-batch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _BATCH = ("batch",)
 
 
 def find_batched_results(capture: Capture, result: Sequence[tuple[str, Any]]) -> tuple[bool, ...]:
-    """Per entry of the model's ``result``: does a batched input reach it?
+    """Per entry of the model's ``result``: does it depend on an input that has a batch dimension?
 
-    Along what nodes read, along memory that nodes share (one of them may write it), and through
-    parameters and buffers that a node writes and another reads. What the batch does not reach, such
-    as a table of positions, is the same in every cut.
+    Dependencies go along the inputs of nodes, along memory that nodes share (one may write what
+    another reads), and through parameters and buffers that one node writes and another reads. What
+    does not depend on the batch, such as a table of positions, is the same for every micro-batch.
     """
     flow: nx.DiGraph[Any] = nx.DiGraph()
     placeholders = [node.name for node in capture.graph.nodes if node.op == "placeholder"]

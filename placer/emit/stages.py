@@ -1,8 +1,9 @@
-"""Emit: cut the captured graph at the plan's boundaries into one function per stage."""
+"""A function for each stage of a plan, generated from the captured graph."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,12 +27,12 @@ def emit_stages(
     stage_nodes: Iterable[Iterable[str]],
     stage_regions: Sequence[Sequence[Region]],
 ) -> StagedModel:
-    """Code for each stage of ``capture`` from the nodes and regions that the plan gave it.
+    """Code for each stage: ``stage_nodes`` are the names of its nodes, ``stage_regions`` its regions.
 
-    Every stage runs its nodes in the order that the plan has them in: its peak depends on that.
-    A value that a later stage reads becomes an output of its stage and an input of every stage
-    that reads it. The last stage returns the model's results: what earlier stages computed of
-    them passes through it, so that all results are on one device.
+    A stage runs its nodes in the order given, on which its peak memory depends. A value that a later
+    stage reads is an output of its stage and an input of every stage that reads it. The last stage
+    returns the model's results, those of earlier stages included, so that all are on one device.
+    Raises ``PlanError`` where a node comes before one that it reads.
     """
     stages_of_plan = [list(names) for names in stage_nodes]
     stage_of = {name: s for s, names in enumerate(stages_of_plan) for name in names}
@@ -105,9 +106,9 @@ def _result(graph: fx.Graph) -> tuple[tuple[str, Any], ...]:
 
 
 def _owners(capture: Capture, stage_of: Mapping[str, int]) -> dict[str, int]:
-    """Parameter or buffer -> the first stage that reads it; those that none reads go to stage 0.
+    """Parameter or buffer -> the first stage that reads it, or 0 if none does.
 
-    Tied names (one tensor under several names) share an owner.
+    Tied parameters (one tensor with several names) have one owner.
     """
     first_of = first_names(capture.model)
     owner: dict[str, int] = {}
@@ -126,19 +127,18 @@ def _emit_stage(
     outputs: tuple[str, ...],
     regions: Sequence[Region],
 ) -> StageCode:
-    parts = list(_parts(own, regions))
-    needed = set(outputs)  # by what comes after the part
-    pieces: list[SegmentCode] = []
-    for part, region in reversed(parts):
+    needed = set(outputs)  # by the segments that follow
+    segments: list[SegmentCode] = []
+    for part, region in reversed(list(_split_at_regions(own, regions))):
         inside = {node.name for node in part}
         reads = dict.fromkeys(s.name for n in part for s in n.all_input_nodes)
         taken = tuple(name for name in reads if name not in inside)
         given = tuple(node.name for node in part if node.name in needed)
         released = frozenset(taken) - needed
-        pieces.append(_emit_piece(capture, part, taken, given, released, region))
+        segments.insert(0, _emit_segment(capture, part, taken, given, released, region))
         needed |= set(taken)
-    modules = dict.fromkeys(name for piece in reversed(pieces) for name in piece.modules)
-    attributes = dict.fromkeys(name for piece in reversed(pieces) for name in piece.attributes)
+    modules = dict.fromkeys(name for segment in segments for name in segment.modules)
+    attributes = dict.fromkeys(name for segment in segments for name in segment.attributes)
     return StageCode(
         index=index,
         inputs=inputs,
@@ -146,14 +146,14 @@ def _emit_stage(
         modules=tuple(modules),
         attributes=tuple(attributes),
         state=tuple(dict.fromkeys(n for node in own for n in capture.state_of.get(node.name, ()))),
-        pieces=tuple(reversed(pieces)),
+        segments=tuple(segments),
     )
 
 
-def _parts(
+def _split_at_regions(
     own: list[fx.Node], regions: Sequence[Region]
 ) -> Iterator[tuple[list[fx.Node], Region | None]]:
-    """The stage's nodes in runs: those of each region, and those between."""
+    """The stage's nodes in runs: each region with its nodes, and the nodes between regions with None."""
     starts = {region.first: region for region in regions}
     part: list[fx.Node] = []
     current: Region | None = None
@@ -170,7 +170,7 @@ def _parts(
         yield part, current
 
 
-def _emit_piece(
+def _emit_segment(
     capture: Capture,
     own: list[fx.Node],
     inputs: tuple[str, ...],
@@ -194,7 +194,7 @@ def _emit_piece(
         if node.op == "call_module":
             modules[str(node.target)] = None
         elif node.op == "get_attr":  # a tensor, or a module that a function is given
-            is_module = isinstance(_attribute(capture.model, str(node.target)), nn.Module)
+            is_module = isinstance(attrgetter(str(node.target))(capture.model), nn.Module)
             (modules if is_module else attributes)[str(node.target)] = None
     graph.output(tuple(values[name] for name in outputs))
     forward, source = compile_graph(graph)
@@ -214,7 +214,7 @@ def _emit_piece(
 
 
 def _is_plain(node: fx.Node) -> bool:
-    """Are the names that ``node`` brings into source text plain ones?"""
+    """Can the names of layers and keywords in ``node`` be written in source text?"""
     target = str(node.target) if node.op in ("call_module", "get_attr") else ""
     return (not target or is_plain(target)) and all(map(is_plain, node.kwargs))
 
@@ -222,7 +222,7 @@ def _is_plain(node: fx.Node) -> bool:
 def _copy_without_names(
     graph: fx.Graph, node: fx.Node, values: Mapping[str, fx.Node], tree: fx.Node
 ) -> fx.Node:
-    """A copy of ``node`` in ``graph`` with the same result and name, and no name of the user's in it."""
+    """A copy of ``node`` in ``graph`` that computes the same without its names in the source text."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n.name])
     if node.op == "get_attr":
         return graph.create_node(
@@ -239,15 +239,8 @@ def _copy_without_names(
     return graph.create_node("call_function", function, args, kwargs, name=node.name)
 
 
-def _attribute(model: nn.Module, path: str) -> Any:
-    value: Any = model
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value
-
-
 def _follow_stage_device(node: fx.Node, copied: fx.Node, device: fx.Node) -> fx.Node:
-    """Make what depends on a device depend on the stage's own: ``x.device``, and burned-in constants."""
+    """Replace devices by the stage's: results of ``x.device``, and constants recorded as arguments."""
     if node.op == "call_function" and node.target is getattr and node.args[1:2] == ("device",):
         return device
     if node.op in ("call_function", "call_method"):
@@ -259,6 +252,3 @@ def _follow_stage_device(node: fx.Node, copied: fx.Node, device: fx.Node) -> fx.
         if "device" in copied.kwargs and copied.kwargs["device"] is not None:
             copied.kwargs = {**copied.kwargs, "device": device}
     return copied
-
-
-__all__ = ["emit_stages"]

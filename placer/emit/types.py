@@ -1,4 +1,4 @@
-"""The emitted model: code for each stage, no weights and no devices."""
+"""A model as one function per stage, without weights and devices, and what passes between them."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from placer.capture import CallFormat, Conditions, TensorPath
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentCode:
-    """A part of a stage as a function ``forward(tree, device, inputs) -> tuple of outputs``.
+    """Neighbouring nodes of a stage as a function ``forward(tree, device, inputs) -> tuple``.
 
-    ``tree`` is any object that has the model's submodules at their original paths; ``device``
-    replaces every device that tracing burned into factory calls. ``inputs`` is a list, which the
-    function empties. Values are named by node. ``recompute`` and ``offload`` are those of
-    `placer.regions.Region`; a piece with neither is run as it is.
+    ``tree`` is any object with the model's submodules at their original paths. ``device`` replaces
+    every device that was recorded as a constant (``torch.zeros(3, device=...)``). ``inputs`` is a
+    list, which the function empties. Values have the names of the nodes that compute them.
+    ``recompute`` and ``offload`` say what is done with the activations that autograd saves
+    (`placer.regions.RegionKey`); with neither, they are kept on the device.
     """
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     released: frozenset[str]  # inputs that nothing in the stage needs afterwards
-    modules: tuple[str, ...]  # paths of the modules it calls
-    attributes: tuple[str, ...]  # dotted names of the parameters and buffers it reads directly
-    written: tuple[str, ...]  # names of the state that it writes
+    modules: tuple[str, ...]  # paths of the modules that it calls
+    attributes: tuple[str, ...]  # paths of the parameters and buffers that it reads itself
+    written: tuple[str, ...]  # names of the parameters and buffers that it writes
     recompute: bool
     offload: bool
     forward: Callable[..., tuple[Any, ...]]
@@ -35,26 +36,26 @@ class SegmentCode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCode:
-    """One stage: pieces of code that run one after the other, most often a single one."""
+    """One stage: segments that run one after the other, most often a single one."""
 
     index: int
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    modules: tuple[str, ...]  # paths of the modules it calls
-    attributes: tuple[str, ...]  # dotted names of the parameters and buffers it reads directly
-    state: tuple[str, ...]  # names of all parameters and buffers it reads, those of modules too
-    pieces: tuple[SegmentCode, ...]
+    modules: tuple[str, ...]  # paths of the modules that it calls
+    attributes: tuple[str, ...]  # paths of the parameters and buffers that it reads itself
+    state: tuple[str, ...]  # names of all parameters and buffers that it and its modules read
+    segments: tuple[SegmentCode, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedModel:
-    """All stages of a model, and how values flow between them and the caller.
+    """All stages of a model, and the values that pass between them and the caller.
 
     ``graph_inputs`` are the names of the model's tensor inputs, ``written_inputs`` those that its
-    forward writes in place, ``result`` the flat list of its outputs: ``("value", node name)`` or
+    forward changes in place. ``result`` is the flat list of its outputs, each ``("value", node)`` or
     ``("constant", object)``; ``batched_results`` says which of them depend on the batch.
-    ``state_stage`` says which stage owns each parameter and buffer; a
-    parameter that later stages read too is copied there.
+    ``state_stage`` is the stage that owns each parameter and buffer: the first one that reads it.
+    Later stages that read it get a copy.
     """
 
     stages: tuple[StageCode, ...]

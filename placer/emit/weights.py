@@ -1,4 +1,4 @@
-"""Read single tensors out of a checkpoint file, without loading the whole of it."""
+"""Single tensors of a checkpoint file, read without loading the rest of it."""
 
 from __future__ import annotations
 

@@ -1,18 +1,21 @@
-"""Partition: costs, devices and pins in, stages on devices out.
+"""Which operations run on which device: a search for the best stages of a captured model.
 
-Begin with `choose`: it tries orders of the model's units and keeps the best stages along them.
+`choose_partition` tries several orders of the model's operations, and finds the best stages along each
+by dynamic programming over cuts: the positions at which a stage may end. A unit is a group of
+operations that must stay on one stage; a boundary is where one chosen stage ends and the next begins.
 
-=====================  ===========================================================================
-units, arrange         the graph of units; where stages may end, and which device comes when
-candidate, chain       the best stages along one order
-noncontiguous, fold    devices that get several stages which are not neighbours
-bound                  what the largest peak of no placement is below
-model                  a captured model as a problem of `solver`
-describe, types        the answer, and why each boundary is where it is
-`stage_cost`           what a stage costs: bytes, seconds
-`solver`               partition problems without an order, and a lower bound
-`policy`               what to recompute and to offload in one stage
-=====================  ===========================================================================
+==========================  ======================================================================
+choose                      the entry point: which orders are tried
+units, arrange              the graph of units; where stages may end, in which order devices come
+candidate, chain            the best stages along one order
+noncontiguous, assignment   several stages on a device, which need not be neighbours
+bound                       a lower bound on the largest peak of any placement
+model                       a captured model as a problem of `solver`
+describe, types             the result, and why each boundary is where it is
+`stage_cost`                the bytes and seconds of a stage
+`solver`                    placements over all orders, and lower bounds
+`policy`                    what to recompute and to offload in one stage
+==========================  ======================================================================
 """
 
 from placer.partition.choose import choose_partition, rate_partition

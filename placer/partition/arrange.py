@@ -1,4 +1,4 @@
-"""What a chain of stages is made of: where it may be cut, and which device comes when."""
+"""Where stages may end along an order, and in which order devices may come."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from placer.cost import CostTable
 from placer.partition.solver.problem import Vector
 from placer.partition.types import DeviceSlot
 
-_MOST_CUTS = 400  # more candidate borders than this are thinned to the cheapest ones
-_MOST_CHAINS = 64  # device orders that are tried when devices differ or are only partly pinned
+_MOST_CUTS = 400  # of longer orders only the cuts that fewest bytes cross
+_MOST_CHAINS = 64  # orders of devices that are tried where devices differ or have pinned nodes
 
 
 def unit_pins(units: nx.DiGraph, pins: Mapping[int, str]) -> dict[int, str]:
-    """Unit -> device; a unit whose nodes are pinned to several goes to that of its first node."""
+    """Unit -> device that it is pinned to: that of its first pinned node."""
     found: dict[int, str] = {}
     for unit, nodes in units.nodes(data="nodes"):
         devices = [pins[i] for i in nodes if i in pins]
@@ -33,48 +33,48 @@ def candidate_cuts(
     pin_of: Mapping[int, str],
     kept: Collection[int] = (),
 ) -> list[int]:
-    """Positions of nodes between units where a stage may end, 0 and the last included.
+    """Cuts: positions of nodes, between units, at which stages may begin and end, 0 and the last included.
 
-    Borders between pins are always among them, and those after ``kept`` units of the order.
+    Those next to units with different pins are always among them, and those after ``kept`` units.
     """
     ends = list(itertools.accumulate(len(units.nodes[u]["nodes"]) for u in order))
-    borders = ends[:-1]
-    if len(borders) > _MOST_CUTS:
-        chosen = _cheapest(borders, _crossing_bytes(units, order, costs))
-        chosen |= _pin_borders(units, order, ends, pin_of)
+    boundaries = ends[:-1]
+    if len(boundaries) > _MOST_CUTS:
+        chosen = _cheapest(boundaries, _crossing_bytes(units, order, costs))
+        chosen |= _pin_boundaries(units, order, ends, pin_of)
         chosen.update(ends[count - 1] for count in kept if 0 < count < len(order))
-        borders = sorted(chosen)
-    return [0, *borders, ends[-1] if ends else 0]  # a model may have no operations
+        boundaries = sorted(chosen)
+    return [0, *boundaries, ends[-1] if ends else 0]  # a model may have no operations
 
 
 def is_thinned(order: Sequence[int]) -> bool:
-    """Are only some of the borders of ``order`` among its candidates?"""
+    """Does `candidate_cuts` leave out some cuts of ``order``?"""
     return len(order) - 1 > _MOST_CUTS
 
 
 def _crossing_bytes(units: nx.DiGraph, order: Sequence[int], costs: CostTable) -> Vector:
-    """Per position of a node the bytes that cross a border before it, forward."""
-    place = {n: i for i, n in enumerate(n for u in order for n in units.nodes[u]["nodes"])}
-    steps = np.zeros(len(place) + 2)
+    """Per position of a node, the bytes that cross a cut before it in forward."""
+    position = {n: i for i, n in enumerate(n for u in order for n in units.nodes[u]["nodes"])}
+    steps = np.zeros(len(position) + 2)
     for node, readers in enumerate(costs.readers):
         if readers:
-            last = max(place.get(r, len(place)) for r in readers)
-            steps[place[node] + 1] += costs.nodes[node].output_nbytes
+            last = max(position.get(r, len(position)) for r in readers)
+            steps[position[node] + 1] += costs.nodes[node].output_nbytes
             steps[last + 1] -= costs.nodes[node].output_nbytes
     return np.cumsum(steps)
 
 
-def _cheapest(borders: Sequence[int], crossing: Vector) -> set[int]:
-    """Of every run of neighbouring ``borders`` the one that the fewest bytes cross."""
-    length = -(-len(borders) // _MOST_CUTS)
-    runs = (borders[i : i + length] for i in range(0, len(borders), length))
+def _cheapest(boundaries: Sequence[int], crossing: Vector) -> set[int]:
+    """Of every run of neighbouring ``boundaries`` the one that fewest bytes cross."""
+    length = -(-len(boundaries) // _MOST_CUTS)
+    runs = (boundaries[i : i + length] for i in range(0, len(boundaries), length))
     return {min(run, key=lambda b: (crossing[b], b)) for run in runs}
 
 
-def _pin_borders(
+def _pin_boundaries(
     units: nx.DiGraph, order: Sequence[int], ends: Sequence[int], pin_of: Mapping[int, str]
 ) -> set[int]:
-    """Where a unit that is pinned to a device ends, and the next one that is pinned to another begins."""
+    """The end of each unit with a pin, and the start of the next one with a pin, if the pins differ."""
     found: set[int] = set()
     previous: tuple[str, int] | None = None
     for unit, end in zip(order, ends, strict=True):
@@ -89,10 +89,10 @@ def _pin_borders(
 def device_chains(
     devices: Sequence[DeviceSlot], pinned: Sequence[str | None]
 ) -> Iterator[tuple[DeviceSlot, ...]]:
-    """Devices in the order of their stages, so that they follow the pins (of nodes, in order).
+    """Devices in the order of their stages, as the pins of nodes (in order) demand it.
 
-    A device comes again where the pins ask for it; free devices are put in everywhere they could
-    go, 64 chains at most.
+    A device comes again where the pins do. Devices without pins are tried at every place between the
+    others. At most 64 chains.
     """
     by_name = {slot.name: slot for slot in devices}
     runs = [name for name, _ in itertools.groupby(p for p in pinned if p is not None)]

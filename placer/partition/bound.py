@@ -1,33 +1,33 @@
-"""No placement has a lower largest peak: bounds from what a unit, and a group of units, must hold.
+"""A lower bound on the largest peak of any placement, from what units and groups of units need.
 
-A device that runs a set D of units, in one stage or in several, holds at the moment when the
-backward of a node i of D runs, with the bytes of `placer.partition.stage_cost.score`,
+A device computes a set D of units, in one stage or several. While the backward of a node i of D runs,
+these bytes of `placer.partition.stage_cost.score` are on it:
 
     static(D)                        parameters, buffers, optimizer state: always
   + saved(j), j in D before i        their forward has ended, and their backward has not begun
-  + gradients(j), j in D behind i    their backward has ended
-  + alone(i)                         what i saved for itself, what came in, what its backward makes
+  + gradients(j), j in D after i     their backward has ended
+  + alone(i)                         what i saved for itself, received, and allocates in its backward
 
-Whatever the order of the stages is, an ancestor of i is before i and a descendant behind it; of any
-other unit the lesser of both counts. From this follow, for N devices and all placements on them,
+Whatever the order of the stages, ancestors of i are before i and descendants after it; of any other
+unit the lesser of both counts. Two bounds follow for all placements on N devices:
 
-1. the device of a unit holds at least what the unit holds at the worst of its own moments: those of
-   its backwards, of its forwards with what they read, and its optimizer step;
-2. let H be some units, excess(i) what unit i holds at the worst of its backwards above static(i) +
-   saved(i), and w(j) = static(j) + saved(j), or the least that j can come to where j is not before
-   all of H. A device that has some of H holds at least w of all its units + excess of the last of H
-   that it has (in program order: no other one of them is behind it), any other device at least w.
-   So if h devices have some of H, with T the largest peak,
+1. The device of a unit has at least the bytes that the unit needs alone at the worst of these moments:
+   its backwards, its forwards with the values that they read, and the optimizer's step.
+2. Let H be some units, excess(i) the most bytes in a backward of unit i beyond static(i) + saved(i),
+   and w(j) = static(j) + saved(j), or the least that j can count for if j is not before all of H. A
+   device with some of H has at least w of all its units + excess of its last unit of H (last in program
+   order: no other one of them is after it); any other device at least w of its units. So if h devices
+   have some of H, with T the largest peak,
 
        N T >= w(all) + excess(last of H) + the h - 1 least excesses      (all devices added up)
        h T >= w(H) + h times the least excess                            (those that have some of H)
 
-   and T is at least the least over h of the larger of both. H are the units of the largest
-   excesses from some place of the program on; all of these are tried.
+   and T is at least the least over h of the larger of both. H are the units of the largest excesses
+   from some position of the program on, for several positions and sizes.
 
-The first is the bound where one operation is large for the number of devices, the second where
-there are few devices. With micro-batches in flight saved(j) counts for each that waits. What regions
-recompute or offload counts nowhere but in alone(i).
+The first decides where one operation is large, the second where there are few devices. With several
+micro-batches in flight, saved(j) counts for each. Activations that regions recompute or offload count
+in alone(i) only.
 """
 
 from __future__ import annotations
@@ -40,21 +40,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.cost import CostTable
-from placer.partition.candidate import optimizer_on, reference_bytes, waiting_at
-from placer.partition.model import ModelUnits
-from placer.partition.stage_cost.score import optimizer_bytes
+from placer.partition.candidate import in_flight_at, optimizer_on, peak_share, reference_bytes
+from placer.partition.model import ModelUnits, StateBytes, state_bytes
 from placer.partition.stage_cost.tables import node_transients
 from placer.partition.types import DeviceSlot, PlanningOptions
 
-_MOST_UNITS = 2_000  # of a graph whose groups of units are looked at: all pairs are compared
-_MOST_IN_GROUP, _MOST_STARTS = 64, 32
+_MOST_UNITS = (
+    2_000  # larger graphs have the first bound only: the second compares all pairs of units
+)
+_MOST_IN_GROUP, _MOST_STARTS = 64, 32  # units of H; positions of the program
 
 Bytes = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitBytes:
-    """Bytes per unit: what any stage holds that has it."""
+    """Bytes per unit, at the least, in any stage that has it."""
 
     static: Bytes
     saved: Bytes  # between the forward and the backward of its nodes; each value at one saver
@@ -70,38 +71,34 @@ def least_peak(
     num_stages: int,
     options: PlanningOptions,
 ) -> float:
-    """No placement on ``devices`` has a lower largest peak, in the unit of `StageCosts.peaks`.
+    """A lower bound on the largest `peak_share` of any placement on ``devices``.
 
-    ``num_stages``: of the longest chain tried, where a stage may be as good as a device of its own.
-    O(nodes + units^2 / 8 + tried groups x units) time; of more than 2,000 units no groups are tried.
+    ``num_stages`` is that of the longest chain of devices, a device coming several times counted as so
+    many. O(nodes + units^2 / 8 + groups x units).
     """
-    held = unit_bytes(model, costs, options, [slot.name for slot in devices])
-    nbytes = float(held.alone.max(initial=0.0))
+    units = unit_bytes(model, costs, options, [slot.name for slot in devices])
+    nbytes = float(units.alone.max(initial=0.0))
     if options.training and len(model.order) <= _MOST_UNITS:
-        waiting = (waiting_at(options, num_stages, q) for q in range(num_stages))
-        others = min(count.first_backward for count in waiting)
-        nbytes = max(nbytes, _least_of_groups(held, model.edges, num_stages, others))
-    reference = reference_bytes(devices)
-    return min(
-        nbytes / reference if slot.budget is None else (nbytes + slot.reserve) / max(slot.budget, 1)
-        for slot in devices
-    )
+        stages = (in_flight_at(options, num_stages, q) for q in range(num_stages))
+        others = min(stage.first_backward for stage in stages)
+        nbytes = max(nbytes, _least_of_groups(units, model.edges, num_stages, others))
+    return min(peak_share(nbytes, slot, reference_bytes(devices)) for slot in devices)
 
 
 def _least_of_groups(
-    held: UnitBytes, edges: Iterable[tuple[int, int]], devices: int, others: float
+    units: UnitBytes, edges: Iterable[tuple[int, int]], devices: int, others: float
 ) -> float:
-    """The second bound; ``others`` micro-batches wait at any stage while the first backward runs."""
-    count = len(held.static)
+    """The second bound; ``others`` more micro-batches are in flight at any stage in its first backward."""
+    count = len(units.static)
     before = _ancestors(count, edges)
-    full = held.static + (1 + others) * held.saved
-    part = full - held.saved + np.minimum(held.saved, held.gradients)
+    full = units.static + (1 + others) * units.saved
+    part = full - units.saved + np.minimum(units.saved, units.gradients)
     least = 0.0
-    large = np.argsort(-held.excess, kind="stable")
+    large = np.argsort(-units.excess, kind="stable")
     for start in np.unique(np.linspace(0, count - 1, _MOST_STARTS).astype(np.int64)):
         group = np.zeros(count, dtype=bool)
         is_before = np.ones(count, dtype=bool)  # all of the group, or of it what comes later
-        chosen = large[(large >= start) & (held.excess[large] > 0)][:_MOST_IN_GROUP]
+        chosen = large[(large >= start) & (units.excess[large] > 0)][:_MOST_IN_GROUP]
         for unit in chosen:
             later = np.flatnonzero(group[unit:]) + unit
             outside = ~group
@@ -110,8 +107,8 @@ def _least_of_groups(
             is_before[unit] = bool(before[later, unit].all())
             group[unit] = True
             bytes_of = np.where(is_before, full, part)
-            excess = np.sort(held.excess[group])
-            last = held.excess[np.flatnonzero(group)[-1]]
+            excess = np.sort(units.excess[group])
+            last = units.excess[np.flatnonzero(group)[-1]]
             rest = np.delete(excess, np.searchsorted(excess, last))
             hosts = np.arange(1, min(devices, len(excess)) + 1)
             added = last + np.concatenate([[0.0], np.cumsum(rest)])[: len(hosts)]
@@ -122,7 +119,7 @@ def _least_of_groups(
 
 
 def _ancestors(count: int, edges: Iterable[tuple[int, int]]) -> NDArray[np.bool_]:
-    """``[u, v]``: v comes before u in every order; units are numbered in one."""
+    """``[u, v]``: is v before u in every order? Units are numbered in a topological order."""
     before = np.zeros((count, count), dtype=bool)
     for a, b in sorted(edges, key=lambda edge: edge[1]):
         if b < count:
@@ -134,9 +131,9 @@ def _ancestors(count: int, edges: Iterable[tuple[int, int]]) -> NDArray[np.bool_
 def unit_bytes(
     model: ModelUnits, costs: CostTable, options: PlanningOptions, devices: Sequence[str]
 ) -> UnitBytes:
-    """What the units of ``model`` hold, on any of ``devices`` (names); O(nodes + uses)."""
+    """The bytes of the units of ``model``, on any of ``devices`` (names); O(nodes + uses)."""
     count = len(model.order)
-    state = _state_bytes(model, costs, options)
+    state = state_bytes(model, costs, options)
     saved, excess, alone = np.zeros(count), np.zeros(count), state.copies.copy()
     if options.training:
         alone += state.gradients + _updating(state, options, devices)
@@ -158,42 +155,8 @@ def unit_bytes(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _StateBytes:
-    """Bytes per unit of parameters, buffers and the optimizer's state."""
-
-    copies: Bytes  # of all that it reads: every stage that has it has them
-    static: Bytes  # each at one of the units that read it
-    gradients: Bytes  # of parameters that no other unit reads
-    own: list[list[tuple[int, int]]]  # of each of these, its first reader and bytes
-
-
-def _state_bytes(model: ModelUnits, costs: CostTable, options: PlanningOptions) -> _StateBytes:
-    count = len(model.order)
-    copies, static, gradients = np.zeros(count), np.zeros(count), np.zeros(count)
-    own: list[list[tuple[int, int]]] = [[] for _ in range(count)]
-    state = optimizer_bytes(options.optimizer).state
-    for names_of in (costs.parameters_of, costs.buffers_of):
-        uses: dict[str, list[int]] = defaultdict(list)
-        for node, names in enumerate(names_of):
-            for name in {costs.alias_of[name] for name in names}:
-                uses[name].append(node)
-        for name, nodes in uses.items():
-            units, nbytes = {int(model.unit_of[i]) for i in nodes}, costs.state_nbytes[name]
-            for unit in units:
-                copies[unit] += nbytes
-            static[min(units)] += nbytes
-            if options.training and name in costs.trained and len(units) == 1:
-                (unit,) = units
-                static[unit] += state * nbytes
-                copies[unit] += state * nbytes
-                gradients[unit] += nbytes
-                own[unit].append((min(nodes), nbytes))
-    return _StateBytes(copies=copies, static=static, gradients=gradients, own=own)
-
-
-def _updating(state: _StateBytes, options: PlanningOptions, devices: Sequence[str]) -> Bytes:
-    """Per unit what the optimizer makes while its parameters change, on the best of the devices."""
+def _updating(state: StateBytes, options: PlanningOptions, devices: Sequence[str]) -> Bytes:
+    """Per unit the temporary bytes of the optimizer's step, on the best of the devices."""
     largest = np.array([max((nbytes for _, nbytes in own), default=0) for own in state.own])
     optimizers = [optimizer_on(options, [name]) for name in devices]
     # `IntervalTables.updating` is twice the largest.
@@ -203,18 +166,18 @@ def _updating(state: _StateBytes, options: PlanningOptions, devices: Sequence[st
 
 
 def _most_in_forward(costs: CostTable, values: _Values, unit: int, nodes: Sequence[int]) -> float:
-    """Bytes besides the state at the worst of the forwards of a unit's nodes."""
+    """The most bytes besides the state in the forward of a unit's nodes."""
     forward = (node_transients(costs, node)[0] + values.read(node, unit) for node in nodes)
     return max(forward, default=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _HeldInBackward:
-    """Bytes besides the state, from a unit's forward to its backward, and at the worst moment of it."""
+    """Bytes of a unit besides its state, from its forward to its backward and in its backward."""
 
-    saved: float  # each value at its first saver of all units
-    most: float  # with values so counted
-    most_alone: float  # with all that the unit saves
+    saved: float  # each value counted at the first of all its savers
+    most: float  # in a backward, with values counted so
+    most_alone: float  # in a backward, with all values that the unit saves
 
 
 def _held_in_backward(
@@ -224,7 +187,7 @@ def _held_in_backward(
     nodes: Sequence[int],
     own: Sequence[tuple[int, int]],
 ) -> _HeldInBackward:
-    kept_so_far, saved_so_far = 0.0, 0.0  # all that is saved here; what is counted here
+    kept_so_far, saved_so_far = 0.0, 0.0  # all that is saved here, and what is counted here
     most, most_alone = 0.0, 0.0
     for node in nodes:
         mine, counted, less = values.saved(node, unit)
@@ -234,7 +197,7 @@ def _held_in_backward(
         saved_so_far += counted.shared
         most_alone = max(most_alone, kept_so_far + moment)
         most = max(most, saved_so_far + moment)
-        kept_so_far += mine.single  # its own column has it in its transient
+        kept_so_far += mine.single  # in its own backward it is part of the transient bytes
         saved_so_far += counted.single
     return _HeldInBackward(saved=saved_so_far, most=most, most_alone=most_alone)
 
@@ -248,7 +211,7 @@ class _Saved:
 
 
 class _Values:
-    """What nodes read and save, at the least: where a value is received, parts of it may be."""
+    """The bytes that nodes read and save, at the least: of a value that is received, it may be parts."""
 
     def __init__(self, model: ModelUnits, costs: CostTable) -> None:
         self._model, self._costs = model, costs
@@ -269,18 +232,18 @@ class _Values:
             self._later[gradient.target] += gradient.nbytes if apart else gradient.surplus
 
     def later(self, node: int) -> float:
-        """Of the gradients that come in at ``node``, what may come somewhere else, or not whole."""
+        """Bytes of gradients received at ``node`` that may be received elsewhere, or in part."""
         return self._later[node]
 
     def read(self, node: int, unit: int) -> float:
-        """Bytes that are there while the forward of ``node`` runs, because it reads them."""
+        """Bytes of the values that ``node`` reads in its forward."""
         values = self._costs.values
         read = (v for v in self._users[node] if 0 <= values[v].producer != node)
         return sum(self._nbytes(v, unit) for v in read)
 
     def saved(self, node: int, unit: int) -> tuple[_Saved, _Saved, float]:
-        """What ``node`` is the first of its unit to save, what it is the first of all to save, and
-        how much less than a whole its own savings may be."""
+        """Bytes that ``node`` is the first of its unit to save, those that it is the first of all to save,
+        and how many of the bytes that only it saves may be missing, where they are received."""
         here, first = [0.0, 0.0], [0.0, 0.0]
         less = 0.0
         unit_of = self._model.unit_of
@@ -303,7 +266,7 @@ class _Values:
 
 
 def _least_copies(costs: CostTable) -> list[int]:
-    """Per value the bytes of the smallest result that a stage can receive it by."""
+    """Per value the bytes of the smallest result by which a stage can receive it."""
     least = [value.nbytes for value in costs.values]
     for held, nbytes in zip(costs.results, costs.nodes, strict=False):
         for index in held:

@@ -1,4 +1,4 @@
-"""The best stages along one order of the nodes for one chain of devices, with exact peaks."""
+"""The best stages along one order of the nodes for one chain of devices."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, overload
 
 import numpy as np
 
 from placer.cost import updates_together
-from placer.partition.chain import Mask, Table, best_cuts, border_costs
+from placer.partition.chain import Mask, Table, best_cuts, boundary_costs
 from placer.partition.stage_cost.score import (
     OptimizerMemory,
     optimizer_bytes,
@@ -23,45 +23,66 @@ from placer.partition.stage_cost.tables import IntervalTables
 from placer.partition.types import DeviceSlot, PlanningOptions
 from placer.schedule import InFlight, in_flight_by_stage, make_schedule
 
-SLACK = 1.005  # how far above the least peak the additive bounds of a proposal may go
 _TIE = 1e-9  # the next criterion decides among equals only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """Stages of one order: ``cuts`` are indices into the cuts of ``tables``, one more than slots."""
+    """Stages along one order of nodes; stage q is between cuts q and q + 1, on device q of ``slots``.
 
-    rank: tuple[float, ...]  # smaller is better
+    Shares are of a device's budget, the reserve included.
+    """
+
+    rank: tuple[float, ...]  # by which candidates are compared; smaller is better
     tables: IntervalTables
     nodes: tuple[int, ...]
     slots: tuple[DeviceSlot, ...]
-    cuts: tuple[int, ...]
-    limit: float  # of every stage's peak as a share of its budget; above 1 it does not fit
-    fullest: float  # the largest of these shares, 0 without budgets
-    peak: float  # the largest peak as `StageCosts.peaks` has it
-    bottleneck: float  # seconds of the slowest stage
-    total: float  # seconds of all stages
+    cuts: tuple[int, ...]  # indices into the cuts of ``tables``
+    fullest: float  # the largest peak as a share; above 1 it does not fit, 0 without budgets
+    peak: float  # the largest of `peak_share`
+
+    @property
+    def limit(self) -> float:
+        """What the share of every device is held to: 1, or more if it does not fit."""
+        return max(self.fullest, 1.0)
 
 
-def waiting_at(options: PlanningOptions, num_stages: int, stage_index: int) -> InFlight:
-    """What waits at a stage under the schedule that is asked for."""
+def rank_candidate(
+    options: PlanningOptions, *, fullest: float, peak: float, seconds: Sequence[float]
+) -> tuple[float, ...]:
+    """What to compare candidates by: first the overflow, then the objective, then seconds.
+
+    ``fullest`` and ``peak`` are as in `Candidate`; ``seconds`` are those of every stage or device.
+    """
+    slowest, total = max(seconds), sum(seconds)
+    step = slowest * (options.microbatches - 1) + total
+    found = (0.0, slowest, step)
+    if options.objective == "memory" and fullest <= 1:
+        found = (peak, slowest, step)
+    elif options.objective == "latency":
+        found = (0.0, total, slowest)
+    return (fullest if fullest > 1 else 0.0, *found)
+
+
+def in_flight_at(options: PlanningOptions, num_stages: int, stage_index: int) -> InFlight:
+    """The micro-batches in flight at a stage under the schedule of ``options``."""
     if options.microbatches == 1 or not options.training:
         return InFlight(microbatches=options.microbatches, last_share=options.last_share)
-    waiting = _waiting(options.schedule, num_stages, options.microbatches, options.last_share)
-    return waiting[stage_index]
+    stages = _in_flight(options.schedule, num_stages, options.microbatches, options.last_share)
+    return stages[stage_index]
 
 
 @functools.lru_cache(maxsize=64)
-def _waiting(
+def _in_flight(
     schedule: str, num_stages: int, microbatches: int, last_share: float
 ) -> tuple[InFlight, ...]:
-    """`waiting_at` for every stage; searches ask for the same ones hundreds of times."""
+    """`in_flight_at` for every stage; a search asks for the same ones hundreds of times."""
     table = make_schedule(schedule, num_stages, microbatches)
     return in_flight_by_stage(table, last_share=last_share)
 
 
 def optimizer_on(options: PlanningOptions, devices: Iterable[str]) -> OptimizerMemory:
-    """What the optimizer needs where the parameters that it trains are on ``devices`` (names)."""
+    """What the optimizer needs per byte of parameter, if its parameters are on ``devices`` (names)."""
     if not options.training:
         return OptimizerMemory(state=0)
     return optimizer_bytes(options.optimizer, together=updates_together(devices))
@@ -74,14 +95,15 @@ def solve_order(
     pinned: Sequence[str | None],
     options: PlanningOptions,
 ) -> Candidate | None:
-    """The best stages along ``nodes`` for the devices of ``chain``; None where the pins forbid all.
+    """The best stages along ``nodes`` on the devices of ``chain``; None if the pins rule out all.
 
-    Where all stages can be within their budgets the objective decides, else the least overflow.
+    ``pinned`` is per node the device that it must be on, or None. If all stages can be within their
+    budgets the objective decides, else the least overflow.
     """
     costs = StageCosts(tables, chain, pinned, options)
     enough = len(tables.cuts) - 1 >= len(chain)
     for empty in ([not enough] * len(chain), [True] * len(chain)):
-        result = best_cuts(costs.shares, costs.held, combine="max", may_be_empty=empty)
+        result = best_cuts(costs.shares, costs.follow_pins, combine="max", may_be_empty=empty)
         if result is not None:
             break
     else:
@@ -106,7 +128,7 @@ def rate_stages(
     pinned: Sequence[str | None],
     options: PlanningOptions,
 ) -> Candidate:
-    """The stages between ``cuts`` (indices), as `solve_order` would rank them."""
+    """The stages between ``cuts`` (indices into those of ``tables``), ranked as by `solve_order`."""
     costs = StageCosts(tables, chain, pinned, options)
     return _rated(costs, tables, nodes, chain, cuts, options)
 
@@ -119,34 +141,25 @@ def _rated(
     cuts: Sequence[int],
     options: PlanningOptions,
 ) -> Candidate:
-    load = costs.along(costs.seconds, cuts)
-    step = max(load) * (options.microbatches - 1) + sum(load)
     fullest = max(costs.along(costs.shares, cuts))
     peak = max(costs.along(costs.peaks, cuts))
-    rank = (0.0, max(load), step)
-    if options.objective == "memory" and fullest <= 1:
-        rank = (peak, max(load), step)
-    elif options.objective == "latency":
-        rank = (0.0, sum(load), max(load))
+    seconds = costs.along(costs.seconds, cuts)
     return Candidate(
-        rank=(fullest if fullest > 1 else 0.0, *rank),
+        rank=rank_candidate(options, fullest=fullest, peak=peak, seconds=seconds),
         tables=tables,
         nodes=tuple(nodes),
         slots=tuple(chain),
         cuts=tuple(cuts),
-        limit=max(fullest, 1.0),
         fullest=fullest,
         peak=peak,
-        bottleneck=max(load),
-        total=sum(load),
     )
 
 
 class StageCosts:
-    """Seconds and peaks of all intervals at every position of a chain of devices.
+    """Costs of all intervals at every position of a chain of devices: ``[q][x, y]`` as in `best_cuts`.
 
-    ``shares`` are of the budget, the reserve counted, 0 without one; ``peaks`` are comparable
-    shares: of the budget, and without one of the largest that there is (or in bytes, if none is).
+    ``seconds`` with transfers; ``peaks`` as by `peak_share`; ``shares`` the same, but 0 without a
+    budget; ``follow_pins``: has the interval no node that is pinned to another device?
     """
 
     def __init__(
@@ -157,44 +170,56 @@ class StageCosts:
         options: PlanningOptions,
     ) -> None:
         largest = reference_bytes(chain)
-        self.seconds, self.shares, self.peaks, self.held = [], [], [], []
+        self.seconds, self.shares, self.peaks, self.follow_pins = [], [], [], []
         for q, slot in enumerate(chain):
-            count = waiting_at(options, len(chain), q)
+            count = in_flight_at(options, len(chain), q)
             updated = [slot] if options.processes else chain
             kept = optimizer_on(options, (other.name for other in updated))
             peak = peak_bytes(tables, count, kept, training=options.training)
             self.seconds.append(_seconds(tables, slot, options))
-            self.shares.append(_share(peak, slot))
-            self.peaks.append(peak / largest if slot.budget is None else self.shares[-1])
-            self.held.append(_pin_mask(tables, pinned, slot.name))
+            self.peaks.append(peak_share(peak, slot, largest))
+            self.shares.append(np.zeros_like(peak) if slot.budget is None else self.peaks[-1])
+            self.follow_pins.append(_follows_pins(tables, pinned, slot.name))
 
     def allowed(self, limit: float) -> list[Mask]:
-        return [h & (s <= limit) for h, s in zip(self.held, self.shares, strict=True)]
+        """The intervals that follow the pins and take at most a share ``limit`` of their budgets."""
+        return [f & (s <= limit) for f, s in zip(self.follow_pins, self.shares, strict=True)]
 
     def along(self, loads: Sequence[Table], cuts: Sequence[int]) -> list[float]:
-        """The loads of the stages between ``cuts`` that are not empty."""
+        """Of ``loads``, those of the stages between ``cuts`` that are not empty."""
         pairs = enumerate(itertools.pairwise(cuts))
         return [float(loads[q][x, y - 1]) for q, (x, y) in pairs if y > x]
 
 
 def reference_bytes(chain: Sequence[DeviceSlot]) -> float:
-    """What a peak is a share of where its device has no budget."""
+    """What peaks are shares of on devices without a budget: the largest budget, else 1 byte."""
     return float(max((s.budget for s in chain if s.budget is not None), default=1))
 
 
-def border_alternatives(
+@overload
+def peak_share(peak: float, slot: DeviceSlot, reference: float) -> float: ...
+@overload
+def peak_share(peak: Table, slot: DeviceSlot, reference: float) -> Table: ...
+def peak_share(peak: float | Table, slot: DeviceSlot, reference: float) -> float | Table:
+    """``peak`` bytes and the reserve as a share of the budget, or ``peak`` as one of ``reference``."""
+    if slot.budget is None:
+        return peak / reference
+    return (peak + slot.reserve) / max(slot.budget, 1)
+
+
+def boundary_alternatives(
     candidate: Candidate, pinned: Sequence[str | None], options: PlanningOptions
 ) -> list[tuple[float, int | None]]:
-    """For every border the best criterion with it anywhere else on the order, and that cut.
+    """For every boundary: what is minimised if it is at the best other cut, and that cut.
 
-    The other borders are then free to move. ``inf`` and None where it cannot be elsewhere.
+    The other boundaries are then wherever they are best. ``inf`` and None if there is no other cut.
     """
     costs = StageCosts(candidate.tables, candidate.slots, pinned, options)
     combine: Literal["max", "sum"] = "sum" if options.objective == "latency" else "max"
     loads = costs.peaks if options.objective == "memory" else costs.seconds
     if candidate.limit > 1:
         loads = costs.shares
-    table = border_costs(loads, costs.allowed(candidate.limit), combine=combine)
+    table = boundary_costs(loads, costs.allowed(candidate.limit), combine=combine)
     found: list[tuple[float, int | None]] = []
     for q, cut in enumerate(candidate.cuts[1:-1]):
         row = table[q].copy()
@@ -225,15 +250,8 @@ def _seconds(tables: IntervalTables, slot: DeviceSlot, options: PlanningOptions)
     return forward + moved + (backward if options.training else 0.0)
 
 
-def _share(peak: Table, slot: DeviceSlot) -> Table:
-    """Peak and reserve as a share of the budget; 0 where there is none."""
-    if slot.budget is None:
-        return np.zeros_like(peak)
-    return (peak + slot.reserve) / slot.budget if slot.budget else np.full_like(peak, np.inf)
-
-
-def _pin_mask(tables: IntervalTables, pinned: Sequence[str | None], name: str) -> Mask:
-    """Which intervals hold no node that is pinned to another device."""
+def _follows_pins(tables: IntervalTables, pinned: Sequence[str | None], name: str) -> Mask:
+    """Which intervals have no node that is pinned to another device than ``name``."""
     foreign = np.cumsum([0, *(p is not None and p != name for p in pinned)])
     at = foreign[np.asarray(tables.cuts)]
     mask: Mask = at[None, 1:] == at[:-1, None]

@@ -1,12 +1,13 @@
-"""Contiguous stages of one topological order, by dynamic programming over cut positions.
+"""The best stages along one order, by dynamic programming over the cuts at which stages may end.
 
-f(q, b) = least cost of the first q stages covering [0, b)
-        = min over a <= b of combine(f(q - 1, a), load(q, a, b))
+With f(q, b) the least cost of the first q stages if these end at cut b,
 
-where ``combine`` is the maximum (a bottleneck) or the sum. O(k * C^2) for k stages and C cuts; exact
-for the given order and loads; ties go to the earliest cut. (The linear partition problem: Skiena,
-The Algorithm Design Manual, section 10.7; with memory limits as in Tarnawski et al., "Efficient
-Algorithms for Device Placement of DNN Graph Operators", NeurIPS 2020, section 4.)
+    f(q, b) = min over a <= b of combine(f(q - 1, a), load(q, a, b))
+
+where ``combine`` is the maximum (of stages that work at the same time) or the sum. O(k * C^2) for k
+stages and C cuts; optimal for the order and loads; ties go to the earliest cut. (The linear partition
+problem: Skiena, The Algorithm Design Manual, section 10.7; with memory limits as in Tarnawski et al.,
+"Efficient Algorithms for Device Placement of DNN Graph Operators", NeurIPS 2020, section 4.)
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ def best_cuts(
     combine: Literal["max", "sum"],
     may_be_empty: Sequence[bool],
 ) -> tuple[tuple[int, ...], float] | None:
-    """Cut indices 0 = c_0 <= … <= c_k of least cost, and that cost; None when nothing is feasible.
+    """Cuts (indices) 0 = c_0 <= … <= c_k of least cost, and that cost; None when nothing is feasible.
 
-    ``loads[q][x, y]`` is the load of stage q from cut x to cut y + 1.
+    ``loads[q][x, y]`` is the load of stage q from cut x to cut y + 1, ``feasible[q][x, y]`` whether it
+    may be so, and ``may_be_empty[q]`` whether it may have no nodes.
 
     >>> works = np.array([1.0, 2.0, 3.0, 4.0])
     >>> load = np.array([[works[x:y + 1].sum() for y in range(4)] for x in range(4)])
@@ -63,12 +65,13 @@ def best_cuts(
     return tuple(cuts[::-1]), float(cost[count])
 
 
-def border_costs(
+def boundary_costs(
     loads: Sequence[Table], feasible: Sequence[Mask], *, combine: Literal["max", "sum"]
 ) -> Table:
-    """``[q, c]``: least cost with the border after stage q at cut c; no stage is empty.
+    """``[q, c]``: the least cost if stage q ends at cut c and no stage is empty; O(k * C^2).
 
-    From both ends: the first q + 1 stages up to c, and the others from c on. O(k * C^2).
+    The cost of the first q + 1 stages up to c, from the front, combined with that of the others, from
+    the back.
     """
     count = loads[0].shape[0]
     join = np.maximum if combine == "max" else np.add

@@ -1,4 +1,4 @@
-"""Choose which nodes run on which device: pinned layers kept, the rest where it serves best."""
+"""Choose which nodes run on which device: pinned layers stay, all others go where they are best."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from dataclasses import replace
 
 import networkx as nx
 import numpy as np
-from numpy.typing import NDArray
 
 from placer.capture import Capture
 from placer.cost import CostTable
 from placer.partition.arrange import candidate_cuts, device_chains, is_thinned, unit_pins
 from placer.partition.bound import least_peak
-from placer.partition.candidate import SLACK, Candidate, rate_stages, reference_bytes, solve_order
+from placer.partition.candidate import Candidate, rate_stages, reference_bytes, solve_order
 from placer.partition.describe import describe_partition
 from placer.partition.model import (
     ModelUnits,
@@ -27,11 +26,11 @@ from placer.partition.model import (
 from placer.partition.noncontiguous import (
     GAIN,
     NoncontiguousChains,
-    find_returning,
+    find_noncontiguous,
     is_better,
 )
-from placer.partition.solver.problem import Solution
-from placer.partition.solver.solve import lower_bound, solve
+from placer.partition.solver.problem import Solution, simple_bound
+from placer.partition.solver.solve import solve
 from placer.partition.stage_cost.cache import TableCache
 from placer.partition.stage_cost.tables import IntervalTables
 from placer.partition.types import DeviceSlot, Partition, PlanningOptions
@@ -40,9 +39,10 @@ from placer.partition.units import grouped_order, program_order, sampled_orders,
 _MOST_ALIVE = 5_000  # of partly decided downsets in a proof: planning stays within a second or so
 _SAMPLES = 4  # orders that are drawn where memory decides: a stage's peak depends on its order
 _SAMPLED_UNITS, _MOST_SAMPLED = 2_000, 5_000  # in all of them; a graph of more has none
-# Units before and after a border where all are tried, in orders of so many that borders are thinned:
+# Units before and after a boundary where all are tried, in orders so long that cuts are thinned:
 _NEARBY, _MOST_NEAR = 12, 200  # for each of them, and in all
-_MOST_RESTATED = 3  # times that an order's stages are put into program order and looked for again
+_MOST_ROUNDS = 3  # times that stages are put into program order and the cuts are chosen again
+_SLACK = 1.005  # how far above the least peak the additive bounds of a proposal may go
 _NEAR = 0.8  # share of a budget from which on memory decides where cuts are
 
 
@@ -58,42 +58,41 @@ def choose_partition(
 ) -> Partition:
     """The best chain of stages on ``devices`` that keeps every node of ``pins`` on its device.
 
-    Every device gets a stage as long as there are nodes to go round. Among placements within the
-    budgets the objective decides; when there is none, the answer has the least overflow and
-    ``fits`` is False.
+    Every device gets a stage as long as there are nodes for it. Among placements within the budgets
+    the objective decides; if there is none, the result has the least overflow, and ``fits`` is False.
 
-    Peaks depend on the order in which a stage runs its nodes and are exact along one order, so the
-    dynamic program over cuts (`candidate`) has the last word. It is given the program's order, one
-    grouped by pins, and those of the placements that `solve` finds over all orders, by time (with a
-    lower bound on peaks under the budgets) and by that bound. Where memory decides it is given some
-    drawn orders too, and the stages found along these, each with its units in program order.
-    `Partition.optimality` says how far the answer can be from the best of all placements.
+    A stage's peak depends on the order in which it runs its nodes, and is exact along one order; so
+    the dynamic program over the cuts of an order (`placer.partition.candidate`) decides. The orders
+    tried are that of the program, one grouped by pins, and those of placements that `solve` finds over
+    all orders, of least time with a lower bound on peaks under the budgets. Where memory decides, that of
+    the least such bound and some random orders are tried too. `Partition.optimality` says how far the result
+    can be from the best of all placements.
 
-    ``tables`` are shared by searches for one model. The search ends with the first placement that
-    fills no device beyond ``enough`` of its budget, the reserve counted; then nothing is known of how
-    good it is.
+    ``tables`` are shared by searches for one model. With ``enough``, the search ends if the placement
+    along the program's order fills no device beyond this share of its budget, the reserve included;
+    nothing is then known of how good it is.
     """
     units = unit_graph(capture)
     position = {name: i for i, name in enumerate(capture.order)}
     pin_of = unit_pins(units, {position[name]: device for name, device in pins.items()})
     search = _Search(units, costs, devices, pin_of, options, tables or TableCache())
     program = program_order(units)
-    search.add(program)
+    search.try_order(program)
     found = search.best
     if enough and found is not None and found.fullest <= enough:
-        return describe_partition(found, capture, costs, search.pinned_nodes(found), options, 0.0)
+        return describe_partition(found, capture, costs, search.pins_of(found), options, 0.0)
     if len(set(pin_of.values())) > 1:
-        search.add(grouped_order(units, pin_of))
+        search.try_order(grouped_order(units, pin_of))
     best = search.best
     assert best is not None, "a chain that follows the pins is always feasible"
     model = model_units(units, program, costs, pin_of)
     bound = 0.0
     if len(best.slots) > 1 and len(program) > len(best.slots):
-        bound = search.add_solved(model)
-        search.add_returning(bound)
+        bound = search.try_solutions(model)
+        search.try_noncontiguous(bound)
         assert search.best is not None
-        best = search.with_all_borders(search.best)
-    return describe_partition(best, capture, costs, search.pinned_nodes(best), options, bound)
+        best = search.with_all_cuts(search.best)
+    return describe_partition(best, capture, costs, search.pins_of(best), options, bound)
 
 
 def rate_partition(
@@ -102,29 +101,41 @@ def rate_partition(
     stages: Sequence[tuple[DeviceSlot, Sequence[str]]],
     options: PlanningOptions,
 ) -> Partition:
-    """These stages, each a device with its nodes in the order it runs them, and what they cost.
+    """What ``stages`` cost, each a device with its nodes in the order in which it runs them.
 
-    No other placement is looked for, so its optimality is not known (the bound is 0), and of its
-    boundaries not where else they could be. O(nodes x stages), much less than `choose_partition`.
+    No other placement is tried: the lower bound is 0, and boundaries have no alternatives.
+    O(nodes x stages), much less than `choose_partition`.
     """
     position = {name: i for i, name in enumerate(capture.order)}
     nodes = [position[name] for _, names in stages for name in names]
     cuts = list(itertools.accumulate((len(names) for _, names in stages), initial=0))
     slots = [slot for slot, _ in stages]
     pinned: list[str | None] = [slot.name for slot, names in stages for _ in names]
-    tables = _build(TableCache(), costs, nodes, cuts, options)
+    tables = TableCache().build(costs, nodes, cuts, later=options.microbatches > 1)
     rated = rate_stages(tables, nodes, slots, range(len(cuts)), pinned, options)
     return describe_partition(rated, capture, costs, pinned, options, 0.0)
 
 
-def _build(
-    cache: TableCache,
-    costs: CostTable,
-    nodes: Sequence[int],
-    cuts: Sequence[int],
-    options: PlanningOptions,
-) -> IntervalTables:
-    return cache.build(costs, nodes, cuts, later=options.microbatches > 1)
+class _Order:
+    """A topological order of units, with their nodes and the pin of each node."""
+
+    def __init__(self, units: Sequence[int], graph: nx.DiGraph, pin_of: Mapping[int, str]) -> None:
+        self.units = list(units)
+        groups = [graph.nodes[unit]["nodes"] for unit in units]
+        self.nodes: list[int] = list(itertools.chain.from_iterable(groups))
+        self.pinned = [
+            pin_of.get(unit) for unit, group in zip(units, groups, strict=True) for _ in group
+        ]
+        # Position of nodes after each number of units.
+        self.ends = list(itertools.accumulate(map(len, groups), initial=0))
+
+    def counts(self, found: Candidate) -> list[int]:
+        """After how many units the stages of ``found`` end, from 0 on."""
+        return [bisect.bisect_left(self.ends, found.tables.cuts[cut]) for cut in found.cuts]
+
+    def cuts(self, tables: IntervalTables, counts: Collection[int]) -> list[int]:
+        """The indices of the cuts of ``tables`` after so many units."""
+        return [tables.cuts.index(self.ends[count]) for count in counts]
 
 
 class _Search:
@@ -142,109 +153,105 @@ class _Search:
         self._units, self._costs, self._devices = units, costs, devices
         self._pin_of, self._options = pin_of, options
         self._cache = tables
-        self._place = {unit: i for i, unit in enumerate(program_order(units))}
+        self._rank_of = {unit: i for i, unit in enumerate(program_order(units))}
+        self._unit_of = {node: u for u, nodes in units.nodes(data="nodes") for node in nodes}
         self._chains: dict[tuple[str, ...], tuple[DeviceSlot, ...]] = {}
         self._tried: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
         self.best: Candidate | None = None
         self.first: Candidate | None = None  # along program order
-        self.coarse: Candidate | None = None  # the best with thinned borders
+        self.coarse: Candidate | None = None  # the best of those with thinned cuts
 
-    def pinned_nodes(self, candidate: Candidate) -> list[str | None]:
+    def pins_of(self, candidate: Candidate) -> list[str | None]:
         """The pin of every node of the candidate, in its order."""
-        pin_of_node = {
-            node: self._pin_of.get(unit)
-            for unit, nodes in self._units.nodes(data="nodes")
-            for node in nodes
-        }
-        return [pin_of_node[node] for node in candidate.nodes]
+        return [self._pin_of.get(self._unit_of[node]) for node in candidate.nodes]
 
-    def add(self, order: Sequence[int], kept: Collection[int] = ()) -> Candidate | None:
-        """Try the best stages along ``order`` (of units); a stage may end after ``kept`` units.
+    def try_order(self, units: Sequence[int], counts: Collection[int] = ()) -> None:
+        """Try the best stages along an order; cuts after ``counts`` units are allowed in any case.
 
-        Costs are recorded in program order: in which order the readers of a value hand over their
-        gradients decides what waits meanwhile. So a stage runs its units in program order, and
-        stages that have them in another one are a proposal, which is restated and tried again.
-        The stages along the last order tried; None where none is new, or the pins forbid it.
+        Costs are those of running nodes in program order, for the order in which the readers of a
+        value return its gradient decides which gradients are pending. So every stage runs its units
+        in program order: stages that have them in another one are reordered, and cut again.
         """
         found: Candidate | None = None
-        for _ in range(_MOST_RESTATED):
-            cuts = candidate_cuts(self._units, order, self._costs, self._pin_of, kept)
-            if (tried := (tuple(order), tuple(cuts))) in self._tried:
-                break
+        for _ in range(_MOST_ROUNDS):
+            order = self._along(units)
+            cuts = self._cuts(order, counts)
+            if (tried := (tuple(units), tuple(cuts))) in self._tried:
+                return
             self._tried.add(tried)
-            nodes, pinned = self._nodes(order)
-            tables = _build(self._cache, self._costs, nodes, cuts, self._options)
+            tables = self._build(order, cuts)
             if found is not None:  # the very stages that the order was made of
-                same = self._indices(tables, order, kept)
-                slots, options = found.slots, self._options
-                self._offer(rate_stages(tables, nodes, slots, same, pinned, options))
-            found = self._solve(tables, nodes, pinned)
+                self._offer(self._rate(order, tables, found.slots, counts))
+            found = self._solve(order, tables)
             if found is None:
-                break
-            restated, kept = self._in_program_order(order, found)
-            if restated == list(order):
+                return
+            reordered, counts = self._in_program_order(order, found)
+            if reordered == order.units:
                 self._offer(found)
-                if is_thinned(order) and len(order) <= _MOST_SAMPLED:
+                if is_thinned(units) and len(units) <= _MOST_SAMPLED:
                     if self.coarse is None or found.rank < self.coarse.rank:
                         self.coarse = found
-                    self._add_near(order, found)
-                break
-            order = restated
-        return found
+                    self._try_nearby(order, found)
+                return
+            units = reordered
 
-    def _add_near(self, order: Sequence[int], found: Candidate) -> None:
-        """Try all borders near those of ``found``, which is of a thinned choice along ``order``."""
-        for _ in range(_MOST_RESTATED):
-            _, counts = self._in_program_order(order, found)
+    def _try_nearby(self, order: _Order, found: Candidate) -> None:
+        """Try all cuts near those of ``found``, which was chosen among thinned ones."""
+        for _ in range(_MOST_ROUNDS):
+            counts: Collection[int] = order.counts(found)
             far = max(1, min(_NEARBY, _MOST_NEAR // len(counts)))
             near = {count + d for count in counts for d in range(-far, far + 1)}
-            nodes, pinned = self._nodes(order)
-            nearer = self._solve(self._tables(order, nodes, near), nodes, pinned)
+            nearer = self._solve(order, self._build(order, self._cuts(order, near)))
             if nearer is None:
                 return
-            restated, counts = self._in_program_order(order, nearer)
-            if restated == list(order):
+            reordered, counts = self._in_program_order(order, nearer)
+            if reordered == order.units:
                 self._offer(nearer)
                 return
-            order = restated
-            nodes, pinned = self._nodes(order)
-            tables = self._tables_of(order, nodes, counts)
-            same = self._indices(tables, order, counts)
-            found = rate_stages(tables, nodes, nearer.slots, same, pinned, self._options)
+            order = self._along(reordered)
+            tables = self._build(order, sorted({order.ends[count] for count in counts}))
+            found = self._rate(order, tables, nearer.slots, counts)
             self._offer(found)
 
-    def _tables(
-        self, order: Sequence[int], nodes: Sequence[int], kept: Collection[int]
-    ) -> IntervalTables:
-        cuts = candidate_cuts(self._units, order, self._costs, self._pin_of, kept)
-        return _build(self._cache, self._costs, nodes, cuts, self._options)
-
-    def _tables_of(
-        self, order: Sequence[int], nodes: Sequence[int], counts: Collection[int]
-    ) -> IntervalTables:
-        """The tables for the stages that end after so many units, and no others."""
-        ends = sorted(set(self._borders(order, counts)))
-        return _build(self._cache, self._costs, nodes, ends, self._options)
-
-    def with_all_borders(self, found: Candidate) -> Candidate:
-        """``found`` with tables that say where else its stages could end."""
+    def with_all_cuts(self, found: Candidate) -> Candidate:
+        """``found`` with tables that have other cuts than its own, too."""
         if len(found.tables.cuts) > len(set(found.cuts)):
             return found
-        unit_of = {node: u for u, nodes in self._units.nodes(data="nodes") for node in nodes}
-        order = list(dict.fromkeys(unit_of[node] for node in found.nodes))
-        ends = self._borders(order, range(len(order) + 1))
-        counts = [ends.index(found.tables.cuts[cut]) for cut in found.cuts]
-        tables = self._tables(order, found.nodes, counts)
-        same = self._indices(tables, order, counts)
-        return replace(found, tables=tables, cuts=tuple(same))
+        order = self._order_of(found)
+        counts = order.counts(found)
+        tables = self._build(order, self._cuts(order, counts))
+        return replace(found, tables=tables, cuts=tuple(order.cuts(tables, counts)))
 
-    def _solve(
-        self, tables: IntervalTables, nodes: Sequence[int], pinned: Sequence[str | None]
-    ) -> Candidate | None:
+    def _along(self, units: Sequence[int]) -> _Order:
+        return _Order(units, self._units, self._pin_of)
+
+    def _order_of(self, found: Candidate) -> _Order:
+        return self._along(list(dict.fromkeys(self._unit_of[node] for node in found.nodes)))
+
+    def _cuts(self, order: _Order, counts: Collection[int]) -> list[int]:
+        return candidate_cuts(self._units, order.units, self._costs, self._pin_of, counts)
+
+    def _build(self, order: _Order, cuts: Sequence[int]) -> IntervalTables:
+        later = self._options.microbatches > 1
+        return self._cache.build(self._costs, order.nodes, cuts, later=later)
+
+    def _rate(
+        self,
+        order: _Order,
+        tables: IntervalTables,
+        slots: Sequence[DeviceSlot],
+        counts: Collection[int],
+    ) -> Candidate:
+        """The stages that end after ``counts`` units."""
+        cuts = order.cuts(tables, counts)
+        return rate_stages(tables, order.nodes, slots, cuts, order.pinned, self._options)
+
+    def _solve(self, order: _Order, tables: IntervalTables) -> Candidate | None:
+        """The best stages along ``order`` over all chains of devices; None if the pins rule out all."""
         best: Candidate | None = None
-        for chain in device_chains(self._devices, pinned):
+        for chain in device_chains(self._devices, order.pinned):
             self._chains.setdefault(tuple(slot.name for slot in chain), chain)
-            found = solve_order(tables, nodes, chain, pinned, self._options)
+            found = solve_order(tables, order.nodes, chain, order.pinned, self._options)
             if found is not None and (best is None or found.rank < best.rank):
                 best = found
         return best
@@ -254,49 +261,28 @@ class _Search:
         if self.best is None or found.rank < self.best.rank:
             self.best = found
 
-    def _nodes(self, order: Sequence[int]) -> tuple[list[int], list[str | None]]:
-        """The nodes of the units of ``order``, and the pin of each."""
-        pairs = [(i, self._pin_of.get(u)) for u in order for i in self._units.nodes[u]["nodes"]]
-        return [node for node, _ in pairs], [pin for _, pin in pairs]
-
-    def _borders(self, order: Sequence[int], counts: Collection[int]) -> list[int]:
-        """Positions of nodes after so many units of ``order``."""
-        sizes = (len(self._units.nodes[unit]["nodes"]) for unit in order)
-        ends = list(itertools.accumulate(sizes, initial=0))
-        return [ends[count] for count in counts]
-
-    def _indices(
-        self, tables: IntervalTables, order: Sequence[int], counts: Collection[int]
-    ) -> list[int]:
-        """Which cuts of ``tables`` are after so many units of ``order``."""
-        return [tables.cuts.index(border) for border in self._borders(order, counts)]
-
-    def _in_program_order(
-        self, order: Sequence[int], found: Candidate
-    ) -> tuple[list[int], list[int]]:
-        """``order`` with the units of every stage in program order, and after how many it ends."""
-        borders = [found.tables.cuts[cut] for cut in found.cuts]
-        ends = self._borders(order, range(len(order) + 1))
-        counts = [bisect.bisect_left(ends, border) for border in borders]
-        restated: list[int] = []
+    def _in_program_order(self, order: _Order, found: Candidate) -> tuple[list[int], list[int]]:
+        """The units of ``order`` with those of each stage in program order, and where stages end."""
+        counts = order.counts(found)
+        reordered: list[int] = []
         for begin, end in itertools.pairwise(counts):
-            restated += sorted(order[begin:end], key=self._place.__getitem__)
-        return restated, counts
+            reordered += sorted(order.units[begin:end], key=self._rank_of.__getitem__)
+        return reordered, counts
 
-    def add_drawn(self, model: ModelUnits) -> None:
-        """Try some orders that are drawn."""
+    def _try_sampled(self, model: ModelUnits) -> None:
+        """Try some random orders."""
         count = len(model.order)
         if not 0 < count <= _MOST_SAMPLED:
             return
         samples = min(_SAMPLES, max(1, _SAMPLED_UNITS // count))
-        for order in sampled_orders(self._units, samples):
-            self.add(order)
+        for units in sampled_orders(self._units, samples):
+            self.try_order(units)
 
-    def add_solved(self, model: ModelUnits) -> float:
-        """Try the orders of the placements that `solve` finds; a lower bound on the criterion.
+    def try_solutions(self, model: ModelUnits) -> float:
+        """Try the orders of placements that `solve` finds; returns a lower bound on what is minimised.
 
-        The bound counts no stage's peak exactly, and where more than one chain of devices was
-        tried, every position gets the best of them all.
+        The bound has no exact peaks, and if more than one chain of devices was tried, it assumes the
+        best device of all at every position.
         """
         best, options = self.best, self._options
         assert best is not None
@@ -307,8 +293,8 @@ class _Search:
         bound = 0.0
         if by_memory or best.fullest > _NEAR:
             problem = memory_problem(model, self._costs, best.slots, options)
-            self._add_solution(model, solve(problem, most_alive=0))
-            self.add_drawn(model)
+            self._try_solution(model, solve(problem, most_alive=0))
+            self._try_sampled(model)
             if by_memory:
                 bound = self._least_peak(model, relaxed)
         if over:
@@ -318,7 +304,7 @@ class _Search:
         problem = seconds_problem(model, self._costs, best.slots, options, most)
         alone = len(chains) == 1 and options.objective == "throughput"
         solution = solve(problem, most_alive=_MOST_ALIVE if alone else 0)
-        self._add_solution(model, solution)
+        self._try_solution(model, solution)
         if options.objective == "latency":
             problem = seconds_problem(model, self._costs, relaxed, options, [None] * len(relaxed))
             return float(np.min([slot.seconds for slot in problem.slots], axis=0).sum())
@@ -327,18 +313,26 @@ class _Search:
         if solution is not None and alone:
             return solution.optimality.lower_bound
         most = [None if s.budget is None else s.budget - s.reserve for s in relaxed]
-        return lower_bound(seconds_problem(model, self._costs, relaxed, options, most))
+        return simple_bound(seconds_problem(model, self._costs, relaxed, options, most))
+
+    def _try_solution(self, model: ModelUnits, solution: Solution | None) -> None:
+        """Try the order in which every stage of ``solution`` has its units in program order."""
+        if solution is None:
+            return
+        stage_of = np.array(solution.stage_of[:-1])  # without the loss
+        order = np.argsort(stage_of, kind="stable")
+        self.try_order([model.order[i] for i in order], np.cumsum(np.bincount(stage_of)).tolist())
 
     def _least_peak(self, model: ModelUnits, chain: Sequence[DeviceSlot]) -> float:
         """A lower bound on the largest peak, in the unit of `Candidate.peak`."""
         budgets = [slot.budget for slot in self._devices if slot.budget is not None]
         known = max(budgets, default=None)  # what peaks are shares of where there is no budget
         measured = [s if s.budget is not None else replace(s, budget=known) for s in chain]
-        spread = lower_bound(memory_problem(model, self._costs, measured, self._options))
+        spread = simple_bound(memory_problem(model, self._costs, measured, self._options))
         return max(spread, least_peak(model, self._costs, self._devices, len(chain), self._options))
 
-    def add_returning(self, bound: float) -> None:
-        """Where memory decides and the chain is not near ``bound``: devices that come again."""
+    def try_noncontiguous(self, bound: float) -> None:
+        """Try several stages per device, if memory decides and the best peak is not near ``bound``."""
         best = self.best
         assert best is not None
         if best.rank[0] <= 1 and (
@@ -348,41 +342,27 @@ class _Search:
         # Along program order, whose stages run as they were recorded, and along the best one.
         starts = {id(c): c for c in (best, self.first, self.coarse) if c is not None}
         for start in starts.values():
-            found = self._returning(start)
+            found = self._noncontiguous(start)
             if found is not None and is_better(found, best):
                 self._offer(found)
 
-    def _returning(self, start: Candidate) -> Candidate | None:
-        found = find_returning(start, self._costs, self.pinned_nodes(start), self._options)
+    def _noncontiguous(self, start: Candidate) -> Candidate | None:
+        found = find_noncontiguous(start, self._costs, self.pins_of(start), self._options)
         if found is None:
             return None
-        units = {node: u for u, nodes in self._units.nodes(data="nodes") for node in nodes}
-        order = list(dict.fromkeys(units[node] for node in found.nodes))
-        order, counts = self._in_program_order(order, found)
-        nodes, pinned = self._nodes(order)
-        if nodes == list(found.nodes):
+        reordered, counts = self._in_program_order(self._order_of(found), found)
+        order = self._along(reordered)
+        if order.nodes == list(found.nodes):
             return found
-        tables = self._tables(order, nodes, counts)
-        same = self._indices(tables, order, counts)
-        stated = replace(start, tables=tables, nodes=tuple(nodes))
-        chains = NoncontiguousChains(stated, self._costs, pinned, self._options)
-        return chains.candidate(found.slots, same)
-
-    def _add_solution(self, model: ModelUnits, solution: Solution | None) -> None:
-        if solution is None:
-            return
-        self._add_stages(model, np.array(solution.stage_of[:-1]))  # without the loss
-
-    def _add_stages(self, model: ModelUnits, stage_of: NDArray[np.int64]) -> None:
-        """Try the order in which every stage has its units in program order."""
-        order = np.argsort(stage_of, kind="stable")
-        kept = np.cumsum(np.bincount(stage_of)).tolist()
-        self.add([model.order[i] for i in order], kept)
+        tables = self._build(order, self._cuts(order, counts))
+        start = replace(start, tables=tables, nodes=tuple(order.nodes))
+        chains = NoncontiguousChains(start, self._costs, order.pinned, self._options)
+        return chains.candidate(found.slots, order.cuts(tables, counts))
 
 
 def _most_bytes(best: Candidate, options: PlanningOptions) -> list[float | None]:
     """What every stage may hold: its budget, and for least memory not much more than ``best``."""
-    near = best.peak * SLACK if options.objective == "memory" else np.inf
+    near = best.peak * _SLACK if options.objective == "memory" else np.inf
     found: list[float | None] = []
     for slot in best.slots:
         most = near * (slot.budget or reference_bytes(best.slots))

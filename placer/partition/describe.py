@@ -1,4 +1,4 @@
-"""A chosen candidate as a `Partition`: every stage with what it costs where it is."""
+"""The costs, peaks and boundaries of chosen stages, as they stand in a plan."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from placer.capture import Capture
 from placer.cost import CostTable
 from placer.partition.candidate import (
     Candidate,
-    border_alternatives,
+    boundary_alternatives,
+    in_flight_at,
     optimizer_on,
+    peak_share,
     reference_bytes,
-    waiting_at,
 )
 from placer.partition.noncontiguous import NoncontiguousChains, device_peaks, may_be_noncontiguous
 from placer.partition.stage_cost.score import (
@@ -41,7 +42,7 @@ PEAK_SHARE = "largest peak, share of its budget"
 
 
 class _Used(NamedTuple):
-    """A stage that is not empty, by indices: its slot, and its first and last interval of cuts."""
+    """A stage that is not empty: the index of its device, and of its first and last interval of cuts."""
 
     slot: int
     first: int
@@ -56,7 +57,11 @@ def describe_partition(
     options: PlanningOptions,
     bound: float,
 ) -> Partition:
-    """The partition of ``best``; ``pinned`` per node of its order, ``bound`` below its criterion."""
+    """The partition of ``best``.
+
+    ``pinned`` is per node of its order the device it is pinned to; ``bound`` a lower bound on what is
+    minimised, in the unit of `Candidate.peak` or in seconds.
+    """
     spans = enumerate(itertools.pairwise(best.cuts))
     used = [_Used(q, x, y - 1) for q, (x, y) in spans if y > x]
     slots = [best.slots[q] for q, _, _ in used]
@@ -105,15 +110,15 @@ def _stages(
     received_from: NDArray[np.float64],
 ) -> list[StagePlan]:
     t = best.tables
-    trains = _training_devices(best, used)
+    trained_on = _training_devices(best, used)
     key_of = dict(zip(costs.names, costs.keys, strict=True)) if costs.keys else {}
     stages = []
     for index, (q, x, y) in enumerate(used):
         slot = best.slots[q]
-        count = waiting_at(options, len(used), index)
-        kept = optimizer_on(options, [slot.name] if options.processes else trains)
-        waiting = received_from[index, :index].tolist()
-        peaks = peak_bytes(t, count, kept, training=options.training, received_from=waiting)
+        count = in_flight_at(options, len(used), index)
+        optimizer = optimizer_on(options, [slot.name] if options.processes else trained_on)
+        received = received_from[index, :index].tolist()
+        peaks = peak_bytes(t, count, optimizer, training=options.training, received_from=received)
         forward, backward = stage_seconds(t, slot.kind, half=options.half)
         inside = best.nodes[t.cuts[x] : t.cuts[y + 1]]  # the order that its peak is of
         names = tuple(capture.order[i] for i in inside)
@@ -124,7 +129,9 @@ def _stages(
                 devices=(slot.name,),
                 layers=tuple(layer for layer in layers if layer),
                 nodes=names,
-                memory=_memory(t, x, y, count, kept, int(peaks[x, y]), training=options.training),
+                memory=_memory(
+                    t, x, y, count, optimizer, int(peaks[x, y]), training=options.training
+                ),
                 budget=slot.budget,
                 reserve=slot.reserve,
                 forward_seconds=float(forward[x, y]),
@@ -138,7 +145,7 @@ def _stages(
 def _transfer_seconds(
     best: Candidate, used: Sequence[_Used], options: PlanningOptions
 ) -> list[float]:
-    """Per stage the seconds in which it moves what crosses its borders."""
+    """Per stage the seconds that values take to cross its boundaries."""
     moved = [
         (transfer_seconds(best.tables, best.slots[q].kind, training=options.training), x, y)
         for q, x, y in used
@@ -156,7 +163,7 @@ def _memory(
     *,
     training: bool,
 ) -> StageMemory:
-    """What the stage from cut ``x`` to ``y`` holds by kind; what none explains is transient."""
+    """The memory of the stage from interval ``x`` to ``y`` by kind; the rest of ``peak`` is transient."""
     found = {
         "parameters": int(tables.parameters[x, y]),
         "gradients": int(tables.trained[x, y]) if training else 0,
@@ -173,7 +180,7 @@ def _memory(
 
 
 def _training_devices(best: Candidate, used: Sequence[_Used]) -> list[str]:
-    """The devices that hold parameters with their optimizer's state."""
+    """The names of the devices that have parameters to train."""
     return [best.slots[q].name for q, x, y in used if best.tables.owned[x, y]]
 
 
@@ -185,36 +192,38 @@ def _device_peaks(
     options: PlanningOptions,
     received_from: NDArray[np.float64],
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Peak per device, of the first replica and of a further one."""
+    """Peak bytes per device, in the first replica and in another one."""
     t = best.tables
-    trains = _training_devices(best, used)
-    updating = dict.fromkeys((slot.name for slot in best.slots), 0.0)  # bytes while all change
+    trained_on = _training_devices(best, used)
+    updating = dict.fromkeys(
+        (slot.name for slot in best.slots), 0.0
+    )  # bytes during the optimizer's step
     for q, x, y in used:
         name = best.slots[q].name
-        kept = optimizer_on(options, [name] if options.processes else trains)
+        optimizer = optimizer_on(options, [name] if options.processes else trained_on)
         updating[name] += float(t.parameters[x, y] + t.buffers[x, y])
-        updating[name] += float((1 + kept.state + kept.together) * t.owned[x, y])
+        updating[name] += float((1 + optimizer.state + optimizer.together) * t.owned[x, y])
     peaks = _per_device([(stage, stage.memory.peak) for stage in stages])
     if len(peaks) < len(stages) and may_be_noncontiguous(options, best.slots):
         spans = {
             name: [(x, y + 1) for q, x, y in used if best.slots[q].name == name] for name in peaks
         }
         return (
-            device_peaks(t, costs, best.nodes, spans, optimizer_on(options, trains)),
+            device_peaks(t, costs, best.nodes, spans, optimizer_on(options, trained_on)),
             device_peaks(t, costs, best.nodes, spans, None),
         )
     peaks = {name: max(peak, int(updating[name])) for name, peak in peaks.items()}
     of_replica = []
     for index, (stage, (_, x, y)) in enumerate(zip(stages, used, strict=True)):
-        count = waiting_at(options, len(used), index)
-        waiting = received_from[index, :index].tolist()
-        found = replica_peak_bytes(t, count, training=options.training, received_from=waiting)
+        count = in_flight_at(options, len(used), index)
+        received = received_from[index, :index].tolist()
+        found = replica_peak_bytes(t, count, training=options.training, received_from=received)
         of_replica.append((stage, int(found[x, y])))
     return peaks, _per_device(of_replica)
 
 
 def _received_from(best: Candidate, used: Sequence[_Used], costs: CostTable) -> NDArray[np.float64]:
-    """``[r, q]``: bytes of the values of stage q that stage r reads."""
+    """``[r, q]``: bytes of the values that stage q makes and stage r reads."""
     cuts = best.tables.cuts
     stage = np.empty(len(best.nodes) + 1, dtype=np.int64)
     for index, (_, x, y) in enumerate(used):
@@ -239,14 +248,12 @@ def _criterion(best: Candidate, options: PlanningOptions) -> str:
 def _measure(
     criterion: str, device: DeviceSlot, peak: int, seconds: float, best: Candidate
 ) -> float:
-    """The load of a device (or, of all seconds, of a stage) in the unit of the criterion."""
+    """The load of a device in the unit of the criterion; that of a stage if all seconds are added up."""
     if criterion in (TOTAL_SECONDS, SLOWEST_SECONDS):
         return seconds
     if criterion == PEAK_BYTES:
         return float(peak)
-    if device.budget is None:
-        return peak / reference_bytes(best.slots)
-    return (peak + device.reserve) / max(device.budget, 1)
+    return peak_share(peak, device, reference_bytes(best.slots))
 
 
 def _boundaries(
@@ -257,21 +264,21 @@ def _boundaries(
     options: PlanningOptions,
     measured: Sequence[float],
 ) -> tuple[Boundary, ...]:
-    """The borders between the stages; where some are empty, what else could be is not said."""
+    """The boundaries between stages; they have alternatives unless some stages are empty."""
     cuts = best.tables.cuts
     inner = sorted({best.cuts[q] for q in range(1, len(best.cuts) - 1)} - {0, len(cuts) - 1})
     others: list[tuple[float, int | None]] = [(math.inf, None)] * len(inner)
     if len(inner) == len(best.slots) - 1:
         names = {slot.name for slot in best.slots}
         if len(names) == len(best.slots):
-            others = border_alternatives(best, pinned, options)
+            others = boundary_alternatives(best, pinned, options)
         elif may_be_noncontiguous(options, best.slots):
             others = NoncontiguousChains(best, costs, pinned, options).moves()
-    place = {node: i for i, node in enumerate(best.nodes)}
+    position = {node: i for i, node in enumerate(best.nodes)}
     ends = [
         (
-            place[node],
-            max(place.get(r, len(place)) for r in readers),
+            position[node],
+            max(position.get(r, len(position)) for r in readers),
             costs.nodes[node].output_nbytes,
         )
         for node, readers in enumerate(costs.readers)
@@ -296,13 +303,13 @@ def _boundaries(
 
 
 def _per_device(peaks: Sequence[tuple[StagePlan, int]]) -> dict[str, int]:
-    """Peak per device; stages that share one keep what they hold, and one of them is at its peak."""
-    parts: dict[str, list[tuple[int, int]]] = {}
+    """Peak per device: what all its stages keep, and the most that one needs beyond that."""
+    parts: dict[str, list[tuple[int, int]]] = {}  # device -> bytes kept, bytes beyond, per stage
     for stage, peak in peaks:
         m = stage.memory
-        held = min(peak, m.parameters + m.optimizer + m.buffers + m.gradients + m.saved)
-        parts.setdefault(stage.devices[0], []).append((held, peak - held))
+        kept = min(peak, m.parameters + m.optimizer + m.buffers + m.gradients + m.saved)
+        parts.setdefault(stage.devices[0], []).append((kept, peak - kept))
     return {
-        name: sum(held for held, _ in pairs) + max(rest for _, rest in pairs)
+        name: sum(kept for kept, _ in pairs) + max(beyond for _, beyond in pairs)
         for name, pairs in parts.items()
     }

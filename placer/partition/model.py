@@ -1,7 +1,8 @@
-"""A captured model on a chain of devices as a `PartitionProblem`."""
+"""A captured model and a chain of devices as a partition problem of `placer.partition.solver`."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.cost import CostTable
-from placer.partition.candidate import reference_bytes, waiting_at
+from placer.partition.candidate import in_flight_at, reference_bytes
 from placer.partition.solver.problem import PartitionProblem, SharedValue, StageSlot, Vector
 from placer.partition.stage_cost.score import optimizer_bytes, unit_seconds
 from placer.partition.types import DeviceSlot, PlanningOptions
@@ -18,9 +19,9 @@ from placer.partition.types import DeviceSlot, PlanningOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelUnits:
-    """The units of a model in program order, and what of their costs no device changes.
+    """The units of a model in program order, with what does not depend on devices.
 
-    The loss is one more unit after all others; it makes no stage by itself.
+    The loss is the last unit; it cannot be on a stage alone.
     """
 
     order: tuple[int, ...]  # vertices of the unit graph
@@ -33,7 +34,7 @@ class ModelUnits:
 def model_units(
     units: nx.DiGraph, order: Sequence[int], costs: CostTable, pin_of: Mapping[int, str]
 ) -> ModelUnits:
-    """The units of ``units`` along ``order`` (program order), with the values that pass between."""
+    """The units of the graph ``units`` along ``order`` (program order), with the values that they share."""
     number = {vertex: i for i, vertex in enumerate(order)}
     loss = len(order)
     unit_of = np.empty(len(costs.nodes), dtype=np.int64)
@@ -44,13 +45,13 @@ def model_units(
     edges += [(i, loss) for vertex, i in number.items() if not units.out_degree(vertex)]
     values = []
     for node, readers in enumerate(costs.readers):
-        held = tuple(sorted({int(unit_of[i]) for i in (node, *readers)}))
-        if len(held) > 1 and costs.nodes[node].output_nbytes:
-            values.append(SharedValue(nbytes=costs.nodes[node].output_nbytes, units=held))
+        sharing = tuple(sorted({int(unit_of[i]) for i in (node, *readers)}))
+        if len(sharing) > 1 and costs.nodes[node].output_nbytes:
+            values.append(SharedValue(nbytes=costs.nodes[node].output_nbytes, units=sharing))
     for readers, nbytes in zip(costs.input_readers, costs.input_nbytes, strict=True):
-        held = tuple(sorted({int(unit_of[i]) for i in readers}))
-        if held and nbytes:
-            values.append(SharedValue(nbytes=nbytes, units=held, external=True))
+        sharing = tuple(sorted({int(unit_of[i]) for i in readers}))
+        if sharing and nbytes:
+            values.append(SharedValue(nbytes=nbytes, units=sharing, external=True))
     return ModelUnits(
         order=tuple(order),
         unit_of=unit_of,
@@ -67,7 +68,7 @@ def seconds_problem(
     options: PlanningOptions,
     most_bytes: Sequence[float | None],
 ) -> PartitionProblem:
-    """Least time of the slowest stage, with at most ``most_bytes`` on each."""
+    """Minimise the seconds of the slowest stage, with at most ``most_bytes`` on each."""
     slots = []
     for q, (slot, most) in enumerate(zip(chain, most_bytes, strict=True)):
         seconds = unit_seconds(costs, slot.kind, half=options.half, training=options.training)
@@ -80,23 +81,25 @@ def seconds_problem(
                 budget=most,
             )
         )
-    return _problem(model, slots, options)
+    return _problem(model, slots)
 
 
 def memory_problem(
     model: ModelUnits, costs: CostTable, chain: Sequence[DeviceSlot], options: PlanningOptions
 ) -> PartitionProblem:
-    """Least bytes of all stages, as shares of their budgets (`reference_bytes` without one)."""
+    """Minimise the largest share of a budget that a stage needs (`reference_bytes` without a budget)."""
     slots = []
     for q, slot in enumerate(chain):
-        held = least_bytes(model, costs, options, len(chain), q)
-        share = held / (slot.budget or reference_bytes(chain))
-        slots.append(StageSlot(device=slot.name, seconds=share, seconds_per_byte=0.0, nbytes=held))
-    return _problem(model, slots, options)
+        nbytes = least_bytes(model, costs, options, len(chain), q)
+        share = nbytes / (slot.budget or reference_bytes(chain))
+        slots.append(
+            StageSlot(device=slot.name, seconds=share, seconds_per_byte=0.0, nbytes=nbytes)
+        )
+    return _problem(model, slots)
 
 
 def relaxed_chain(chains: Sequence[Sequence[DeviceSlot]]) -> tuple[DeviceSlot, ...]:
-    """A chain of the fastest and largest device of ``chains`` at every position, as many as most."""
+    """A chain as long as the longest of ``chains``, of a device as fast and large as any of theirs."""
     slots = list({slot.name: slot for chain in chains for slot in chain}.values())
     kinds = [slot.kind for slot in slots]
     kind = replace(
@@ -114,47 +117,70 @@ def relaxed_chain(chains: Sequence[Sequence[DeviceSlot]]) -> tuple[DeviceSlot, .
     return (best,) * max(map(len, chains))
 
 
-def _problem(
-    model: ModelUnits, slots: Sequence[StageSlot], options: PlanningOptions
-) -> PartitionProblem:
+def _problem(model: ModelUnits, slots: Sequence[StageSlot]) -> PartitionProblem:
     return PartitionProblem(
         num_units=len(model.order) + 1,
         edges=model.edges,
         values=model.values,
         slots=tuple(slots),
         pins=model.pins,
-        hollow=frozenset({len(model.order)}),
+        auxiliary=frozenset({len(model.order)}),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateBytes:
+    """Bytes per unit of parameters, buffers and the optimizer's state."""
+
+    copies: Vector  # of all that the unit reads
+    static: Vector  # each counted at the first unit that reads it
+    gradients: Vector  # of parameters that no other unit reads
+    own: list[list[tuple[int, int]]]  # first reader and bytes of each of these parameters
+
+
+def state_bytes(model: ModelUnits, costs: CostTable, options: PlanningOptions) -> StateBytes:
+    """The state of the units of ``model``; O(uses of parameters and buffers)."""
+    count = len(model.order)
+    copies, static, gradients = np.zeros(count), np.zeros(count), np.zeros(count)
+    own: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+    state = optimizer_bytes(options.optimizer).state
+    for names_of in (costs.parameters_of, costs.buffers_of):
+        uses: dict[str, list[int]] = defaultdict(list)
+        for node, names in enumerate(names_of):
+            for name in {costs.alias_of[name] for name in names}:
+                uses[name].append(node)
+        for name, nodes in uses.items():
+            units, nbytes = {int(model.unit_of[i]) for i in nodes}, costs.state_nbytes[name]
+            for unit in units:
+                copies[unit] += nbytes
+            static[min(units)] += nbytes
+            if options.training and name in costs.trained and len(units) == 1:
+                (unit,) = units
+                static[unit] += state * nbytes
+                copies[unit] += state * nbytes
+                gradients[unit] += nbytes
+                own[unit].append((min(nodes), nbytes))
+    return StateBytes(copies=copies, static=static, gradients=gradients, own=own)
 
 
 def least_bytes(
     model: ModelUnits, costs: CostTable, options: PlanningOptions, num_stages: int, stage_index: int
 ) -> Vector:
-    """Bytes per unit that add up to no more than the peak of any stage at that position.
+    """Bytes per unit whose sum over a stage is at most its peak at that position of the chain.
 
-    Parameters, buffers and optimizer state at their first use, and what stays until backward begins
-    (saved activations times the micro-batches in flight) or until it has ended (gradients),
-    whichever is more in all. What regions recompute or offload is left out.
+    Parameters, buffers and optimizer state count at the first unit that uses them. To these come
+    either saved activations, times the micro-batches in flight, or gradients, whichever is more in
+    all. Activations that are recomputed or offloaded do not count.
     """
-    static, saved, gradients = (np.zeros(len(model.order) + 1) for _ in range(3))
-    state = optimizer_bytes(options.optimizer).state
-    uses: dict[str, set[int]] = {}
-    for names_of in (costs.parameters_of, costs.buffers_of):
-        for node, names in enumerate(names_of):
-            for name in names:
-                uses.setdefault(costs.alias_of[name], set()).add(int(model.unit_of[node]))
-    for name, units in uses.items():
-        nbytes, first = costs.state_nbytes[name], min(units)
-        static[first] += nbytes
-        if options.training and name in costs.trained and len(units) == 1:
-            static[first] += state * nbytes
-            gradients[first] += nbytes
+    state = state_bytes(model, costs, options)
+    static, gradients = np.append(state.static, 0.0), np.append(state.gradients, 0.0)  # the loss: 0
     if not options.training:
         return static
+    saved = np.zeros(len(static))
     for value in costs.values:
         if value.savers and not any(s < len(costs.keys) and costs.keys[s] for s in value.savers):
             saved[min(int(model.unit_of[s]) for s in value.savers)] += value.nbytes
-    saved *= waiting_at(options, num_stages, stage_index).most
+    saved *= in_flight_at(options, num_stages, stage_index).most
     total: Vector = static + (saved if saved.sum() >= gradients.sum() else gradients)
     return total
 

@@ -1,4 +1,4 @@
-"""Chains in which a device comes again: what each device comes to, and the search for better ones."""
+"""Placements with several stages on a device, which need not be neighbours: their costs, and a search."""
 
 from __future__ import annotations
 
@@ -9,19 +9,25 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from placer.cost import CostTable
-from placer.partition.candidate import Candidate, StageCosts, optimizer_on, reference_bytes
-from placer.partition.fold import MOST_CUTS, improved_devices, nested_devices
+from placer.partition.assignment import MOST_CUTS, improved_devices, nested_devices
+from placer.partition.candidate import (
+    Candidate,
+    StageCosts,
+    optimizer_on,
+    rank_candidate,
+    reference_bytes,
+)
 from placer.partition.stage_cost.live_through import Span
 from placer.partition.stage_cost.score import OptimizerMemory
 from placer.partition.stage_cost.shared import SharedPeaks
 from placer.partition.stage_cost.tables import IntervalTables
 from placer.partition.types import DeviceSlot, PlanningOptions
 
-GAIN = 0.01  # share by which a chain with more stages than devices must be better
+GAIN = 0.01  # share by which a placement with more stages than devices must be better
 
 
 def may_be_noncontiguous(options: PlanningOptions, slots: Sequence[DeviceSlot]) -> bool:
-    """Whether such a chain can be judged, and run: one micro-batch in training, in one process."""
+    """Whether there can be one: it needs training in one process, with one micro-batch."""
     several = len({slot.name for slot in slots}) > 1
     return several and options.training and options.microbatches == 1 and not options.processes
 
@@ -33,17 +39,16 @@ def device_peaks(
     spans: Mapping[str, Sequence[Span]],
     optimizer: OptimizerMemory | None,
 ) -> dict[str, int]:
-    """Peak bytes per device with its stages (cut indices), for one micro-batch in training.
+    """Peak bytes per device; ``spans`` are the stages of each, as pairs of cut indices.
 
-    Without ``optimizer`` those of a further replica.
+    Without ``optimizer`` the peaks are those of a replica other than the first.
     """
     shared = SharedPeaks(tables, costs, nodes, optimizer)
     return {device: int(shared.peak(own)) for device, own in spans.items()}
 
 
 class NoncontiguousChains:
-    """Chains along the order of ``best``, on its devices; ranked by device, as stages are by
-    `placer.partition.candidate.solve_order`."""
+    """Placements along the order of ``best`` on its devices; ``rank`` is of devices, not of stages."""
 
     def __init__(
         self,
@@ -55,8 +60,8 @@ class NoncontiguousChains:
         self._best, self._pinned, self._options = best, pinned, options
         self.slots = list({slot.name: slot for slot in best.slots}.values())
         self.scales = [_scale(slot, self.slots) for slot in self.slots]
-        kept = optimizer_on(options, (slot.name for slot in self.slots))
-        self.shared = SharedPeaks(best.tables, costs, best.nodes, kept)
+        optimizer = optimizer_on(options, (slot.name for slot in self.slots))
+        self.shared = SharedPeaks(best.tables, costs, best.nodes, optimizer)
         self._costs = StageCosts(best.tables, self.slots, pinned, options)
 
     def load(self, device: int, spans: Sequence[Span]) -> float:
@@ -65,12 +70,12 @@ class NoncontiguousChains:
         return self.shared.peak(spans) * scale + offset if spans else 0.0
 
     def load_at_least(self, device: int, spans: Sequence[Span]) -> float:
-        """A lower bound on `load` that is quick to find."""
+        """A lower bound on `load` that is quick to compute."""
         scale, offset = self.scales[device]
         return self.shared.at_least(spans) * scale + offset if spans else 0.0
 
     def candidate(self, chain: Sequence[DeviceSlot], cuts: Sequence[int]) -> Candidate:
-        """The chain with its stages between ``cuts`` (indices)."""
+        """The placement with the devices ``chain`` for the stages between ``cuts`` (indices)."""
         spans: list[list[Span]] = [[] for _ in self.slots]
         seconds = [0.0] * len(self.slots)
         for slot, (x, y) in zip(chain, itertools.pairwise(cuts), strict=True):
@@ -79,28 +84,22 @@ class NoncontiguousChains:
             seconds[device] += float(self._costs.seconds[device][x, y - 1])
         loads = [self.load(device, own) for device, own in enumerate(spans)]
         limited = [x for x, slot in zip(loads, self.slots, strict=True) if slot.budget is not None]
-        fullest, bottleneck, total = max(limited, default=0.0), max(seconds), sum(seconds)
-        rank = (0.0, bottleneck, total)
-        if self._options.objective == "memory" and fullest <= 1:
-            rank = (max(loads), bottleneck, total)
-        elif self._options.objective == "latency":
-            rank = (0.0, total, bottleneck)
+        fullest, peak = max(limited, default=0.0), max(loads)
         return Candidate(
-            rank=(fullest if fullest > 1 else 0.0, *rank),
+            rank=rank_candidate(self._options, fullest=fullest, peak=peak, seconds=seconds),
             tables=self._best.tables,
             nodes=self._best.nodes,
             slots=tuple(chain),
             cuts=tuple(cuts),
-            limit=max(fullest, 1.0),
             fullest=fullest,
-            peak=max(loads),
-            bottleneck=bottleneck,
-            total=total,
+            peak=peak,
         )
 
     def moves(self) -> list[tuple[float, int | None]]:
-        """For every border of ``best`` its best other place, the other borders staying: the
-        criterion there, and the cut. ``inf`` and None where there is none."""
+        """For every boundary of ``best``: what is minimised if only it moves, at the best cut, and that cut.
+
+        ``inf`` and None where it cannot move.
+        """
         best, found = self._best, []
         for q in range(1, len(best.cuts) - 1):
             least: tuple[float, int | None] = (math.inf, None)
@@ -116,21 +115,21 @@ class NoncontiguousChains:
 
     def _follows_pins(self, cuts: Sequence[int]) -> bool:
         pairs = zip(self._best.slots, itertools.pairwise(cuts), strict=True)
-        held = self._costs.held
-        return all(held[self.slots.index(slot)][x, y - 1] for slot, (x, y) in pairs)
+        follow_pins = self._costs.follow_pins
+        return all(follow_pins[self.slots.index(slot)][x, y - 1] for slot, (x, y) in pairs)
 
 
-def find_returning(
+def find_noncontiguous(
     best: Candidate, costs: CostTable, pinned: Sequence[str | None], options: PlanningOptions
 ) -> Candidate | None:
-    """A chain on the order of ``best`` in which devices come again, if it is better by `GAIN`."""
+    """A placement along the order of ``best`` in which devices come again, if it is better by `GAIN`."""
     names = {slot.name for slot in best.slots}
     if len(names) < len(best.slots) or not may_be_noncontiguous(options, best.slots):
         return None
     chains = NoncontiguousChains(best, costs, pinned, options)
     cuts = _coarse(best.tables, best.cuts)
-    borders = [best.tables.cuts[cut] for cut in cuts]
-    free = [not any(pinned[a:b]) for a, b in itertools.pairwise(borders)]
+    boundaries = [best.tables.cuts[cut] for cut in cuts]
+    free = [not any(pinned[a:b]) for a, b in itertools.pairwise(boundaries)]
     if not any(free):
         return None
     device_of = np.searchsorted(best.cuts[1:-1], cuts[:-1], side="right").tolist()
@@ -152,14 +151,14 @@ def find_returning(
 
 
 def is_better(found: Candidate, best: Candidate) -> bool:
-    """By overflow where ``best`` does not fit, else by its peak."""
+    """Is ``found`` better by `GAIN`: in its overflow if ``best`` does not fit, else in its peak?"""
     if best.rank[0] > 0:
         return found.rank[0] < best.rank[0] * (1 - GAIN)
     return found.rank[0] == 0 and found.peak < best.peak * (1 - GAIN)
 
 
 def _scale(slot: DeviceSlot, slots: Sequence[DeviceSlot]) -> tuple[float, float]:
-    """What makes a peak a share of the budget, the reserve counted."""
+    """Factor and summand that turn peak bytes into a share of the budget, the reserve included."""
     if slot.budget is None:
         return 1 / reference_bytes(slots), 0.0
     budget = max(slot.budget, 1)
@@ -167,7 +166,7 @@ def _scale(slot: DeviceSlot, slots: Sequence[DeviceSlot]) -> tuple[float, float]
 
 
 def _coarse(tables: IntervalTables, kept: Sequence[int]) -> list[int]:
-    """Some tens of cut indices, evenly by number and by saved bytes; ``kept`` among them."""
+    """At most `MOST_CUTS` cut indices, spread evenly by number and saved bytes; ``kept`` are among them."""
     count = len(tables.cuts)
     if count <= MOST_CUTS:
         return list(range(count))

@@ -1,4 +1,4 @@
-"""What a partitioner is given about devices, and what it answers."""
+"""Devices and options that a partition is chosen for, and the partition itself."""
 
 from __future__ import annotations
 
@@ -28,35 +28,37 @@ class DeviceSlot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningOptions:
-    """What the partition is to serve: the parts of the spec that decide what a stage costs."""
+    """The parts of a spec on which the cost of a stage depends."""
 
     objective: str = "throughput"
     schedule: str = "GPipe"
-    microbatches: int = 1  # that there are rows for
-    last_share: float = 1.0  # rows of the last one, as a share of the others'
+    microbatches: int = 1  # of those that the spec asks for, the ones that get rows
+    last_share: float = 1.0  # rows of the last micro-batch as a share of another's
     optimizer: str | Mapping[str, int] = "adam"
     training: bool = True
     half: bool = False
-    processes: bool = False  # one per device: values pass through the stages between
+    processes: bool = False  # one process per device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """Stages in chain order; ``fits`` when every device holds all its stages under its budget.
+    """Stages in order, on the devices of the first replica.
 
-    The stages have the devices of the first replica alone.
+    ``fits``: the stages of every device are within its budget. Peaks are estimates, in bytes.
     """
 
     stages: tuple[StagePlan, ...]
     slots: tuple[DeviceSlot, ...]  # the device of each stage
-    peaks: Mapping[str, int]  # device -> predicted peak bytes of all its stages
-    replica_peaks: Mapping[str, int]  # the same of the devices in its place in replicas 1, 2, …
+    peaks: Mapping[str, int]  # device -> peak of all its stages
+    replica_peaks: Mapping[
+        str, int
+    ]  # the same for the devices that have its stages in other replicas
     fits: bool
-    seconds: float  # of a step
+    seconds: float  # a step, estimated
     optimality: Optimality
     boundaries: tuple[Boundary, ...]
 
     @property
     def placed(self) -> list[tuple[DeviceSlot, tuple[str, ...]]]:
-        """Per stage its device and its nodes."""
+        """The device and the nodes of every stage."""
         return [(slot, s.nodes) for slot, s in zip(self.slots, self.stages, strict=True)]

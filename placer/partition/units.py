@@ -1,4 +1,4 @@
-"""Units: groups of nodes that stay on one stage, and the graph between them."""
+"""Groups of nodes that must be on one stage, the graph between them, and orders of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import random
 from collections.abc import Iterable, Iterator, Mapping
 
 import networkx as nx
-from torch import fx
 
 from placer.capture import Capture
 
@@ -17,12 +16,12 @@ _SEED = 20_260_101
 
 
 def unit_graph(capture: Capture) -> nx.DiGraph:
-    """The DAG of units of ``capture``; each vertex is its smallest node position, with ``nodes``.
+    """The graph of units of ``capture``; a vertex is the position of its first node, and has ``nodes``.
 
-    A unit joins what aliasing ties together (``capture.together``), a result with the ``getitem``
-    calls that take it apart, and a parameter or constant with its first reader. Units that draw
-    random numbers depend on each other in program order. Units that would depend on each other both
-    ways become one (the condensation of the graph).
+    A unit has the nodes that share written memory (``capture.together``), a node that returns several
+    values with the ``getitem`` calls that select them, and a parameter or constant with its first
+    reader. Units with random operations depend on each other in program order. Units on a cycle become
+    one (the condensation of the graph). Vertices and edges are sorted.
     """
     position = {name: i for i, name in enumerate(capture.order)}
     joined: nx.Graph = nx.Graph()
@@ -37,10 +36,9 @@ def unit_graph(capture: Capture) -> nx.DiGraph:
         if node.op == "get_attr" and readers:
             joined.add_edge(here, min(readers))
         for user in node.users:
-            if _takes_apart(user):
+            if user.op == "call_function" and user.target is operator.getitem:
                 joined.add_edge(here, position[user.name])
-    draws = [position[name] for name in capture.draws]
-    depends += itertools.pairwise(draws)
+    depends += itertools.pairwise(position[name] for name in capture.draws)
     for group in capture.together:
         nx.add_path(joined, [position[name] for name in group])
     unit_of = {i: min(group) for group in nx.connected_components(joined) for i in group}
@@ -61,48 +59,45 @@ def unit_graph(capture: Capture) -> nx.DiGraph:
     return graph
 
 
-def _takes_apart(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target is operator.getitem
-
-
 def program_order(units: nx.DiGraph) -> list[int]:
-    """The topological order of units that is nearest to the program's own."""
+    """The topological order of units that is nearest to the order of the program."""
     return list(nx.lexicographical_topological_sort(units))
 
 
 def sampled_orders(units: nx.DiGraph, count: int) -> Iterator[list[int]]:
-    """``count`` topological orders, each ready unit as likely next as any other; the same each time.
+    """``count`` random topological orders, the same in each call; O(n) each.
 
-    Kahn's algorithm; O(n) each.
+    Kahn's algorithm, in which every unit that is ready is equally likely to be the next.
     """
-    draw = random.Random(_SEED)
+    generator = random.Random(_SEED)
     for _ in range(count):
-        waiting = dict(units.in_degree())
-        ready = [unit for unit in units if not waiting[unit]]
+        missing = dict(units.in_degree())  # unit -> predecessors that are not in the order yet
+        ready = [unit for unit in units if not missing[unit]]
         order: list[int] = []
         while ready:
-            order.append(ready.pop(draw.randrange(len(ready))))
+            order.append(ready.pop(generator.randrange(len(ready))))
             for reader in sorted(units.successors(order[-1])):
-                waiting[reader] -= 1
-                if not waiting[reader]:
+                missing[reader] -= 1
+                if not missing[reader]:
                     ready.append(reader)
         yield order
 
 
 def grouped_order(units: nx.DiGraph, pin_of: Mapping[int, str]) -> list[int]:
-    """A topological order that stays with a device as long as some unit pinned to it is ready.
+    """A topological order with few changes between units that are pinned to different devices.
 
-    Greedy (Kahn's algorithm with the current device's units, then unpinned ones, first), O(n log n);
-    it shortens the chain of stages when branches with different pins alternate in the program.
+    Kahn's algorithm, in which units of the current device come first, then those without a pin; greedy,
+    O(n log n). The chain of stages is shorter where branches with different pins alternate in the
+    program.
     """
-    waiting = dict(units.in_degree())
+    missing = dict(units.in_degree())
     ready: dict[str | None, list[int]] = {}
 
     def offer(vertices: Iterable[int]) -> None:
         for vertex in vertices:
             heapq.heappush(ready.setdefault(pin_of.get(vertex), []), vertex)
 
-    offer(v for v, degree in waiting.items() if degree == 0)
+    offer(v for v, degree in missing.items() if degree == 0)
     order: list[int] = []
     current: str | None = None
     while any(ready.values()):
@@ -113,8 +108,8 @@ def grouped_order(units: nx.DiGraph, pin_of: Mapping[int, str]) -> list[int]:
         order.append(vertex)
         done = []
         for reader in units.successors(vertex):
-            waiting[reader] -= 1
-            if waiting[reader] == 0:
+            missing[reader] -= 1
+            if missing[reader] == 0:
                 done.append(reader)
         offer(done)
     return order

@@ -11,14 +11,17 @@ from typing import Protocol
 from placer.capture import Capture
 from placer.cost import CostTable, with_regions
 from placer.partition import DeviceSlot, Partition, PlanningOptions, rate_partition
-from placer.partition.candidate import waiting_at
+from placer.partition.candidate import in_flight_at
 from placer.partition.policy.cheapest import StagePolicy, choose_stage_policy, keys_of
-from placer.partition.policy.labels import KEEP, LabelledStage, Policy, StageLimits
 from placer.partition.policy.least import least_extra_seconds
+from placer.partition.policy.search import PolicySearch
+from placer.partition.policy.types import KEEP, Policy, StageLimits
 from placer.plan.types import StageMemory
-from placer.regions import RegionKey, region_borders, whole_groups
+from placer.regions import RegionKey, region_boundaries, whole_groups
 
-_MOVES = 4  # how often the borders are moved to where they are best for stages as light as can be
+_MOVES = (
+    4  # how often the boundaries are moved to where they are best for stages as light as can be
+)
 _ROUNDS = 4  # how often a stage's limit is corrected by what the formula says of its answer
 
 
@@ -74,7 +77,7 @@ def choose_policy(
     partitions. Two partitions are tried: that of the plain costs, and that of the costs with the
     model treated as one stage; in each the policy of each stage is chosen by itself
     (`placer.partition.policy.cheapest`). Without any budget and with the objective "memory", every stage
-    gets its least peak. Where there is no budget, or that does not fit, the borders of the best are
+    gets its least peak. Where there is no budget, or that does not fit, the boundaries of the best are
     moved to where they are best for stages as light as can be, and so on: a local search.
 
     ``first`` is the partition of the plain costs, where it is known already. ``at_once``: the search
@@ -87,7 +90,7 @@ def choose_policy(
     limited = any(slot.budget is not None for slot in slots)
     search = _Search(capture, costs, keys, choices, options, limited=limited)
     everything = list(range(len(costs.names)))
-    unlimited = StageLimits(static=0.0, budget=0.0, held=1, grown=False)
+    unlimited = StageLimits(static=0.0, budget=0.0, held=1, all_gradients=False)
     stage = search.labelled(everything, (), first.slots[0], unlimited)
     unpinned = partial(choose, more_pins={})
     if at_once and limited and (light := search.fitting(first, unpinned)) is not None:
@@ -105,17 +108,17 @@ def choose_policy(
         if limited and any(plan.partition.fits for plan in found):
             break
         apart = [plan for plan in found if len(plan.partition.stages) > 1]
-        ahead = [plan for plan in apart if _borders(plan.partition) not in moved]
+        ahead = [plan for plan in apart if _boundaries(plan.partition) not in moved]
         if not ahead:
             break
         now = min(ahead, key=_rank).partition
-        moved.add(_borders(now))
+        moved.add(_boundaries(now))
         found.append(search.found(search.most_saving(now), unpinned))
         found.append(search.improve(found[-1].partition))
     best = min([untreated, *found], key=_rank)
     if best.own:  # what is known about other placements, for the plan to tell
         described = choose(best.costs, _pins(best.partition))
-        if _borders(described) == _borders(best.partition):
+        if _boundaries(described) == _boundaries(best.partition):
             best = replace(best, partition=described)
     return PolicyChoice(
         costs=best.costs,
@@ -141,7 +144,7 @@ def _pins(partition: Partition) -> dict[str, str]:
     return {name: slot.name for slot, nodes in partition.placed for name in nodes}
 
 
-def _borders(partition: Partition) -> tuple[tuple[str, tuple[str, ...]], ...]:
+def _boundaries(partition: Partition) -> tuple[tuple[str, tuple[str, ...]], ...]:
     return tuple((slot.name, nodes) for slot, nodes in partition.placed)
 
 
@@ -182,24 +185,24 @@ class _Search:
         self._choices = choices
         self._options = options
         self._limited = limited
-        self._borders = region_borders(capture)
-        self._settled = dict.fromkeys(self._borders.unsafe, KEEP)
+        self._boundaries = region_boundaries(capture)
+        self._settled = dict.fromkeys(self._boundaries.unsafe, KEEP)
         for node, key in enumerate(self._keys):
             if key is not None:
                 self._settled[node] = Policy(recompute=key.recompute, offload=key.offload)
 
     def labelled(
         self, nodes: Sequence[int], before: Collection[int], slot: DeviceSlot, limits: StageLimits
-    ) -> LabelledStage:
-        return LabelledStage(
+    ) -> PolicySearch:
+        return PolicySearch(
             self._costs,
             nodes,
             before,
-            self._borders,
+            self._boundaries,
             self._settled,
             slot.kind,
             half=self._options.half,
-            grown=limits.grown,
+            all_gradients=limits.all_gradients,
         )
 
     def costs_of(self, stages: Sequence[StagePolicy]) -> CostTable:
@@ -211,7 +214,7 @@ class _Search:
                 keys[node] = keys[node] or key
         return with_regions(self._costs, whole_groups(self._capture, keys))
 
-    def _stages(self, partition: Partition) -> tuple[list[LabelledStage], list[StageLimits]]:
+    def _stages(self, partition: Partition) -> tuple[list[PolicySearch], list[StageLimits]]:
         stages = partition.stages
         position = {name: i for i, name in enumerate(self._capture.order)}
         nodes = [sorted(position[name] for name in stage.nodes) for stage in stages]
@@ -243,8 +246,8 @@ class _Search:
     ) -> _Found | None:
         """A placement that fits, each stage as light as can be, if it is found from ``partition`` on."""
         seen: set[object] = set()
-        while len(seen) < _MOVES and _borders(partition) not in seen:
-            seen.add(_borders(partition))
+        while len(seen) < _MOVES and _boundaries(partition) not in seen:
+            seen.add(_boundaries(partition))
             stages = partition.placed
             rate = partial(rate_partition, self._capture, stages=stages, options=self._options)
             light = self.most_saving(partition)
@@ -302,7 +305,7 @@ class _Search:
 
     def _limits(self, partition: Partition, index: int) -> StageLimits:
         stage = partition.stages[index]
-        count = waiting_at(self._options, len(partition.stages), index)
+        count = in_flight_at(self._options, len(partition.stages), index)
         slot = partition.slots[index]
         budget = float("inf") if self._limited else 0.0
         if slot.budget is not None:
@@ -317,7 +320,7 @@ class _Search:
             static=_static(stage.memory),
             budget=budget,
             held=count.most,
-            grown=count.microbatches > 1,
+            all_gradients=count.microbatches > 1,
             others=_beside(partition, {*shared} - {index}, index),
             later=max(running, default=0),
         )

@@ -6,7 +6,7 @@ from torch import nn
 
 from placer.capture import Capture, placeholder_names
 from placer.partition import PlanningOptions
-from placer.schedule import batch_cuts
+from placer.schedule import split_batch
 from placer.spec import PlacementSpec, resolve_layers
 
 
@@ -64,7 +64,7 @@ def _cut_notes(capture: Capture, replicas: int, microbatches: int) -> list[str]:
     rows = capture.call.batch_size
     if rows is None:
         return []
-    cuts = batch_cuts(rows, replicas, microbatches)
+    cuts = split_batch(rows, replicas, microbatches)
     notes = []
     if len(cuts) < replicas:
         notes.append(f"A batch of {rows} rows gives work to {len(cuts)} of {replicas} replicas.")

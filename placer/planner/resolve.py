@@ -10,10 +10,10 @@ from torch import Tensor
 from placer.capture import Capture
 from placer.errors import PlacerError, SpecError
 from placer.partition import PlanningOptions
-from placer.partition.policy.labels import Policy
+from placer.partition.policy.types import Policy
 from placer.planner.notes import layer_paths, shared_modules
 from placer.regions import RegionKey, region_keys
-from placer.schedule import batch_cuts
+from placer.schedule import split_batch
 from placer.spec import PlacementSpec, resolve_layers, resolve_patterns
 
 _MICROBATCHES = (1, 2, 4, 8, 16, 32)  # tried for "auto"
@@ -100,7 +100,7 @@ def microbatch_rows(
 ) -> tuple[int, ...]:
     """Rows of each micro-batch of the first replica; one micro-batch where no input has a batch."""
     sizes = (t.size(0) for t, b in zip(inputs, capture.call.batched, strict=True) if b)
-    return batch_cuts(next(sizes, 1), replicas, microbatches)[0]
+    return split_batch(next(sizes, 1), replicas, microbatches)[0]
 
 
 def microbatch_inputs(

@@ -1,14 +1,14 @@
-"""Regions: which nodes of a stage are recomputed in backward, or wait in host memory."""
+"""Regions: neighbouring nodes whose activations are recomputed in backward, or offloaded to the host."""
 
-from placer.regions.keys import find_regions, region_borders, region_keys, whole_groups
-from placer.regions.types import Region, RegionBorders, RegionKey
+from placer.regions.keys import find_regions, region_boundaries, region_keys, whole_groups
+from placer.regions.types import Region, RegionBoundaries, RegionKey
 
 __all__ = [
     "Region",
-    "RegionBorders",
+    "RegionBoundaries",
     "RegionKey",
     "find_regions",
-    "region_borders",
+    "region_boundaries",
     "region_keys",
     "whole_groups",
 ]

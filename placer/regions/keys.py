@@ -1,4 +1,4 @@
-"""From layers to regions: which nodes belong together, and which must be left alone."""
+"""Which nodes form regions: those of the layers that a spec names, where writes in place allow it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING
 
-from placer.regions.types import Region, RegionBorders, RegionKey
+from placer.regions.types import Region, RegionBoundaries, RegionKey
 
 if TYPE_CHECKING:
     from placer.capture import Capture
@@ -15,10 +15,10 @@ Keys = tuple[RegionKey | None, ...]
 
 
 def region_keys(capture: Capture, recomputed: Collection[str], offloaded: Collection[str]) -> Keys:
-    """Per node of ``capture.order`` its key, None for a node whose saved activations are kept.
+    """Per node of ``capture.order`` its key, or None if its saved activations are kept.
 
-    ``recomputed`` and ``offloaded`` are layers with all that is below them: the outermost of them
-    is a region as a whole.
+    ``recomputed`` and ``offloaded`` are paths of layers, with all layers inside them. Of layers inside
+    each other, the outermost is one region.
     """
     keys: list[RegionKey | None] = []
     for name in capture.order:
@@ -32,29 +32,30 @@ def region_keys(capture: Capture, recomputed: Collection[str], offloaded: Collec
     return whole_groups(capture, keys)
 
 
-def region_borders(capture: Capture) -> RegionBorders:
-    """Where regions of ``capture`` may begin and end; see `whole_groups`."""
+def region_boundaries(capture: Capture) -> RegionBoundaries:
+    """Where regions of ``capture`` may begin and end, by the rules of `whole_groups`."""
     groups, unsafe = _groups(capture)
-    torn: dict[int, list[list[int]]] = {}
+    split: dict[int, list[list[int]]] = {}  # position -> groups with nodes on both sides of it
     for group in groups:
         for i in range(min(group) + 1, max(group) + 1):
-            torn.setdefault(i, []).append(group)
+            split.setdefault(i, []).append(group)
     cannot_end = _no_region_ends(capture)
-    return RegionBorders(
-        free=frozenset(range(len(capture.order))) - torn.keys(),
+    return RegionBoundaries(
+        free=frozenset(range(len(capture.order))) - split.keys(),
         ending={
-            i: min(min(group) for group in tearing)
-            for i, tearing in torn.items()
-            if not any(cannot_end(group, i) for group in tearing)
+            i: min(min(group) for group in there)
+            for i, there in split.items()
+            if not any(cannot_end(group, i) for group in there)
         },
         unsafe=frozenset(unsafe),
     )
 
 
 def _no_region_ends(capture: Capture) -> Callable[[Sequence[int], int], bool]:
-    """Must a group not be torn before a position? What was there before the forward is written after.
+    """Per group and position: must no region end between the nodes of the group there?
 
-    Run again, the first nodes of the group would read what was written to the state or a constant.
+    It must not if the group has a constant, or if nodes after the position write to parameters or
+    buffers: the first nodes would read what was written when they are run again.
     """
     writers = {i for i, name in enumerate(capture.order) if name in capture.mutated_state_of}
     constants = {i for i, name in enumerate(capture.order) if name in capture.constants}
@@ -66,7 +67,7 @@ def _no_region_ends(capture: Capture) -> Callable[[Sequence[int], int], bool]:
 
 
 def _groups(capture: Capture) -> tuple[list[list[int]], set[int]]:
-    """The groups of nodes that share written memory, and the nodes of those that read an input."""
+    """Groups of nodes that share written memory, and the nodes of the groups that read an input."""
     position = {name: i for i, name in enumerate(capture.order)}
     nodes = {node.name: node for node in capture.graph.nodes}
     inputs = {node.name for node in capture.graph.nodes if node.op == "placeholder"}
@@ -78,42 +79,42 @@ def _groups(capture: Capture) -> tuple[list[list[int]], set[int]]:
 
 
 def whole_groups(capture: Capture, keys: Sequence[RegionKey | None]) -> Keys:
-    """``keys`` without those nodes that a region would hold without the others of their group.
+    """``keys`` with None for nodes that cannot be in a region without the others of their group.
 
-    A group shares memory that one of its nodes writes to. Run again, a region that holds a part of
-    it would read what was written since; regions that it links are joined where they are treated
-    alike. A recomputed region may hold the first nodes of a group if the others are not recomputed:
-    it makes the memory itself, and anew when it runs again (``BatchNorm`` in it, the ``ReLU`` in
-    place after it). A group that reads the model's inputs is in none: it may be they that are
-    written to.
+    The nodes of a group share memory that one of them writes. A region with only some of them would
+    read what was written later when it is run again. So regions with nodes of one group are joined if
+    they have the same policy, and given up otherwise. There is one exception: a recomputed region may
+    have the first nodes of a group if the others are not recomputed, for it allocates the memory anew
+    when it is run again (a ``BatchNorm`` in it, and an in-place ``ReLU`` after it). A group that reads
+    the model's inputs is in no region, since it may write to them.
     """
     groups, unsafe = _groups(capture)
     cannot_end = _no_region_ends(capture)
     found = [None if i in unsafe else key for i, key in enumerate(keys)]
     while True:
         runs = list(accumulate(i == 0 or key != found[i - 1] for i, key in enumerate(found)))
-        torn = next(
+        split = next(
             (
                 g
                 for g in groups
-                if _is_torn(g, found, runs) and not _ends_in(g, found, runs, cannot_end)
+                if _is_split(g, found, runs) and not _ends_in(g, found, runs, cannot_end)
             ),
             None,
         )
-        if torn is None:
+        if split is None:
             return tuple(found)
-        between = range(min(torn), max(torn) + 1)
+        between = range(min(split), max(split) + 1)
         policies = {
             None if k is None else (k.recompute, k.offload)
             for k in found[between[0] : between[-1] + 1]
         }
-        joined = found[torn[0]] if len(policies) == 1 else None
-        for i in between if joined is not None else torn:
+        joined = found[split[0]] if len(policies) == 1 else None
+        for i in between if joined is not None else split:
             found[i] = joined
 
 
-def _is_torn(group: Sequence[int], keys: Sequence[RegionKey | None], runs: Sequence[int]) -> bool:
-    """Are the nodes of the group apart, in a region or not?"""
+def _is_split(group: Sequence[int], keys: Sequence[RegionKey | None], runs: Sequence[int]) -> bool:
+    """Are some nodes of the group in a region, and not all of them in the same one?"""
     inside = [keys[i] is not None for i in group]
     return any(inside) and (not all(inside) or len({runs[i] for i in group}) > 1)
 
@@ -124,7 +125,7 @@ def _ends_in(
     runs: Sequence[int],
     cannot_end: Callable[[Sequence[int], int], bool],
 ) -> bool:
-    """Does a recomputed region end in the group, with none after it, where one may?"""
+    """Does a recomputed region end between the nodes of the group where it may, with none after it?"""
     members = sorted(group)
     first = keys[members[0]]
     after = [i for i in members if runs[i] != runs[members[0]]]
@@ -136,7 +137,7 @@ def _ends_in(
 def find_regions(
     nodes: Sequence[str], key_of: Mapping[str, RegionKey | None]
 ) -> tuple[Region, ...]:
-    """The regions of a stage that has ``nodes`` in this order.
+    """The regions of a stage with ``nodes``, in this order; ``key_of`` gives the key of each.
 
     >>> key = RegionKey(label="encoder", recompute=True, offload=False)
     >>> regions = find_regions(["a", "b", "c"], {"a": None, "b": key, "c": key})

@@ -1,4 +1,4 @@
-"""A region: neighbouring nodes of a stage whose saved activations are not simply kept."""
+"""Regions: neighbouring nodes of a stage whose saved activations are recomputed or offloaded."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionKey:
-    """What is done with a node's saved activations; neighbours with equal keys are one region.
+    """What is done with the activations that a node saves; neighbours with equal keys are one region.
 
-    With ``recompute`` only what the region reads is kept, and backward runs its forward again.
-    With ``offload`` what is kept waits in host memory. ``label`` (a layer's path) tells regions
-    apart that lie side by side.
+    With ``recompute`` only the inputs of the region are kept, and backward runs its forward again.
+    With ``offload`` what is kept is in host memory until backward. ``label`` (a layer's path) is
+    different for neighbouring regions.
     """
 
     label: str
@@ -22,7 +22,7 @@ class RegionKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """A run of nodes of one stage, from ``first`` to ``last`` in the stage's order; see `RegionKey`."""
+    """The nodes of a stage from ``first`` to ``last``, in the stage's order; see `RegionKey`."""
 
     first: str
     last: str
@@ -31,12 +31,12 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RegionBorders:
+class RegionBoundaries:
     """Positions of nodes, in the capture's order, before which regions may begin or end.
 
-    At those in ``free`` they may do both; at those in ``ending`` a recomputed region may end that
-    begins no later than the position given, where what follows is not recomputed up to the next
-    free one. The nodes in ``unsafe`` are in no region.
+    Before those in ``free`` they may begin and end. Before a position in ``ending`` a recomputed region
+    may end, if it begins at the position given there or earlier, and if nothing from there to the next
+    free position is recomputed. Nodes in ``unsafe`` must not be in a region.
     """
 
     free: frozenset[int]

@@ -21,7 +21,7 @@ class Attribution:
     """
 
     def __init__(self, stages: Iterable[StageCode], layer_of: Mapping[str, str]) -> None:
-        pieces = [piece for stage in stages for piece in stage.pieces]
+        pieces = [piece for stage in stages for piece in stage.segments]
         self._lines = {piece.forward.__code__: node_lines(piece) for piece in pieces}
         self._layer_of = layer_of
         self._numbers: list[int] = []

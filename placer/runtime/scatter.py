@@ -1,6 +1,6 @@
 """Cutting a batch into replicas and micro-batches, and joining what comes out.
 
-Sizes are those of ``torch.chunk``, as ``nn.DataParallel`` has them (`placer.schedule.batch_cuts`).
+Sizes are those of ``torch.chunk``, as ``nn.DataParallel`` has them (`placer.schedule.split_batch`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils._pytree import (
 from placer.capture import TENSOR, CallFormat, unflatten_output
 from placer.emit import StagedModel
 from placer.errors import CaptureError, PlacerError
-from placer.schedule import batch_cuts
+from placer.schedule import split_batch
 
 
 def batch_size(call: CallFormat, leaves: Sequence[torch.Tensor]) -> int | None:
@@ -89,7 +89,7 @@ def cut_batch(
     total = batch_size(call, leaves)
     if total is None:
         return CutBatch(total=None, rows=((1,),), pieces=[list(leaves)])
-    rows = batch_cuts(total, replicas, microbatches)
+    rows = split_batch(total, replicas, microbatches)
     pieces = split_rows(call, leaves, [size for row in rows for size in row])
     return CutBatch(total=total, rows=rows, pieces=pieces)
 

@@ -22,13 +22,13 @@ def run_segments(stage: StageCode, tree: Any, place: Place, inputs: list[Any]) -
     A value is dropped after its last reader. Where no gradients are recorded every piece is run as
     it is, and so it is under ``torch.func``, which allows no saved-tensor hooks.
     """
-    if len(stage.pieces) == 1 and stage.pieces[0].inputs == stage.inputs:
-        (piece,) = stage.pieces
+    if len(stage.segments) == 1 and stage.segments[0].inputs == stage.inputs:
+        (piece,) = stage.segments
         if piece.outputs == stage.outputs:
             return _run(piece, tree, place, inputs)
     values = dict(zip(stage.inputs, inputs, strict=True))
     inputs.clear()
-    for piece in stage.pieces:
+    for piece in stage.segments:
         arguments = [
             values.pop(name) if name in piece.released else values[name] for name in piece.inputs
         ]

@@ -1,8 +1,13 @@
-"""Schedule: a name and two numbers in, a table of actions out; pure."""
+"""Pipeline schedules: which rank runs which stage's forward or backward of which micro-batch, and when.
 
-from placer.schedule.batch import batch_cuts
+Nothing here imports torch. `make_schedule` gives each rank its actions, `linearize` puts those of all
+ranks in one order, `find_messages` says what ranks must send each other, and `in_flight_by_stage` how
+many micro-batches wait at each stage.
+"""
+
+from placer.schedule.batch import split_batch
 from placer.schedule.build import make_schedule
-from placer.schedule.in_flight import Counts, InFlight, in_flight, in_flight_by_stage
+from placer.schedule.in_flight import Counts, InFlight, in_flight_by_stage
 from placer.schedule.messages import Flow, Message, find_messages
 from placer.schedule.order import bubble, linearize, merge_backward
 from placer.schedule.types import Action, Schedule
@@ -14,12 +19,11 @@ __all__ = [
     "InFlight",
     "Message",
     "Schedule",
-    "batch_cuts",
     "bubble",
     "find_messages",
-    "in_flight",
     "in_flight_by_stage",
     "linearize",
     "make_schedule",
     "merge_backward",
+    "split_batch",
 ]

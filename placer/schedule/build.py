@@ -1,4 +1,4 @@
-"""The action table of each schedule, by the rules of its paper."""
+"""The actions of every rank under each schedule, by the rules of the paper that describes it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Maker = Callable[[int, int, int, int], list[Action]]
 def make_schedule(
     name: str, num_stages: int, num_microbatches: int, *, num_ranks: int | None = None
 ) -> Schedule:
-    """The table of schedule ``name`` for stages ``s`` on ranks ``s % num_ranks``.
+    """The schedule called ``name``; stage ``s`` is on rank ``s % num_ranks``.
 
-    ``num_ranks`` is the number of stages unless said otherwise. With several stages per rank, 1F1B is
+    ``num_ranks`` is the number of stages by default. With several stages per rank, 1F1B is
     interleaved, and GPipe runs a rank's stages one after the other (torch's ``ScheduleLoopedBFS``).
-    Pure. Raises ``ValueError`` for an unknown name, or numbers that the schedule cannot serve.
+    Raises ``ValueError`` for an unknown name, and for numbers that the schedule does not support.
 
     >>> for actions in make_schedule("1F1B", 2, 3).actions:
     ...     print(*actions)
@@ -45,7 +45,7 @@ def make_schedule(
 def _gpipe(rank: int, num_ranks: int, num_stages: int, num_microbatches: int) -> list[Action]:
     """All forwards, then all backwards (Huang et al. 2019, arXiv:1811.06965).
 
-    Of several stages on a rank, one after the other (Lamy-Poirier 2023, arXiv:2211.05953).
+    A rank with several stages runs them one after the other (Lamy-Poirier 2023, arXiv:2211.05953).
     """
     stages, microbatches = range(rank, num_stages, num_ranks), range(num_microbatches)
     return [
@@ -63,7 +63,7 @@ def _gpipe(rank: int, num_ranks: int, num_stages: int, num_microbatches: int) ->
 
 
 def _1f1b(rank: int, num_ranks: int, num_stages: int, num_microbatches: int) -> list[Action]:
-    """PipeDream-Flush (Narayanan et al. 2021, arXiv:2006.09503); of several stages, interleaved."""
+    """PipeDream-Flush (Narayanan et al. 2021, arXiv:2006.09503); interleaved with several stages per rank."""
     hop = 1 if num_ranks == num_stages else 2
     return _alternate(rank, num_ranks, num_stages, num_microbatches, hop=hop, delay=None)
 
@@ -97,8 +97,8 @@ def _alternate(
 ) -> list[Action]:
     """Warm-up forwards, then one forward and one backward in turn, then the remaining backwards.
 
-    A rank warms up by ``hop`` forwards for every rank after it. With ``delay`` the backward is
-    split: its half by weight follows ``delay`` backwards later.
+    A rank begins with ``hop`` forwards for every rank after it. With ``delay`` each backward is
+    split in two: the gradients of weights are computed ``delay`` backwards after those of inputs.
     """
     per_rank = num_stages // num_ranks
     rounds = max(1, num_microbatches // num_ranks)

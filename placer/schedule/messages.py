@@ -1,10 +1,10 @@
-"""The messages between ranks that a schedule implies, in one order that all ranks share.
+"""The messages that ranks send each other during a step, in one order that all ranks share.
 
-Every message has the place of the action that makes it in one order of all actions
-(`linearize`). Each rank handles its messages in that order: it starts a receive only when it has sent
-every earlier message of the same pair of ranks. So no wait is circular, even where a message
-leaves its sender only when the receiver is ready for it: of the messages that have not arrived, the
-first waits for nothing but actions that come before it.
+A message is ordered by the action that makes its value (`linearize` orders all actions). Each rank
+handles its messages in that order: it starts a receive only when it has sent every earlier message of
+the same pair of ranks. So no wait is circular, even where a message leaves its sender only when the
+receiver is ready for it: of the messages that have not arrived, the first depends on nothing but
+actions that come before it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Flow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """A value, or its gradient, on its way from one rank to another.
+    """A value, or its gradient, that one rank sends to another.
 
-    ``sent_after`` and ``needed_before`` are places in the order of all actions.
+    ``sent_after`` and ``needed_before`` are indices into the order of all actions.
     """
 
     kind: Literal["value", "gradient"]
@@ -50,18 +50,18 @@ def find_messages(
     flows: Callable[[int], Iterable[Flow]],
     rank_of: Callable[[int], int],
 ) -> tuple[Message, ...]:
-    """The messages of a step whose actions are done in ``order``, first sent first.
+    """The messages of a step whose actions run in ``order``, sorted by when they are sent.
 
-    ``flows(microbatch_index)`` are the values of a micro-batch in an order that all ranks have, and
-    ``rank_of(stage_index)`` is the rank that runs a stage. A value goes to a rank once, before the
-    first of its stages that reads it; its gradient comes back once, after the last of them. Where a
-    backward has two halves, it comes after the first. Linear in actions and flows.
+    ``flows(microbatch_index)`` are the values of a micro-batch, in an order that all ranks agree on;
+    ``rank_of(stage_index)`` is the rank that runs a stage. A value is sent to a rank once, before the
+    first of its stages that reads it. Its gradient is sent back once, after the backward (or the
+    first half of it) of the last of them. Linear in actions and flows.
     """
     at: dict[tuple[str, int, int], int] = {}
-    for place, action in enumerate(order):
+    for index, action in enumerate(order):
         if action.kind != "W":
             kind = "F" if action.kind == "F" else "B"
-            at[kind, action.stage_index, action.microbatch_index] = place
+            at[kind, action.stage_index, action.microbatch_index] = index
     found = []
     for microbatch in dict.fromkeys(action.microbatch_index for action in order):
         for flow in flows(microbatch):

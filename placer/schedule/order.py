@@ -1,4 +1,4 @@
-"""What a schedule implies: one order for one process, idle time."""
+"""One order of all actions of a schedule, as one process runs them, and the idle time of its ranks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from placer.schedule.types import Action, Schedule
 
 
 def linearize(schedule: Schedule) -> tuple[Action, ...]:
-    """One order of all actions that keeps every rank's own order and the data dependencies.
+    """One order of all actions that keeps the order of every rank and the data dependencies.
 
-    Of the actions that are ready, forwards that take over what another stage made go first, then
-    the earliest micro-batch, its backward before its forward: no value waits longer than it must.
+    Of the actions that can run, forwards of all stages but the first go first, then the earliest
+    micro-batch, its backward before its forward: values are kept no longer than they must be.
     O(actions x log ranks).
 
     >>> from placer.schedule import make_schedule
@@ -44,7 +44,7 @@ def linearize(schedule: Schedule) -> tuple[Action, ...]:
         queued[rank] = False
         done.add(_key(action))
         order.append(action)
-        # Only the same rank and those of the neighbouring stages can have waited for it.
+        # Only this rank and those of the neighbouring stages can have waited for the action.
         for stage in (action.stage_index - 1, action.stage_index, action.stage_index + 1):
             queue_if_ready(stage % ranks)
     assert len(order) == sum(map(len, schedule.actions)), "the schedule waits for itself"
@@ -52,12 +52,12 @@ def linearize(schedule: Schedule) -> tuple[Action, ...]:
 
 
 def _urgency(action: Action) -> tuple[bool, int, bool, int]:
-    takes_over = action.kind == "F" and action.stage_index > 0
-    return not takes_over, action.microbatch_index, action.kind == "F", -action.stage_index
+    is_later_stage = action.kind == "F" and action.stage_index > 0
+    return not is_later_stage, action.microbatch_index, action.kind == "F", -action.stage_index
 
 
 def merge_backward(schedule: Schedule) -> Schedule:
-    """The schedule with split backwards done whole, where their first half stood."""
+    """The schedule with whole backwards (B) in place of split ones: at the I, and without the W."""
     actions = tuple(
         tuple(replace(a, kind="B") if a.kind == "I" else a for a in rank if a.kind != "W")
         for rank in schedule.actions
@@ -66,10 +66,10 @@ def merge_backward(schedule: Schedule) -> Schedule:
 
 
 def bubble(schedule: Schedule) -> float:
-    """Idle share of the ranks' time when a forward and each half of a backward take equally long.
+    """The share of the ranks' time that is idle if a forward and each half of a backward take equally long.
 
-    A rank starts an action when it and what the action waits for are done; GPipe and 1F1B with S
-    stages and M micro-batches give (S - 1) / (M + S - 1).
+    A rank starts an action as soon as it is idle and the action's dependencies are done. GPipe and
+    1F1B with S stages and M micro-batches come to (S - 1) / (M + S - 1).
 
     >>> from placer.schedule import make_schedule
     >>> bubble(make_schedule("GPipe", 4, 8)) == 3 / 11
@@ -93,7 +93,7 @@ def _is_ready(action: Action, done: set[tuple[int, str, int]], schedule: Schedul
 
 
 def _needs(action: Action, schedule: Schedule) -> Iterator[tuple[int, str, int]]:
-    """What must be done before ``action``: the neighbour's part, and the stage's own forward."""
+    """Keys of what ``action`` depends on: the neighbouring stage's action, and its own stage's forward."""
     stage, microbatch = action.stage_index, action.microbatch_index
     if action.kind == "F":
         if stage > 0:
@@ -107,5 +107,5 @@ def _needs(action: Action, schedule: Schedule) -> Iterator[tuple[int, str, int]]
 
 
 def _key(action: Action) -> tuple[int, str, int]:
-    """I and B are the same to those who wait for the gradient of an input."""
+    """I and B have the same key: after either, the gradients of the stage's inputs are there."""
     return action.stage_index, "B" if action.kind == "I" else action.kind, action.microbatch_index

@@ -1,4 +1,4 @@
-"""A pipeline schedule as a table of actions, in torch's own words."""
+"""A pipeline schedule: the actions of each rank, in the notation of `torch.distributed.pipelining`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """One stage's forward or backward of one micro-batch; prints as torch prints it.
+    """One stage's forward or backward of one micro-batch; printed as torch prints it.
 
-    ``F`` forward; ``B`` whole backward; ``I`` and ``W`` its halves by input and by weight.
+    ``F`` forward; ``B`` whole backward; ``I`` its half for inputs, ``W`` its half for weights.
 
     >>> str(Action(stage_index=2, kind="F", microbatch_index=0))
     '2F0'
@@ -26,10 +26,10 @@ class Action:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """What every rank does, in order; owns no times and no devices.
+    """What every rank does, in order; without times and devices.
 
-    ``actions[rank]`` is the order of work on that rank; with interleaved schedules a rank runs
-    several stages (``stage s`` on ``rank s % num_ranks``), otherwise rank and stage are the same.
+    ``actions[rank]`` are the actions of that rank. It runs the stages ``s`` with
+    ``s % num_ranks == rank``: one, or several where stages are interleaved.
     """
 
     name: str

@@ -51,7 +51,9 @@ class Ledger(DispatchMode):
         self._recorder = Recorder()
         self._known: dict[int, tuple[weakref.ref[Any], int]] = {}  # id of storage -> block
         self._latest = CALLER.name
-        self._blas: set[tuple[str, bool]] = set()  # places, per thread, that have cuBLAS's workspace
+        self._blas: set[tuple[str, bool]] = (
+            set()
+        )  # places, per thread, that have cuBLAS's workspace
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator, and count what it makes."""

@@ -55,7 +55,7 @@ def test_layers_are_counted_and_parameters_weighed(wide_end: Subject) -> None:
     assert list(balance_by_size(capture, costs, 2).values()) == [0, 0, 1, 1]
 
 
-def test_sizes_move_the_border_towards_the_end_that_weighs_more() -> None:
+def test_sizes_move_the_boundary_towards_the_end_that_weighs_more() -> None:
     with torch.device("meta"):
         widths = [4] * 9 + [64] * 4
         model = nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(widths)))

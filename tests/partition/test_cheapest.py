@@ -1,4 +1,4 @@
-"""Treatments of a stage: labels that are dropped are those that another one is as good as."""
+"""The search for a policy of a stage: a partial policy is dropped if another one is as good."""
 
 from __future__ import annotations
 
@@ -12,40 +12,49 @@ from unet3d import unet3d
 
 import placer
 from placer.partition.policy import cheapest
-from placer.partition.policy.labels import KEEP, Label, LabelledStage, StageLimits
+from placer.partition.policy.search import PolicySearch
+from placer.partition.policy.types import KEEP, PartialPolicy, StageLimits
 
 
-def _label(seconds: int, kept: int, worst: int) -> Label:
-    return Label(
-        seconds=seconds, kept=kept, worst=worst, counted=0, hosted=0, policy=KEEP, span=(0, 1)
+def _partial(seconds: int, kept: int, backward_peak: int) -> PartialPolicy:
+    return PartialPolicy(
+        seconds=seconds,
+        kept=kept,
+        backward_peak=backward_peak,
+        on_device=0,
+        on_host=0,
+        policy=KEEP,
+        span=(0, 1),
     )
 
 
-@given(st.lists(st.builds(_label, *[st.integers(0, 8)] * 3), max_size=25), st.integers(2, 16))
-def test_labels_are_kept_that_no_other_is_as_good_as(labels: list[Label], budget: int) -> None:
-    limits = StageLimits(static=0.0, budget=budget, held=2, grown=False)
-    found = cheapest._within_budget(labels, 0, limits=limits)
-    fitting = [label for label in labels if limits.peak(label) <= budget]
-    assert all(label in fitting for label in found)
-    costs = [(label.seconds, label.kept, label.worst) for label in found]
+@given(st.lists(st.builds(_partial, *[st.integers(0, 8)] * 3), max_size=25), st.integers(2, 16))
+def test_a_partial_policy_is_kept_if_no_other_is_as_good(
+    partials: list[PartialPolicy], budget: int
+) -> None:
+    limits = StageLimits(static=0.0, budget=budget, held=2, all_gradients=False)
+    found = cheapest._within_budget(partials, 0, limits=limits)
+    fitting = [one for one in partials if limits.peak(one) <= budget]
+    assert all(one in fitting for one in found)
+    costs = [(one.seconds, one.kept, one.backward_peak) for one in found]
     assert len(costs) == len(set(costs))
-    for label in fitting:  # some label that is as good by all three was kept
+    for one in fitting:  # one that is as good in all three sums was kept
         assert any(
-            o.seconds <= label.seconds and o.kept <= label.kept and o.worst <= label.worst
+            o.seconds <= one.seconds and o.kept <= one.kept and o.backward_peak <= one.backward_peak
             for o in found
         )
-    for label in found:
-        better = [o for o in found if o.kept <= label.kept and o.worst <= label.worst]
-        assert [o for o in better if o.seconds <= label.seconds] == [label]
+    for one in found:
+        better = [o for o in found if o.kept <= one.kept and o.backward_peak <= one.backward_peak]
+        assert [o for o in better if o.seconds <= one.seconds] == [one]
 
 
 def test_the_least_peak_of_a_stage_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """However often its limit is corrected, and whatever limit it is held to."""
-    searched: list[tuple[LabelledStage, object]] = []
-    search = LabelledStage.search
+    searched: list[tuple[PolicySearch, object]] = []
+    search = PolicySearch.search
 
-    def counted(self: LabelledStage, choices: object, select: object) -> object:
-        if getattr(select, "func", None) is cheapest._least_peak:
+    def counted(self: PolicySearch, choices: object, select: object) -> object:
+        if getattr(select, "func", None) is cheapest._not_dominated:
             searched.append((self, choices))
         return search(self, choices, select)  # type: ignore[arg-type]
 
@@ -57,7 +66,7 @@ def test_the_least_peak_of_a_stage_is_looked_for_once(monkeypatch: pytest.Monkey
         lightened += 1
         return choose_stage_policy(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(LabelledStage, "search", counted)
+    monkeypatch.setattr(PolicySearch, "search", counted)
     monkeypatch.setattr("placer.planner.activation_policy.choose_stage_policy", choose_policy)
     with torch.device("meta"):
         model, x = unet3d(width=4, depth=3), torch.empty(1, 1, 16, 16, 16)

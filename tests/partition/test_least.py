@@ -8,10 +8,11 @@ import pytest
 
 from placer.cost import CostTable, NodeCost, StoredValue, device_kind
 from placer.partition.policy import cheapest, least
-from placer.partition.policy.labels import LabelledStage, Policy, StageLimits
-from placer.regions import RegionBorders
+from placer.partition.policy.search import PolicySearch
+from placer.partition.policy.types import Policy, StageLimits
+from placer.regions import RegionBoundaries
 
-EVERYWHERE = RegionBorders(free=frozenset(range(6)), ending={}, unsafe=frozenset())
+EVERYWHERE = RegionBoundaries(free=frozenset(range(6)), ending={}, unsafe=frozenset())
 KIND = device_kind("cuda:0", "a100")
 CHOICES = (
     (Policy(recompute=True),),
@@ -65,19 +66,21 @@ def _costs(draw: random.Random, count: int) -> CostTable:
 
 @pytest.mark.parametrize("most", [2, 5, 60])
 def test_bound_optimum_and_answer(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(least, "_MOST_LABELS", most)
+    monkeypatch.setattr(least, "_MOST_PARTIAL", most)
     tried = above = 0
     for seed in range(40):
         draw = random.Random(seed)
         costs = _costs(draw, 6)
         choices, held = CHOICES[seed % 3], draw.choice([1, 3])
         nodes = range(6)
-        stage = LabelledStage(costs, nodes, (), EVERYWHERE, {}, KIND, half=False, grown=False)
+        stage = PolicySearch(
+            costs, nodes, (), EVERYWHERE, {}, KIND, half=False, all_gradients=False
+        )
         ways = stage.search(choices, lambda labels, _: labels)
-        free = StageLimits(static=0, budget=float("inf"), held=held, grown=False)
+        free = StageLimits(static=0, budget=float("inf"), held=held, all_gradients=False)
         plain = max(free.peak(way) for way in ways if not way.seconds)
         limits = StageLimits(
-            static=0, budget=plain * draw.uniform(0.5, 0.95), held=held, grown=False
+            static=0, budget=plain * draw.uniform(0.5, 0.95), held=held, all_gradients=False
         )
         fitting = [way.seconds for way in ways if limits.peak(way) <= limits.budget]
         found = cheapest.choose_stage_policy(stage, choices, limits)

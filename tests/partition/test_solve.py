@@ -12,15 +12,14 @@ from numpy.typing import NDArray
 
 from benchmarks.scale import layered_problem
 from placer.partition import PartitionProblem, SharedValue, StageSlot, solve, stage_loads
-from placer.partition.solver.conditions import BorderConditions
+from placer.partition.solver.conditions import BoundaryConditions
 from placer.partition.solver.interval import best_intervals
 from placer.partition.solver.lattice import Lattice, build_lattice
-from placer.partition.solver.moves import move_units
 from placer.partition.solver.surviving import surviving_rows
 
 
 def random_problem(seed: int) -> PartitionProblem:
-    """7 units on 2 or 3 stages: branches, units without edges, pins, cycles, budgets, two kinds."""
+    """7 units on 2 or 3 stages: branches, units without edges, pins, budgets, two kinds of devices."""
     rng = np.random.default_rng(seed)
     n, k = 7, int(rng.integers(2, 4))
     graph = nx.DiGraph(
@@ -58,7 +57,7 @@ def random_problem(seed: int) -> PartitionProblem:
     pins = {2: "d0", 5: f"d{k - 1}"} if seed % 5 == 0 else {}
     return PartitionProblem(
         num_units=n,
-        edges=(*graph.edges, *(((1, 4), (4, 1)) if seed % 4 == 0 else ())),
+        edges=tuple(graph.edges),
         values=tuple(values),
         slots=tuple(slots),
         pins=pins,
@@ -123,7 +122,7 @@ def test_a_bound_that_closes_nothing_leaves_all_downsets(seed: int) -> None:
     slots = tuple(dataclasses.replace(slot, budget=None) for slot in problem.slots)
     problem = dataclasses.replace(problem, slots=slots, pins={})
     lattice = build_lattice(problem, topological_sort(problem))
-    rows = surviving_rows(BorderConditions(lattice, 1e9), most=10_000)
+    rows = surviving_rows(BoundaryConditions(lattice, 1e9), most=10_000)
     assert rows is not None
     assert {int(row[0]) for row in rows} == all_downsets(lattice)
 
@@ -154,16 +153,14 @@ def test_memory_parts_what_is_joined_for_time() -> None:
     solution = solve(problem)
     assert solution is not None and solution.optimality.proven
     assert solution.stage_of == (0, 0, 0, 1, 1)
-    moved = move_units(problem, np.array([0, 0, 1, 1, 1]), 7.0)
-    assert moved is not None and moved.tolist() == [0, 0, 0, 1, 1]
     small = dataclasses.replace(problem, slots=(dataclasses.replace(slot, budget=3.0),) * 2)
-    assert solve(small) is None and move_units(small, moved, 7.0) is None
+    assert solve(small) is None
     named = tuple(dataclasses.replace(slot, device=name) for name in ("first", "second"))
     crossed = dataclasses.replace(problem, slots=named, pins={0: "second", 4: "first"})
     assert solve(crossed) is None
 
 
-def test_large_graphs_keep_the_rules_and_windows_only_help() -> None:
+def test_large_graphs_keep_the_rules() -> None:
     problem = layered_problem(1_501, 3)
     slots = tuple(
         dataclasses.replace(slot, device=f"d{q}", budget=float(slot.nbytes.sum()) * 0.45)

@@ -43,7 +43,7 @@ def _by_definition(
 
 
 positions = st.integers(0, WIDTH)
-elsewhere = st.builds(
+corrections = st.builds(
     IntervalCorrection,
     first=positions,
     last=positions,
@@ -57,13 +57,13 @@ elsewhere = st.builds(
 @given(
     st.lists(st.integers(0, 99), min_size=WIDTH * WIDTH, max_size=WIDTH * WIDTH),
     st.sets(st.integers(1, WIDTH - 1)),
-    st.lists(elsewhere, max_size=6),
+    st.lists(corrections, max_size=6),
 )
 def test_the_largest_value_of_every_stage(
-    values: list[int], borders: set[int], changes: list[IntervalCorrection]
+    values: list[int], boundaries: set[int], changes: list[IntervalCorrection]
 ) -> None:
-    starts = [0, *sorted(borders)]
-    ends = [*sorted(borders), WIDTH]
+    starts = [0, *sorted(boundaries)]
+    ends = [*sorted(boundaries), WIDTH]
     table = np.array(values, dtype=float).reshape(WIDTH, WIDTH)[: len(starts)]
     found = largest_up_to(table, starts, ends, changes)
     np.testing.assert_array_equal(found, _by_definition(table, starts, ends, changes))

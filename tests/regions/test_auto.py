@@ -19,12 +19,13 @@ import placer
 from placer.capture import capture_model
 from placer.cost import device_kind, estimate_costs, with_regions
 from placer.partition.policy.cheapest import choose_stage_policy, keys_of
-from placer.partition.policy.labels import LabelledStage, Policy, StageLimits
 from placer.partition.policy.least import least_extra_seconds
+from placer.partition.policy.search import PolicySearch
+from placer.partition.policy.types import Policy, StageLimits
 from placer.partition.stage_cost.score import optimizer_bytes, peak_bytes
 from placer.partition.stage_cost.tables import build_tables
 from placer.planner import activation_policy
-from placer.regions import RegionBorders
+from placer.regions import RegionBoundaries
 from placer.schedule import InFlight
 
 D = torch.float64
@@ -126,7 +127,7 @@ def test_two_devices_hold_little_more_than_the_largest_operation() -> None:
         assert device.peak == pytest.approx(device.predicted, rel=0.01)
 
 
-def test_borders_are_moved_to_where_they_are_best_for_the_lightest_stages() -> None:
+def test_boundaries_are_moved_to_where_they_are_best_for_the_lightest_stages() -> None:
     """After the last upsampling; before it, where they were, the second stage needs 50.1 MiB."""
     args = (torch.empty(1, 1, 64, 64, 64, device="meta"),)
     fields = {"objective": "throughput", "optimizer": "adam", "checkpoint": "auto"}
@@ -159,8 +160,8 @@ def _chain() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     return nn.Sequential(*layers, nn.AvgPool1d(2), nn.Conv1d(8, 4, 3)), (torch.randn(8, 4, 64),)
 
 
-def _everywhere(n: int) -> RegionBorders:
-    return RegionBorders(free=frozenset(range(n)), ending={}, unsafe=frozenset())
+def _everywhere(n: int) -> RegionBoundaries:
+    return RegionBoundaries(free=frozenset(range(n)), ending={}, unsafe=frozenset())
 
 
 @pytest.mark.parametrize("share", [0.95, 0.8, 0.7])
@@ -188,8 +189,8 @@ def test_the_choice_is_the_best_of_all(share: float) -> None:
     recompute = Policy(recompute=True)
     ways = []
     for cuts in itertools.product([False, True], repeat=n - 1):
-        borders = [0, *(i + 1 for i, cut in enumerate(cuts) if cut), n]
-        parts = [tuple(range(a, b)) for a, b in itertools.pairwise(borders)]
+        boundaries = [0, *(i + 1 for i, cut in enumerate(cuts) if cut), n]
+        parts = [tuple(range(a, b)) for a, b in itertools.pairwise(boundaries)]
         for chosen in itertools.product([False, True], repeat=len(parts)):
             # Two kept parts side by side are one: that way has been counted.
             if any(not a and not b for a, b in itertools.pairwise(chosen)):
@@ -199,8 +200,10 @@ def test_the_choice_is_the_best_of_all(share: float) -> None:
     budget = share * plain
     best = min((seconds for peak, seconds in ways if peak <= budget), default=None)
     static = float(sum(costs.state_nbytes.values()))
-    limits = StageLimits(static=static, budget=budget, held=1, grown=False)
-    stage = LabelledStage(costs, range(n), (), _everywhere(n), {}, kind, half=False, grown=False)
+    limits = StageLimits(static=static, budget=budget, held=1, all_gradients=False)
+    stage = PolicySearch(
+        costs, range(n), (), _everywhere(n), {}, kind, half=False, all_gradients=False
+    )
     found = choose_stage_policy(stage, [recompute], limits)
     least = least_extra_seconds(stage, [recompute], limits)
     if best is None:

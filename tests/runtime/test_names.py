@@ -84,7 +84,7 @@ def test_names_that_are_not_identifiers(name: str) -> None:
     model = OddNames(name).double()
     x = torch.randn(4, 4, dtype=torch.float64)
     placed = assert_same(model, _SPEC, (x,), {name: torch.randn(4, 4, dtype=torch.float64)})
-    sources = [piece.source for stage in placed.staged.stages for piece in stage.pieces]
+    sources = [piece.source for stage in placed.staged.stages for piece in stage.segments]
     if len(name) > 1 and not name.isidentifier():
         assert not any(name in text or repr(name)[1:-1] in text for text in sources)
 

@@ -13,7 +13,6 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from placer.schedule import (
     Schedule,
     bubble,
-    in_flight,
     in_flight_by_stage,
     linearize,
     make_schedule,
@@ -108,12 +107,12 @@ def _assert_dependencies(schedule: Schedule, order: list[str]) -> None:
 
 
 def test_in_flight_falls_along_1f1b_and_not_along_gpipe() -> None:
-    assert [in_flight(make_schedule("GPipe", 4, 8), s).most for s in range(4)] == [8] * 4
-    assert [in_flight(make_schedule("1F1B", 4, 8), s).most for s in range(4)] == [4, 3, 2, 1]
+    assert [s.most for s in in_flight_by_stage(make_schedule("GPipe", 4, 8))] == [8] * 4
+    assert [s.most for s in in_flight_by_stage(make_schedule("1F1B", 4, 8))] == [4, 3, 2, 1]
 
 
 def test_a_smaller_last_microbatch_counts_as_the_share_that_it_is() -> None:
-    waits = in_flight(make_schedule("GPipe", 2, 3), 1, last_share=0.5)
+    waits = in_flight_by_stage(make_schedule("GPipe", 2, 3), last_share=0.5)[1]
     assert (waits.microbatches, waits.most) == (3, 2.5)
 
 
@@ -162,14 +161,6 @@ def test_putting_a_large_schedule_in_order_looks_at_every_action_a_few_times(
     table = make_schedule(name, 64, 16)
     assert len(linearize(table)) == sum(map(len, table.actions))
     assert looked <= 4 * sum(map(len, table.actions))
-
-
-@given(shapes, st.sampled_from([1.0, 0.5]))
-def test_what_waits_at_all_stages_is_what_waits_at_each(shape: Any, last_share: float) -> None:
-    name, num_ranks, _, microbatches = shape
-    table = make_schedule(name, num_ranks, microbatches)
-    each = [in_flight(table, stage, last_share=last_share) for stage in range(num_ranks)]
-    assert list(in_flight_by_stage(table, last_share=last_share)) == each
 
 
 def test_the_ready_action_that_is_most_urgent_goes_first() -> None:

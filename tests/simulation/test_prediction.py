@@ -143,7 +143,7 @@ def test_a_stage_runs_its_nodes_in_the_order_that_its_peak_is_of() -> None:
         assert device.peak <= device.predicted * 1.01, device
 
 
-def test_a_region_that_the_border_of_a_stage_cuts() -> None:
+def test_a_region_that_the_boundary_of_a_stage_cuts() -> None:
     """Its backward begins with nodes that save nothing; of a projection a stage receives parts."""
     model = models.TiedTransformer(width=32, length=16, vocabulary=20)
     ids = torch.randint(0, 20, (16, 16))

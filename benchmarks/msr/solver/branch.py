@@ -3,8 +3,8 @@
 The dynamic program over downsets lets every stage have each isolated unit (`lattice.IsolatedUnit`),
 or not, as is cheapest for that stage: a lower bound. A node of the search fixes the stages of some
 of them; its bound is that of the program with what these cost there, and their bytes. Where the
-isolated units of its best borders can be put on stages at no more than the bound, the node is
-settled; else the one whose stage raises the load along these borders the most is fixed, on each
+isolated units of its best boundaries can be put on stages at no more than the bound, the node is
+settled; else the one whose stage raises the load along these boundaries the most is fixed, on each
 stage in turn.
 (Land and Doig, "An automatic method of solving discrete programming problems", Econometrica 1960.)
 """
@@ -63,14 +63,14 @@ class _Put:
 
 
 def branch_isolated(lattice: PartialLattice, rows: Words, limit: float, work: Work) -> Answer:
-    """The placement of least largest load below ``limit`` with its borders among ``rows``.
+    """The placement of least largest load below ``limit`` with its boundaries among ``rows``.
 
     Exact where ``work`` suffices: isolated units, what they share with each other, and budgets count.
     Exponential in the isolated units that want to be on several stages. The node of least bound is first;
     ties go to the one with more isolated units fixed, then to the older.
     """
     conditions = PartialConditions(lattice, limit)
-    family = PartialFamily(lattice, rows, conditions.cut_nbytes)
+    family = PartialFamily(lattice, rows, conditions.crossing_nbytes)
     stages = stage_pairs(family, conditions, limit, work)
     if stages is None:
         return Answer(stage_of=None, bound=0.0, finished=False)
@@ -120,7 +120,7 @@ class _Search:
             self._stored += node.size
 
     def _settle(self, node: _Node, bound: float) -> None:
-        """Place the isolated units of the node's best borders; push its children if they cost more."""
+        """Place the isolated units of the node's best boundaries; push its children if they cost more."""
         self._work.take(_NODE)
         ahead, behind = _forward(node.stages, len(self._rows)), self._backward(node.stages)
         stages = []

@@ -1,4 +1,4 @@
-"""What isolated units, and bytes that may wait elsewhere, add to the conditions on borders."""
+"""What isolated units, and bytes that may wait elsewhere, add to the conditions on boundaries."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import numpy as np
 
 from benchmarks.msr.solver.folds import LooseSlot
 from benchmarks.msr.solver.lattice import PartialLattice
-from placer.partition.solver.conditions import BorderConditions
+from placer.partition.solver.conditions import BoundaryConditions
 from placer.partition.solver.problem import StageSlot, Vector
 
 
-class PartialConditions(BorderConditions):
-    """The conditions with the least that isolated units cost either side of a border."""
+class PartialConditions(BoundaryConditions):
+    """The conditions with the least that isolated units cost either side of a boundary."""
 
     def __init__(self, lattice: PartialLattice, bound: float) -> None:
         self._isolated, self._num_paid = lattice.isolated, lattice.num_paid
@@ -22,8 +22,8 @@ class PartialConditions(BorderConditions):
     def least_seconds(self, side: Sequence[StageSlot], *, first: bool) -> Vector:
         """A side with units that an isolated unit shares values with pays its seconds, or for a value.
 
-        A border that parts these units costs the isolated unit's cheapest value: the rest of it is left in
-        ``cut_nbytes``.
+        A boundary that parts these units costs the isolated unit's cheapest value: the rest of it is left in
+        ``crossing_nbytes``.
         """
         seconds = super().least_seconds(side, first=first)
         factor = min(s.seconds_per_byte for s in side)
@@ -32,7 +32,7 @@ class PartialConditions(BorderConditions):
             least = min(*(s.seconds[f.unit] for s in side), factor * nbytes)
             seconds[f.shared[0 if first else -1]] += least
             rest = nbytes - least / factor if factor else 0.0
-            self.cut_nbytes[i] = min(self.cut_nbytes[i], rest)
+            self.crossing_nbytes[i] = min(self.crossing_nbytes[i], rest)
         return seconds
 
     def least_bytes(self, side: Sequence[StageSlot], *, first: bool) -> Vector:

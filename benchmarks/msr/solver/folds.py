@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from benchmarks.msr.solver.reduce import Reduction, contract
 from placer.partition.solver.problem import PartitionProblem, StageSlot, Vector
-from placer.partition.solver.reduce import Reduction, contract
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -35,7 +35,7 @@ class PartialLattice(Lattice):
     """A lattice of all units but the isolated ones.
 
     A value that an isolated unit shares is in ``isolated``. After the first ``num_paid`` values there is one
-    per isolated unit: a border that parts the units it shares values with costs its cheapest at least.
+    per isolated unit: a boundary that parts the units it shares values with costs its cheapest at least.
     """
 
     num_paid: int
@@ -46,7 +46,7 @@ def isolated_units(problem: PartitionProblem) -> list[int]:
     """Units without edges that share values with others, where stages may be empty."""
     if not problem.may_be_empty:
         return []
-    tied = {u for edge in problem.edges for u in edge} | {*problem.pins} | problem.hollow
+    tied = {u for edge in problem.edges for u in edge} | {*problem.pins} | problem.auxiliary
     tied |= {u for value in problem.values if value.external for u in value.units}
     free = {u for v in problem.values if len(v.units) > 1 for u in v.units} - tied
     return sorted(free) if len(free) < problem.num_units else []
@@ -75,7 +75,7 @@ def build_partial_lattice(problem: PartitionProblem, order: Sequence[int]) -> Pa
         values_of=tuple(map(tuple, values_of)),
         external=plain.external,
         external_nbytes=plain.external_nbytes,
-        solid=plain.solid,
+        standalone=plain.standalone,
         num_paid=len(plain.values),
         isolated=isolated,
     )

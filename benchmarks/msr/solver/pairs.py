@@ -21,15 +21,15 @@ _ISOLATED = 3.0  # nanoseconds for what a group of isolated units costs a stage
 class PartialFamily(Family):
     """Downsets of the other units; loads are with what isolated units cost at least."""
 
-    def __init__(self, lattice: PartialLattice, rows: Words, cut_nbytes: Vector) -> None:
-        """``cut_nbytes`` are those of `PartialConditions`."""
+    def __init__(self, lattice: PartialLattice, rows: Words, crossing_nbytes: Vector) -> None:
+        """``crossing_nbytes`` are those of `PartialConditions`."""
         super().__init__(lattice, rows)
         crossing = (self.counts > 0) & (self.counts < self.sizes)
         paid = lattice.num_paid
-        self.border_cut = crossing @ cut_nbytes
+        self.boundary_crossing = crossing @ crossing_nbytes
         self.counts, self.sizes = self.counts[:, :paid], self.sizes[:paid]
         self.nbytes = lattice.value_nbytes[:paid]
-        self.cut = crossing[:, :paid] @ self.nbytes
+        self.crossing = crossing[:, :paid] @ self.nbytes
         self.isolated = IsolatedCosts(lattice, unpack(rows, lattice.num_units))
 
     def whole_load(

@@ -5,20 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
+
 from benchmarks.msr.solver.assign import assign_isolated
 from benchmarks.msr.solver.branch import branch_isolated
 from benchmarks.msr.solver.conditions import PartialConditions
 from benchmarks.msr.solver.folds import fold_dominated
 from benchmarks.msr.solver.lattice import PartialLattice, build_partial_lattice, isolated_units
+from benchmarks.msr.solver.limits import Best, is_limited, is_tight, memory_as_load
+from benchmarks.msr.solver.moves import move_units
 from benchmarks.msr.solver.pairs import PartialFamily
+from benchmarks.msr.solver.reduce import Reduction, contract, join_cycles
 from placer.partition import PartitionProblem, Solution
 from placer.partition import solve as solve_plain
-from placer.partition.solver.conditions import BorderConditions
+from placer.partition.solver.conditions import BoundaryConditions
+from placer.partition.solver.families import chain_rows, distinct
 from placer.partition.solver.lattice import Lattice, Words, topological_order
-from placer.partition.solver.moves import move_units
-from placer.partition.solver.problem import is_limited, memory_as_load, simple_bound
-from placer.partition.solver.program import Borders, Family
-from placer.partition.solver.reduce import Reduction, contract, join_cycles
+from placer.partition.solver.problem import simple_bound
+from placer.partition.solver.program import Boundaries, Family
 from placer.partition.solver.search import (
     Answer,
     DownsetSearch,
@@ -26,7 +30,7 @@ from placer.partition.solver.search import (
     adjacency,
     is_reached,
 )
-from placer.partition.solver.solve import LARGE, MOST_ALIVE, Best, as_solution, proof_work
+from placer.partition.solver.solve import LARGE, MOST_ALIVE, as_solution, proof_work
 from placer.partition.solver.work import Work
 
 
@@ -41,17 +45,34 @@ class PartialSearch(DownsetSearch):
         order = topological_order(*adjacency(self.problem), range(self.problem.num_units))
         return build_partial_lattice(self.problem, [u for u in order if u not in loose])
 
-    def conditions(self, bound: float) -> BorderConditions:
+    def conditions(self, bound: float) -> BoundaryConditions:
         """With what isolated units cost either side at least."""
         return PartialConditions(self.lattice, bound)
 
-    def family(self, rows: Words, conditions: BorderConditions) -> Family:
+    def family(self, rows: Words, conditions: BoundaryConditions) -> Family:
         """With what isolated units cost a stage at least."""
-        return PartialFamily(self.lattice, rows, conditions.cut_nbytes)
+        return PartialFamily(self.lattice, rows, conditions.crossing_nbytes)
 
-    def stages(self, borders: Borders) -> StageOf:
+    def stages(self, boundaries: Boundaries) -> StageOf:
         """Isolated units go where they cost least."""
-        return assign_isolated(self.problem, super().stages(borders))
+        return assign_isolated(self.problem, super().stages(boundaries))
+
+    def first_answer(self) -> StageOf | None:
+        """The best placement with boundaries from a few orders and a beam search.
+
+        Where a budget may have ruled out a better one, an order of small memory is tried as well.
+        """
+        best, value = None, np.inf
+        for rows in self.first_families():
+            best, value = self.improve(rows, best, value)
+        if is_limited(self.problem) and (best is None or is_tight(self.problem, best)):
+            smallest = self.least_memory()
+            if smallest is not None:
+                units = self.lattice.num_units
+                order = np.lexsort((np.arange(units), smallest[self.lattice.order]))
+                rows = distinct(np.concatenate([rows, chain_rows(self.lattice, order)]))
+                best, _ = self.improve(rows, best, value)
+        return best
 
     def least_memory(self) -> StageOf | None:
         """A placement whose largest share of a budget is small."""
@@ -65,7 +86,7 @@ class BranchedSearch(PartialSearch):
     """Proves with branch and bound where the isolated units are."""
 
     def best_within(self, rows: Words, limit: float, work: Work) -> Answer:
-        """The best placement with its borders among ``rows``, isolated units anywhere."""
+        """The best placement with its boundaries among ``rows``, isolated units anywhere."""
         return branch_isolated(self.lattice, rows, limit, work)
 
 
@@ -80,8 +101,12 @@ def solve(problem: PartitionProblem, *, most_alive: int = MOST_ALIVE) -> Solutio
         problem = replace(problem, slots=slots[: max(1, problem.num_units)])  # more stay empty
     joined = join_cycles(problem)
     if joined.problem.num_units > LARGE:
-        return solve_plain(problem, most_alive=most_alive)
-    stage_of, bound = _solve_joined(joined.problem, most_alive, proof_work(most_alive))
+        found = solve_plain(joined.problem, most_alive=most_alive)
+        stage_of, bound = None, 0.0
+        if found is not None:
+            stage_of, bound = np.array(found.stage_of), found.optimality.lower_bound
+    else:
+        stage_of, bound = _solve_joined(joined.problem, most_alive, proof_work(most_alive))
     return None if stage_of is None else as_solution(problem, stage_of[joined.unit_of], bound)
 
 

@@ -1,5 +1,5 @@
-"""What to recompute and what to offload in one stage, so that it fits at the least extra time.
+"""What to recompute and what to offload in one stage, so that it fits its memory in the least time.
 
-`cheapest` chooses; `labels` are partial choices and how they go on; `least` is what any choice costs
-at the least.
+`cheapest` chooses a policy, `least` bounds the time of any policy from below, `search` extends partial
+policies block by block, `types` has the words.
 """

@@ -1,15 +1,15 @@
 """Which nodes of one stage to recompute or to offload, so that it fits at the least extra time.
 
-Atoms (`placer.partition.policy.labels`) are added one by one (kept, or offloaded) or in runs (recomputed
-together). A first search finds the least peak: it drops a label when another at the same border leads
-to no higher peak whatever follows. Where that is within the limits, a second one finds less time: it
-drops a label when another is as good by its sums.
+A policy is built block by block (`placer.partition.policy.search`): a block is kept or offloaded, or
+several are recomputed together. A first search finds the least peak. It drops a partial policy if
+another one at the same boundary leads to no higher peak, whatever follows. If that peak is within the
+limits, a second search finds less time. It drops a partial policy if another one has no larger sums.
 
-O(atoms^2 x labels) extensions, at most `_MOST_LABELS` labels per border. It is a heuristic by that
-limit, by the choice of atoms, and because the second search compares labels of unlike pasts by their
-sums alone; `placer.partition.policy.least` bounds from below what any policy can cost. (Dynamic
-programs for chains: Griewank and Walther, "Revolve", ACM TOMS 2000; Beaumont et al., "Efficient Combination
-of Rematerialization and Offloading for Training DNNs", NeurIPS 2021.)
+O(blocks^2 x partial policies) extensions, at most `_MOST_PARTIAL` partial policies per boundary. A
+heuristic: by that limit, by the choice of blocks, and because the second search compares sums alone.
+`placer.partition.policy.least` bounds the time of any policy from below. (Dynamic programs for chains:
+Griewank and Walther, "Revolve", ACM TOMS 2000; Beaumont et al., "Efficient Combination of
+Rematerialization and Offloading for Training DNNs", NeurIPS 2021.)
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from placer.partition.policy.labels import (
+from placer.partition.policy.search import PolicySearch
+from placer.partition.policy.types import (
     KEEP,
-    Label,
-    LabelledStage,
+    PartialPolicy,
     Policy,
     StageLimits,
 )
 from placer.regions import RegionKey
 
-_MOST_LABELS = 120
+_MOST_PARTIAL = 120
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePolicy:
-    """A policy of a stage: runs of nodes with what is done to each, extra seconds, peak bytes."""
+    """A policy of a stage: runs of nodes with the policy of each, extra seconds, and peak bytes."""
 
     runs: tuple[tuple[tuple[int, ...], Policy], ...]
     seconds: float
@@ -41,86 +41,94 @@ class StagePolicy:
 
 
 def choose_stage_policy(
-    stage: LabelledStage, choices: Collection[Policy], limits: StageLimits
+    stage: PolicySearch, choices: Collection[Policy], limits: StageLimits
 ) -> StagePolicy:
-    """The cheapest policy of ``stage`` within ``limits``.
+    """The policy of ``stage`` within ``limits`` that takes the least time, or else has the least peak.
 
-    ``choices`` besides keeping. Where nothing fits, the answer is that with the least peak.
+    ``choices`` are the policies allowed for blocks, besides keeping.
     """
-    most_saving = _lightest(stage, choices)
-    chosen = min(most_saving, key=lambda label: (limits.peak(label), label.seconds))
+    chosen = min(
+        _least_peaks(stage, choices),
+        key=lambda candidate: (limits.peak(candidate), candidate.seconds),
+    )
     if limits.peak(chosen) <= limits.budget:
         cheapest = stage.search(choices, partial(_within_budget, limits=limits))
         chosen = min([chosen, *cheapest], key=lambda x: (x.seconds, limits.peak(x)))
     runs = []
-    step: Label | None = chosen
+    step: PartialPolicy | None = chosen
     while step is not None:
         first, last = step.span
-        inside = [node for atom in stage.atoms[first:last] for node in atom]
+        inside = [node for block in stage.blocks[first:last] for node in block]
         if step.policy != KEEP:
             runs.append((tuple(stage.nodes[t] for t in inside), step.policy))
         step = step.before
     return StagePolicy(runs=tuple(reversed(runs)), seconds=chosen.seconds, peak=limits.peak(chosen))
 
 
-def _lightest(stage: LabelledStage, choices: Collection[Policy]) -> list[Label]:
-    """The labels of the whole stage among which the least peak is; they depend on no limit."""
-    known = stage.most_saving.get(frozenset(choices))
+def _least_peaks(stage: PolicySearch, choices: Collection[Policy]) -> list[PartialPolicy]:
+    """Policies of the whole stage, the one with the least peak among them whatever the limits are."""
+    known = stage.least_peaks.get(frozenset(choices))
     if known is None:
-        known = stage.search(choices, partial(_least_peak, stage=stage))
-        stage.most_saving[frozenset(choices)] = known
+        known = stage.search(choices, partial(_not_dominated, stage=stage))
+        stage.least_peaks[frozenset(choices)] = known
     return known
 
 
-def _least_peak(labels: list[Label], border: int, *, stage: LabelledStage) -> list[Label]:
-    """Labels from which no other leads to a lower peak, whatever follows.
+def _not_dominated(
+    partials: list[PartialPolicy], boundary: int, *, stage: PolicySearch
+) -> list[PartialPolicy]:
+    """The partial policies that may lead to the least peak, whatever follows.
 
-    What follows costs a label the more, the less of what is needed later it has counted.
+    What follows costs one more than another by at most the bytes of the values that are needed later
+    and that only the other has on the device.
     """
-    later = stage.needed_from(border)
-    kept: list[Label] = []
-    for label in sorted(labels, key=lambda x: (x.kept, x.worst, x.seconds)):
+    later = stage.needed_from(boundary)
+    kept: list[PartialPolicy] = []
+    for candidate in sorted(partials, key=lambda x: (x.kept, x.backward_peak, x.seconds)):
         if not any(
-            other.worst <= label.worst
-            and other.kept + stage.bytes_of(label.counted & ~other.counted & later) <= label.kept
+            other.backward_peak <= candidate.backward_peak
+            and other.kept + stage.bytes_of(candidate.on_device & ~other.on_device & later)
+            <= candidate.kept
             for other in kept
         ):
-            kept.append(label)
-    return _some(kept)
+            kept.append(candidate)
+    return _capped(kept)
 
 
-def _within_budget(labels: list[Label], border: int, *, limits: StageLimits) -> list[Label]:
-    """Those within the budget that no other is as good as by its sums."""
-    kept: list[Label] = []
-    # Of those so far, the least `worst` of all that keep at most so much: ascending, and descending.
+def _within_budget(
+    partials: list[PartialPolicy], boundary: int, *, limits: StageLimits
+) -> list[PartialPolicy]:
+    """Those within the budget of which no other has sums that are as small."""
+    kept: list[PartialPolicy] = []
+    # A staircase: the least `backward_peak` of all so far that keep at most so much.
     most_kept: list[float] = []
     least_worst: list[float] = []
-    for label in sorted(labels, key=lambda x: (x.seconds, x.kept, x.worst)):
-        if limits.peak(label) > limits.budget:
+    for candidate in sorted(partials, key=lambda x: (x.seconds, x.kept, x.backward_peak)):
+        if limits.peak(candidate) > limits.budget:
             continue
-        at = bisect.bisect_right(most_kept, label.kept)
-        if at and least_worst[at - 1] <= label.worst:
+        at = bisect.bisect_right(most_kept, candidate.kept)
+        if at and least_worst[at - 1] <= candidate.backward_peak:
             continue
-        kept.append(label)
+        kept.append(candidate)
         end = at
-        while end < len(least_worst) and least_worst[end] >= label.worst:
+        while end < len(least_worst) and least_worst[end] >= candidate.backward_peak:
             end += 1
-        most_kept[at:end], least_worst[at:end] = [label.kept], [label.worst]
-    return _some(kept)
+        most_kept[at:end], least_worst[at:end] = [candidate.kept], [candidate.backward_peak]
+    return _capped(kept)
 
 
-def _some(labels: list[Label]) -> list[Label]:
-    """At most `_MOST_LABELS`, an even choice."""
-    if len(labels) <= _MOST_LABELS:
-        return labels
-    step = (len(labels) - 1) / (_MOST_LABELS - 1)
-    return [labels[round(i * step)] for i in range(_MOST_LABELS)]
+def _capped(partials: list[PartialPolicy]) -> list[PartialPolicy]:
+    """At most `_MOST_PARTIAL` of them, spread evenly."""
+    if len(partials) <= _MOST_PARTIAL:
+        return partials
+    step = (len(partials) - 1) / (_MOST_PARTIAL - 1)
+    return [partials[round(i * step)] for i in range(_MOST_PARTIAL)]
 
 
 def keys_of(
     layer_of: Sequence[str], runs: Sequence[tuple[tuple[int, ...], Policy]]
 ) -> dict[int, RegionKey]:
-    """Node -> key for the runs of a stage under its policy; the labels name the layers that a run spans."""
+    """Node -> region key for the ``runs`` of a stage under its policy, labelled with the layers they span."""
     keys: dict[int, RegionKey] = {}
     before = ""
     for nodes, policy in runs:

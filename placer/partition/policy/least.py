@@ -1,16 +1,16 @@
-"""What any policy of a stage within its limits costs at the least.
+"""A lower bound on the extra time of any policy of a stage within its memory limits.
 
-Two bounds, of which the larger counts:
+The larger of two bounds:
 
-`_relaxed` is the search of `placer.partition.policy.cheapest` with labels merged instead of
-dropped. A merged label has the least seconds and bytes of its parts, and counts what any of them counts, so
-that what follows it costs no more than what follows any of them. Labels that cost more than the
-answer in hand are left out. Where none had to be merged, the bound is the optimum. It holds for
-regions that begin and end at the borders of atoms.
+`_relaxed` is the search of `placer.partition.policy.cheapest` with partial policies merged instead of
+dropped. A merged one has the least seconds and bytes of its parts, and all values that any of them has
+on the device, so that what follows costs it no more than any of them. Those that take longer than a
+policy that is known are left out. If none had to be merged, the bound is the optimum. It holds for
+regions that begin and end at the boundaries of blocks.
 
-`_knapsack`: at each moment of backward the values that are too much must be away: each was
-offloaded, or the node that made it runs again. The cheapest bytes first (the fractional knapsack)
-bound that from below, moment by moment, wherever regions begin and end.
+`_knapsack`: at each moment of backward, the values beyond the limit must not be there: each was
+offloaded, or the node that made it runs again. Taking the cheapest bytes first (the fractional
+knapsack problem) bounds the time of that from below, wherever regions begin and end.
 """
 
 from __future__ import annotations
@@ -18,89 +18,89 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from placer.partition.policy.labels import (
-    Label,
-    LabelledStage,
+from placer.partition.policy.search import PolicySearch
+from placer.partition.policy.types import (
+    PartialPolicy,
     Policy,
     StageLimits,
 )
 
-_MOST_LABELS = 400
-_MOST_COMPARED = 1000  # labels that are compared by what they count, too
+_MOST_PARTIAL = 400
+_MOST_COMPARED = 1000  # up to here they are also compared by their values on the device
 
 
 def least_extra_seconds(
-    stage: LabelledStage,
+    stage: PolicySearch,
     choices: Collection[Policy],
     limits: StageLimits,
     *,
     answer: float = float("inf"),
 ) -> float:
-    """Seconds that every policy of ``stage`` within ``limits`` costs at the least.
+    """A lower bound on the extra seconds of every policy of ``stage`` within ``limits``.
 
-    As `placer.partition.policy.cheapest.choose_stage_policy`; ``answer`` are those of a policy that
-    is known, and the most that comes back. O(atoms^2 x labels) time.
+    ``answer`` are those of a policy that is known, and the most that is returned; the other arguments
+    are as for `placer.partition.policy.cheapest.choose_stage_policy`. O(blocks^2 x partial policies).
     """
     least = min(answer, _knapsack(stage, choices, limits))
     return max(least, _relaxed(stage, choices, limits, answer))
 
 
 def _relaxed(
-    stage: LabelledStage, choices: Collection[Policy], limits: StageLimits, answer: float
+    stage: PolicySearch, choices: Collection[Policy], limits: StageLimits, answer: float
 ) -> float:
-    def select(labels: list[Label], border: int) -> list[Label]:
-        useful = [x for x in labels if x.seconds < answer and limits.peak(x) <= limits.budget]
-        return _merged(useful, stage.needed_from(border))
+    def select(partials: list[PartialPolicy], boundary: int) -> list[PartialPolicy]:
+        useful = [x for x in partials if x.seconds < answer and limits.peak(x) <= limits.budget]
+        return _merged(useful, stage.needed_from(boundary))
 
-    return min((label.seconds for label in stage.search(choices, select)), default=answer)
+    return min((candidate.seconds for candidate in stage.search(choices, select)), default=answer)
 
 
-def _merged(labels: list[Label], later: int) -> list[Label]:
-    """At most `_MOST_LABELS`, of which one is at least as good as each of ``labels``.
+def _merged(partials: list[PartialPolicy], later: int) -> list[PartialPolicy]:
+    """At most `_MOST_PARTIAL`, of which one is at least as good as each of ``partials``.
 
-    ``later`` has a bit for each value that matters from here on.
+    ``later`` is the set of values, a bit for each, that are needed from here on.
     """
-    exact = len(labels) <= _MOST_COMPARED
-    kept: list[Label] = []
-    for label in sorted(labels, key=lambda x: (x.seconds, x.kept, x.worst)):
-        counts = label.counted & later, label.hosted & later
+    exact = len(partials) <= _MOST_COMPARED
+    kept: list[PartialPolicy] = []
+    for candidate in sorted(partials, key=lambda x: (x.seconds, x.kept, x.backward_peak)):
+        counts = candidate.on_device & later, candidate.on_host & later
         for i, other in enumerate(kept):
-            if other.kept > label.kept or other.worst > label.worst:
+            if other.kept > candidate.kept or other.backward_peak > candidate.backward_peak:
                 continue
-            if not (counts[0] & ~other.counted or counts[1] & ~other.hosted):
+            if not (counts[0] & ~other.on_device or counts[1] & ~other.on_host):
                 break
             if not exact:
-                kept[i] = _union(other, label)
+                kept[i] = _union(other, candidate)
                 break
         else:
-            kept.append(label)
-    if len(kept) <= _MOST_LABELS:
+            kept.append(candidate)
+    if len(kept) <= _MOST_PARTIAL:
         return kept
     # Join neighbours whose seconds differ the least.
     gaps = sorted(range(1, len(kept)), key=lambda i: kept[i].seconds - kept[i - 1].seconds)
-    joined = set(gaps[: len(kept) - _MOST_LABELS])
-    merged: list[Label] = []
-    for i, label in enumerate(kept):
+    joined = set(gaps[: len(kept) - _MOST_PARTIAL])
+    merged: list[PartialPolicy] = []
+    for i, candidate in enumerate(kept):
         if i in joined:
-            merged[-1] = _union(merged[-1], label)
+            merged[-1] = _union(merged[-1], candidate)
         else:
-            merged.append(label)
+            merged.append(candidate)
     return merged
 
 
-def _union(a: Label, b: Label) -> Label:
+def _union(a: PartialPolicy, b: PartialPolicy) -> PartialPolicy:
     return replace(
         a,
         seconds=min(a.seconds, b.seconds),
         kept=min(a.kept, b.kept),
-        worst=min(a.worst, b.worst),
-        counted=a.counted | b.counted,
-        hosted=a.hosted | b.hosted,
+        backward_peak=min(a.backward_peak, b.backward_peak),
+        on_device=a.on_device | b.on_device,
+        on_host=a.on_host | b.on_host,
         before=None,
     )
 
 
-def _knapsack(stage: LabelledStage, choices: Collection[Policy], limits: StageLimits) -> float:
+def _knapsack(stage: PolicySearch, choices: Collection[Policy], limits: StageLimits) -> float:
     recompute = any(choice.recompute for choice in choices)
     offload = any(choice.offload for choice in choices)
     room = limits.budget - limits.static - limits.others
@@ -112,10 +112,10 @@ def _knapsack(stage: LabelledStage, choices: Collection[Policy], limits: StageLi
             live.setdefault(value, stage.nbytes[value])
         held = sum(live.values())
         own = sum(stage.nbytes[v] for v in stage.saved_at[t] if stage.single[v])
-        excess = held * limits.held - own + stage.fixed[t] - room
+        excess = held * limits.held - own + stage.backward_bytes[t] - room
         if excess <= 0:
             continue
-        # Values of micro-batches that wait go with the same decision, so each counts for all.
+        # The policy is the same for all micro-batches in flight, so each value counts for all of them.
         offers: dict[tuple[str, int], list[float]] = {}
         for value, nbytes in live.items():
             producer = stage.producer[value]
@@ -126,8 +126,6 @@ def _knapsack(stage: LabelledStage, choices: Collection[Policy], limits: StageLi
                 entry[1] += nbytes * limits.held
             elif away is not None:
                 offers["value", value] = [away, nbytes * limits.held]
-            elif recompute:  # it was received: only the boundary could be elsewhere
-                continue
         least = max(least, _fractional(offers.values(), excess))
     return least
 

@@ -1,15 +1,18 @@
-"""Partition problems, free of models: the answer, and a lower bound that no placement beats.
+"""Exact and heuristic partitions of a graph onto a chain of stages; knows nothing of models.
 
-Begin with `problem`, the question, and `solve`, which takes the steps below in turn.
+A placement puts the units of a directed acyclic graph on stages so that no edge goes back. The first
+q stages then have a downset: a set of units with all their predecessors. The boundary after a stage
+is the downset that the stage and those before it have together.
 
 =====================  ===========================================================================
-reduce                 units that depend on each other both ways become one
+problem                what is asked: units, values that cross boundaries, costs, memory limits
+solve                  the entry point, which takes these steps in turn:
 lattice                units in a topological order, downsets as bitsets
-search                 first answers and proofs for one problem, by
-program                the dynamic program over a family of downsets, from
-families, surviving    a beam first, then all that a better answer may use, which is the proof;
-                       `conditions` say which may be borders, `work` how long it may take
-interval, windows      large graphs: stages along one order, and better borders for them
-moves                  tight budgets: units move one by one
+families               a first family of downsets: those of a few orders, and of a beam search
+program                the best placement whose boundaries are in a family: dynamic programming
+search                 a first answer, then a proof: the program over all downsets that could matter
+conditions, surviving  which downsets these are, and how they are enumerated
+work                   a count of operations that limits a proof, so that no clock decides
+interval               more than 1,500 units: stages along one order
 =====================  ===========================================================================
 """

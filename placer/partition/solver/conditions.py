@@ -1,4 +1,4 @@
-"""What a downset must meet to be a border of a placement below a bound."""
+"""Necessary conditions for a downset to be a boundary of a placement with all loads below a bound."""
 
 from __future__ import annotations
 
@@ -10,25 +10,29 @@ from placer.partition.solver.lattice import Flags, Lattice
 from placer.partition.solver.problem import StageSlot, Vector
 
 
-class BorderConditions:
+class BoundaryConditions:
     """Which downsets can end stage q of a placement with all loads below a bound.
 
-    With work w and cut c, a downset can only end stage q if w + c <= q * bound, for each crossing
-    value is paid by some stage before the border, and likewise from the other side; the bytes held
-    on either side fit into the budgets there. Where stages differ, the least cost of the stages on
-    a side counts. The same conditions hold for partly decided downsets, with what is decided.
+    If the units of a downset take w seconds, and the values that cross its boundary take c, then
+    w + c <= q * bound, for some stage before the boundary pays for each crossing value. The same holds
+    for the units outside and the stages after the boundary. The bytes of either side must be within
+    the sum of its budgets, and no unit may be pinned to a device of the other side. Where stages
+    differ, the least cost of any stage of a side counts. The conditions hold for partly decided
+    downsets too, with what is decided.
 
-    ``cut_nbytes`` are the bytes that each value adds to c. A subclass may lower them, and know
-    better `least_seconds` and `least_bytes`.
+    ``crossing_nbytes`` are the bytes that each value adds to c. A subclass may lower them, and give
+    tighter `least_seconds` and `least_bytes`.
     """
 
     def __init__(self, lattice: Lattice, bound: float) -> None:
         slots = lattice.problem.slots
         self.lattice = lattice
-        self.cut_nbytes = lattice.value_nbytes.copy()
+        self.crossing_nbytes = lattice.value_nbytes.copy()
         self.columns: list[Vector] = []  # weights of units that are summed
         self._keys: dict[bytes, int] = {}
-        self.inside: list[list[tuple[int, float, float]]] = []  # per q: column, cut factor, limit
+        self.inside: list[
+            list[tuple[int, float, float]]
+        ] = []  # per q: column, seconds per byte, limit
         self.outside: list[list[tuple[int, float, float]]] = []
         for q in range(1, len(slots)):
             for conditions, side in ((self.inside, slots[:q]), (self.outside, slots[q:])):
@@ -49,12 +53,12 @@ class BorderConditions:
         self._pairs = list(zip(self.inside, self.outside, strict=True))
 
     def least_seconds(self, side: Sequence[StageSlot], *, first: bool) -> Vector:
-        """Per unit of the lattice, the least seconds on one side of a border; ``first``: before it."""
+        """Per unit of the lattice, the least seconds on one side of a boundary; ``first``: before it."""
         found: Vector = np.min([slot.seconds[self.lattice.order] for slot in side], axis=0)
         return found
 
     def least_bytes(self, side: Sequence[StageSlot], *, first: bool) -> Vector:
-        """Per unit of the lattice, the least bytes on one side of a border; ``first``: before it."""
+        """Per unit of the lattice, the least bytes on one side of a boundary; ``first``: before it."""
         found: Vector = np.min([slot.nbytes[self.lattice.order] for slot in side], axis=0)
         return found
 
@@ -65,20 +69,20 @@ class BorderConditions:
             self.columns.append(weights)
         return self._keys[key]
 
-    def open(self, q: int, inside: Vector, outside: Vector, cut: Vector) -> Flags:
-        """Whether rows with these sums (a column for each of ``columns``) can end stage q >= 1."""
+    def open(self, q: int, inside: Vector, outside: Vector, crossing: Vector) -> Flags:
+        """Whether downsets with these sums (a column for each of ``columns``) can end stage q >= 1."""
         first, second = self._pairs[q - 1]
-        alive = np.ones(len(cut), dtype=bool)
+        alive = np.ones(len(crossing), dtype=bool)
         for sums, entries in ((inside, first), (outside, second)):
             for column, factor, limit in entries:
-                alive &= sums[:, column] + factor * cut <= limit
+                alive &= sums[:, column] + factor * crossing <= limit
         return alive
 
-    def some(self, inside: Vector, outside: Vector, cut: Vector) -> Flags:
-        """Whether rows can end any stage but the last."""
-        alive = np.zeros(len(cut), dtype=bool)
+    def some(self, inside: Vector, outside: Vector, crossing: Vector) -> Flags:
+        """Whether downsets with these sums can end any stage but the last."""
+        alive = np.zeros(len(crossing), dtype=bool)
         for q in range(1, len(self._pairs) + 1):
-            alive |= self.open(q, inside, outside, cut)
+            alive |= self.open(q, inside, outside, crossing)
         return alive
 
 

@@ -1,4 +1,4 @@
-"""Families of downsets for the first answers of the dynamic program: chains and beams."""
+"""Families of downsets for a first answer: the prefixes of an order, and those that a beam search finds."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def chain_rows(lattice: Lattice, order: Sequence[int] | NDArray[np.int64]) -> Wo
 
 
 def beam_rows(lattice: Lattice, width: int) -> Words:
-    """For every size the ``width`` downsets of least cut that the beam finds from either end.
+    """Downsets that few bytes cross: ``width`` of every size, by beam search from either end.
 
-    Each level extends every kept downset by every ready unit; O(width * (n * ready + uses)) and no
-    guarantee. The cut counts the bytes of values with units on both sides.
+    Each step extends every downset by every unit that is ready. O(width * (n * ready + uses)); a
+    heuristic. Bytes cross if units that share their value are on both sides.
     """
     n = lattice.num_units
     grown = _beam(lattice, lattice.preds, lattice.succs, width)
@@ -40,41 +40,41 @@ def beam_rows(lattice: Lattice, width: int) -> Words:
 def _beam(
     lattice: Lattice, preds: Sequence[Sequence[int]], succs: Sequence[Sequence[int]], width: int
 ) -> Flags:
-    """All sets that the beam keeps, grown from the empty one along ``succs``."""
+    """All sets that the beam search keeps, grown from the empty one along ``succs``."""
     growth = _Growth(lattice, preds, succs)
     level = [growth.start()]
-    found = [level[0].held]
+    found = [level[0].members]
     for _ in range(lattice.num_units):
         offers = [
-            (cut, unit, index, name)
+            (crossing, unit, index, name)
             for index, grown in enumerate(level)
-            for cut, unit, name in growth.offers(grown, width)
+            for crossing, unit, name in growth.offers(grown, width)
         ]
         following: dict[int, _Grown] = {}
-        for cut, unit, index, name in sorted(offers):
+        for crossing, unit, index, name in sorted(offers):
             if name not in following:
-                following[name] = growth.join(level[index], unit, cut, name)
+                following[name] = growth.join(level[index], unit, crossing, name)
             if len(following) == width:
                 break
         level = list(following.values())
-        found += [grown.held for grown in level]
+        found += [grown.members for grown in level]
     return np.array(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Grown:
-    """A set of the beam, and what it takes to grow."""
+    """A set of units, and what it takes to extend it by one."""
 
-    cut: float  # bytes of the values with units on both sides
-    name: int  # the same for the same units
-    held: Flags
-    counts: NDArray[np.int64]  # per value, how many of its units are held
-    gain: Vector  # per unit, change of the cut when it joins
-    waiting: NDArray[np.int64]  # per unit, how many before it are not held
+    crossing: float  # bytes of the values with units on both sides
+    name: int  # a hash, the same for the same units
+    members: Flags
+    counts: NDArray[np.int64]  # per value, how many of its units are members
+    gain: Vector  # per unit, change of the crossing bytes when it joins
+    missing: NDArray[np.int64]  # per unit, how many of its predecessors are no members
 
 
 class _Growth:
-    """How sets grow by a unit."""
+    """Extends sets by a unit."""
 
     def __init__(
         self, lattice: Lattice, preds: Sequence[Sequence[int]], succs: Sequence[Sequence[int]]
@@ -90,43 +90,45 @@ class _Growth:
         for nbytes, units in zip(self._lattice.value_nbytes, self._members, strict=True):
             gain[units] += nbytes
         return _Grown(
-            cut=0.0,
+            crossing=0.0,
             name=0,
-            held=np.zeros(n, dtype=bool),
+            members=np.zeros(n, dtype=bool),
             counts=np.zeros(len(self._members), dtype=np.int64),
             gain=gain,
-            waiting=np.array([len(p) for p in self._preds], dtype=np.int64),
+            missing=np.array([len(p) for p in self._preds], dtype=np.int64),
         )
 
     def offers(self, grown: _Grown, width: int) -> Iterator[tuple[float, int, int]]:
-        """The units that may join at the ``width`` least cuts: cut, unit and name of the set then."""
-        ready = np.flatnonzero((grown.waiting == 0) & ~grown.held)
-        cuts = grown.cut + grown.gain[ready]
+        """Crossing bytes, unit and name of the ``width`` best sets that have one unit more."""
+        ready = np.flatnonzero((grown.missing == 0) & ~grown.members)
+        crossing = grown.crossing + grown.gain[ready]
         if len(ready) > width:
-            most = np.partition(cuts, width - 1)[width - 1]
-            ready, cuts = ready[cuts <= most], cuts[cuts <= most]
+            most = np.partition(crossing, width - 1)[width - 1]
+            ready, crossing = ready[crossing <= most], crossing[crossing <= most]
         names = self._names[ready] ^ grown.name
-        return zip(cuts.tolist(), ready.tolist(), names.tolist(), strict=True)
+        return zip(crossing.tolist(), ready.tolist(), names.tolist(), strict=True)
 
-    def join(self, grown: _Grown, unit: int, cut: float, name: int) -> _Grown:
+    def join(self, grown: _Grown, unit: int, crossing: float, name: int) -> _Grown:
         """The set with ``unit``."""
-        held, counts = grown.held.copy(), grown.counts.copy()
-        gain, waiting = grown.gain.copy(), grown.waiting.copy()
-        held[unit] = True
+        members, counts = grown.members.copy(), grown.counts.copy()
+        gain, missing = grown.gain.copy(), grown.missing.copy()
+        members[unit] = True
         for e in self._lattice.values_of[unit]:
             counts[e] += 1
-            members, nbytes = self._members[e], self._lattice.value_nbytes[e]
+            sharing, nbytes = self._members[e], self._lattice.value_nbytes[e]
             if counts[e] == 1:  # it crosses already when the next one joins
-                gain[members] -= nbytes
-            if counts[e] == len(members) - 1:  # it ceases to cross when the last one does
-                gain[members] -= nbytes
+                gain[sharing] -= nbytes
+            if counts[e] == len(sharing) - 1:  # it no longer crosses when the last one does
+                gain[sharing] -= nbytes
         for reader in self._succs[unit]:
-            waiting[reader] -= 1
-        return _Grown(cut=cut, name=name, held=held, counts=counts, gain=gain, waiting=waiting)
+            missing[reader] -= 1
+        return _Grown(
+            crossing=crossing, name=name, members=members, counts=counts, gain=gain, missing=missing
+        )
 
 
 def distinct(rows: Words) -> Words:
-    """The rows without duplicates, by size (so that subsets come first), then by their bits."""
+    """The rows without duplicates, sorted by size (so that subsets come first), then by their bits."""
     size = np.bitwise_count(rows).sum(axis=1, dtype=np.int64)
     keys = np.lexsort((*rows.T, size))
     rows = rows[keys]

@@ -1,8 +1,8 @@
-"""Large graphs: stages as intervals of one order, cut at some of its cheapest places.
+"""Large graphs: stages as intervals of one order, for many more units than downsets can be listed.
 
-For each order the places are chosen first (about 1,500), then the dynamic program of `chain` runs
-over the intervals that are within the best bound so far. Loads of all intervals come from two
-difference arrays: a value is paid by the intervals that hold some of its units, but not all.
+About 1,500 cuts are chosen first, then the dynamic program of `placer.partition.chain` runs over the
+intervals whose loads are below the best so far. The crossing bytes of all intervals come from one
+difference array: an interval pays for a value if it has some, but not all, of its units.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _TOLERANCE = 1e-12
 def best_intervals(problem: PartitionProblem, order: Indices, bound: float) -> Indices | None:
     """The stage of every unit, stages being intervals of ``order``; None if none is below ``bound``.
 
-    O(uses + C^2 + k * C * D) for C places to cut at and D of them within the largest stage.
-    Budgets and pins hold; optimal for these places.
+    Budgets and pins hold; optimal for the cuts that are chosen. O(uses + C^2 + k * C * D) for k stages
+    and C cuts, of which D are in the largest stage.
     """
     place = np.empty(problem.num_units, dtype=np.int64)
     place[order] = np.arange(problem.num_units)
-    cuts = _places(problem, order, place)
+    cuts = _choose_cuts(problem, order, place)
     crossing = _crossing_bytes(problem, cuts, place)
     count = len(cuts)
     value = np.full(count, np.inf)
@@ -38,7 +38,7 @@ def best_intervals(problem: PartitionProblem, order: Indices, bound: float) -> I
         foreign = np.zeros(problem.num_units)
         for unit, device in problem.pins.items():
             foreign[unit] = device != slot.device
-        strange = _sums(foreign[order], cuts)
+        foreign = _sums(foreign[order], cuts)
         budget = np.inf if slot.budget is None else slot.budget * (1 + _TOLERANCE)
         following = value.copy() if problem.may_be_empty else np.full(count, np.inf)
         choice = np.arange(count)
@@ -53,7 +53,7 @@ def best_intervals(problem: PartitionProblem, order: Indices, bound: float) -> I
             )
             load = np.maximum(load, value[:-width])
             load[nbytes[width:] - nbytes[:-width] > budget] = np.inf
-            load[strange[width:] - strange[:-width] > 0.5] = np.inf
+            load[foreign[width:] - foreign[:-width] > 0.5] = np.inf
             better = (load < following[width:]) & (load < bound)
             following[width:][better] = load[better]
             choice[width:][better] = np.arange(count - width)[better]
@@ -74,33 +74,33 @@ def _sums(weights: Vector, cuts: Indices) -> Vector:
     return np.concatenate([[0.0], np.cumsum(weights)])[cuts]
 
 
-def _places(problem: PartitionProblem, order: Indices, place: Indices) -> Indices:
-    """Positions to cut at: the cheapest of each stretch of equal share of work and of units."""
+def _choose_cuts(problem: PartitionProblem, order: Indices, place: Indices) -> Indices:
+    """Positions to cut at: of every stretch with an equal share of work and units, the cheapest one."""
     n = problem.num_units
-    hollow = np.zeros(n)
-    hollow[sorted(problem.hollow)] = 1.0
-    solid = np.concatenate([[0], np.cumsum(1 - hollow[order])])
-    possible = np.flatnonzero((solid[1:-1] > 0) & (solid[1:-1] < solid[-1])) + 1
+    auxiliary = np.zeros(n)
+    auxiliary[sorted(problem.auxiliary)] = 1.0
+    standalone = np.concatenate([[0], np.cumsum(1 - auxiliary[order])])
+    possible = np.flatnonzero((standalone[1:-1] > 0) & (standalone[1:-1] < standalone[-1])) + 1
     most = max(_MOST_CUTS, 4 * len(problem.slots))
     if len(possible) > most:
-        cut = np.zeros(n + 1)
+        crossing = np.zeros(n + 1)
         for value in problem.values:
             at = place[list(value.units)]
             if not value.external:
-                cut[at.min() + 1] += value.nbytes
-                cut[at.max() + 1] -= value.nbytes
-        cut = np.cumsum(cut)
+                crossing[at.min() + 1] += value.nbytes
+                crossing[at.max() + 1] -= value.nbytes
+        crossing = np.cumsum(crossing)
         work = np.cumsum(problem.slots[0].seconds[order])
         share = np.arange(1, n + 1) / n + (work / work[-1] if work[-1] else 0.0)
         stretch = np.minimum((share * (most / 2)).astype(np.int64), most - 1)[possible - 1]
-        by_cost = np.lexsort((possible, cut[possible], stretch))
+        by_cost = np.lexsort((possible, crossing[possible], stretch))
         first = np.concatenate([[True], np.diff(stretch[by_cost]) > 0])
         possible = np.sort(possible[by_cost[first]])
     return np.concatenate([[0], possible, [n]]).astype(np.int64)
 
 
 def _crossing_bytes(problem: PartitionProblem, cuts: Indices, place: Indices) -> Vector:
-    """``[x, y]``: bytes that cross the borders of the stage from cut x to cut y."""
+    """``[x, y]``: bytes of the values that cross the boundaries of the stage from cut x to cut y."""
     count = len(cuts)
     steps = np.zeros((count + 1, count + 1))
 
@@ -111,14 +111,14 @@ def _crossing_bytes(problem: PartitionProblem, cuts: Indices, place: Indices) ->
         steps[first, until] -= nbytes
         steps[last + 1, until] += nbytes
 
-    slots = np.searchsorted(cuts, np.arange(problem.num_units), side="right") - 1
+    interval_of = np.searchsorted(cuts, np.arange(problem.num_units), side="right") - 1
     for value in problem.values:
-        held = np.unique(slots[place[list(value.units)]]).tolist()  # intervals with some unit
+        own = np.unique(interval_of[place[list(value.units)]]).tolist()
         previous = -1
-        for interval in held:  # some unit in [x, y): the first one at or after x is before y
+        for interval in own:  # [x, y) has some unit if the first one at or after x is before y
             add(previous + 1, interval, interval + 1, count, value.nbytes)
             previous = interval
         if not value.external:
-            add(0, held[0], held[-1] + 1, count, -value.nbytes)
+            add(0, own[0], own[-1] + 1, count, -value.nbytes)
     table: Vector = np.cumsum(np.cumsum(steps, axis=0), axis=1)[:count, :count]
     return table

@@ -1,7 +1,7 @@
-"""A partition problem made ready for numpy: units in a topological order, downsets as bitsets.
+"""Downsets as bitsets: rows of 64-bit words in numpy arrays.
 
-A downset is a row of 64-bit words, bit u set where unit u (numbered along the order) is in it; the
-same for the values that it touches. Sums of weights over a bitset are looked up byte by byte.
+Bit u of a row is set where unit u, numbered along a topological order, is in the downset. Sets of
+values are rows of words as well. Sums of weights over a set are looked up byte by byte.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from placer.partition.solver.problem import PartitionProblem, Vector
 
 Words = NDArray[np.uint64]
 Flags = NDArray[np.bool_]
-_FEW_ROWS = 100  # are multiplied, which takes less than a look at each byte
+_FEW_ROWS = 100  # up to here a matrix product is faster than looking up each byte
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Lattice:
-    """``problem`` with its units renumbered along ``order``; values with one unit are left out.
+    """``problem`` with its units renumbered along ``order``.
 
-    ``values[e]`` are the units of value e; a value of the caller's is in ``external``, not here.
+    ``values[e]`` are the units of value e. Inputs of the model are in ``external`` instead; values
+    with a single unit, which never cross, are left out.
     """
 
     problem: PartitionProblem
@@ -36,7 +37,7 @@ class Lattice:
     values_of: tuple[tuple[int, ...], ...]  # unit -> values
     external: tuple[tuple[int, ...], ...]
     external_nbytes: Vector
-    solid: Flags  # units that can make a stage by themselves
+    standalone: Flags  # per unit, whether it can be on a stage alone
 
     @property
     def num_units(self) -> int:
@@ -59,8 +60,8 @@ def build_lattice(problem: PartitionProblem, order: Sequence[int]) -> Lattice:
     for e, units in enumerate(paid):
         for u in units:
             values_of[u].append(e)
-    solid = np.ones(n, dtype=bool)
-    solid[[int(place[u]) for u in sorted(problem.hollow)]] = False
+    standalone = np.ones(n, dtype=bool)
+    standalone[[int(place[u]) for u in sorted(problem.auxiliary)]] = False
     return Lattice(
         problem=problem,
         order=np.asarray(order, dtype=np.int64),
@@ -71,14 +72,14 @@ def build_lattice(problem: PartitionProblem, order: Sequence[int]) -> Lattice:
         values_of=tuple(map(tuple, values_of)),
         external=tuple(outer),
         external_nbytes=np.array(list(outer.values())),
-        solid=solid,
+        standalone=standalone,
     )
 
 
 def _merged_values(
     problem: PartitionProblem, place: NDArray[np.int64], *, external: bool
 ) -> dict[tuple[int, ...], float]:
-    """Bytes of the values by their units (positions), sorted by these."""
+    """Units (positions) -> bytes of the values that these share, sorted by units."""
     merged: dict[tuple[int, ...], float] = {}
     for value in problem.values:
         if value.external == external and value.nbytes:
@@ -134,7 +135,7 @@ class WeightLookup:
 
 
 class BitSums:
-    """Sums of several weights of each bit over bitsets, of bytes that some of the rows have."""
+    """Sums of several weights over bitsets, eight bits at a time, without those that are 0 in all rows."""
 
     def __init__(self, weights: Vector) -> None:
         """``weights[b, c]``: weight c of bit b."""

@@ -1,6 +1,10 @@
-"""The dynamic program over nested downsets: f(I, q) = min over J in I of max(f(J, q-1), load(I - J)).
+"""The best placement whose boundaries are in a family of downsets, by dynamic programming.
 
-It is given a family of downsets, and is exact over the placements whose borders are in the family.
+With f(D, q) the least possible largest load of the first q stages, which have downset D together,
+
+    f(D, q) = min over E in the family, E a subset of D, of max(f(E, q - 1), load(q, D - E))
+
+The result is optimal among the placements whose boundaries are in the family.
 """
 
 from __future__ import annotations
@@ -11,21 +15,21 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from placer.partition.solver.conditions import BorderConditions
+from placer.partition.solver.conditions import BoundaryConditions
 from placer.partition.solver.lattice import Flags, Lattice, WeightLookup, Words, unpack
 from placer.partition.solver.problem import StageSlot, Vector
 from placer.partition.solver.work import Work
 
 Indices = NDArray[np.int64]
 
-_BLOCK = 64  # rows whose stages are looked at together
-_FIRST = 4  # a quarter of the work for a program over all rows, before they are narrowed
-_PAIR, _LOAD, _STAGE = 4.0, 30.0, 30.0  # nanoseconds for two rows, a load, a stage in the program
+_BLOCK = 64  # downsets whose stages are examined together
+_FIRST = 4  # a quarter of the work is for the program over all rows, before some are ruled out
+_PAIR, _LOAD, _STAGE = 4.0, 30.0, 30.0  # nanoseconds: to compare two rows, for a load, for a stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Borders:
-    """The best placement of a family: the downset that each stage ends with, and its largest load."""
+class Boundaries:
+    """A placement as the downset at the end of each stage, with its largest load."""
 
     rows: tuple[NDArray[np.uint64], ...]
     value: float
@@ -40,21 +44,23 @@ def _counts(flags: NDArray[np.uint8], groups: Sequence[Sequence[int]]) -> NDArra
 
 
 class Family:
-    """Downsets sorted by size, with what the loads of their differences are made of.
+    """Downsets sorted by size, with the sums that loads of stages are made of.
 
-    ``cut[i]`` are the bytes that cross the border that row i is; ``border_cut`` those of them that
-    `BorderConditions` may count.
+    ``crossing[i]`` are the bytes that cross the boundary of row i, ``boundary_crossing[i]`` those of
+    them that `BoundaryConditions` may count.
     """
 
     def __init__(self, lattice: Lattice, rows: Words) -> None:
         self.lattice, self.rows = lattice, rows
         n = lattice.num_units
         flags = unpack(rows, n)
-        self.solid = flags[:, lattice.solid].sum(axis=1, dtype=np.int64)
+        self.standalone = flags[:, lattice.standalone].sum(axis=1, dtype=np.int64)
         self.counts = _counts(flags, lattice.values)
         self.sizes = np.array([len(v) for v in lattice.values], dtype=np.int16)
         self.nbytes = lattice.value_nbytes
-        self.cut = self.border_cut = ((self.counts > 0) & (self.counts < self.sizes)) @ self.nbytes
+        self.crossing = self.boundary_crossing = (
+            (self.counts > 0) & (self.counts < self.sizes)
+        ) @ self.nbytes
         self.outer = _counts(flags, lattice.external)
         self._sums: dict[bytes, Vector] = {}
 
@@ -67,14 +73,14 @@ class Family:
     def loads(self, before: Indices, after: Indices, slot: StageSlot) -> Vector:
         """``[i, j]``: the load on ``slot`` of the stage ``after[i] - before[j]``, if these nest.
 
-        A value is paid if it crosses one border or the other, less where it crosses both and the
-        stage has none of its units, which is so where both have as many of them: all sums of
-        products, over the values that cross in ``after`` only.
+        A stage pays for the values that cross either of its boundaries. Of those that cross both, one
+        payment is taken off, and the other too where the stage has none of the value's units, that
+        is, where both rows have as many of them.
         """
         lattice = self.lattice
         seconds = self.sums(slot.seconds[lattice.order])
         load: Vector = seconds[after, None] - seconds[None, before]
-        crossing = self.cut[after, None] + self.cut[None, before]
+        crossing = self.crossing[after, None] + self.crossing[None, before]
         crossing -= self._both(before, after)
         for e, nbytes in enumerate(lattice.external_nbytes):
             crossing += nbytes * (self.outer[after, None, e] != self.outer[None, before, e])
@@ -84,14 +90,14 @@ class Family:
     def whole_load(
         self, before: Indices, after: Indices, load: Vector, stage: int, work: Work
     ) -> Vector:
-        """``load[i]`` of stage ``after[i] - before[i]`` with what is added for nested rows only.
+        """``load[i]`` of the stage ``after[i] - before[i]``, with costs that a subclass may add.
 
-        Nothing here; a subclass may add what takes long to find (and ``work``).
+        It is called for rows that contain each other only, for costs that take long to find.
         """
         return load
 
     def _both(self, before: Indices, after: Indices) -> Vector:
-        """Bytes that cross both borders, and again those of them that the stage has nothing of."""
+        """Bytes that cross both boundaries, twice where the stage has no unit of the value."""
         last = self.counts[after]
         crossing = (last > 0) & (last < self.sizes)
         columns = np.flatnonzero(crossing.any(axis=0))
@@ -108,26 +114,28 @@ class Family:
         return found
 
 
-def open_rows(family: Family, conditions: BorderConditions) -> list[Flags]:
-    """The rows that may end each stage."""
+def open_rows(family: Family, conditions: BoundaryConditions) -> list[Flags]:
+    """Per stage, which rows may be the boundary at its end."""
     slots, rows = family.lattice.problem.slots, family.rows
     inside = np.empty((len(rows), len(conditions.columns)))  # no columns where there is one stage
     for c, weights in enumerate(conditions.columns):
         inside[:, c] = family.sums(weights)
     outside = np.array([w.sum() for w in conditions.columns]) - inside
-    opens = [conditions.open(q, inside, outside, family.border_cut) for q in range(1, len(slots))]
+    opens = [
+        conditions.open(q, inside, outside, family.boundary_crossing) for q in range(1, len(slots))
+    ]
     opens.append(np.arange(len(rows)) == len(rows) - 1)
     return opens
 
 
-def best_borders(
-    family: Family, conditions: BorderConditions, bound: float, work: Work | None = None
-) -> Borders | None:
-    """The placement of least largest load, below ``bound``, with its borders in ``family``.
+def best_boundaries(
+    family: Family, conditions: BoundaryConditions, bound: float, work: Work | None = None
+) -> Boundaries | None:
+    """The best placement with boundaries in ``family`` and all loads below ``bound``, or None.
 
-    Its rows are distinct and sorted by size, the empty and the full set among them. Ties go to the
-    earlier row. O(pairs of nested rows whose difference is within the bound * values). None, too,
-    where that is more than what is left of ``work`` (then it is spent).
+    The rows of ``family`` are distinct and sorted by size, the empty and the full set included. Ties
+    go to the earlier row. O(pairs of rows, one in the other, with a load below the bound * values).
+    Where that takes more than ``work`` has left, the result is None and ``work`` is spent.
     """
     work = Work() if work is None else work
     opens = open_rows(family, conditions)
@@ -142,8 +150,8 @@ def best_borders(
     return None if narrowed is None else _program(family, narrowed, bound, work)
 
 
-def _program(family: Family, opens: list[Flags], bound: float, work: Work) -> Borders | None:
-    """The dynamic program; ``opens[q]`` are the rows that may end stage q. None as `best_borders`."""
+def _program(family: Family, opens: list[Flags], bound: float, work: Work) -> Boundaries | None:
+    """The dynamic program; ``opens[q]`` are the rows that may end stage q."""
     lattice, rows = family.lattice, family.rows
     slots, last = lattice.problem.slots, len(rows) - 1
     ends = np.array([np.arange(len(rows)) == 0, *opens])
@@ -182,18 +190,18 @@ def _program(family: Family, opens: list[Flags], bound: float, work: Work) -> Bo
         choices.append(choice)
     if not value[last] < bound:
         return None
-    at, borders = last, []
+    at, boundaries = last, []
     for choice in reversed(choices):
-        borders.append(rows[at])
+        boundaries.append(rows[at])
         at = int(choice[at])
-    return Borders(rows=tuple(borders[::-1]), value=float(value[last]))
+    return Boundaries(rows=tuple(boundaries[::-1]), value=float(value[last]))
 
 
 def _narrow(family: Family, opens: list[Flags], bound: float, work: Work) -> list[Flags] | None:
-    """``opens`` less the rows that no stage within the bound begins at, or ends at; None for none.
+    """``opens`` without rows at which no stage below the bound can begin or end; None if none is left.
 
-    Stages are looked at once each, those with the fewest pairs of rows first: a border that few
-    rows can be makes the ones beside it few. All that is left is for the dynamic program.
+    Each stage is examined once, those with the fewest pairs of rows first: few rows for one boundary
+    leave few for its neighbours.
     """
     slots = family.lattice.problem.slots
     empty = family.lattice.problem.may_be_empty
@@ -226,7 +234,7 @@ def _narrow(family: Family, opens: list[Flags], bound: float, work: Work) -> lis
 
 
 def stage_limits(family: Family, slot: StageSlot) -> list[tuple[Vector, float]]:
-    """Sums over a stage's units that must not exceed a limit there: bytes, units pinned elsewhere."""
+    """Sums over rows, and how much they may grow within the stage: bytes, units pinned elsewhere."""
     limits = []
     order = family.lattice.order
     pins = family.lattice.problem.pins
@@ -240,7 +248,7 @@ def stage_limits(family: Family, slot: StageSlot) -> list[tuple[Vector, float]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Pairs:
-    """Nested rows whose difference is a stage within the bound, sorted by ``after``."""
+    """Stages below the bound, each between two rows, sorted by ``after``."""
 
     before: Indices
     after: Indices
@@ -249,7 +257,7 @@ class _Pairs:
 
 
 class Stages:
-    """All stages within the bound, found when a row that they begin at is first reached."""
+    """All stages below the bound, computed when a row that they begin at is first reached."""
 
     def __init__(
         self,
@@ -260,7 +268,7 @@ class Stages:
         bound: float,
         work: Work,
     ) -> None:
-        """Stages end at ``alive`` rows; ``positions`` are the first and the last that rows may end."""
+        """Stages end at rows ``alive``; ``positions``: per row the first and the last stage it may end."""
         slot = family.lattice.problem.slots[stage]
         self._family, self._stage, self._slot, self._bound = family, stage, slot, bound
         self._limits, self._work = stage_limits(family, slot), work
@@ -269,7 +277,7 @@ class Stages:
         self._found: list[_Pairs] = []
 
     def from_rows(self, rows: Indices) -> list[_Pairs]:
-        """Stages that begin at ``rows`` or at rows that were asked for before."""
+        """Stages that begin at ``rows``, or at rows of earlier calls."""
         new = rows[~self._known[rows]]
         self._known[new] = True
         pairs = self._nested(new) if len(new) else None
@@ -291,7 +299,7 @@ class Stages:
                 near = near[(column[near] & ~word) == 0]
             if not len(near):
                 continue
-            may = family.solid[block, None] > family.solid[None, near]
+            may = family.standalone[block, None] > family.standalone[None, near]
             may &= seconds[block, None] - seconds[None, near] < self._bound
             if self._positions is not None:
                 first, final = self._positions

@@ -1,14 +1,14 @@
-"""Placements of one problem whose stages end at downsets of its units, and bounds on all of them."""
+"""A first answer to a partition problem, and a proof that none is better, by programs over downsets."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from placer.partition.solver.conditions import BorderConditions
+from placer.partition.solver.conditions import BoundaryConditions
 from placer.partition.solver.families import beam_rows, chain_rows, distinct
 from placer.partition.solver.lattice import (
     Lattice,
@@ -19,32 +19,32 @@ from placer.partition.solver.lattice import (
 )
 from placer.partition.solver.problem import (
     PartitionProblem,
-    is_limited,
-    is_tight,
     is_within_budgets,
     largest_load,
     load_above_all,
-    memory_as_load,
     simple_bound,
 )
-from placer.partition.solver.program import Borders, Family, best_borders
+from placer.partition.solver.program import Boundaries, Family, best_boundaries
 from placer.partition.solver.surviving import surviving_rows
 from placer.partition.solver.work import Work
 
 StageOf = NDArray[np.int64]
 
-_WIDTH = 8  # of the beam; measured: 16 finds nothing better on the published graphs
-_NARROW, _MANY = 4, 600  # from so many units on: 1% worse on random graphs, a third of the time
-_FEW = 10  # a tenth of the downsets for the first attempt, which settles most problems
-_FIRST_SHARE = 1 / 16  # of the gap between bound and value, then doubled
-_MOST_FAILED = 3  # attempts with too many downsets, the first apart
-_MOST_BITS = 20_000_000  # of the rows of downsets, for the memory they take
+_WIDTH = 8  # of the beam; 16 finds nothing better on the graphs of benchmarks/msr
+_NARROW, _MANY = (
+    4,
+    600,
+)  # width from so many units on: 1% worse on random graphs in a third of the time
+_FEW = 10  # a tenth of the downsets are for the first attempt, which suffices for most problems
+_FIRST_SHARE = 1 / 16  # of the gap between bound and value
+_MOST_FAILED = 3  # attempts with too many downsets, besides the first
+_MOST_BITS = 20_000_000  # of all downsets together, which limits their memory
 _TOLERANCE = 1e-10
-_FACTORS = (1.2, 1.6, 3.0)  # of the simple bound: where a first answer is looked for
+_FACTORS = (1.2, 1.6, 3.0)  # of the simple bound: limits that are tried for a first answer
 
 
 def is_reached(value: float, bound: float) -> bool:
-    """Is ``value`` no more than ``bound``, but for rounding?"""
+    """Is ``value`` equal to the lower bound ``bound``, but for rounding?"""
     return value <= bound * (1 + _TOLERANCE)
 
 
@@ -52,7 +52,7 @@ def is_reached(value: float, bound: float) -> bool:
 class Answer:
     """The best placement below a limit, if any was found, and a lower bound on all placements.
 
-    With ``finished`` the bound is the placement's load, or the limit where there is none below.
+    If ``finished``, the bound is the placement's load, or the limit if there is none below.
     """
 
     stage_of: StageOf | None
@@ -61,10 +61,10 @@ class Answer:
 
 
 class DownsetSearch:
-    """Answers for ``problem``, whose edges have no cycle, by the dynamic program over downsets.
+    """Answers for ``problem``, whose edges have no cycle, by dynamic programs over downsets.
 
-    A subclass may leave units out of the lattice and count what they cost in `conditions`, `family`
-    and `stages` (benchmarks/msr does).
+    A subclass may leave units out of the lattice, and count them in `conditions`, `family` and
+    `stages` (benchmarks/msr does).
     """
 
     def __init__(self, problem: PartitionProblem) -> None:
@@ -77,85 +77,84 @@ class DownsetSearch:
         order = topological_order(preds, succs, range(self.problem.num_units))
         return build_lattice(self.problem, order)
 
-    def conditions(self, bound: float) -> BorderConditions:
-        """What a border of a placement with all loads below ``bound`` must meet."""
-        return BorderConditions(self.lattice, bound)
+    def conditions(self, bound: float) -> BoundaryConditions:
+        """Conditions for the boundaries of placements with all loads below ``bound``."""
+        return BoundaryConditions(self.lattice, bound)
 
-    def family(self, rows: Words, conditions: BorderConditions) -> Family:
+    def family(self, rows: Words, conditions: BoundaryConditions) -> Family:
         """The downsets ``rows``, ready for the dynamic program."""
         return Family(self.lattice, rows)
 
-    def stages(self, borders: Borders) -> StageOf:
-        """The stage of every unit: the first whose border holds it."""
-        held = unpack(np.stack(borders.rows), self.lattice.num_units)
+    def stages(self, boundaries: Boundaries) -> StageOf:
+        """The stage of every unit: the first whose downset has it."""
+        held = unpack(np.stack(boundaries.rows), self.lattice.num_units)
         stage_of = np.full(self.problem.num_units, -1, dtype=np.int64)
         stage_of[self.lattice.order] = np.argmax(held, axis=0)
         return stage_of
 
-    def least_memory(self) -> StageOf | None:
-        """A placement whose largest share of a budget is small."""
-        return type(self)(memory_as_load(self.problem)).first_answer()
-
-    def best_borders(self, rows: Words, bound: float, work: Work | None = None) -> Borders | None:
-        """As `placer.partition.solver.program.best_borders`, of ``rows``."""
+    def best_boundaries(
+        self, rows: Words, bound: float, work: Work | None = None
+    ) -> Boundaries | None:
+        """As `placer.partition.solver.program.best_boundaries`, of ``rows``."""
         conditions = self.conditions(bound)
-        return best_borders(self.family(rows, conditions), conditions, bound, work)
+        return best_boundaries(self.family(rows, conditions), conditions, bound, work)
 
-    def first_answer(self, width: int | None = None) -> StageOf | None:
-        """The best placement with borders among a few chains and a beam of ``width`` downsets.
+    def first_answer(self) -> StageOf | None:
+        """The best placement with boundaries from a few orders and a beam search.
 
-        A heuristic, deterministic. None where none of them is within the budgets.
+        A heuristic; deterministic. None where no placement is found within the budgets.
         """
-        problem, lattice = self.problem, self.lattice
-        width = width or (_WIDTH if problem.num_units < _MANY else _NARROW)
-        orders = [np.arange(lattice.num_units), *_deep_orders(lattice)]
-        chains = distinct(np.concatenate([chain_rows(lattice, order) for order in orders]))
-        best, value = self._try(chains, None, np.inf)
-        rows = distinct(np.concatenate([chains, beam_rows(lattice, width)]))
-        best, value = self._try(rows, best, value)
-        if is_limited(problem) and (best is None or is_tight(problem, best)):
-            smallest = self.least_memory()
-            if smallest is not None:
-                order = np.lexsort((np.arange(lattice.num_units), smallest[lattice.order]))
-                rows = distinct(np.concatenate([rows, chain_rows(lattice, order)]))
-                best, value = self._try(rows, best, value)
+        best, value = None, np.inf
+        for rows in self.first_families():
+            best, value = self.improve(rows, best, value)
         return best
 
-    def _try(self, rows: Words, best: StageOf | None, value: float) -> tuple[StageOf | None, float]:
-        """The better of ``best`` and the best placement with borders among ``rows``."""
+    def first_families(self) -> Iterator[Words]:
+        """Downsets for a first answer: those of a few orders, then those of a beam search as well."""
+        lattice = self.lattice
+        orders = [np.arange(lattice.num_units), *_deep_orders(lattice)]
+        chains = distinct(np.concatenate([chain_rows(lattice, order) for order in orders]))
+        yield chains
+        width = _WIDTH if self.problem.num_units < _MANY else _NARROW
+        yield distinct(np.concatenate([chains, beam_rows(lattice, width)]))
+
+    def improve(
+        self, rows: Words, best: StageOf | None, value: float
+    ) -> tuple[StageOf | None, float]:
+        """The better of ``best``, of load ``value``, and the best one with boundaries among ``rows``."""
         least, most = simple_bound(self.problem), load_above_all(self.problem)
         limits = [value * (1 - _TOLERANCE)]
         if not np.isfinite(value):  # low limits first: time grows with the limit
             limits = [*(factor * least for factor in _FACTORS if factor * least < most), most]
-        borders = None
+        boundaries = None
         for limit in limits:
-            borders = borders or self.best_borders(rows, limit)
-        if borders is None:
+            boundaries = boundaries or self.best_boundaries(rows, limit)
+        if boundaries is None:
             return best, value
-        stage_of = self.stages(borders)
+        stage_of = self.stages(boundaries)
         reached = largest_load(self.problem, stage_of)
         if reached < value and is_within_budgets(self.problem, stage_of):
             return stage_of, reached
         return best, value
 
     def best_within(self, rows: Words, limit: float, work: Work) -> Answer:
-        """The best placement below ``limit`` with its borders among ``rows``."""
-        borders = self.best_borders(rows, limit, work)
-        if borders is None:
+        """The best placement below ``limit`` with its boundaries among ``rows``."""
+        boundaries = self.best_boundaries(rows, limit, work)
+        if boundaries is None:
             spent = work.is_spent()
             return Answer(stage_of=None, bound=0.0 if spent else limit, finished=not spent)
-        return Answer(stage_of=self.stages(borders), bound=borders.value, finished=True)
+        return Answer(stage_of=self.stages(boundaries), bound=boundaries.value, finished=True)
 
     def prove(
         self, value: float, most_alive: int, work: Work, *, bound: float = 0.0
     ) -> tuple[float, StageOf | None]:
         """A lower bound on all placements, and the best placement if one below ``value`` was found.
 
-        All placements below a limit have their borders among the downsets that survive it, and
-        these grow exponentially with the limit. So ``value`` is tried with few downsets, then
-        limits from ``bound`` (known before) upwards: the first that holds a placement holds the
-        best one. Where the downsets are too many, limits between that one and the last that held
-        nothing are tried, as long as there is ``work`` left.
+        All placements below a limit have boundaries that meet its conditions, and the number of such
+        downsets grows exponentially with the limit. So ``value`` is tried as the limit with few
+        downsets, then limits upwards from ``bound``, which is known before: the first limit with a
+        placement below it has the best one. Where there are too many downsets, limits between that
+        one and the last without a placement are tried, as long as there is ``work`` left.
         """
         problem, lattice = self.problem, self.lattice
         least = max(bound, simple_bound(problem))
@@ -164,7 +163,7 @@ class DownsetSearch:
         if not np.isfinite(value):
             value = load_above_all(problem)
         left = min(most_alive, _MOST_BITS // max(1, lattice.num_units))
-        empty, full = 0.0, np.inf  # shares of the gap: nothing is below; too many downsets are
+        empty, full = 0.0, np.inf  # shares of the gap: no placement is below; too many downsets are
         share, most, failed = 1.0, left // _FEW, 0
         while failed <= _MOST_FAILED and left > 0 and not work.is_spent():
             limit = (least + share * (value - least)) * (1 - _TOLERANCE)
@@ -187,7 +186,7 @@ class DownsetSearch:
 
 
 def adjacency(problem: PartitionProblem) -> tuple[list[list[int]], list[list[int]]]:
-    """Per unit those right before it, and those right after it."""
+    """Per unit its direct predecessors, and its direct successors."""
     preds: list[list[int]] = [[] for _ in range(problem.num_units)]
     succs: list[list[int]] = [[] for _ in range(problem.num_units)]
     for a, b in sorted(set(problem.edges)):
@@ -197,14 +196,14 @@ def adjacency(problem: PartitionProblem) -> tuple[list[list[int]], list[list[int
 
 
 def _deep_orders(lattice: Lattice) -> list[NDArray[np.int64]]:
-    """Newest first: the unit that became ready last, from the front and from the back."""
+    """Depth-first orders from the front and from the back."""
     front = newest_first(lattice.preds, lattice.succs)
     back = newest_first(lattice.succs, lattice.preds)
     return [np.array(front, dtype=np.int64), np.array(back[::-1], dtype=np.int64)]
 
 
 def newest_first(preds: Sequence[Sequence[int]], succs: Sequence[Sequence[int]]) -> list[int]:
-    """A topological order: depth first, the unit that became ready last comes next."""
+    """A depth-first topological order: the unit that became ready last comes next."""
     waiting = [len(p) for p in preds]
     ready = [u for u in reversed(range(len(preds))) if not waiting[u]]
     order = []

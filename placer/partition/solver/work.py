@@ -1,4 +1,4 @@
-"""How much a proof may do: counted, not timed, so that the same problem has the same answer."""
+"""A limit for the work of a proof: counted, not timed, so that the answer is always the same."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclass(slots=True)
 class Work:
-    """What is left of the work that a proof may do, in estimated nanoseconds: no clock decides."""
+    """What is left of the work that a proof may do, in estimated nanoseconds."""
 
     left: float = np.inf
 
@@ -18,5 +18,5 @@ class Work:
         return self.left <= 0
 
     def take(self, nanoseconds: float) -> None:
-        """Less by so much."""
+        """Count work that is done."""
         self.left -= nanoseconds

@@ -1,11 +1,12 @@
-"""What a stage costs: the peak of its memory in bytes, its seconds, what crosses its borders.
+"""What a stage costs: its peak memory in bytes, its seconds, and the bytes that cross its boundaries.
 
 =====================  ===========================================================================
-score                  the one formula
-tables                 its terms for all stages of an order, from
-waiting                gradients of skip connections, which wait where they are needed
-received               copies of values that other stages made
-held                   what regions that are recomputed or offloaded hold
-shared, passed_on      a device with several stages: what these hold together, and for each other
+score                  the formula for peaks, and seconds
+tables                 the terms of the formula, for all stages along an order at once
+pending_gradients      gradients of skip connections, from when they are computed until they are used
+received               how long copies of values from other stages are needed
+region_liveness        what regions that are recomputed or offloaded keep, and when
+shared, live_through   devices with several stages: their peaks, and values that pass through
+cache                  tables that were built before
 =====================  ===========================================================================
 """

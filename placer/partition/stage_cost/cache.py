@@ -1,4 +1,4 @@
-"""Interval tables that searches for one model share: they depend on no budget."""
+"""Interval tables that are kept for later searches, for they do not depend on devices."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _MOST_BYTES = 256 * 2**20
 
 
 class TableCache:
-    """The tables that were built last, up to 256 MiB of them.
+    """The tables that were used last, up to 256 MiB of them.
 
-    Searches with other devices or budgets start from the same orders of the same nodes.
+    Searches with other devices or budgets begin with the same orders of the same nodes.
     """
 
     def __init__(self) -> None:
@@ -29,13 +29,13 @@ class TableCache:
         *,
         later: bool,
     ) -> IntervalTables:
-        """As `build_tables`."""
+        """The result of `build_tables` for these arguments."""
         key = id(costs), tuple(order), tuple(cuts), later
         known = self._known.pop(key, None)
-        if known is None:  # with its costs, so that their id stays theirs
+        if known is None:  # with its costs, so that no other object gets their id
             known = costs, build_tables(costs, order, cuts, later=later)
             self._nbytes += known[1].nbytes
-        self._known[key] = known  # as the latest
+        self._known[key] = known  # the last key is the latest
         while self._nbytes > _MOST_BYTES and len(self._known) > 1:
             _, oldest = self._known.pop(next(iter(self._known)))
             self._nbytes -= oldest.nbytes

@@ -1,4 +1,4 @@
-"""What a stage holds for later ones: the whole storages of results that they read, be they views of it."""
+"""Values that stay on a device for its later stages, or for other devices that read them later."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ Span = tuple[int, int]  # a stage, from one cut (index) up to another
 Flags = NDArray[np.bool_]
 
 
-class PassedOn:
-    """The results that cross a cut, and the storages that they lie in, made there or received.
+class LiveThrough:
+    """The results that are read by later stages, and the storages that they are views of.
 
-    ``cell_of`` gives for every node between which cuts it is.
+    A result keeps its whole storage alive. ``cell_of`` is per node the index of the last cut before it.
     """
 
     def __init__(self, costs: CostTable, cell_of: NDArray[np.int64]) -> None:
         made: list[int] = []
-        reads: list[tuple[int, int]] = []  # result, where it is read
-        lies: list[tuple[int, int, float]] = []  # result, storage, the bytes of it that are copied
+        reads: list[tuple[int, int]] = []  # result, cell where it is read
+        views: list[
+            tuple[int, int, float]
+        ] = []  # result, its storage, the bytes of it that are copied
         numbers: dict[int, int] = {}
         for node, held in enumerate(costs.results):
             cells = {int(cell) for cell in cell_of[list(costs.readers[node])]}
@@ -32,24 +34,24 @@ class PassedOn:
             reads += later
             for value in held:
                 nbytes = costs.nodes[node].output_nbytes if len(held) == 1 else 0
-                lies.append((len(made), numbers.setdefault(value, len(numbers)), nbytes))
+                views.append((len(made), numbers.setdefault(value, len(numbers)), nbytes))
             made.append(int(cell_of[node]))
         savers = [(i, int(cell_of[s])) for v, i in numbers.items() for s in costs.values[v].savers]
         self._made = np.array(made, dtype=np.int64)
         self._reads = np.array(reads, dtype=np.int64).reshape(-1, 2).T
-        columns = np.array(lies, dtype=float).reshape(-1, 3).T
+        columns = np.array(views, dtype=float).reshape(-1, 3).T
         self._result, self._storage = columns[:2].astype(np.int64)
         self._copied = columns[2]
         self._savers = np.array(savers, dtype=np.int64).reshape(-1, 2).T
         self._nbytes = np.array([costs.values[value].nbytes for value in numbers], dtype=float)
-        # A search asks for the same stages over and over.
+        # A search asks for the same stages again and again.
         self._unsaved_at: dict[tuple[Span, int], float] = {}
         self._saved_in: dict[Span, Flags] = {}
         self._made_in: dict[Span, Flags] = {}
         self._read_in: dict[tuple[int, int | None], Flags] = {}
 
     def unsaved(self, home: Span, later: int) -> float:
-        """Bytes that the stage ``home`` does not save, and holds for readers from cut ``later`` on."""
+        """Bytes of stage ``home`` that it does not save, but keeps for readers from cut ``later`` on."""
         known = self._unsaved_at.get((home, later))
         if known is None:
             held = self._storages(self._read([home], later, None)) & ~self._saved(home)
@@ -57,10 +59,11 @@ class PassedOn:
         return known
 
     def beside_parts(self, before: Sequence[Span], stage: Span) -> tuple[float, float]:
-        """Bytes by which ``stage`` has more of the stages ``before`` on its device than copies.
+        """Bytes of storages of the stages ``before`` that ``stage`` keeps beyond the results it reads.
 
-        It counts as received what it reads; where that is a part of a storage, the rest is there as
-        well. The first answer is for its forward, the second for what it saves until its backward.
+        The stages are on one device. A stage's costs have the results it reads as copies of their own
+        size; on the same device they are views, and keep their whole storages. The first number is for
+        the forward of ``stage``, the second is for what it saves until its backward.
         """
         read = self._read(before, *stage)
         at = read[self._result]
@@ -76,7 +79,7 @@ class PassedOn:
         return float(rest.sum()), float(rest[self._saved(stage)].sum())
 
     def _read(self, homes: Sequence[Span], begin: int, end: int | None) -> Flags:
-        """Which results of ``homes`` are read from cut ``begin`` up to ``end``."""
+        """Which results of the stages ``homes`` are read from cut ``begin`` up to ``end``."""
         found = np.zeros(len(self._made), dtype=bool)
         for home in homes:
             found |= self._made_by(home)

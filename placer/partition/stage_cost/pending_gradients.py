@@ -1,18 +1,18 @@
-"""Where the gradients of skip connections wait: where they are needed, or where they were made.
+"""Bytes of the gradients of skip connections, from when they are computed until they are used.
 
-With ``source`` the node whose backward makes a gradient, ``sender`` the one that hands it on
-(``source``, or what splits the gradient of a concatenation), ``home`` the node to whose result it
-belongs and ``target`` the last node that adds to it (``home`` itself, or another reader):
+Of a gradient, ``source`` is the node whose backward computes it, ``sender`` the node that passes it on
+(``source``, or a node that splits the gradient of a concatenation), ``home`` the node whose result it is
+the gradient of, and ``target`` the last node that adds to it (``home``, or another reader of its
+result). Tables have a row per start of a stage and a column per node whose backward runs:
 
-    stage has target and sender   it waits in columns target + 1 … source - 1
-    stage has sender, not target  a copy of the part that is needed waits from sender on, to the end
-    stage has target, not sender  it comes when the backward of home runs; nothing waits
+    stage with target and sender   pending in columns target + 1 … source - 1
+    stage with sender, no target   a copy of the part that is needed, from the sender's column to the start
+    stage with target, no sender   received when the backward of ``home`` runs: never pending
 
-That is the rule of `placer.runtime.transfer.WaitingGradients`.
+`placer.runtime.transfer.WaitingGradients` does the same when a model runs.
 
-Whether a stage has its sender depends on its end, so the tables, which have a row per start and a
-column per node, hold what is there if it has, and `IntervalCorrection` what changes where the stage ends
-before.
+Whether a stage has a sender depends on its end. The tables are for stages that have all senders; an
+`IntervalCorrection` is the difference for stages that end before one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from placer.cost import AddedGradient, CostTable, PendingGradient
 
-_BLOCK = 64  # columns of which a maximum is kept; 16 to 128 were about as fast for 2,600 columns
+_BLOCK = 64  # columns with one maximum; 16 to 128 were about as fast for 2,600 columns
 
 Add = Callable[[int, int, int, int, float], None]  # first start, last start, column, until, bytes
 HeldFrom = Callable[[int, int], Iterable[tuple[int, int]]]
@@ -35,9 +35,9 @@ HeldFrom = Callable[[int, int], Iterable[tuple[int, int]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntervalCorrection:
-    """``nbytes`` more in columns ``begin`` … ``until`` - 1 of stages that end at or before ``sender``.
+    """Correction for stages that end at or before ``sender`` and start at ``first`` … ``last``.
 
-    Those of them that start at ``first`` … ``last``.
+    ``nbytes`` (maybe negative) are added to their columns ``begin`` … ``until`` - 1.
     """
 
     first: int
@@ -55,14 +55,13 @@ def pending_gradients(
     *,
     held_from: HeldFrom | None = None,
 ) -> list[IntervalCorrection]:
-    """Fill a table by ``add`` for stages that have all senders; the answer is for those that do not.
+    """Fill a table by ``add`` for stages that have all senders; returns corrections for the others.
 
-    ``place`` gives every node's position; ``held_from(value, column)`` the first and last starts of
-    stages that hold a value which regions need from this column on, and not before.
-    O(parts of gradients).
+    ``place`` is per node its position; ``held_from(value, column)`` gives the first and last starts of
+    stages that keep a value for a region from this column on, and not before. O(parts of gradients).
     """
     filling = _Filling(costs, place, add)
-    # (node, home): of what is added at the node for its home, the first that hands it on
+    # (node, home) -> the first sender of a gradient that is added at the node
     sender_of: dict[tuple[int, int], int] = {}
     for gradient in costs.gradients:
         if place[gradient.target] < place[gradient.source]:
@@ -78,18 +77,20 @@ def pending_gradients(
         for first, last, nbytes in _beside_sum(sum_, costs, place, held_from):
             add(first, last, node, node + 1, nbytes)
             filling.change(max(first, home + 1), last, node, node + 1, sender, -nbytes)
-    return filling.elsewhere
+    return filling.corrections
 
 
 class _Filling:
-    """What waits in stages that have all senders goes into a table; what changes without, in a list."""
+    """Adds pending gradients to a table for stages with all senders, and corrections for others to a list."""
 
     def __init__(self, costs: CostTable, place: NDArray[np.int64], add: Add) -> None:
         self._costs = costs
         self._place = place
         self._add = add
-        self.elsewhere: list[IntervalCorrection] = []
-        self._saved_alone: dict[int, int] = defaultdict(int)  # node -> bytes that no other saves
+        self.corrections: list[IntervalCorrection] = []
+        self._saved_alone: dict[int, int] = defaultdict(
+            int
+        )  # node -> bytes that no other node saves
         for value in costs.values:
             if len(value.savers) == 1:
                 self._saved_alone[value.savers[0]] += value.nbytes
@@ -97,16 +98,16 @@ class _Filling:
     def change(
         self, first: int, last: int, begin: int, until: int, sender: int, nbytes: float
     ) -> None:
-        """Note what is more in these stages where they have not the sender; see `IntervalCorrection`."""
+        """Note a correction for stages without the sender; arguments as in `IntervalCorrection`."""
         if nbytes and first <= last and begin < until:
-            self.elsewhere.append(
+            self.corrections.append(
                 IntervalCorrection(
                     first=first, last=last, begin=begin, until=until, sender=sender, nbytes=nbytes
                 )
             )
 
     def wait(self, gradient: PendingGradient) -> None:
-        """It waits where it is needed, or where it was made: the table of this module."""
+        """Count a gradient by the rules at the top of this file."""
         source, sender = int(self._place[gradient.source]), int(self._place[gradient.sender])
         target, home = int(self._place[gradient.target]), int(self._place[gradient.home])
         whole, needed = gradient.nbytes, gradient.nbytes - gradient.surplus
@@ -116,7 +117,7 @@ class _Filling:
         self.change(0, target, target + 1, source, sender, -whole)
         if home == target:
             self.change(0, home, target, target + 1, sender, -gradient.surplus)
-        else:  # what came in at the target comes at home instead, beside the sum of the readers here
+        else:  # it is received at home instead of at the target, beside the sum of the readers here
             self.change(0, home, target, target + 1, sender, -whole)
             cost = self._costs.nodes[gradient.home]
             saved = self._saved_alone[gradient.home]
@@ -124,29 +125,29 @@ class _Filling:
             self.change(0, home, home, home + 1, sender, max(0, needed - room))
 
         if gradient.of_weight:
-            return  # where the target is not, it is one of the stage's own parameters' gradients
+            return  # without the target, it is the gradient of a parameter of the stage
 
-        # It has the sender, and others have the target: a copy, made while the whole is still there.
-        def hand_over(to: int, nbytes: float) -> None:
+        # With the sender and without the target: a copy, made while the whole is still there.
+        def pass_on(to: int, nbytes: float) -> None:
             until = sender + (gradient.surplus > 0)
             self._add(to + 1, sender, 0, until, nbytes)
             self.change(to + 1, sender, 0, until, sender, -nbytes)
 
-        hand_over(target, needed)
-        until = target  # from where on, backwards, the whole has been let go in this stage
-        last = sender  # the last in the stage that needs a part of it
+        pass_on(target, needed)
+        until = target  # the whole is freed after the backward of this node
+        last = sender  # the last node of the stage that needs a part of it
         for to, nbytes in sorted(
             ((int(self._place[t]), b) for t, b in gradient.earlier), reverse=True
         ):
-            self.change(0, to, to, to + 1, sender, nbytes)  # without the sender, a copy comes
+            self.change(0, to, to, to + 1, sender, nbytes)  # without the sender, a copy is received
             if to < target:  # the order of the nodes is another one than that of the recorded run
                 self.stay(0, to, to, until, sender, whole)
                 if not gradient.surplus:
                     self.stay(to + 1, until, 0, until, sender, whole)
                 until = to
             if not gradient.surplus:
-                continue  # and where the sender is, all that waits is one tensor
-            hand_over(to, nbytes)
+                continue  # with the sender, one tensor is pending for all
+            pass_on(to, nbytes)
             if to < target:
                 continue
             self._add(to + 1, last, last, source, whole)
@@ -159,7 +160,7 @@ class _Filling:
     def stay(
         self, first: int, last: int, begin: int, until: int, sender: int, nbytes: float
     ) -> None:
-        """It is in these columns of stages that start at first … last, where they have the sender."""
+        """It is pending in these columns of stages that start at first … last and have the sender."""
         if first <= last:
             self._add(first, last, begin, until, nbytes)
             self.change(first, last, begin, until, sender, -nbytes)
@@ -171,13 +172,15 @@ def _beside_sum(
     place: NDArray[np.int64],
     held_from: HeldFrom | None,
 ) -> Iterator[tuple[int, int, float]]:
-    """First and last start of a stage, and the bytes that the sum is on top there.
+    """First and last start of stages, and the bytes that a sum of gradients adds there.
 
-    What the node saved and no node before it in the stage needs is let go before the adding up.
+    What the node saved and no earlier node of the stage needs is freed before gradients are added.
     """
     node = int(place[added.node])
     key_of = lambda i: costs.keys[i] if i < len(costs.keys) else None  # noqa: E731
-    steps: dict[int, float] = defaultdict(float)  # from which start on how much more is let go
+    steps: dict[int, float] = defaultdict(
+        float
+    )  # start of a stage -> change of the bytes that are freed
     for index, value in enumerate(costs.values):
         if added.node not in value.savers or len(value.savers) <= 1:
             continue
@@ -187,7 +190,7 @@ def _beside_sum(
                 steps[first] += value.nbytes
                 steps[last + 1] -= value.nbytes
             continue
-        # What waits on the host comes for the savers of one region.
+        # Offloaded values are brought back for the savers of one region.
         savers = zip(value.savers, keys, strict=True)
         positions = (int(place[s]) for s, key in savers if own is None or key in (None, own))
         steps[max((p for p in positions if p < node), default=-1) + 1] += value.nbytes
@@ -203,22 +206,23 @@ def largest_up_to(
     table: NDArray[np.float64],
     starts: Sequence[int],
     ends: Sequence[int],
-    elsewhere: Sequence[IntervalCorrection],
+    corrections: Sequence[IntervalCorrection],
 ) -> NDArray[np.float64]:
-    """Per start and end the largest value of columns start … end - 1, with what ``elsewhere`` says.
+    """Per start and end the largest value of columns start … end - 1, after ``corrections``.
 
-    ``starts`` and ``ends`` ascend. From end to end only what was sent in between changes, mostly in
-    columns near by: maxima are kept of blocks of columns, and those of changed blocks found anew.
+    ``starts`` and ``ends`` ascend. From one end to the next, corrections of the senders between them no
+    longer apply, and these are mostly for columns near by. So maxima are kept of blocks of columns, and
+    computed anew for the blocks that change.
     O(starts * (columns + sum over ends of blocks and of the columns in changed ones)).
     """
     first, width = np.asarray(starts), table.shape[1]
-    # A row per column: a block's are next to each other in memory.
+    # Transposed, so that a block is contiguous in memory.
     current = np.where(np.arange(width)[:, None] >= first[None, :], table.T, -np.inf)
     pending: list[tuple[int, slice, slice, float]] = []
-    rows = np.searchsorted(first, [(item.first, item.last + 1) for item in elsewhere])
-    for item, (top, bottom) in zip(elsewhere, rows.reshape(-1, 2).tolist(), strict=True):
+    rows = np.searchsorted(first, [(item.first, item.last + 1) for item in corrections])
+    for item, (top, bottom) in zip(corrections, rows.reshape(-1, 2).tolist(), strict=True):
         begin = max(item.begin, int(first[top])) if top < bottom else item.until
-        if begin >= item.until:  # the stages that it speaks of have none of these columns
+        if begin >= item.until:  # stages that start there have none of these columns
             continue
         columns, stages = slice(begin, item.until), slice(top, bottom)
         current[columns, stages] += item.nbytes

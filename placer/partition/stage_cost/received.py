@@ -1,4 +1,4 @@
-"""How long the copies that a stage receives are needed: by backward, or only by their readers."""
+"""How long a stage needs the copies of values that it receives: for backward, or for their readers only."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from placer.partition.stage_cost.pending_gradients import IntervalCorrection
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """Positions, in order: of the nodes that keep a result for backward, and of all that use it.
+    """What needs a result; positions of nodes, sorted.
 
-    ``lent``: of results that lie in the same storage, and of their last readers.
+    ``kept``: the nodes that save it for backward; ``used``: all that use it; ``lent``: results in the same
+    storage, each with its last reader.
     """
 
     kept: tuple[int, ...]
@@ -29,14 +30,14 @@ class Need:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """How long every node's result, and every input of the model, is needed."""
+    """What needs the result of every node, and every input of the model."""
 
     nodes: tuple[Need, ...]
     inputs: tuple[Need, ...]
 
 
 def find_needs(costs: CostTable, place: NDArray[np.int64]) -> Needs:
-    """From ``costs``, with ``place`` the position of every node; by storage, so that views count."""
+    """The needs of all results; views of a storage need it too. ``place`` is per node its position."""
     lent: list[list[tuple[int, int]]] = [[] for _ in costs.values]
     for node, held in enumerate(costs.results):
         if costs.readers[node]:
@@ -54,13 +55,14 @@ def find_needs(costs: CostTable, place: NDArray[np.int64]) -> Needs:
 def smaller_copies(
     costs: CostTable, place: NDArray[np.int64], starts: Sequence[int]
 ) -> Iterator[tuple[int, int, int]]:
-    """Where a stage receives parts of a storage: its start, the first node of it that keeps a part
-    for backward, and the bytes by which the parts are less than the storage.
+    """Where a stage receives parts of a storage only, and saves them.
+
+    The start of the stage, its first node that saves a part, and the bytes that are not received.
     """
     for index, start, nbytes in copied_parts(costs, place, starts):
         value = costs.values[index]
         if any(costs.keys[i] for i in {*value.users, *value.savers} if i < len(costs.keys)):
-            continue  # `HeldInRegions` counts it
+            continue  # counted by `RegionLiveness`
         savers = (int(place[node]) for node in value.savers)
         first = min((saver for saver in savers if saver >= start), default=None)
         if first is not None:
@@ -70,7 +72,7 @@ def smaller_copies(
 def copied_parts(
     costs: CostTable, place: NDArray[np.int64], starts: Sequence[int]
 ) -> Iterator[tuple[int, int, int]]:
-    """Values of which a stage receives only parts: the value, the stage's start, the parts' bytes."""
+    """Values of which a stage receives parts only: the value, the start of the stage, bytes of the parts."""
     views: dict[int, list[tuple[int, int, int]]] = defaultdict(list)  # node, last reader, bytes
     for node, held in enumerate(costs.results):
         if len(held) == 1 and costs.readers[node]:
@@ -89,7 +91,7 @@ def copied_parts(
 
 
 def _whole_until(costs: CostTable, place: NDArray[np.int64]) -> list[float]:
-    """Per storage the last node that reads all of it, or makes it: stages up to there have it whole."""
+    """Per storage the last node that reads or makes all of it: stages that start up to there have it all."""
     found = [float(place[v.producer]) if v.producer >= 0 else math.inf for v in costs.values]
     inputs = [index for index, value in enumerate(costs.values) if value.producer < 0]
     if len(inputs) == len(costs.input_readers):  # else some share a storage
@@ -101,14 +103,14 @@ def _whole_until(costs: CostTable, place: NDArray[np.int64]) -> list[float]:
 def releases(
     producer: int, readers: Sequence[int], need: Need, nbytes: float
 ) -> Iterator[IntervalCorrection]:
-    """Where a stage has dropped its copy of a result, by its last use in the stage.
+    """Corrections for stages that free their copy of a result before they end.
 
-    A copy that no backward of the stage needs, and no later stage a view of, goes after its last use
-    there, by a reader or by what has a reader's view of it; each of the answers holds for the stages
-    that end before the next use.
+    A copy is freed after its last use in the stage, by a reader or through a reader's view, unless the
+    backward of the stage or a view for a later stage needs it. Each correction is for the stages that
+    end between one use and the next.
     """
     uses = sorted({*readers, *(use for use in need.used if use > producer)})
-    last = -1  # the reader that the use is by, or whose view
+    last = -1  # the reader, or the one whose view is used
     for use, following in pairwise([*uses, _NEVER]):
         last = use if use in readers else last
         kept = max((k for k in need.kept if k <= use), default=-1)

@@ -1,25 +1,25 @@
-"""The one formula for what a stage costs: peak bytes, seconds, crossing bytes.
+"""What a stage costs: the formula for its peak memory, its seconds, and the bytes that cross.
 
 A stage is an interval ``[a, b)`` of positions in one topological order of the nodes. With ``i`` the
 node whose backward is running, and the order of backward the reverse of the order of forward, the
 live bytes of one micro-batch are
 
     saved(a, i)      storages that the backward of some node in [a, i] still needs
-  + waiting(a, i)    gradients that were made here and wait (`placer.partition.stage_cost.pending_gradients`)
-  + transient(i)     what only the backward of i needs, and makes
-  + gradients(i, b)  of the parameters whose backward has ended
+  + pending(a, i)    activation gradients that were computed here and are not used yet
+  + transient(i)     bytes that are alive only while the backward of i runs
+  + gradients(i, b)  gradients of the parameters whose backward has ended
 
-and the peak over the step, for ``c`` micro-batches in flight at the stage's position (a smaller last
+and the peak of the step is, with ``c`` micro-batches in flight at the stage's position (a smaller last
 one counts as its share of rows),
 
     parameters + buffers + optimizer
-      + max( (c - 1) * saved(a, b) + max_i live(i),    first backward: gradients grow
-             (c'- 1) * saved(a, b) + max_i live(i),    later ones: all gradients are there
+      + max( (c - 1) * saved(a, b) + max_i live(i),    first backward: gradients accumulate
+             (c'- 1) * saved(a, b) + max_i live(i),    later ones: with all gradients
              (c - 1) * saved(a, b) + forward(a, b),
              (c'- 1) * saved(a, b) + forward(a, b) + gradients,    under 1F1B
              gradients + the optimizer's own transient (`OptimizerMemory`) )
 
-The tables that this is looked up in are made by `placer.partition.stage_cost.tables`: a query is O(1).
+`placer.partition.stage_cost.tables` has all terms for all stages of an order, so that a peak takes O(1).
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ from placer.schedule import Counts, InFlight
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerMemory:
-    """Bytes per byte of parameter: ``state`` stays, the others are there while parameters change.
+    """Bytes that an optimizer needs: ``state`` always, the others during its step.
 
-    ``each``: of `IntervalTables.updating`, where one parameter is updated after the other;
-    ``together``: of all that the device trains, where they are updated at once.
+    ``state`` is per byte of parameter. ``each`` is per byte of `IntervalTables.updating`, if parameters
+    are updated one after the other; ``together`` per byte of all parameters that the device trains, if
+    they are updated at once (``foreach``).
     """
 
     state: float
@@ -80,26 +81,25 @@ def peak_bytes(
 ) -> Table:
     """Peak bytes of every interval over a step, at a position with ``in_flight`` micro-batches.
 
-    ``received_from`` are the bytes of the values that it reads of the first, second, … stage; while
-    these stages are not known, all are taken to come from where the most gradients wait for, an
-    upper bound.
+    ``received_from`` are the bytes of the values that it reads from the first, second, … stage. If None,
+    all values are assumed to come from the stage with the most pending gradients: an upper bound.
     """
     static = tables.parameters + tables.buffers + optimizer.state * tables.owned
     if not training:
-        # Results of earlier micro-batches wait for those of the last, and are put together.
+        # Results of all micro-batches are kept, and joined in the end.
         before, last = in_flight.microbatches - 1, in_flight.last_share
         running = before * tables.results + last * tables.forward_live
         if before:
             running = np.maximum(running, (before - 1) * tables.results + tables.forward_live)
             running = np.maximum(running, 2 * (before + last) * tables.results)
         return static + running
-    untaken = partial(_untaken_gradients, tables, received_from)
+    pending = partial(_pending_gradients, tables, received_from)
     peak = saved_bytes(tables, in_flight.first_backward) + tables.backward_live_growing
-    peak = peak + untaken(in_flight.untaken_at_backwards)
+    peak = peak + pending(in_flight.pending_at_backwards)
     for others, share in in_flight.forwards:
         peak = np.maximum(peak, saved_bytes(tables, others) + _running(tables, share))
     if in_flight.microbatches > 1:
-        # The losses of micro-batches that have ended stay; the largest ones are before a smaller last.
+        # The losses of ended micro-batches are kept; the largest peaks are before a smaller last one.
         begun = in_flight.microbatches - (in_flight.last_share < 1)
 
         def waiting(others: float, share: float) -> Table:
@@ -111,11 +111,11 @@ def peak_bytes(
             assert tables.backward_live_grown is not None, "these tables are for one micro-batch"
             grown = tables.backward_live_grown - tables.trained
             backward = tables.trained + _of_share(grown, tables, share)
-            backward = backward + untaken(in_flight.untaken_at_backwards)
+            backward = backward + pending(in_flight.pending_at_backwards)
             peak = np.maximum(peak, waiting(others, share) + backward)
         for others, share in in_flight.later_forwards:
             forward = (
-                tables.owned + _running(tables, share) + untaken(in_flight.untaken_at_forwards)
+                tables.owned + _running(tables, share) + pending(in_flight.pending_at_forwards)
             )
             peak = np.maximum(peak, waiting(others, share) + forward)
     step = (1 + optimizer.together) * tables.owned + optimizer.each * tables.updating
@@ -123,12 +123,12 @@ def peak_bytes(
 
 
 def saved_bytes(tables: IntervalTables, count: float) -> Table:
-    """What ``count`` micro-batches hold from forward to backward; a fraction is a smaller last one."""
+    """Bytes that ``count`` micro-batches keep from forward to backward; a fraction is a smaller last one."""
     return count * tables.saved + (math.ceil(count) - count) * tables.saved_fixed
 
 
 def _running(tables: IntervalTables, share: float) -> Table:
-    """What the forward of a micro-batch of this share of the rows has on the device."""
+    """Bytes during the forward of a micro-batch with this share of the rows."""
     return _of_share(tables.forward_live, tables, share)
 
 
@@ -139,10 +139,10 @@ def _of_share(live: Table, tables: IntervalTables, share: float) -> Table:
     return fixed + share * (live - fixed)
 
 
-def _untaken_gradients(
+def _pending_gradients(
     tables: IntervalTables, received_from: Sequence[float] | None, counts: Counts
 ) -> Table | float:
-    """The most bytes of gradients that earlier stages have not taken yet, over all moments."""
+    """The most bytes, over all moments, of gradients that earlier stages have not used yet."""
     if not counts:
         return 0.0
     if received_from is None:
@@ -157,17 +157,18 @@ def replica_peak_bytes(
     training: bool,
     received_from: Sequence[float] | None = None,
 ) -> Table:
-    """The same on a further replica: no optimizer state, and gradients go home after each backward.
+    """Peak bytes as `peak_bytes`, in a replica other than the first: without optimizer state.
 
-    Autograd runs the copies' way home last (they were made before the stages ran), so that a
-    micro-batch's parameter gradients add up on the replica until its backward ends.
+    Its gradients are sent to the first replica after each backward. Autograd does that last, since
+    parameters were copied before the stages ran, so that a micro-batch's parameter gradients accumulate
+    in the replica until its backward ends.
     """
     static = tables.parameters + tables.buffers
     if not training:
         return static + tables.forward_live
-    untaken = partial(_untaken_gradients, tables, received_from)
-    forward = tables.forward_live + untaken(in_flight.untaken_at_forwards)
-    backward = tables.backward_live_growing + untaken(in_flight.untaken_at_backwards)
+    pending = partial(_pending_gradients, tables, received_from)
+    forward = tables.forward_live + pending(in_flight.pending_at_forwards)
+    backward = tables.backward_live_growing + pending(in_flight.pending_at_backwards)
     others = saved_bytes(tables, in_flight.most) - tables.saved
     return static + others + np.maximum(forward, backward)
 
@@ -207,7 +208,7 @@ def unit_seconds(costs: CostTable, kind: DeviceKind, *, half: bool, training: bo
 
 
 def transfer_seconds(tables: IntervalTables, kind: DeviceKind, *, training: bool) -> Table:
-    """Seconds to receive and send what crosses the borders of every interval, gradients included."""
+    """Seconds to receive and send what crosses the boundaries of every interval, gradients included."""
     return (tables.received + tables.sent) * (2 if training else 1) / kind.link_bandwidth
 
 

@@ -1,10 +1,10 @@
-"""What a device peaks at when it holds several stages that are not next to each other.
+"""Peak memory of a device with several stages that are not neighbours, for one micro-batch.
 
-With one micro-batch its stages run forward in turn, and backward in turn the other way. While one of
-them runs, the earlier ones hold what they saved, and in forward what later stages, on any device, have
-yet to read; the later ones have left their parameters' gradients and the activation gradients that
-nobody has taken yet: those of skips whose values were made before, of a concatenation's gradient a copy
-of each part. The sum is on the safe side where copies could be one tensor.
+Its stages run forward one after the other, and backward in reverse order. While one of them runs, the
+earlier ones keep what they saved and, during forward, values that later stages on any device have yet
+to read. The later ones leave the gradients of their parameters, and pending activation gradients:
+those of skip connections from earlier stages (of the gradient of a concatenation, a copy of each part).
+The sum is an upper bound where several copies could be one tensor.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.cost import CostTable
-from placer.partition.stage_cost.live_through import PassedOn, Span
+from placer.partition.stage_cost.live_through import LiveThrough, Span
 from placer.partition.stage_cost.score import OptimizerMemory
 from placer.partition.stage_cost.tables import LOSS_NBYTES, IntervalTables
 
@@ -23,11 +23,12 @@ Table = NDArray[np.float64]
 
 
 class SharedPeaks:
-    """Peaks, in bytes, of devices that hold several stages of one order; one micro-batch in training.
+    """Peaks, in bytes, of devices with several stages of one order; one micro-batch in training.
 
-    ``running[x, y - 1]`` is the most that a stage from cut x up to cut y holds while it runs,
-    ``held`` what it holds while a later stage does, ``left`` what is left when its backward has ended.
-    A further replica (``optimizer`` None) keeps no optimizer state, and its gradients go home.
+    For the stage from cut x up to cut y, ``running[x, y - 1]`` are its most bytes while it runs,
+    ``held`` those while a later stage runs, and ``left`` those after its backward. With ``optimizer``
+    None, they are those of a replica other than the first, which has no optimizer state and no
+    gradients after a backward.
     """
 
     def __init__(
@@ -54,27 +55,27 @@ class SharedPeaks:
         count = len(tables.cuts)
         self.needed = np.zeros((count, count))
         for gradient in costs.gradients:
-            # What splits a gradient hands every part to another stage as a copy of its own; where
-            # all is needed, one tensor waits for all.
-            needed = (gradient.home, gradient.nbytes - gradient.surplus)
+            # Parts of a gradient that is split are pending as copies; a gradient that is needed as a
+            # whole is one tensor for all its readers.
+            own = (gradient.home, gradient.nbytes - gradient.surplus)
             others = gradient.earlier if gradient.surplus else ()
-            for home, nbytes in (needed, *others):
+            for home, nbytes in (own, *others):
                 at = int(cell_of[home]) + 1, int(cell_of[gradient.sender]) + 1
                 if at[0] < at[1]:
                     self.needed[at] += nbytes
         np.cumsum(self.needed, axis=0, out=self.needed)
         np.cumsum(self.needed, axis=1, out=self.needed)
-        self._passed_on = PassedOn(costs, cell_of)
+        self._live_through = LiveThrough(costs, cell_of)
 
     def peak(self, spans: Sequence[Span]) -> float:
-        """The peak of the device that holds the stages ``spans``, in their order. O(stages ** 3)."""
+        """The peak of a device with the stages ``spans``, in order. O(stages ** 3)."""
         most, held = 0.0, 0.0
         for i, (x, y) in enumerate(spans):
             before, after = spans[:i], spans[i + 1 :]
             passing, whole, kept_whole = 0.0, 0.0, 0.0
             if before:
-                passing = sum(self._passed_on.unsaved(span, y) for span in before)
-                whole, kept_whole = self._passed_on.beside_parts(before, (x, y))
+                passing = sum(self._live_through.unsaved(span, y) for span in before)
+                whole, kept_whole = self._live_through.beside_parts(before, (x, y))
             forward = float(self._forward[x, y - 1]) + held + passing + whole
             backward = float(self._backward[x, y - 1]) + held + kept_whole
             if after:
@@ -88,7 +89,7 @@ class SharedPeaks:
         return max(most, self._in_optimizer(spans, self._optimizer))
 
     def at_least(self, spans: Sequence[Span]) -> float:
-        """A lower bound on `peak` that is quick to find: without what is held for other stages."""
+        """A lower bound on `peak` that is quick to compute: without values and gradients for other stages."""
         most, held = 0.0, 0.0
         left = [float(self.left[x, y - 1]) for x, y in spans]
         for i, (x, y) in enumerate(spans):
@@ -105,13 +106,13 @@ class SharedPeaks:
 
 
 def _between(table: Table, home: Span, sender: Span) -> float:
-    """What is summed in ``table`` for homes in the one stage and senders in the other."""
+    """The sum in ``table`` of pairs with the home in the one stage and the sender in the other."""
     (a, b), (x, y) = home, sender
     return float(table[b, y] - table[a, y] - table[b, x] + table[a, x])
 
 
 def _cells(cuts: Sequence[int], nodes: Sequence[int]) -> NDArray[np.int64]:
-    """Between which cuts every node is; the loss is with the last."""
+    """Per node, and for the loss, the index of the last cut before it."""
     cell_of = np.empty(len(nodes) + 1, dtype=np.int64)
     cell_of[list(nodes)] = np.searchsorted(cuts, np.arange(len(nodes)), side="right") - 1
     cell_of[-1] = len(cuts) - 2

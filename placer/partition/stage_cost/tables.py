@@ -1,6 +1,6 @@
-"""The bytes of all stages that cuts of one order allow, at once, for `placer.partition.stage_cost.score`.
+"""Tables of bytes for all stages along one order at once: one entry per pair of cuts.
 
-Every table is built from rectangles: "some user of v lies in [a, i]" holds exactly for a in
+Tables are sums of rectangles: "some user of v lies in [a, i]" holds exactly for a in
 (previous user, user] and i >= user, so one two-dimensional prefix sum gives it for all intervals.
 Building takes O(C * n + users) time and memory for C cuts and n nodes; each query is O(1).
 """
@@ -14,41 +14,41 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.cost import CostTable
-from placer.partition.stage_cost.held import HeldInRegions
 from placer.partition.stage_cost.pending_gradients import (
     IntervalCorrection,
     largest_up_to,
     pending_gradients,
 )
 from placer.partition.stage_cost.received import find_needs, releases, smaller_copies
+from placer.partition.stage_cost.region_liveness import RegionLiveness
 
 Table = NDArray[np.float64]
 
-LOSS_NBYTES = 4  # a number of float32; the caller has it while backward runs
+LOSS_NBYTES = 4  # a float32; it is alive while backward runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntervalTables:
-    """All intervals of one order at once; ``[x, y]`` is the stage from cut x up to cut y, in bytes."""
+    """Bytes of all stages along an order; ``[x, y]`` is the stage from cut x to cut y + 1."""
 
     cuts: tuple[int, ...]  # positions where a stage may begin or end; first 0, last n
     parameters: Table
     buffers: Table
-    trained: Table  # parameters with a gradient here
-    owned: Table  # of those, the ones whose gradient and optimizer state stay here
+    trained: Table  # parameters that have a gradient here
+    owned: Table  # of those, the ones whose gradient and optimizer state are kept here
     saved: Table
     saved_fixed: Table  # of that, what does not depend on the rows of a micro-batch
-    received: Table  # values that come from other stages (or the caller)
-    computed: Table  # of those, what other stages computed
+    received: Table  # values from other stages, and inputs of the model
+    computed: Table  # of those, the ones from other stages
     sent: Table
     forward_live: Table
     backward_live_growing: Table  # with gradients, in the first backward
-    backward_live_grown: Table | None  # the same in a later one; None: there is none
-    updating: Table  # what Adam's loop over the parameters makes
+    backward_live_grown: Table | None  # the same in a later backward; None if there is none
+    updating: Table  # temporary tensors of Adam's loop over the parameters
     flops: tuple[Table, Table]  # forward, backward; of every node along the order, the loss last
     traffic: tuple[Table, Table]
-    hosted: Table  # bytes that wait on the host, of every node along the order
-    results: Table  # what the stage gives to the caller
+    hosted: Table  # offloaded bytes of every node along the order
+    results: Table  # results of the model
 
     @property
     def nbytes(self) -> int:
@@ -77,9 +77,9 @@ def build_tables(
     build = _Builder(n + 1, cuts)
     regions = None
     if costs.keys:
-        regions = HeldInRegions(costs, place, build.starts, build.ends, n + 1)
+        regions = RegionLiveness(costs, place, build.starts, build.ends, n + 1)
     held = _held_values(costs, place, build, regions)
-    elsewhere = pending_gradients(
+    corrections = pending_gradients(
         costs,
         place,
         lambda x, y, i, j, nbytes: held.waiting.add(x, y, i, nbytes, until=j),
@@ -87,8 +87,8 @@ def build_tables(
     )
     crossing = _crossing_values(costs, place, build)
     state = _state(costs, place, build)
-    # The loss stays in all of its stage's backward: added below where stages end with it, here off
-    # where it is counted already.
+    # The loss is alive in all of its stage's backward: it is added below for stages that end with it,
+    # so it is taken off here where it is counted already.
     held.waiting.add(0, n, n, -LOSS_NBYTES)
     forwards, backwards = zip(*(node_transients(costs, i) for i in range(n + 1)), strict=True)
     forward_transient = _by_position(place, forwards)
@@ -98,10 +98,10 @@ def build_tables(
         live += regions.table("waiting")
         incoming = _by_position(place, [c.backward_incoming for c in costs.nodes])
         live = np.maximum(live, regions.recomputing(waiting, incoming, forward_transient))
-        elsewhere += regions.not_yet()
+        corrections += regions.not_yet()
         saved = saved + regions.table("saved")
         forward = forward + regions.table("forward")
-    growing, grown = _backward_live(build, live, elsewhere, state, later=later)
+    growing, grown = _backward_live(build, live, corrections, state, later=later)
     growing[:, -1] += LOSS_NBYTES
     if grown is not None:
         grown[:, -1] += LOSS_NBYTES
@@ -118,7 +118,7 @@ def build_tables(
         received=received,
         computed=build.at_ends(crossing.computed.table()),
         sent=build.at_ends(crossing.sent.table()),
-        forward_live=build.running_max(forward + forward_transient, elsewhere=crossing.released)
+        forward_live=build.running_max(forward + forward_transient, corrections=crossing.released)
         + received,
         backward_live_growing=growing,
         backward_live_grown=grown,
@@ -132,7 +132,7 @@ def build_tables(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _HeldValues:
-    """What values hold that no region needs: from forward to backward, in backward, in forward."""
+    """Bytes of values that no region needs: from forward to backward, in backward, in forward."""
 
     saved: _Rectangles
     saved_fixed: _Rectangles
@@ -144,7 +144,7 @@ def _held_values(
     costs: CostTable,
     place: NDArray[np.int64],
     build: _Builder,
-    regions: HeldInRegions | None,
+    regions: RegionLiveness | None,
 ) -> _HeldValues:
     saved, saved_fixed, waiting = build.rectangles(), build.rectangles(), build.rectangles()
     forward = build.rectangles()
@@ -171,7 +171,7 @@ def _held_values(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CrossingValues:
-    """What crosses the borders of stages; ``released``: received copies that go before the end."""
+    """Values that cross the boundaries of stages; ``released``: copies that are freed before the end."""
 
     received: _Rectangles
     computed: _Rectangles
@@ -218,7 +218,7 @@ def _crossing_values(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _State:
-    """Parameters and buffers; ``sent_home``: gradients of later stages' copies that came already."""
+    """Parameters and buffers; ``sent_home``: gradients received from later stages' copies of parameters."""
 
     parameters: _Rectangles
     buffers: _Rectangles
@@ -238,13 +238,13 @@ def _state(costs: CostTable, place: NDArray[np.int64], build: _Builder) -> _Stat
         if name in costs.trained:
             trained.some(uses, nbytes)
             owned.add(0, uses[0], uses[0], nbytes)
-            # A later stage's copy sends its gradient home before this stage's backward.
+            # A later stage's copy sends its gradient before this stage's backward.
             sent_home.add(0, uses[0], uses[0], nbytes, until=uses[-1])
     for name, uses in _uses(costs, costs.buffers_of, place).items():
         buffers.some(uses, costs.state_nbytes[name])
     used = {costs.alias_of[x] for group in (*costs.parameters_of, *costs.buffers_of) for x in group}
     for name, nbytes in costs.state_nbytes.items():
-        if name not in used:  # nobody reads it: it lives with the first stage
+        if name not in used:  # no node reads it: it is on the first stage
             (buffers if name not in costs.trained else parameters).add(0, 0, 0, nbytes)
     return _State(
         parameters=parameters,
@@ -259,23 +259,23 @@ def _state(costs: CostTable, place: NDArray[np.int64], build: _Builder) -> _Stat
 def _backward_live(
     build: _Builder,
     live: Table,
-    elsewhere: Sequence[IntervalCorrection],
+    corrections: Sequence[IntervalCorrection],
     state: _State,
     *,
     later: bool,
 ) -> tuple[Table, Table | None]:
-    """The most that is live in the first backward, with its gradients, and in a later one."""
-    # Gradients of (i, b): of what the stage trains, all that is not used in [a, i] as well.
+    """The most bytes in the first backward, with gradients, and in a later one."""
+    # Gradients of (i, b): of the parameters that the stage trains, those that are not used in [a, i].
     used_so_far = state.trained.table()
     trained = build.at_ends(used_so_far)
-    growing = build.running_max(live - used_so_far, elsewhere=elsewhere) + trained
+    growing = build.running_max(live - used_so_far, corrections=corrections) + trained
     growing = growing + build.at_ends(state.sent_home.table())
     if not later:
         return growing, None
-    # Gradients that stay are all there in a later backward; those of copied parameters went home,
-    # and grow anew.
+    # In a later backward all gradients that are kept here are there; those of copied parameters were
+    # sent to their stage, and accumulate anew.
     copied_so_far = used_so_far - state.owned.table()
-    grown = build.running_max(live - copied_so_far, elsewhere=elsewhere) + trained
+    grown = build.running_max(live - copied_so_far, corrections=corrections) + trained
     return growing, grown
 
 
@@ -295,9 +295,9 @@ def _uses(
 
 
 def _updating(costs: CostTable, uses_of: Mapping[str, Sequence[int]], build: _Builder) -> Table:
-    """Per start and position what Adam's loop makes for a parameter that is first used there.
+    """Per start and position the temporary bytes of Adam's loop for a parameter first used there.
 
-    A square root and a quotient; the quotient of the parameter before it goes when they are made.
+    A square root and a quotient; the quotient of the parameter before is freed when they are computed.
     """
     table = np.zeros((len(build.starts), build.width))
     before: tuple[int, int] | None = None  # its position and bytes
@@ -316,7 +316,7 @@ def _updating(costs: CostTable, uses_of: Mapping[str, Sequence[int]], build: _Bu
 
 
 def node_transients(costs: CostTable, node: int) -> tuple[int, int]:
-    """What the node needs on top while its forward runs, and its backward."""
+    """Bytes that are alive only while the node's forward runs, and while its backward does."""
     key = costs.keys[node] if node < len(costs.keys) else None
     cost = costs.nodes[node]
     if key is not None and key.offload and not key.recompute:
@@ -347,9 +347,11 @@ class _Builder:
         picked = table[:, np.asarray(self.ends) - 1]
         return np.where(self._valid(), picked, 0.0)
 
-    def running_max(self, table: Table, *, elsewhere: Sequence[IntervalCorrection] = ()) -> Table:
+    def running_max(self, table: Table, *, corrections: Sequence[IntervalCorrection] = ()) -> Table:
         """The largest value of columns start … end - 1, per start and end."""
-        return np.where(self._valid(), largest_up_to(table, self.starts, self.ends, elsewhere), 0.0)
+        return np.where(
+            self._valid(), largest_up_to(table, self.starts, self.ends, corrections), 0.0
+        )
 
     def _valid(self) -> NDArray[np.bool_]:
         return np.asarray(self.ends)[None, :] > np.asarray(self.starts)[:, None]

@@ -20,7 +20,7 @@ from placer.runtime.distributed.job import RankAssignment
 from placer.runtime.distributed.pipeline import Microbatch, Results
 from placer.runtime.place import is_on
 from placer.runtime.scatter import CutBatch, batch_size, cut_batch, join_results, split_target
-from placer.schedule import batch_cuts
+from placer.schedule import split_batch
 
 
 def count_rows(rows: Sequence[int], *, own_rows: bool, replicas: int, together: bool) -> int | None:
@@ -30,7 +30,7 @@ def count_rows(rows: Sequence[int], *, own_rows: bool, replicas: int, together: 
     """
     if rows[0] < 0:
         return None
-    cuts = batch_cuts(rows[0], replicas, 1)
+    cuts = split_batch(rows[0], replicas, 1)
     shares = rows if own_rows else [size for (size,) in cuts]
     total = sum(shares)
     if not total:

@@ -70,7 +70,7 @@ class _Moves:
         self._pinned[sorted(problem.pins)] = True
 
         self._solid = np.ones(n, dtype=bool)
-        self._solid[sorted(problem.hollow)] = False
+        self._solid[sorted(problem.auxiliary)] = False
 
     def begin_pass(self) -> None:
         self._free = ~self._pinned
@@ -86,9 +86,9 @@ class _Moves:
         home = int(np.argmax(np.where(fullness > 0, fullness, self._loads / self._loads.max() - 1)))
         units = np.flatnonzero(self._free & (self.stage_of == home))
         if not self._problem.may_be_empty:
-            solid = self._solid & (self.stage_of == home)
-            if solid.sum() == 1:
-                units = units[~solid[units]]
+            standalone = self._solid & (self.stage_of == home)
+            if standalone.sum() == 1:
+                units = units[~standalone[units]]
         if not len(units):
             return False
         first, last = self._range()

@@ -1,20 +1,20 @@
-"""What a stage holds for backward when regions of it are recomputed or offloaded.
+"""Which values regions that are recomputed or offloaded keep alive, and when.
 
-With ``a`` the first node of the stage and ``i`` the node whose backward runs, a value's bytes are
-held in these columns ``i``, besides those where a node outside of every region still needs it:
+Tables have a row per start of a stage and a column per node whose backward runs. A value is alive in
+these columns, besides those where a node outside of all regions needs it:
 
-    recompute   a value that enters the region    from its first node that saves something on
-                a value that is made inside       from its first saver to the region's last saver
-    offload     what nodes of the region save     from its first saver to its last
-    both        a value that enters               from the first to the last saving node
+    recompute   a value that enters the region    from the region's first node that saves something on
+                a value that is made in it        from the value's first saver to the region's last saver
+    offload     what nodes of the region save     from the value's first saver to its last
+    both        a value that enters the region    from the first to the last node that saves something
 
-The first are held for every micro-batch in flight, the others only while the region's own backward
-runs. Just before it, the region's forward runs again: there the values that enter, the gradients
-that have come, and what the forward holds are live together.
+The first kind is kept for every micro-batch in flight, the others only while the region's own backward
+runs. Before that, the region's forward runs again: values that enter, gradients that were received, and
+what the forward needs are alive together.
 
-A stage border may cut through a region: what enters then depends on ``a``, so each table has a row
-per start. Where the stage ends before the region does, backward begins with nodes that save nothing,
-and what comes only when a saving node's backward asks for it is not there yet: `not_yet` says so.
+A region may be in two stages, and what enters it depends on where the stage starts. If a stage ends
+inside a region, backward begins with nodes that save nothing, and what is recomputed or brought back
+for the first saving node is not there yet: `not_yet` has corrections for these stages.
 O(values in regions x starts) time.
 """
 
@@ -38,7 +38,7 @@ Columns = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """A region in the order of nodes; positions. ``first_saver`` is that at or after each start."""
+    """A region, by positions of nodes; ``first_saver`` is per start the first saver from there on."""
 
     key: RegionKey
     first: int
@@ -49,28 +49,28 @@ class _Run:
 
 @dataclass(slots=True, kw_only=True)
 class _Held:
-    """A value that regions need, positions of nodes, and what is noted of when it is held.
+    """A value that regions need, by positions of nodes, and when it is alive.
 
-    Per start of a stage: its bytes, and from which column on it is held (``always``), besides those
-    columns where it is while a region's own backward runs (``passing``: a table, since, until).
+    Per start of a stage: its bytes, and the column from which on it is alive (``always``). ``passing``
+    are columns where it is alive while a region's own backward runs: a table, since, until.
     """
 
     producer: int
     users: list[int]
     savers: list[int]
-    parts: dict[int, int]  # of a saver of a part only, its bytes
+    parts: dict[int, int]  # savers of a part only -> bytes
     nbytes: Table
     always: Columns
     passing: list[tuple[str, Columns, int]]
-    stays: bool  # does it stay from when it is made on, for backward
-    last_use: int  # in forward, up to this column
+    stays: bool  # is it alive from forward to backward?
+    last_use: int  # the column after its last use in forward
 
 
-class HeldInRegions:
-    """Fills tables of bytes, rows the ``starts`` of stages, columns the ``width`` positions of nodes.
+class RegionLiveness:
+    """Tables of bytes: a row for each of ``starts``, a column for each of ``width`` positions of nodes.
 
-    Stages end at ``ends``. ``saved`` is held between forward and backward, ``waiting`` while a
-    backward runs, ``forward`` while the forward does.
+    Stages end at ``ends``. The tables: ``saved`` between forward and backward, ``waiting`` while a
+    backward runs, ``forward`` while the forward runs.
     """
 
     def __init__(
@@ -88,14 +88,18 @@ class HeldInRegions:
         self._place = place
         names = ("kept", "fetched", "inside", "saved", "forward")
         self._steps = {name: self._empty() for name in names}
-        self._parts: dict[int, list[tuple[int, int]]] = {}  # value: rows where parts of it come
+        self._parts: dict[
+            int, list[tuple[int, int]]
+        ] = {}  # value -> rows where parts of it are received
         row_of = {start: row for row, start in enumerate(starts)}
         for index, start, nbytes in copied_parts(costs, place, starts):
             self._parts.setdefault(index, []).append((row_of[start], nbytes))
-        self._since: dict[int, list[Columns]] = {}  # value: per row from where on, for each hold
-        # value, run's savers of it, since when it is held, until when, bytes
+        self._since: dict[
+            int, list[Columns]
+        ] = {}  # value -> per row the first column, for each reason
+        # savers of a value in a region, per row its first column, the column after the last, bytes
         self._offloaded: list[tuple[Sequence[int], Columns, Columns, Table]] = []
-        self._again = self._empty()  # live while the forward runs again
+        self._again = self._empty()  # alive while the forward runs again
         self._private = np.zeros((len(starts), width))
         keys: list[RegionKey | None] = [None] * width
         for node, key in enumerate(costs.keys):
@@ -124,7 +128,7 @@ class HeldInRegions:
         )
 
     def take(self, index: int) -> bool:
-        """Count the value of this number if a region needs it; False: no region does."""
+        """Count the value with this index if a region needs it; False if none does."""
         value = self._costs.values[index]
         place, starts = self._place, self._starts
         users = sorted({int(place[i]) for i in (*value.users, *value.savers)})
@@ -160,7 +164,7 @@ class HeldInRegions:
         return True
 
     def _recompute(self, held: _Held, number: int) -> None:
-        """Note when the value is held for the region of this number, which is recomputed."""
+        """Note when the value is alive for the recomputed region with this number."""
         run, starts, none = self._runs[number], self._starts, self._width
         inside = [p for p in held.users if self._run_of[p] == number]
         saving = [s for s in held.savers if self._run_of[s] == number]
@@ -183,10 +187,10 @@ class HeldInRegions:
             _fill(self._again, begin, np.full(len(starts), until), held.nbytes)
 
     def _offload(self, held: _Held, number: int) -> None:
-        """Note when the value is back for the region of this number, whose savings wait on the host."""
+        """Note when the value is on the device for the offloaded region with this number."""
         starts, none = self._starts, self._width
         saving = [s for s in held.savers if self._run_of[s] == number]
-        if len(held.savers) > 1:  # each part comes for itself
+        if len(held.savers) > 1:  # each part is brought back by itself
             for s in [s for s in saving if s in held.parts]:
                 since = np.where(starts <= s, s, none)
                 until = np.minimum(s + 1, held.always)
@@ -201,7 +205,7 @@ class HeldInRegions:
                 self._offloaded.append((saving, since, until, held.nbytes))
 
     def _count(self, held: _Held) -> None:
-        """Put into the tables what is noted of the value."""
+        """Add what was noted of the value to the tables."""
         starts, none = self._starts, self._width
         end = np.full(len(starts), none)
         _fill(self._steps["saved"], held.always, end, held.nbytes)
@@ -221,11 +225,11 @@ class HeldInRegions:
         return self._sum(self._steps[name])
 
     def _passing(self) -> Table:
-        """What is there only while a recomputed region's own backward runs."""
+        """What is alive only while a recomputed region's own backward runs."""
         return self._sum(self._steps["fetched"]) + self._sum(self._steps["inside"])
 
     def held_from(self, index: int, column: int) -> Iterator[tuple[int, int]]:
-        """First and last starts of stages that hold the value from ``column`` on, and not before."""
+        """First and last starts of stages where the value is alive from ``column`` on, and not before."""
         always, *passing = self._since.get(index, [np.full(len(self._starts), self._width)])
         begins = np.any([always == column, *(since == column for since in passing)], axis=0)
         begins &= always >= column
@@ -233,27 +237,27 @@ class HeldInRegions:
             yield int(self._starts[row]), int(self._starts[row])
 
     def not_yet(self) -> Iterator[IntervalCorrection]:
-        """What the table of "waiting" has too much for stages that end within a region."""
+        """Corrections of the table "waiting" for stages that end inside a region."""
         passing = self._passing()
         for run in self._runs:
             if not run.key.recompute:
                 continue
-            for saver, following in self._cut_gaps(run.savers):
+            for saver, following in self._split_gaps(run.savers):
                 amounts = passing[:, saver + 1]
                 yield from self._less(saver, following, amounts)
         for savers, since, until, nbytes in self._offloaded:
-            for saver, following in self._cut_gaps(savers):
+            for saver, following in self._split_gaps(savers):
                 there = (since <= saver) & (until > saver + 1)
                 yield from self._less(saver, following, np.where(there, nbytes, 0.0))
 
-    def _cut_gaps(self, savers: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Neighbouring ``savers`` between which a stage may end with other nodes."""
+    def _split_gaps(self, savers: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Pairs of neighbouring ``savers`` between which a stage may end, other nodes being between them."""
         for saver, following in pairwise(savers):
             if any(saver + 1 < end <= following for end in self._ends):
                 yield saver, following
 
     def _less(self, saver: int, following: int, amounts: Table) -> Iterator[IntervalCorrection]:
-        """Stages that end after ``saver``, but not after ``following``, have ``amounts`` less there."""
+        """Corrections by minus ``amounts`` (per row) for stages that end between the two savers."""
         rows = range(int(np.searchsorted(self._starts, saver, side="right")))
         for nbytes, group in groupby(rows, key=lambda row: float(amounts[row])):
             same = list(group)
@@ -268,9 +272,9 @@ class HeldInRegions:
                 )
 
     def recomputing(self, waiting: Table, incoming: Table, forward_transient: Table) -> Table:
-        """Bytes live when a region's forward has run again, in the columns of its saving nodes.
+        """Bytes alive when a region's forward has run again, in the columns of its saving nodes.
 
-        ``waiting`` is what no region needs, ``incoming`` and ``forward_transient`` are per position.
+        ``waiting`` is what no region needs; ``incoming`` and ``forward_transient`` are per position.
         """
         found = np.zeros((len(self._starts), self._width))
         there = self._sum(self._steps["kept"]) + self._sum(self._steps["fetched"])
@@ -293,14 +297,14 @@ class HeldInRegions:
         return found
 
     def _stops_before_it_runs(self) -> set[int]:
-        """Nodes that save only what they are given: a second forward that ends there skips them."""
+        """Nodes that save none of their own results: a second forward stops before it would end with one."""
         saves_own = {v.producer for v in self._costs.values if v.producer in v.savers}
         return {int(self._place[i]) for i in range(len(self._costs.names)) if i not in saves_own}
 
     def _wait(
         self, name: str, since: Columns, until: Columns, nbytes: Table, savers: Sequence[int]
     ) -> None:
-        """Held in columns since … until - 1; a single saver's own column has it in its transient."""
+        """Alive in columns since … until - 1, except a single saver's own: its transient bytes have it."""
         steps = self._steps[name]
         if len(savers) != 1:
             _fill(steps, since, until, nbytes)
@@ -322,7 +326,7 @@ class HeldInRegions:
 
 
 def _fill(steps: Table, since: Columns, until: Columns, nbytes: Table) -> None:
-    """Add to every row its ``nbytes``, in its columns since … until - 1."""
+    """Add ``nbytes`` (per row) to columns since … until - 1 (per row)."""
     rows = np.flatnonzero(since < until)
     steps[rows, since[rows]] += nbytes[rows]
     steps[rows, until[rows]] -= nbytes[rows]

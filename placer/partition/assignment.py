@@ -1,21 +1,19 @@
-"""Chains in which a device comes again: its first stage early in the program, another one late.
+"""Which device computes which part of an order, if a device may have several stages.
 
-A U-Net's top levels hold most of the activations and share the largest skip; stages of which every
-device has one can put both levels on a device only with all that is between. Two steps look for
-less, along one order of the nodes:
+The first and the last layers of a U-Net save most of the activations, and the largest skip connection
+goes from the ones to the others. With one stage per device, both are on one device only if everything
+between them is, too. A heuristic looks for a lower largest peak, along one order of the nodes:
 
-1. The devices follow each other as in the letter V, d0, d1, …, dk-1, …, d1, d0. Device j holds
-   [a_j, a_j+1) and [b_j+1, b_j), the intervals are nested, and with g_j(a, b) the least largest
-   load of the devices j … k - 1 covering [a, b),
+1. Devices are arranged as in the letter V: d0, d1, …, dk-1, …, d1, d0. Device j has the intervals
+   [a_j, a_j+1) and [b_j+1, b_j), one inside the other from device to device. With g_j(a, b) the least
+   possible largest load of devices j … k - 1 on [a, b),
 
        g_k-1(a, b) = load of [a, b)
        g_j(a, b)   = min over a <= a' <= b' <= b of max(pair_j(a, a', b', b), g_j+1(a', b'))
 
-   by dynamic programming, O(k C^4) for C cuts, thinned to some tens.
-2. From there, the stretch of the order and the device are looked for that lower the sum of powers of
-   the loads the most, until none does: O(k C^2) loads per step. Every further stage has its price.
-
-Heuristic; what is found is compared with the chain, and taken if it is better.
+   by dynamic programming, in O(k C^4) for C cuts, of which some tens are chosen before.
+2. Local search: a stretch of the order is given to another device, the one that lowers a sum of powers
+   of the loads the most, until none does. A step examines O(k C^2) loads. More stages have a price.
 """
 
 from __future__ import annotations
@@ -29,23 +27,23 @@ import numpy as np
 from placer.partition.stage_cost.live_through import Span
 from placer.partition.stage_cost.shared import SharedPeaks, Table
 
-MOST_CUTS = 44  # the time of the nested program goes with the fourth power
+MOST_CUTS = 44  # the time of the first step grows with its fourth power
 
-Load = Callable[[int, tuple[Span, ...]], float]  # of a device with these stages, as a share
+Load = Callable[[int, tuple[Span, ...]], float]  # of a device (index) with these stages, as a share
 
-_POWERS = (4.0, 16.0, 64.0)  # from the sum of all loads towards the largest
-_PRICE = 0.006  # of a stage: how much lower the loads must be for one more
-_SPARE = 0.004  # how much higher the largest load may be for fewer stages
+_POWERS = (4.0, 16.0, 64.0)  # one after the other: from about all loads to about the largest
+_PRICE = 0.006  # share by which loads must fall for one more stage
+_SPARE = 0.004  # share by which the largest load may rise for fewer stages
 _MOST_STEPS = 200
-_ROUNDING = 1e-9  # sums of floats in another order
+_ROUNDING = 1e-9  # difference between sums of floats in different orders
 
 
 def nested_devices(
     shared: SharedPeaks, cuts: Sequence[int], scales: Sequence[tuple[float, float]]
 ) -> list[int]:
-    """The device of every stretch between ``cuts`` (indices, the first and last of all included).
+    """The first step: the device of every stretch between ``cuts`` (indices, the ends included).
 
-    ``scales`` are per device what turns a peak into a load: ``peak * first + second``.
+    ``scales`` are per device (a, b) such that ``a * peak + b`` is its load.
     """
     at = np.asarray(cuts)
     n, devices = len(at), len(scales)
@@ -62,9 +60,9 @@ def nested_devices(
             pair = _pair(shared, at, x, y) * scales[j][0] + scales[j][1]
             value = np.maximum(pair, best[x : y + 1, x : y + 1])
             value[~np.tri(y - x + 1, dtype=bool).T] = np.inf
-            place = int(np.argmin(value))
-            outer[x, y] = value.flat[place]
-            choice[x, y] = x + place // (y - x + 1), x + place % (y - x + 1)
+            least = int(np.argmin(value))
+            outer[x, y] = value.flat[least]
+            choice[x, y] = x + least // (y - x + 1), x + least % (y - x + 1)
         best = outer
         choices.append(choice)
     device_of, span = [devices - 1] * (n - 1), (0, n - 1)
@@ -77,7 +75,7 @@ def nested_devices(
 
 
 def _pair(shared: SharedPeaks, at: np.ndarray, x: int, y: int) -> Table:
-    """``[i, j]``: the peak of a device with the stages from cut x to x + i, and from x + j to y."""
+    """``[i, j]``: the peak of a device with one stage from cut x to x + i and one from x + j to y."""
     inside = at[x : y + 1]
     first, last = int(at[x]), int(at[y])
     row, column = np.maximum(inside - 1, first), np.minimum(inside, last - 1)
@@ -99,9 +97,9 @@ def improved_devices(
     load: Load,
     at_least: Load,
 ) -> list[int]:
-    """``device_of`` after moving stretches of it (only ``free`` places) from device to device.
+    """The second step: ``device_of`` (per stretch) after moves; only ``free`` stretches are moved.
 
-    ``at_least`` bounds ``load`` from below: a move that is no better by that is not looked at.
+    ``at_least`` is a lower bound on ``load`` that rules out most moves.
     """
     known: dict[tuple[int, tuple[Span, ...]], float] = {}
     floors: dict[tuple[int, tuple[Span, ...]], float] = {}
@@ -114,7 +112,7 @@ def improved_devices(
             return float(share**power * (1 + _PRICE * power * len(spans)))
 
         def value(tried: Sequence[int], limit: float) -> float:
-            """The sum over the devices; ``inf`` where it is sure not to be below ``limit``."""
+            """The sum of powers over the devices; ``inf`` if a bound says that it is not below ``limit``."""
             pairs = list(enumerate(spans_of(tried, cuts, devices)))
             unknown = [pair for pair in pairs if pair not in known]
             for pair in unknown:
@@ -144,16 +142,16 @@ def improved_devices(
 def _with_fewer_stages(
     device_of: list[int], cuts: Sequence[int], free: Sequence[bool], devices: int, load: Load
 ) -> list[int]:
-    """``device_of`` with stages given to a neighbour's device where that costs next to nothing."""
+    """``device_of`` with stages joined to a neighbouring one where that costs next to nothing."""
 
     def largest(tried: Sequence[int]) -> float:
         return max(load(d, spans) for d, spans in enumerate(spans_of(tried, cuts, devices)))
 
     limit = largest(device_of) * (1 + _SPARE)
     while True:
-        borders = [i for i in range(1, len(device_of)) if device_of[i] != device_of[i - 1]]
+        boundaries = [i for i in range(1, len(device_of)) if device_of[i] != device_of[i - 1]]
         tried = []
-        for x, y in itertools.pairwise([0, *borders, len(device_of)]):
+        for x, y in itertools.pairwise([0, *boundaries, len(device_of)]):
             for other in {*device_of[x - 1 : x], *device_of[y : y + 1]} if all(free[x:y]) else ():
                 merged = device_of[:x] + [other] * (y - x) + device_of[y:]
                 tried.append((largest(merged), merged))
@@ -164,7 +162,7 @@ def _with_fewer_stages(
 
 
 def _moves(device_of: list[int], free: Sequence[bool], devices: int) -> list[list[int]]:
-    """Every stretch of free places given to one device."""
+    """All assignments in which one run of free stretches is given to another device."""
     found = []
     count = len(device_of)
     for x in range(count):
@@ -178,7 +176,7 @@ def _moves(device_of: list[int], free: Sequence[bool], devices: int) -> list[lis
 
 
 def spans_of(device_of: Sequence[int], cuts: Sequence[int], devices: int) -> list[tuple[Span, ...]]:
-    """Per device its stages."""
+    """The stages of every device."""
     found: list[list[Span]] = [[] for _ in range(devices)]
     begin, device = 0, device_of[0]
     for end, other in enumerate(device_of):

@@ -17,7 +17,7 @@ from unet3d import unet3d
 import placer
 from placer.capture import capture_model
 from placer.partition import choose
-from placer.partition.fold import improved_devices, nested_devices, spans_of
+from placer.partition.assignment import improved_devices, nested_devices, spans_of
 from placer.partition.stage_cost.shared import SharedPeaks
 
 DEVICES = ["cpu:0", "cpu:1", "cpu:2"]
@@ -45,7 +45,7 @@ def test_a_unet_is_folded_and_peaks_lower_as_predicted(monkeypatch: pytest.Monke
         assert 0.999 * device.peak <= device.predicted <= 1.02 * device.peak
     assert plan.optimality is not None
     assert plan.optimality.value == max(device.predicted for device in found)
-    monkeypatch.setattr(choose, "find_returning", lambda *_: None)
+    monkeypatch.setattr(choose, "find_noncontiguous", lambda *_: None)
     chain = placer.make_plan(model, spec, (x,))
     assert len(chain.stages) == 3
     least = max(device.peak for device in placer.simulate(model, chain, (x,)).devices)
@@ -64,7 +64,7 @@ def test_what_is_said_of_its_boundaries_is_so() -> None:
         assert boundary.right == peaks[right.devices[0]]
     moves = [b.next_value for b in plan.boundaries if b.next_value is not None]
     assert moves and plan.optimality is not None
-    assert min(moves) > 0.99 * plan.optimality.value  # no single border is better elsewhere
+    assert min(moves) > 0.99 * plan.optimality.value  # no single boundary is better elsewhere
     assert "all stages of cpu:" in plan.explain()
 
 

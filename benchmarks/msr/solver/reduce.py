@@ -1,4 +1,4 @@
-"""Make a partition problem smaller without changing its answer: join units that belong together."""
+"""Smaller partition problems with the same answer, in which units are joined."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from placer.partition.solver.problem import PartitionProblem, SharedValue, Vecto
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reduction:
-    """A smaller problem, and which of its units each original unit became."""
+    """A smaller problem, and the unit of it that each original unit is part of."""
 
     problem: PartitionProblem
     unit_of: NDArray[np.int64]
 
 
 def join_cycles(problem: PartitionProblem) -> Reduction:
-    """Units that depend on each other both ways become one: they can only share a stage."""
+    """Units on a cycle become one, since they can only share a stage."""
     graph: nx.DiGraph = nx.DiGraph()
     graph.add_nodes_from(range(problem.num_units))
     graph.add_edges_from(problem.edges)
@@ -33,7 +33,7 @@ def join_cycles(problem: PartitionProblem) -> Reduction:
 
 
 def contract(problem: PartitionProblem, leaders: Sequence[int]) -> Reduction:
-    """The problem with the units of one leader as one unit; leaders keep their relative order."""
+    """The problem in which units with the same leader are one; leaders keep their relative order."""
     names, unit_of = np.unique(np.asarray(leaders, dtype=np.int64), return_inverse=True)
     count = len(names)
     edges = sorted(
@@ -53,14 +53,14 @@ def contract(problem: PartitionProblem, leaders: Sequence[int]) -> Reduction:
         for slot in problem.slots
     )
     pins = {int(unit_of[u]): problem.pins[u] for u in sorted(problem.pins, reverse=True)}
-    solid = {int(unit_of[u]) for u in range(problem.num_units) if u not in problem.hollow}
+    standalone = {int(unit_of[u]) for u in range(problem.num_units) if u not in problem.auxiliary}
     reduced = PartitionProblem(
         num_units=count,
         edges=tuple(edges),
         values=tuple(values),
         slots=slots,
         pins=pins,
-        hollow=frozenset(range(count)) - solid,
+        auxiliary=frozenset(range(count)) - standalone,
         may_be_empty=problem.may_be_empty,
     )
     return Reduction(problem=reduced, unit_of=unit_of)

@@ -1,0 +1,327 @@
+"""Search over the policies of one stage: how a policy for the first blocks is extended, and what it costs.
+
+All sums are those of `placer.partition.stage_cost.score`. Extending a policy never makes its sums
+smaller, and adds the more the fewer values are on the device already; the searches rest on that.
+(Label-setting algorithms for shortest paths with resources work the same way.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from placer.catalogue import DeviceKind
+from placer.cost import CostTable
+from placer.partition.policy.types import KEEP, PartialPolicy, Policy
+from placer.partition.stage_cost.pending_gradients import pending_gradients
+from placer.regions import RegionBoundaries
+
+_MOST_BLOCKS = 36
+_NO_BLOCKS = PartialPolicy(
+    seconds=0.0, kept=0.0, backward_peak=0.0, on_device=0, on_host=0, policy=KEEP, span=(0, 0)
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Recomputed:
+    """What recomputing some blocks together costs, whatever is done with those before them."""
+
+    enters: tuple[int, ...]  # values that come from before them
+    seconds: float
+    backward_peak: float  # bytes besides those that are kept, and those of ``enters``
+    saving: bool  # do they save anything? Else there is no reason to run them again
+
+
+@dataclass(eq=False)
+class PolicySearch:
+    """The nodes of a stage by index, the loss last if it is computed there, and searches over policies.
+
+    ``nodes`` are in program order, ``before`` those of earlier stages. Nodes in ``given`` have their
+    policy already; ``boundaries`` says where regions may begin and end, ``half`` whether matrix products
+    are in half precision. ``all_gradients`` is as in `StageLimits`.
+    """
+
+    costs: CostTable
+    nodes: Sequence[int]
+    before: Collection[int]
+    boundaries: RegionBoundaries
+    given: Mapping[int, Policy]
+    kind: DeviceKind
+    half: bool = field(kw_only=True)
+    all_gradients: bool = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        # Per choices the policies among which the least peak is, once `cheapest` has searched for them.
+        self.least_peaks: dict[frozenset[Policy], list[PartialPolicy]] = {}
+        costs = self.costs
+        self.nodes = list(self.nodes)
+        if self.nodes and self.nodes[-1] == len(costs.names) - 1:
+            self.nodes.append(len(costs.names))
+        local = {node: t for t, node in enumerate(self.nodes)}
+        self.nbytes = [float(v.nbytes) for v in costs.values]
+        self.single = [len(v.savers) == 1 for v in costs.values]
+        self.producer = [local.get(v.producer, -1) for v in costs.values]
+        self.saved_at: list[list[int]] = [[] for _ in self.nodes]
+        self.used_at: list[list[int]] = [[] for _ in self.nodes]
+        self.last_use = [-1] * len(costs.values)
+        for index, value in enumerate(costs.values):
+            for node in value.savers:
+                if node in local:
+                    self.saved_at[local[node]].append(index)
+            for node in {*value.users, *value.savers}:
+                if node in local:
+                    self.used_at[local[node]].append(index)
+                    self.last_use[index] = max(self.last_use[index], local[node])
+        self.backward_bytes = [  # of each node's backward, without what is saved for it
+            costs.nodes[node].backward_transient + pending
+            for node, pending in zip(self.nodes, self._pending(), strict=True)
+        ]
+        self.forward_seconds = self._forward_seconds()
+        self._recomputed: dict[tuple[int, int], _Recomputed] = {}
+
+    def _forward_seconds(self) -> list[float]:
+        """Per node, the longer of computing and of reading and writing memory."""
+        peak = self.kind.half_flops if self.half else self.kind.fp32_flops
+        costs = [self.costs.nodes[node] for node in self.nodes]
+        return [
+            max(c.forward_flops / peak, c.forward_traffic / self.kind.memory_bandwidth)
+            for c in costs
+        ]
+
+    def _pending(self) -> list[float]:
+        """Bytes of gradients, of activations and of parameters, that are pending in each node's backward."""
+        costs, nodes = self.costs, self.nodes
+        steps = [0.0] * (len(nodes) + 1)
+        start, end = len(self.before), len(self.before) + len(nodes)
+        ahead = [*self.before, *nodes]
+        rest = np.setdiff1d(np.arange(len(costs.nodes)), ahead)
+        place = np.empty(len(costs.nodes), dtype=np.int64)  # node -> position
+        place[[*ahead, *rest]] = np.arange(len(place))
+
+        def add(first: int, last: int, column: int, until: int, nbytes: float) -> None:
+            if first <= start <= last and column < end and until > start and column < until:
+                steps[max(column, start) - start] += nbytes
+                steps[min(until, end) - start] -= nbytes
+
+        for change in pending_gradients(costs, place, add):
+            if end <= change.sender:
+                add(change.first, change.last, change.begin, change.until, change.nbytes)
+        uses: dict[str, int] = {}
+        for t, node in enumerate(nodes):
+            for name in costs.parameters_of[node] if node < len(costs.names) else ():
+                uses.setdefault(costs.alias_of[name], t)
+        for name, t in uses.items():
+            if name in costs.trained:
+                steps[0] += costs.state_nbytes[name]
+                if not self.all_gradients:
+                    steps[t] -= costs.state_nbytes[name]
+        return list(accumulate(steps[:-1]))
+
+    @cached_property
+    def blocks(self) -> list[list[int]]:
+        """Runs of nodes (indices): at most `_MOST_BLOCKS` or so, of which few bytes enter each."""
+        given = [self.given.get(node) for node in self.nodes]
+        ending = self.boundaries.ending
+        starts = [
+            t
+            for t, node in enumerate(self.nodes)
+            if t
+            and (
+                given[t] != given[t - 1]
+                or (given[t] is None and (node in self.boundaries.free or node in ending))
+            )
+        ]
+        if self.nodes[-1] == len(self.costs.names) and len(self.nodes) > 1:
+            starts = [*(t for t in starts if t < len(self.nodes) - 1), len(self.nodes) - 1]
+        if len(starts) >= _MOST_BLOCKS:
+            crossing = [0.0] * (len(self.nodes) + 1)
+            for value, last in enumerate(self.last_use):
+                if last >= 0:
+                    crossing[self.producer[value] + 1] += self.nbytes[value]
+                    crossing[last + 1] -= self.nbytes[value]
+            entering = list(accumulate(crossing))
+            windows: dict[int, list[int]] = {}
+            for t, share in zip(starts, self._shares(starts), strict=True):
+                windows.setdefault(int(share * (_MOST_BLOCKS - 1)), []).append(t)
+            needed = {t for t in starts if given[t] != given[t - 1]} | {starts[-1]}
+            best = (min(w, key=lambda t: (entering[t], t)) for w in windows.values())
+            starts = sorted({*needed, *best})
+        boundaries = [0, *starts, len(self.nodes)]
+        return [list(range(a, b)) for a, b in pairwise(boundaries) if a < b]
+
+    def _shares(self, starts: Sequence[int]) -> list[float]:
+        """Per start the share of the stage before it: half by number of nodes, half by bytes saved."""
+        saved = (sum(self.nbytes[value] for value in values) for values in self.saved_at)
+        sums = list(accumulate(saved, initial=0.0))
+        count, total = len(self.nodes), sums[-1] or 1.0
+        return [0.5 * t / count + 0.5 * sums[t] / total for t in starts]
+
+    def needed_from(self, boundary: int) -> int:
+        """The set of values, a bit for each, that a node after ``boundary`` uses."""
+        start = self.blocks[boundary][0] if boundary < len(self.blocks) else len(self.nodes)
+        return sum(1 << value for value, last in enumerate(self.last_use) if last >= start)
+
+    def bytes_of(self, values: int) -> float:
+        """The bytes of a set of values, which has a bit for each."""
+        total = 0.0
+        while values:
+            value = values.bit_length() - 1
+            total += self.nbytes[value]
+            values ^= 1 << value
+        return total
+
+    def search(
+        self,
+        choices: Collection[Policy],
+        select: Callable[[list[PartialPolicy], int], list[PartialPolicy]],
+    ) -> list[PartialPolicy]:
+        """Policies of the whole stage: at every boundary, those that ``select`` picks are extended.
+
+        ``select(found, boundary)`` gets all partial policies up to a boundary, in the end those of the
+        whole stage.
+        """
+        at: list[list[PartialPolicy]] = [[_NO_BLOCKS], *([] for _ in self.blocks)]
+        for boundary in range(len(self.blocks)):
+            for partial in select(at[boundary], boundary):
+                for end, made in self.extend(partial, boundary, choices):
+                    at[end].append(made)
+            at[boundary] = []
+        return select(at[-1], len(self.blocks))
+
+    def extend(
+        self, partial: PartialPolicy, boundary: int, choices: Collection[Policy]
+    ) -> Iterator[tuple[int, PartialPolicy]]:
+        """All ways to extend ``partial`` by the blocks from ``boundary`` on, and where each ends."""
+        given = self._given_policy(boundary)
+        if given in (None, KEEP):
+            yield boundary + 1, self._keep(partial, boundary)
+        first = self.nodes[self.blocks[boundary][0]]
+        for choice in choices if given is None else {given} - {KEEP}:
+            if not choice.recompute:
+                yield boundary + 1, self._offload(partial, boundary, choice)
+                continue
+            if given is None and first in self.boundaries.ending:
+                continue
+            for end in range(boundary + 1, len(self.blocks) + 1):
+                if end > boundary + 1 and (given or self._given_policy(end - 1)) is not None:
+                    break
+                after = self.nodes[self.blocks[end][0]] if end < len(self.blocks) else first
+                if first > self.boundaries.ending.get(after, first):
+                    continue
+                again = self._recompute_together(boundary, end)
+                if again.saving:
+                    yield end, self._recompute(partial, boundary, end, again, choice)
+
+    def _given_policy(self, block: int) -> Policy | None:
+        """The policy that a block has already; the loss is kept."""
+        node = self.nodes[self.blocks[block][0]]
+        return KEEP if node == len(self.costs.names) else self.given.get(node)
+
+    def _keep(self, partial: PartialPolicy, boundary: int) -> PartialPolicy:
+        kept, backward_peak, on_device = partial.kept, partial.backward_peak, partial.on_device
+        for t in self.blocks[boundary]:
+            own = 0.0
+            for value in self.saved_at[t]:
+                if not on_device >> value & 1:
+                    on_device |= 1 << value
+                    kept += self.nbytes[value]
+                own += self.nbytes[value] * self.single[value]
+            backward_peak = max(backward_peak, kept - own + self.backward_bytes[t])
+        return PartialPolicy(
+            seconds=partial.seconds,
+            kept=kept,
+            backward_peak=backward_peak,
+            on_device=on_device,
+            on_host=0,
+            policy=KEEP,
+            span=(boundary, boundary + 1),
+            before=partial,
+        )
+
+    def _offload(self, partial: PartialPolicy, boundary: int, choice: Policy) -> PartialPolicy:
+        block = self.blocks[boundary]
+        backward_peak, on_host, moved = partial.backward_peak, partial.on_host, 0.0
+        here: set[int] = set()
+        for t in block:
+            for value in self.saved_at[t]:
+                if not (on_host | partial.on_device) >> value & 1:
+                    on_host |= 1 << value
+                    moved += self.nbytes[value]
+                if not partial.on_device >> value & 1:
+                    here.add(value)
+            own = sum(self.nbytes[v] for v in self.saved_at[t] if self.single[v] and v in here)
+            back = sum(self.nbytes[value] for value in here)
+            backward_peak = max(backward_peak, partial.kept + back - own + self.backward_bytes[t])
+        return PartialPolicy(
+            seconds=partial.seconds + 2 * moved / self.kind.host_bandwidth,
+            kept=partial.kept,
+            backward_peak=backward_peak,
+            on_device=partial.on_device,
+            on_host=on_host,
+            policy=choice,
+            span=(boundary, boundary + 1),
+            before=partial,
+        )
+
+    def _recompute(
+        self, partial: PartialPolicy, boundary: int, end: int, again: _Recomputed, choice: Policy
+    ) -> PartialPolicy:
+        fresh = [value for value in again.enters if not partial.on_device >> value & 1]
+        entering = sum(self.nbytes[value] for value in fresh)
+        seconds, kept, on_device = partial.seconds + again.seconds, partial.kept, partial.on_device
+        if choice.offload:
+            seconds += 2 * entering / self.kind.host_bandwidth
+        else:
+            kept += entering
+            for value in fresh:
+                on_device |= 1 << value
+        return PartialPolicy(
+            seconds=seconds,
+            kept=kept,
+            backward_peak=max(partial.backward_peak, partial.kept + entering + again.backward_peak),
+            on_device=on_device,
+            on_host=0,
+            policy=choice,
+            span=(boundary, end),
+            before=partial,
+        )
+
+    def _recompute_together(self, boundary: int, end: int) -> _Recomputed:
+        """The cost of recomputing blocks ``boundary`` … ``end - 1`` as one region."""
+        if (boundary, end) not in self._recomputed:
+            inside = range(self.blocks[boundary][0], self.blocks[end - 1][-1] + 1)
+            self._recomputed[boundary, end] = self._recompute_nodes(inside)
+        return self._recomputed[boundary, end]
+
+    def _recompute_nodes(self, inside: range) -> _Recomputed:
+        """The cost of recomputing neighbouring nodes (indices) as one region."""
+        first = inside[0]
+        enters = (v for t in inside for v in self.used_at[t] if self.producer[v] < first)
+        held, backward_peak, forward = 0.0, 0.0, 0.0
+        seen: set[int] = set()
+        for t in inside:
+            made_here = {v for v in self.saved_at[t] if self.producer[v] >= first}
+            held += sum(self.nbytes[value] for value in made_here - seen)
+            seen |= made_here
+            own = sum(self.nbytes[value] for value in self.saved_at[t] if self.single[value])
+            backward_peak = max(backward_peak, held - own + self.backward_bytes[t])
+            forward = max(forward, held + self.costs.nodes[self.nodes[t]].forward_transient)
+        seconds = 0.0
+        saving = [t for t in inside if self.saved_at[t]]
+        if saving:
+            last = self.costs.nodes[self.nodes[saving[-1]]]
+            pending = (
+                self.backward_bytes[saving[-1]] - last.backward_transient + last.backward_incoming
+            )
+            backward_peak = max(backward_peak, forward + pending)
+            seconds = sum(self.forward_seconds[first : saving[-1] + 1])
+        return _Recomputed(
+            enters=tuple(dict.fromkeys(enters)),
+            seconds=seconds,
+            backward_peak=backward_peak,
+            saving=bool(saving),
+        )
