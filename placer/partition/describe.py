@@ -22,6 +22,7 @@ from placer.partition.candidate import (
 from placer.partition.noncontiguous import NoncontiguousChains, device_peaks, may_be_noncontiguous
 from placer.partition.stage_cost.score import (
     OptimizerMemory,
+    optimizer_seconds,
     peak_bytes,
     replica_peak_bytes,
     saved_bytes,
@@ -72,6 +73,9 @@ def describe_partition(
     for slot, load in zip(slots, loads, strict=True):
         busy[slot.name] += load
     seconds = max(busy.values()) * (options.microbatches - 1) + sum(loads)
+    if not options.processes:  # one process launches the operations of all stages
+        seconds = max(seconds, options.microbatches * _launch_seconds(best, used, options))
+    seconds += _optimizer_seconds(best, used, options)
     criterion = _criterion(best, options)
     if criterion != TOTAL_SECONDS:
         loads = [busy[slot.name] for slot in slots]
@@ -114,7 +118,7 @@ def _stages(
         kept = optimizer_on(options, [slot.name] if options.processes else trains)
         waiting = received_from[index, :index].tolist()
         peaks = peak_bytes(t, count, kept, training=options.training, received_from=waiting)
-        forward, backward = stage_seconds(t, slot.kind, half=options.half)
+        forward, backward = stage_seconds(t, slot.kind)
         inside = best.nodes[t.cuts[x] : t.cuts[y + 1]]  # the order that its peak is of
         names = tuple(capture.order[i] for i in inside)
         layers = dict.fromkeys(capture.layer_of[name] for name in names)
@@ -144,6 +148,32 @@ def _transfer_seconds(
         for q, x, y in used
     ]
     return [float(seconds[x, y]) for seconds, x, y in moved]
+
+
+def _launch_seconds(best: Candidate, used: Sequence[_Used], options: PlanningOptions) -> float:
+    """Seconds in which the host launches the operations of a micro-batch, on all devices."""
+    t = best.tables
+    total = 0.0
+    for q, x, y in used:
+        seconds = t.work.seconds(best.slots[q].kind)
+        end = t.cuts[y + 1] if y + 2 < len(t.cuts) else None  # the last stage has the loss
+        nodes = t.nodes[t.cuts[x] : end]
+        total += seconds.forward.host[nodes].sum()
+        total += seconds.backward.host[nodes].sum() if options.training else 0.0
+    return float(total)
+
+
+def _optimizer_seconds(best: Candidate, used: Sequence[_Used], options: PlanningOptions) -> float:
+    """Seconds of the optimizer's step: devices make theirs at the same time."""
+    if not options.training:
+        return 0.0
+    owned: dict[DeviceSlot, float] = {}
+    for q, x, y in used:
+        slot = best.slots[q]
+        owned[slot] = owned.get(slot, 0.0) + float(best.tables.owned[x, y])
+    return max(
+        optimizer_seconds(nbytes, options.optimizer, slot.kind) for slot, nbytes in owned.items()
+    )
 
 
 def _memory(

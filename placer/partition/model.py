@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
+from placer.catalogue import fastest_kind
 from placer.cost import CostTable
 from placer.partition.candidate import reference_bytes, waiting_at
 from placer.partition.solver.problem import PartitionProblem, SharedValue, StageSlot, Vector
@@ -70,7 +71,7 @@ def seconds_problem(
     """Least time of the slowest stage, with at most ``most_bytes`` on each."""
     slots = []
     for q, (slot, most) in enumerate(zip(chain, most_bytes, strict=True)):
-        seconds = unit_seconds(costs, slot.kind, half=options.half, training=options.training)
+        seconds = unit_seconds(costs, slot.kind, training=options.training)
         slots.append(
             StageSlot(
                 device=slot.name,
@@ -98,15 +99,7 @@ def memory_problem(
 def relaxed_chain(chains: Sequence[Sequence[DeviceSlot]]) -> tuple[DeviceSlot, ...]:
     """A chain of the fastest and largest device of ``chains`` at every position, as many as most."""
     slots = list({slot.name: slot for chain in chains for slot in chain}.values())
-    kinds = [slot.kind for slot in slots]
-    kind = replace(
-        kinds[0],
-        name="fastest",
-        fp32_flops=max(k.fp32_flops for k in kinds),
-        half_flops=max(k.half_flops for k in kinds),
-        memory_bandwidth=max(k.memory_bandwidth for k in kinds),
-        link_bandwidth=max(k.link_bandwidth for k in kinds),
-    )
+    kind = fastest_kind(slot.kind for slot in slots)
     budgets = [slot.budget for slot in slots]
     most = None if None in budgets else max(b for b in budgets if b is not None)
     reserve = min(slot.reserve for slot in slots)

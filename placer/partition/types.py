@@ -29,7 +29,6 @@ class PlanningOptions:
     last_share: float = 1.0  # rows of the last one, as a share of the others'
     optimizer: str | Mapping[str, int] = "adam"
     training: bool = True
-    half: bool = False
     processes: bool = False  # one per device: values pass through the stages between
 
 

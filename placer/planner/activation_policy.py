@@ -198,7 +198,6 @@ class _Search:
             self._borders,
             self._settled,
             slot.kind,
-            half=self._options.half,
             grown=limits.grown,
         )
 

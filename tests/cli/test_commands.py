@@ -262,7 +262,7 @@ def test_check_names_whole_modules_and_why(placer: Run) -> None:
     assert "Chooser: it is kept whole on one device; inner has" in result.stdout
     data = json.loads(placer("check", "net.py:Picky", "--input", "3x4", "--json").stdout)
     (inner,) = data["whole_modules"]
-    assert 0.4 < inner["share_of_seconds"] < 0.6
+    assert 0.2 < inner["share_of_seconds"] < 0.6
     assert inner["most_equal_stages"] == 2
     assert data["largest_piece"]["layers"] == ["inner"]
 

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from placer.cost import CostTable, NodeCost, StoredValue, device_kind
+from placer.cost import CostTable, NodeCost, StoredValue, Work, device_kind
+from placer.cost.operations import Operation
 from placer.partition.policy import cheapest, least
 from placer.partition.policy.labels import LabelledStage, Policy, StageLimits
 from placer.regions import RegionBorders
@@ -36,9 +37,9 @@ def _costs(draw: random.Random, count: int) -> CostTable:
                     savers=tuple(sorted(savers)),
                 )
             )
+    flops = [draw.randint(1, 100) * 10**9 for _ in range(count)]
     nodes = [
         NodeCost(
-            forward_flops=draw.randint(1, 100) * 10**9,
             forward_transient=draw.randint(0, 20) * 2**20,
             backward_transient=draw.randint(0, 40) * 2**20,
         )
@@ -60,6 +61,11 @@ def _costs(draw: random.Random, count: int) -> CostTable:
         alias_of={},
         saving=frozenset(node for value in values for node in value.savers),
         trained=frozenset(),
+        work=Work(
+            [f"n{i}" for i in range(count)],
+            [*([Operation("product", "float32", n, 0, 0)] for n in flops), []],
+            [[]] * (count + 1),
+        ),
     )
 
 
@@ -72,7 +78,7 @@ def test_bound_optimum_and_answer(most: int, monkeypatch: pytest.MonkeyPatch) ->
         costs = _costs(draw, 6)
         choices, held = CHOICES[seed % 3], draw.choice([1, 3])
         nodes = range(6)
-        stage = LabelledStage(costs, nodes, (), EVERYWHERE, {}, KIND, half=False, grown=False)
+        stage = LabelledStage(costs, nodes, (), EVERYWHERE, {}, KIND, grown=False)
         ways = stage.search(choices, lambda labels, _: labels)
         free = StageLimits(static=0, budget=float("inf"), held=held, grown=False)
         plain = max(free.peak(way) for way in ways if not way.seconds)

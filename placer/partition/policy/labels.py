@@ -100,7 +100,6 @@ class LabelledStage:
     borders: RegionBorders
     settled: Mapping[int, Policy]
     kind: DeviceKind
-    half: bool = field(kw_only=True)
     grown: bool = field(kw_only=True)
 
     def __post_init__(self) -> None:
@@ -133,13 +132,9 @@ class LabelledStage:
         self._recomputed: dict[tuple[int, int], _Recomputed] = {}
 
     def _forward_seconds(self) -> list[float]:
-        """Per node, the longer of computing and of reading and writing memory."""
-        peak = self.kind.half_flops if self.half else self.kind.fp32_flops
-        costs = [self.costs.nodes[node] for node in self.nodes]
-        return [
-            max(c.forward_flops / peak, c.forward_traffic / self.kind.memory_bandwidth)
-            for c in costs
-        ]
+        """Per node, of what the device and the host take the one that all of them wait for."""
+        longer = self.costs.work.seconds(self.kind).forward.longer
+        return [float(longer[node]) for node in self.nodes]
 
     def _waiting(self) -> list[float]:
         """Per node the gradients that wait in its backward, of activations and of parameters."""

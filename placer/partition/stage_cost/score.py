@@ -70,6 +70,24 @@ def optimizer_bytes(
     return OptimizerMemory(state=_STATE[optimizer], each=1.0 - together, together=1.0 * together)
 
 
+# Bytes that an optimizer reads and writes, per byte of parameter: counted in torch/optim of 2.15.
+# Adam's lerp_, mul_, addcmul_, sqrt, div_, add_ and addcdiv_ are 19 passes, AdamW has a mul_ more;
+# SGD has an add_ (3), with momentum a mul_ and an add_ more.
+_PASSES = {"sgd": 3, "sgd_momentum": 8, "adam": 19, "adamw": 21}
+
+
+def optimizer_seconds(nbytes: float, optimizer: str | Mapping[str, int], kind: DeviceKind) -> float:
+    """Seconds in which the optimizer's step changes ``nbytes`` of parameters on a device.
+
+    Of an optimizer that is given by its state: its state is read and written once.
+    """
+    if isinstance(optimizer, str):
+        passes: float = _PASSES[optimizer]
+    else:
+        passes = 3 + 2 * optimizer["bytes_per_parameter"] / 4
+    return kind.rates["optimizer", "float32"].seconds(0, passes * nbytes) if nbytes else 0.0
+
+
 def peak_bytes(
     tables: IntervalTables,
     in_flight: InFlight,
@@ -172,38 +190,40 @@ def replica_peak_bytes(
     return static + others + np.maximum(forward, backward)
 
 
-def stage_seconds(tables: IntervalTables, kind: DeviceKind, *, half: bool) -> tuple[Table, Table]:
-    """Forward and backward seconds of every interval on a device, without transfers."""
-    ends = [*tables.cuts[1:-1], len(tables.hosted)]
-    found = []
-    for flops, traffic in zip(tables.flops, tables.traffic, strict=True):
-        seconds = node_seconds(flops, traffic, tables.hosted, kind, half=half)
-        found.append(_between(np.concatenate([[0.0], np.cumsum(seconds)])[[0, *ends]]))
-    return found[0], found[1]
+def stage_seconds(tables: IntervalTables, kind: DeviceKind) -> tuple[Table, Table]:
+    """Forward and backward seconds of every interval on a device, without transfers.
 
-
-def node_seconds(
-    flops: Table, traffic: Table, hosted: Table, kind: DeviceKind, *, half: bool
-) -> Table:
-    """Seconds of every node on a device: the larger of its compute and its memory traffic.
-
-    The roofline of S. Williams, A. Waterman and D. Patterson (CACM 2009), node by node. What waits
-    on the host goes there in forward and comes back in backward, one after the rest.
+    The longer of what its operations take on the device and what the host takes to launch them. What
+    waits on the host goes there in forward and comes back in backward, one after the rest.
     """
-    peak = kind.half_flops if half else kind.fp32_flops
-    seconds: Table = np.maximum(flops / peak, traffic / kind.memory_bandwidth)
-    return seconds + hosted / kind.host_bandwidth
+    ends = [*tables.cuts[1:-1], len(tables.hosted)]
+
+    def intervals(of_nodes: Table) -> Table:
+        return _between(np.concatenate([[0.0], np.cumsum(of_nodes)])[[0, *ends]])
+
+    moved = tables.hosted / kind.host_bandwidth
+    seconds = tables.work.seconds(kind)
+    forward, backward = (
+        np.maximum(intervals(part.device[tables.nodes] + moved), intervals(part.host[tables.nodes]))
+        for part in (seconds.forward, seconds.backward)
+    )
+    return forward, backward
 
 
-def unit_seconds(costs: CostTable, kind: DeviceKind, *, half: bool, training: bool) -> Table:
-    """Seconds of every node (the loss last) on a device, forward and, in training, backward."""
-    column = lambda field: np.array([getattr(c, field) for c in costs.nodes], dtype=np.float64)  # noqa: E731
-    hosted = column("host_nbytes")
-    seconds = np.zeros(len(costs.nodes))
-    for way in ("forward", "backward") if training else ("forward",):
-        flops, traffic = column(f"{way}_flops"), column(f"{way}_traffic")
-        seconds += node_seconds(flops, traffic, hosted, kind, half=half)
-    return seconds
+def unit_seconds(costs: CostTable, kind: DeviceKind, *, training: bool) -> Table:
+    """Seconds of every node (the loss last) on a device, forward and, in training, backward.
+
+    Summed up over a stage they are at most its `stage_seconds`, and as much where the device, or the
+    host, is what the whole model waits for.
+    """
+    seconds = costs.work.seconds(kind)
+    moved = np.array([c.host_nbytes for c in costs.nodes]) / kind.host_bandwidth
+    passes = [seconds.forward, seconds.backward] if training else [seconds.forward]
+    total = np.zeros(len(costs.nodes))
+    for part in passes:
+        waits = part.device.sum() + moved.sum() >= part.host.sum()
+        total += part.device + moved if waits else part.host
+    return total
 
 
 def transfer_seconds(tables: IntervalTables, kind: DeviceKind, *, training: bool) -> Table:
