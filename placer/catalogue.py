@@ -15,17 +15,16 @@ from placer.rates import Peaks, Rates, fastest_rates, scaled_rates, uniform_rate
 from placer.units import parse_bytes
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Profile:
     """Measured seconds of the nodes of one model, and what they were estimated at, by node name.
 
-    ``passes`` are forward and backward. ``step`` is of the whole step beyond its nodes: the optimizer
-    and what runs between them.
+    ``passes`` are forward and backward.
     """
 
     fingerprint: str
+    precision: str
     passes: tuple[Mapping[str, tuple[float, float]], Mapping[str, tuple[float, float]]]
-    step: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,16 +76,20 @@ def optimizer_bytes(
 _PASSES = {"sgd": 3, "sgd_momentum": 8, "adam": 19, "adamw": 21}
 
 
-def optimizer_seconds(nbytes: float, optimizer: str | Mapping[str, int], kind: DeviceKind) -> float:
-    """Seconds in which the optimizer's step changes ``nbytes`` of parameters on a device.
+def optimizer_passes(optimizer: str | Mapping[str, int]) -> float:
+    """How often the optimizer's step reads or writes as many bytes as the parameters have.
 
-    Of an optimizer that is given by its state: its state is read and written once.
+    Of one that is given by its state: its state is read and written once.
     """
     if isinstance(optimizer, str):
-        passes: float = _PASSES[optimizer]
-    else:
-        passes = 3 + 2 * optimizer["bytes_per_parameter"] / 4
-    return kind.rates["optimizer", "float32"].seconds(0, passes * nbytes) if nbytes else 0.0
+        return _PASSES[optimizer]
+    return 3 + 2 * optimizer["bytes_per_parameter"] / 4
+
+
+def optimizer_seconds(nbytes: float, optimizer: str | Mapping[str, int], kind: DeviceKind) -> float:
+    """Seconds in which the optimizer's step changes ``nbytes`` of parameters on a device."""
+    rate = kind.rates["optimizer", "float32"]
+    return rate.seconds(0, optimizer_passes(optimizer) * nbytes) if nbytes else 0.0
 
 
 def peak_bytes(
