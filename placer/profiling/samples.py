@@ -19,10 +19,7 @@ Call = Callable[[], Any]
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Makes samples on a device, in a data type; ``scale`` 1 is for a few cores, more for a GPU.
-
-    A GPU's is a perfect cube.
-    """
+    """Makes samples on a device, in a data type; ``scale`` 1 is for a few cores, more for a GPU."""
 
     device: torch.device
     dtype: torch.dtype
@@ -32,11 +29,11 @@ class Samples:
         return torch.randn(shape, device=self.device).to(self.dtype)
 
     def convolution(self, part: str, *, large: bool) -> Call:
-        """A convolution in 3D with 3x3x3 kernels, or one of its gradients."""
-        edge = round(24 * self.scale ** (1 / 3)) if large else 4
-        channels = (128 if self.scale > 1 else 32) if large else 8
-        x, w = self._x(1, channels, edge, edge, edge), self._x(channels, channels, 3, 3, 3)
-        rest = ([1] * 3, [1] * 3, [1] * 3, False, [0] * 3, 1)
+        """A convolution of 4 images with 3x3 kernels, or one of its gradients."""
+        side = round(28 * self.scale**0.5) if large else 4
+        channels = (128 if self.scale > 1 else 64) if large else 8
+        x, w = self._x(4, channels, side, side), self._x(channels, channels, 3, 3)
+        rest = ([1] * 2, [1] * 2, [1] * 2, False, [0] * 2, 1)
         if part == "forward":
             return lambda: aten.convolution.default(x, w, None, *rest)
         mask = [part == "input", part == "weight", False]
