@@ -62,12 +62,9 @@ def operations_of(
     inputs: Sequence[Tensor], outputs: Sequence[Tensor],
 ) -> tuple[Operation, ...]:  # fmt: skip
     """What ``op`` runs on a device: nothing for a view, two for a convolution's two gradients."""
-    if getattr(op, "is_view", False):
+    name, count = _name_and_count(op)
+    if not name:
         return ()
-    name = op._schema.name.partition("::")[2]
-    if name in _NO_KERNEL:
-        return ()
-    count = flop_registry.get(op._overloadpacket)
     flops = 0 if count is None else int(count(*args, **kwargs, out_val=result))
     dtype = _dtype(inputs, outputs)
     nbytes = sum(x.numel() * x.element_size() for x in (*inputs, *outputs))
@@ -85,21 +82,31 @@ def operations_of(
     return (Operation(kind, dtype, flops, nbytes, width),)
 
 
+@functools.cache
+def _name_and_count(op: Any) -> tuple[str, Callable[..., Any] | None]:
+    """The operator's name, "" where it runs no kernel, and what counts its FLOPs."""
+    name = op._schema.name.partition("::")[2]
+    if getattr(op, "is_view", False) or name in _NO_KERNEL:
+        return "", None
+    return name, flop_registry.get(op._overloadpacket)
+
+
 def _nbytes(tensors: Sequence[Tensor]) -> int:
     return sum(x.numel() * x.element_size() for x in tensors)
 
 
 def _dtype(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> str:
     """The floating-point type that most bytes have; of a cast, what comes out or goes in first."""
-    found = {x.dtype for x in (*inputs, *outputs) if x.is_floating_point() and x.dim()}
-    if torch.float64 in found:
-        return "float64"
-    largest = max(
-        (x for x in (*inputs, *outputs) if x.is_floating_point()),
-        key=lambda x: x.numel(),
-        default=None,
-    )
-    return "half" if largest is not None and largest.dtype in _HALF else "float32"
+    found, most = torch.float32, -1
+    for x in (*inputs, *outputs):
+        dtype = x.dtype
+        if dtype.is_floating_point:
+            count = x.numel()
+            if dtype == torch.float64 and x.dim():
+                return "float64"
+            if count > most:
+                found, most = dtype, count
+    return "half" if found in _HALF else "float32"
 
 
 @functools.cache

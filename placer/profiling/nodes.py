@@ -2,8 +2,8 @@
 
 The nodes run one after the other between marks of a clock; in backward, hooks on autograd's nodes say
 whose backward begins, and what passes until the next one begins is put down to it. Marks and hooks
-take time themselves, so that steps of the plain model run in turns with it, and the seconds of the
-nodes are scaled to add up to theirs.
+take time themselves, so that steps without them run in turns with it, of the captured graph and of the
+placed model, and the seconds of the nodes are scaled to add up to theirs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Passes = tuple[dict[str, float], dict[str, float]]  # node -> seconds, forward a
 class NodeTimes:
     """Medians over the rounds, in seconds: of every node, the loss among them; of the optimizer's step.
 
-    ``step`` is of the plain model's whole step.
+    ``step`` is of a whole step: forward, backward and the optimizer.
     """
 
     forward: Mapping[str, float]
@@ -56,12 +56,14 @@ def measure_nodes(
     optimizer: str = "adam",
     rounds: int = 5,
     warm: int = 2,
+    placed_step: Callable[[], Any] | None = None,
     each_round: Callable[[int], None] = lambda _: None,
 ) -> NodeTimes:
     """Run steps of ``capture`` with the weights of ``model``, which are on ``device`` like ``leaves``.
 
     ``leaves`` are the tensors that the capture takes. ``model`` is trained by it (with a rate of 0, but
-    buffers change). ``each_round`` hears the number of every round that has ended, the ``warm`` ones
+    buffers change). ``placed_step`` runs forward and backward as they will be run: the nodes then add up
+    to that. ``each_round`` hears the number of every round that has ended, the ``warm`` ones
     included, which do not count.
     """
     constants = {name: t.to(device) for name, t in capture.constants.items()}
@@ -73,22 +75,28 @@ def measure_nodes(
     run = _Run(capture, model, constants, context, clock)
     passes: list[Passes] = []
     whole: list[tuple[float, float, float]] = []
+    placed: list[float] = []
     for number in range(warm + rounds):
         with torch.set_grad_enabled(training):
             found = run.with_marks(leaves)
             _let_go(model)
             plain = run.plain(leaves, step)
             _let_go(model)
+        together = sum(plain[:2]) if placed_step is None else run.timed(placed_step)
         if number >= warm:
             passes.append(found)
             whole.append(plain)
+            placed.append(together)
         each_round(number + 1)
     forward, backward, optimizer_seconds = (median(column) for column in zip(*whole, strict=True))
+    optimizer_seconds = optimizer_seconds if trained else 0.0
+    together = median(placed)
+    share = together / ((forward + backward) or 1.0)
     return NodeTimes(
-        forward=_scaled([p[0] for p in passes], forward),
-        backward=_scaled([p[1] for p in passes], backward),
-        optimizer=optimizer_seconds if trained else 0.0,
-        step=median(sum(row) for row in whole),
+        forward=_scaled([p[0] for p in passes], share * forward),
+        backward=_scaled([p[1] for p in passes], share * backward),
+        optimizer=optimizer_seconds,
+        step=together + optimizer_seconds,
     )
 
 
@@ -138,6 +146,16 @@ class _Run:
         clock.wait()
         forward = {name: clock.seconds(start, end) for name, start, end in marks}
         return forward, backward.seconds(list(forward))
+
+    def timed(self, call: Callable[[], Any]) -> float:
+        """Seconds of ``call``."""
+        clock = self._clock
+        clock.wait()
+        start = clock.mark()
+        call()
+        end = clock.mark()
+        clock.wait()
+        return clock.seconds(start, end)
 
     def plain(
         self, leaves: Sequence[Tensor], step: torch.optim.Optimizer

@@ -11,12 +11,17 @@ from torch import Tensor, nn
 
 from placer.capture import Capture
 from placer.catalogue import DeviceKind, Profile
-from placer.cost import CostTable, estimate_costs
+from placer.cost import CostTable, estimate_costs, stand_in_loss
+from placer.emit import emit_stages, materialize
 from placer.errors import DeviceError
 from placer.partition.stage_cost.score import optimizer_passes
+from placer.planner.build import build_plan
 from placer.profiling.clocks import Clock, clock_for
 from placer.profiling.nodes import LOSS, NodeTimes, measure_nodes
 from placer.rates import Rates
+from placer.runtime.device_map import map_devices
+from placer.runtime.module import PlacedModule
+from placer.spec import PlacementSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,10 +55,18 @@ def profile_model(
     try:
         twin = copy.deepcopy(model).to(place)
         inputs = [t.detach().to(place).requires_grad_(t.requires_grad) for t in leaves]
+        placed = _placed(capture, model, inputs, device, precision) if training else None
+
+        def placed_step() -> None:
+            assert placed is not None
+            placed.step_leaves(inputs, loss_fn=stand_in_loss)
+            placed.zero_grad(set_to_none=True)
+
         times = measure_nodes(
             capture,
             twin,
             inputs,
+            placed_step=None if placed is None else placed_step,
             device=place,
             clock=clock or clock_for(place),
             precision=precision,
@@ -79,6 +92,18 @@ def profile_model(
     return Measured(
         kind=_with_profile(base, capture, costs, times, precision), times=times, costs=costs
     )
+
+
+def _placed(
+    capture: Capture, model: nn.Module, inputs: Sequence[Tensor], device: str, precision: str
+) -> PlacedModule:
+    """``model`` placed wholly on the device."""
+    spec = PlacementSpec.model_validate({"devices": [device], "precision": precision})
+    plan = build_plan(capture, spec, inputs)
+    staged = emit_stages(capture, *plan.parts)
+    places = map_devices(plan, None)
+    homes = {name: places[0][stage].device for name, stage in staged.state_stage.items()}
+    return PlacedModule(materialize(model, homes), plan=plan, staged=staged, places=places)
 
 
 def _is_missing(place: torch.device) -> bool:
