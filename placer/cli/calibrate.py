@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from placer.cli.options import AsJson
-from placer.cli.output import people, plain_table, print_json, rounds_of
+from placer.cli.output import people, plain_table, print_json, progress, rounds_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -49,26 +49,22 @@ def calibrate(
     A spec names the file as the kind of a device, {"name": "cuda:0", "kind": "FILE"}, or a command
     takes it as --profile FILE.
     """
-    from placer.errors import PlacerError
-    from placer.files import check_writable
-    from placer.kindfile import SUFFIX, is_kind_file, save_kind
-
-    if output is not None and not is_kind_file(output.name):
-        raise PlacerError(str(output), f"does not end in {SUFFIX}", f"write -o {output}{SUFFIX}")
-    check_writable(output)
     console = people(as_json=as_json)
-    from placer.cli.measured import device_here, kind_values
-    from placer.profiling import calibrate as measure
+    with progress(console, "importing torch"):
+        from placer.kindfile import save_kind
+        from placer.profiling import calibrate as measure
+        from placer.profiling import check_output, device_here, file_values
 
+    check_output(output)
     place = device_here(device)
-    with rounds_of(console, f"measuring {place}") as progress:
+    with rounds_of(console, f"measuring {place}") as heard:
         kind = measure(
             place,
             name=name or (output.stem if output else None),
             seconds=seconds,
-            progress=lambda what, number, count: progress(number, count, what),
+            progress=lambda what, number, count: heard(number, count, what),
         )
-    values = kind_values(kind, place)
+    values = file_values(kind, place)
     console.print(_table(kind))
     if output is not None:
         save_kind(values, output)

@@ -1,58 +1,13 @@
-"""What was measured on this machine, on its way into a file and from a file into a spec."""
+"""A spec whose devices are of the kind that a file describes (``--profile FILE``)."""
 
 from __future__ import annotations
 
-import datetime
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-import torch
-
-from placer.catalogue import DeviceKind
 from placer.errors import PlacerError
-from placer.kindfile import kind_to_json, load_kind_file
-from placer.spec.fields import device_name
-
-if TYPE_CHECKING:
-    from placer.spec import PlacementSpec
-
-
-def device_here(name: str) -> str:
-    """The device of that name, or the first CUDA device, or the CPU. Raises ``PlacerError``."""
-    if not name:
-        return "cuda:0" if torch.cuda.is_available() else "cpu"
-    try:
-        return device_name(name)
-    except ValueError as error:
-        raise PlacerError("--device", str(error)) from None
-
-
-def kind_values(
-    kind: DeviceKind, device: str, *, inputs: Sequence[torch.Tensor] = ()
-) -> dict[str, Any]:
-    """The content of the file of a kind that was measured now on ``device``."""
-    place = torch.device(device)
-    called = torch.cuda.get_device_name(place) if place.type == "cuda" else _processor()
-    return kind_to_json(
-        kind,
-        device=called,
-        device_type=place.type,
-        torch=torch.__version__,
-        measured=datetime.date.today().isoformat(),
-        inputs=["x".join(map(str, t.shape)) for t in inputs],
-    )
-
-
-def _processor() -> str:
-    """The CPU's name and the threads that torch uses."""
-    import platform
-
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    name = named[0] if named else platform.processor() or platform.machine()
-    return f"{name}, {torch.get_num_threads()} threads"
+from placer.kindfile import load_kind_file
+from placer.planner.devices import device_slot
+from placer.spec import PlacementSpec
 
 
 def with_kind_file(spec: PlacementSpec, path: Path | None) -> PlacementSpec:
@@ -60,8 +15,6 @@ def with_kind_file(spec: PlacementSpec, path: Path | None) -> PlacementSpec:
 
     Raises ``PlacerError`` for a file that describes no kind, and where there is no such device.
     """
-    from placer.planner.devices import device_slot
-
     if path is None:
         return spec
     wanted = load_kind_file(path).device_type

@@ -82,34 +82,30 @@ def profile(
     the medians of warm steps.
     """
     from placer.errors import PlacerError, nearest
-    from placer.files import check_writable
-    from placer.kindfile import SUFFIX, is_kind_file, save_kind
 
     if precision not in ("fp32", "bf16", "fp16"):
         near = nearest(precision, ("fp32", "bf16", "fp16"))
         raise PlacerError("--precision", f"no precision {precision!r}", f"did you mean {near!r}?")
-    if output is not None and not is_kind_file(output.name):
-        raise PlacerError(str(output), f"does not end in {SUFFIX}", f"write -o {output}{SUFFIX}")
     subject.check()
-    check_writable(output)
     console = people(as_json=as_json)
     measures = device is not None or output is not None
     with progress(console, "importing torch and the model"):
         from placer.cost import estimate_costs
+        from placer.kindfile import save_kind
+        from placer.profiling import check_output, device_here, file_values
 
+        check_output(output)
         loaded = subject.load(allocate=measures)
     with progress(console, "recording the operations of the model"):
         capture, leaves = loaded.capture()
     measured, values = None, None
     if measures:
-        from placer.cli.measured import device_here, kind_values
-
         place = device_here(device or "")
         with rounds_of(console, f"running steps on {place}") as heard:
             measured = _measure(
                 loaded, capture, leaves, place, kind, precision, rounds, heard, training=training
             )
-        values = kind_values(measured.kind, place, inputs=leaves)
+        values = file_values(measured.kind, place, inputs=leaves)
         costs = measured.costs
     else:
         costs = estimate_costs(capture, leaves, training=training, precision=precision)

@@ -6,6 +6,7 @@ read; `calibration` measures a few operations of every class instead.
 
 from placer.profiling.calibration import calibrate
 from placer.profiling.clocks import Clock, clock_for
+from placer.profiling.files import check_output, device_here, file_values, profile
 from placer.profiling.nodes import NodeTimes, measure_nodes
 from placer.profiling.profile import Measured, profile_model
 
@@ -14,7 +15,11 @@ __all__ = [
     "Measured",
     "NodeTimes",
     "calibrate",
+    "check_output",
     "clock_for",
+    "device_here",
+    "file_values",
     "measure_nodes",
+    "profile",
     "profile_model",
 ]

@@ -157,6 +157,17 @@ def test_a_profile_of_another_model_or_precision_is_refused(saved: str) -> None:
         placer.make_plan(Net(), _spec(saved, precision="bf16"), (torch.randn(16, 8),))
 
 
+def test_from_python(tmp_path: Path) -> None:
+    path, model, x = tmp_path / "net.json", Net(), torch.randn(16, 8)
+    found = placer.profile(model, x, output=path, device="cpu", rounds=1)
+    plan = placer.make_plan(model, _spec(str(path), optimizer="adam"), (x,))
+    assert plan.step_seconds == pytest.approx(found.times.step, rel=0.01)
+    nodes = sum(found.times.forward.values()) + sum(found.times.backward.values())
+    assert nodes + found.times.optimizer == pytest.approx(found.times.step)
+    with pytest.raises(PlacerError, match=r"does not end in \.json"):
+        placer.profile(model, x, output=tmp_path / "net")
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
