@@ -259,7 +259,8 @@ def _fit_together(keys: Sequence[Key], rows: Sequence[Row], *, tiled: bool) -> d
         high += [math.log(v) for v in (2e-5, peak, H100_PEAKS.bandwidth, 1e12)]
     choices = [(1,) * len(keys)]
     if tiled:  # forward and the input's gradient are the same kernels, with other numbers
-        choices = [(a, a, b)[: len(keys)] for a, b in product(_TILES, repeat=2)]
+        ending = [key[0].endswith("_weight") for key in keys]
+        choices = [tuple(b if w else a for w in ending) for a, b in product(_TILES, repeat=2)]
     for tiles in choices:
 
         def off(x: Any, tiles: Sequence[int] = tiles) -> Any:
