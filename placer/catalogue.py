@@ -48,7 +48,9 @@ _HOST_EFFICIENCY = 0.65
 _SHEETS = {
     # name: memory GiB; TFLOP/s in fp32, in fp32 convolutions, in half precision, in fp64; memory GB/s,
     # link GB/s to another device (one way), host GB/s: PCIe 3.0 x16 is 16, 4.0 is 32, 5.0 is 64.
-    # Dense: where a sheet counts structured sparsity, half of it. Each is from the data sheet of
+    # Dense: where a sheet counts structured sparsity, half of it. Named is the vendor's data sheet; what
+    # it says of a40, a6000, b200, rtx5090 and rtx6000ada was read in pages that quote it, and the
+    # columns of fp64, fp32 convolutions and links, a30 and mi300x have not been checked against it.
     "p100": (16, 9.3, 9.3, 18.7, 4.7, 732, 16, 16),  # "NVIDIA Tesla P100", PCIe
     "t4": (16, 8.1, 8.1, 65, 0.25, 320, 16, 16),  # "NVIDIA T4 Tensor Core GPU"
     "v100": (32, 15.7, 15.7, 125, 7.8, 900, 150, 16),  # "NVIDIA V100", SXM2

@@ -299,6 +299,13 @@ def test_what_profile_measures_is_what_plan_reads(placer: Run, tmp_path: Path) -
     assert "is the profile of another model" in wide.stderr
 
 
+@pytest.fixture
+def small_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calibrate with operations that take no time, and say nothing about the machine."""
+    monkeypatch.setattr("placer.profiling.calibration._CPU_SCALE", 1 / 64)
+
+
+@pytest.mark.usefixtures("small_samples")
 def test_calibrate_writes_a_kind(placer: Run, tmp_path: Path) -> None:
     file = tmp_path / "here.json"
     result = placer("calibrate", "--device", "cpu", "--seconds", "0.001", "-o", str(file), "--json")
@@ -391,6 +398,7 @@ COMMANDS = (
 )
 
 
+@pytest.mark.usefixtures("small_samples")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_example_in_the_help_of_a_command_works(
     placer: Run, command: str, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
