@@ -75,7 +75,7 @@ def describe_partition(
     seconds = max(busy.values()) * (options.microbatches - 1) + sum(loads)
     if not options.processes:  # one process launches the operations of all stages
         seconds = max(seconds, options.microbatches * _launch_seconds(best, used, options))
-    seconds += _optimizer_seconds(best, used, options)
+    optimizer = _optimizer_seconds(best, used, options)
     criterion = _criterion(best, options)
     if criterion != TOTAL_SECONDS:
         loads = [busy[slot.name] for slot in slots]
@@ -90,7 +90,8 @@ def describe_partition(
         peaks=peaks,
         replica_peaks=replica_peaks,
         fits=fits,
-        seconds=seconds,
+        seconds=seconds + optimizer,
+        optimizer_seconds=optimizer,
         optimality=Optimality(
             criterion=criterion,
             value=value,

@@ -45,6 +45,7 @@ class Partition:
     replica_peaks: Mapping[str, int]  # the same of the devices in its place in replicas 1, 2, …
     fits: bool
     seconds: float  # of a step
+    optimizer_seconds: float  # of these, the optimizer's
     optimality: Optimality
     boundaries: tuple[Boundary, ...]
 

@@ -28,6 +28,8 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
     for name in _HOW_GOOD:
         if values[name] is not None:
             values[name] |= {key: getattr(getattr(plan, name), key) for key in _DERIVED}
+    if not plan.optimizer_seconds:  # as in files of before it was there
+        del values["optimizer_seconds"]
     return {"version": VERSION, **values}
 
 

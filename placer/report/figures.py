@@ -44,11 +44,12 @@ def memory_parts(memory: StageMemory) -> dict[str, int]:
 def bubble(plan: Plan) -> float:
     """Share of the step in which the devices of a replica compute nothing; transfers count as such.
 
-    One minus the sum over stages of micro-batches x (forward + backward), over devices x step.
+    One minus the sum over stages of micro-batches x (forward + backward), over devices x step; the
+    optimizer's part of the step is left out.
     """
     devices = len({stage.devices[0] for stage in plan.stages})
     work = sum(stage.forward_seconds + stage.backward_seconds for stage in plan.stages)
-    room = devices * plan.step_seconds
+    room = devices * (plan.step_seconds - plan.optimizer_seconds)
     return max(0.0, 1.0 - plan.microbatches * work / room) if room else 0.0
 
 

@@ -183,11 +183,12 @@ def test_a_stage_takes_the_longer_of_device_and_host() -> None:
 def test_the_step_of_a_plan_has_the_optimizer_and_every_launch() -> None:
     model, x = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 1)), _x(4, 256)
     one = {"devices": [{"name": "cuda:0", "kind": "h100"}], "optimizer": "sgd"}
-    sgd = placer.make_plan(model, one, (x,)).step_seconds
-    adam = placer.make_plan(model, {**one, "optimizer": "adam"}, (x,)).step_seconds
+    plan = placer.make_plan(model, {**one, "optimizer": "adam"}, (x,))
+    sgd, adam = placer.make_plan(model, one, (x,)).step_seconds, plan.step_seconds
     nbytes = sum(p.numel() * 4 for p in model.parameters())
     rate = H100.rates["optimizer", "float32"]
     assert adam - sgd == pytest.approx((19 - 3) * nbytes / rate.bandwidth)
+    assert plan.optimizer_seconds == pytest.approx(rate.seconds(0, 19 * nbytes))
     costs = _costs(model, x)
     seconds = costs.work.seconds(H100)
     launches = seconds.forward.host.sum() + seconds.backward.host.sum()

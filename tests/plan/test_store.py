@@ -106,6 +106,7 @@ def test_json_has_the_documented_shape() -> None:
     ]  # fmt: skip
     documented = {
         "fits", "objective", "replicas", "microbatches", "schedule", "step_seconds", "fingerprint",
+        "optimizer_seconds",
         "stages", "transfers", "checkpoint", "offload",
     }  # fmt: skip
     assert documented <= set(data)
