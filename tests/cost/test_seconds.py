@@ -91,6 +91,7 @@ def test_views_take_no_time_and_a_lookup_reads_only_its_rows() -> None:
     assert lookup == Operation("gather", "float32", 0, 2 * 6 * 4 * 4 + 6 * 8, 0)
 
 
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators:UserWarning")  # torch 2.11
 def test_autocast_products_are_half_and_uneven_ones_are_apart() -> None:
     model = nn.Sequential(nn.Linear(16, 24), nn.Linear(24, 13))
     found = _costs(model, _x(8, 16), precision="bf16").work.operations()["forward"]
