@@ -69,7 +69,7 @@ def operations_of(
     dtype = _dtype(inputs, outputs)
     nbytes = sum(x.numel() * x.element_size() for x in (*inputs, *outputs))
     if name == "convolution_backward" or name == "mkldnn_convolution_backward":
-        return _convolution_gradients(args, outputs, flops, dtype)
+        return _convolution_gradients(args, dtype)
     if "convolution" in name and inputs:
         kind, columns = _convolution(args)
         return (Operation(kind, dtype, flops, nbytes, columns),)
@@ -145,9 +145,7 @@ def _groups(args: Sequence[Any], at: int) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) else 1
 
 
-def _convolution_gradients(
-    args: Sequence[Any], outputs: Sequence[Tensor], flops: int, dtype: str
-) -> tuple[Operation, ...]:
+def _convolution_gradients(args: Sequence[Any], dtype: str) -> tuple[Operation, ...]:
     """The gradients of the input and of the weight, as far as they are asked for."""
     grad, x, weight = args[0], args[1], args[2]
     transposed, groups, mask = bool(args[7]), int(args[9]), args[10]
@@ -156,7 +154,9 @@ def _convolution_gradients(
     columns = [x.size(1) // groups, grad.size(1) // groups]
     if groups > 1 and groups == x.size(1):
         kind, columns = "depthwise_convolution", [0, 0]
-    each = flops // max(1, sum(wanted))
+    # Each as the forward. (torch's own count has a grouped one's weight gradient too high.)
+    rows = x if transposed else grad
+    each = 2 * rows.size(0) * math.prod(rows.shape[2:]) * weight.numel()
     nbytes = _nbytes((grad, x, weight))  # each reads two of the three, and makes the third
     found = []
     for part, width, asked in zip(("input", "weight"), columns, wanted, strict=True):

@@ -77,6 +77,16 @@ def test_a_convolution_has_two_gradients_with_columns_of_their_own() -> None:
     assert found[1, "convolution_input"].flops == found[1, "convolution_weight"].flops == flops
 
 
+@pytest.mark.parametrize("groups", [1, 4, 16])
+@pytest.mark.parametrize("layer", [nn.Conv2d, nn.ConvTranspose2d])
+def test_both_gradients_have_the_flops_of_the_forward(layer: type[nn.Module], groups: int) -> None:
+    model = nn.Sequential(nn.PReLU(), layer(16, 32 if groups < 16 else 16, 3, groups=groups))
+    found = _costs(model, _x(2, 16, 12, 12)).work.operations()
+    (forward,) = (o.flops for _, o in found["forward"] if "convolution" in o.name)
+    assert forward > 0
+    assert [o.flops for _, o in found["backward"] if "convolution" in o.name] == [forward] * 2
+
+
 def test_views_take_no_time_and_a_lookup_reads_only_its_rows() -> None:
     class Views(nn.Module):
         def __init__(self) -> None:
