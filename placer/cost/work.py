@@ -26,19 +26,11 @@ _KEYS = tuple(_CODES)
 class PassSeconds:
     """Seconds per node of one pass: on the device, and on the host that launches it.
 
-    The two overlap: the nodes of a stage take the longer of both sums.
+    The two overlap: what a process runs on a device takes the longer of both sums.
     """
 
     device: Vector
     host: Vector
-
-    @property
-    def longer(self) -> Vector:
-        """Per node, of the two the one that is longer for all nodes together.
-
-        Summed up over a stage it is at most what the stage takes.
-        """
-        return self.device if self.device.sum() >= self.host.sum() else self.host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

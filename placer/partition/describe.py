@@ -73,8 +73,8 @@ def describe_partition(
     for slot, load in zip(slots, loads, strict=True):
         busy[slot.name] += load
     seconds = max(busy.values()) * (options.microbatches - 1) + sum(loads)
-    if not options.processes:  # one process launches the operations of all stages
-        seconds = max(seconds, options.microbatches * _launch_seconds(best, used, options))
+    if not options.processes:
+        seconds = max(seconds, options.microbatches * _host_seconds(best, used, options))
     optimizer = _optimizer_seconds(best, used, options)
     criterion = _criterion(best, options)
     if criterion != TOTAL_SECONDS:
@@ -119,7 +119,7 @@ def _stages(
         kept = optimizer_on(options, [slot.name] if options.processes else trains)
         waiting = received_from[index, :index].tolist()
         peaks = peak_bytes(t, count, kept, training=options.training, received_from=waiting)
-        forward, backward = stage_seconds(t, slot.kind)
+        forward, backward = stage_seconds(t, slot.kind, own_host=options.processes)
         inside = best.nodes[t.cuts[x] : t.cuts[y + 1]]  # the order that its peak is of
         names = tuple(capture.order[i] for i in inside)
         layers = dict.fromkeys(capture.layer_of[name] for name in names)
@@ -151,17 +151,25 @@ def _transfer_seconds(
     return [float(seconds[x, y]) for seconds, x, y in moved]
 
 
-def _launch_seconds(best: Candidate, used: Sequence[_Used], options: PlanningOptions) -> float:
-    """Seconds in which the host launches the operations of a micro-batch, on all devices."""
+def _host_seconds(best: Candidate, used: Sequence[_Used], options: PlanningOptions) -> float:
+    """Seconds of a micro-batch as one process launches all of it, for all devices.
+
+    On a single device every pass takes the longer of device and host.
+    """
     t = best.tables
-    total = 0.0
+    hosts, devices = np.zeros(2), np.zeros(2)
     for q, x, y in used:
-        seconds = t.work.seconds(best.slots[q].kind)
+        kind = best.slots[q].kind
+        seconds = t.work.seconds(kind)
         end = t.cuts[y + 1] if y + 2 < len(t.cuts) else None  # the last stage has the loss
-        nodes = t.nodes[t.cuts[x] : end]
-        total += seconds.forward.host[nodes].sum()
-        total += seconds.backward.host[nodes].sum() if options.training else 0.0
-    return float(total)
+        span = slice(t.cuts[x], end)
+        moved = t.hosted[span].sum() / kind.host_bandwidth
+        passes = (seconds.forward, seconds.backward)
+        for i, part in enumerate(passes[: 1 + options.training]):
+            hosts[i] += part.host[t.nodes[span]].sum()
+            devices[i] += part.device[t.nodes[span]].sum() + moved
+    single = len({best.slots[q].name for q, _, _ in used}) == 1
+    return float((np.maximum(hosts, devices) if single else hosts).sum())
 
 
 def _optimizer_seconds(best: Candidate, used: Sequence[_Used], options: PlanningOptions) -> float:

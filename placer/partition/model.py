@@ -71,7 +71,9 @@ def seconds_problem(
     """Least time of the slowest stage, with at most ``most_bytes`` on each."""
     slots = []
     for q, (slot, most) in enumerate(zip(chain, most_bytes, strict=True)):
-        seconds = unit_seconds(costs, slot.kind, training=options.training)
+        seconds = unit_seconds(
+            costs, slot.kind, training=options.training, own_host=options.processes
+        )
         slots.append(
             StageSlot(
                 device=slot.name,

@@ -178,7 +178,7 @@ def test_the_choice_is_the_best_of_all(share: float) -> None:
         keys = keys_of(layers, runs)
         light = with_regions(costs, [keys.get(i) for i in range(n)])
         table = peak_bytes(build_tables(light, range(n), [0, n]), InFlight(), kept, training=True)
-        seconds = sum(costs.work.seconds(kind).forward.longer[i] for i in range(n) if i in keys)
+        seconds = sum(costs.work.seconds(kind).forward.device[i] for i in range(n) if i in keys)
         return float(table[0, 0]), seconds
 
     recompute = Policy(recompute=True)

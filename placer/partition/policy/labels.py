@@ -132,9 +132,8 @@ class LabelledStage:
         self._recomputed: dict[tuple[int, int], _Recomputed] = {}
 
     def _forward_seconds(self) -> list[float]:
-        """Per node, of what the device and the host take the one that all of them wait for."""
-        longer = self.costs.work.seconds(self.kind).forward.longer
-        return [float(longer[node]) for node in self.nodes]
+        seconds = self.costs.work.seconds(self.kind).forward.device
+        return [float(seconds[node]) for node in self.nodes]
 
     def _waiting(self) -> list[float]:
         """Per node the gradients that wait in its backward, of activations and of parameters."""

@@ -194,11 +194,14 @@ def replica_peak_bytes(
     return static + others + np.maximum(forward, backward)
 
 
-def stage_seconds(tables: IntervalTables, kind: DeviceKind) -> tuple[Table, Table]:
+def stage_seconds(
+    tables: IntervalTables, kind: DeviceKind, *, own_host: bool = False
+) -> tuple[Table, Table]:
     """Forward and backward seconds of every interval on a device, without transfers.
 
-    The longer of what its operations take on the device and what the host takes to launch them. What
-    waits on the host goes there in forward and comes back in backward, one after the rest.
+    What waits on the host goes there in forward and comes back in backward, one after the rest. With
+    ``own_host`` a stage takes at least as long as a process takes to launch its operations; else one
+    process launches those of all stages, and where they end does not change how long that takes.
     """
     ends = [*tables.cuts[1:-1], len(tables.hosted)]
 
@@ -207,26 +210,28 @@ def stage_seconds(tables: IntervalTables, kind: DeviceKind) -> tuple[Table, Tabl
 
     moved = tables.hosted / kind.host_bandwidth
     seconds = tables.work.seconds(kind)
-    forward, backward = (
-        np.maximum(intervals(part.device[tables.nodes] + moved), intervals(part.host[tables.nodes]))
-        for part in (seconds.forward, seconds.backward)
-    )
-    return forward, backward
+    found = []
+    for part in (seconds.forward, seconds.backward):
+        found.append(intervals(part.device[tables.nodes] + moved))
+        if own_host:
+            found[-1] = np.maximum(found[-1], intervals(part.host[tables.nodes]))
+    return found[0], found[1]
 
 
-def unit_seconds(costs: CostTable, kind: DeviceKind, *, training: bool) -> Table:
+def unit_seconds(
+    costs: CostTable, kind: DeviceKind, *, training: bool, own_host: bool = False
+) -> Table:
     """Seconds of every node (the loss last) on a device, forward and, in training, backward.
 
-    Summed up over a stage they are at most its `stage_seconds`, and as much where the device, or the
-    host, is what the whole model waits for.
+    Summed up over a stage they are its `stage_seconds`; with ``own_host`` at most that, and as much
+    where the device, or the host, is what all nodes wait for.
     """
     seconds = costs.work.seconds(kind)
     moved = np.array([c.host_nbytes for c in costs.nodes]) / kind.host_bandwidth
-    passes = [seconds.forward, seconds.backward] if training else [seconds.forward]
     total = np.zeros(len(costs.nodes))
-    for part in passes:
-        waits = part.device.sum() + moved.sum() >= part.host.sum()
-        total += part.device + moved if waits else part.host
+    for part in (seconds.forward, seconds.backward) if training else (seconds.forward,):
+        on_device = part.device + moved
+        total += on_device if not own_host or on_device.sum() >= part.host.sum() else part.host
     return total
 
 
