@@ -32,6 +32,8 @@ if TYPE_CHECKING:  # for type checkers, what `_NAMES` says
     from placer.errors import VersionError as VersionError
     from placer.plan.store import load_plan as load_plan
     from placer.plan.types import Plan as Plan
+    from placer.profiling import calibrate as calibrate
+    from placer.profiling import profile as profile
     from placer.runtime.checkpoint import load as load
     from placer.runtime.checkpoint import save as save
     from placer.runtime.module import PlacedModule as PlacedModule
@@ -50,6 +52,7 @@ _NAMES = {
     ),
     "plan.store": ("load_plan",),
     "plan.types": ("Plan",),
+    "profiling": ("calibrate", "profile"),
     "runtime.checkpoint": ("load", "save"),
     "runtime.module": ("PlacedModule",),
     "runtime.scatter": ("Whole",),

@@ -1,28 +1,43 @@
 """The device catalogue: speed, memory and context per kind of device.
 
-Speeds are the vendors' datasheet peaks (dense, without sparsity) times the share that kernels
-reach; they rank placements, they do not promise times. Nothing here was measured by us but the CPU.
+Peaks are the vendors' data sheets (dense, without sparsity). What of them kernels reach was measured
+on one H100 (`placer.h100`); the others are taken to reach the same shares of theirs, which nobody has
+measured: `placer calibrate` measures a device that is there.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
+from placer.h100 import H100_PEAKS, H100_RATES
+from placer.rates import Peaks, Rates, fastest_rates, scaled_rates, uniform_rates
 from placer.units import parse_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Profile:
+    """Measured seconds of the nodes of one model, and what they were estimated at, by node name.
+
+    ``passes`` are forward and backward.
+    """
+
+    fingerprint: str
+    precision: str
+    passes: tuple[Mapping[str, tuple[float, float]], Mapping[str, tuple[float, float]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceKind:
-    """One kind of device: memory in bytes, speeds in FLOP/s and bytes/s."""
+    """One kind of device: memory in bytes, `Rates` of its operations, bytes/s of its links."""
 
     name: str
     memory: int | None
-    fp32_flops: float
-    half_flops: float
-    memory_bandwidth: float
+    rates: Rates
     link_bandwidth: float  # to another device of the machine
     host_bandwidth: float  # to pinned memory of the host
     context: int  # bytes that a process takes of the device before it makes a tensor
+    profile: Profile | None = None
 
     def reserve(self, memory: int) -> int:
         """Bytes of ``memory`` that plans leave free by default, for what no prediction knows."""
@@ -32,44 +47,74 @@ class DeviceKind:
 _GIB = parse_bytes("1GiB")
 _SURPRISES = 0.02  # of a GPU's memory; on an H100 no prediction of what fits was off by more
 _CONTEXT = parse_bytes("520MiB")  # of an H100, driver 580 and CUDA 13; assumed of all others
-_EFFICIENCY = 0.5  # assumed, not measured: share of the peaks that convolutions and copies reach
+_EFFICIENCY = 0.5  # assumed, not measured: share of their peaks that links reach
+# Of the links to the host: from two steps of a U-Net on an H100 that offload (benchmarks/gpu_times.py).
+_HOST_EFFICIENCY = 0.65
 
-_NVIDIA = {
-    # name: memory GiB, fp32 TFLOP/s, half TFLOP/s, memory GB/s, link GB/s (vendor datasheets),
-    # host GB/s: PCIe 3.0 x16 is 16, 4.0 is 32, 5.0 is 64
-    "p100": (16, 9.3, 18.7, 732, 16, 16),
-    "t4": (16, 8.1, 65, 320, 16, 16),
-    "v100": (32, 15.7, 125, 900, 150, 16),
-    "a10": (24, 31.2, 125, 600, 32, 32),
-    "a100": (80, 19.5, 312, 2039, 300, 32),
-    "l4": (24, 30.3, 121, 300, 32, 32),
-    "l40s": (48, 91.6, 362, 864, 32, 32),
-    "rtx3090": (24, 35.6, 71, 936, 32, 32),
-    "rtx4090": (24, 82.6, 165, 1008, 32, 32),
-    "h100": (80, 67, 989, 3350, 450, 64),
-    "h200": (141, 67, 989, 4800, 450, 64),
+_SHEETS = {
+    # name: memory GiB; TFLOP/s in fp32, in fp32 convolutions, in half precision, in fp64; memory GB/s,
+    # link GB/s to another device (one way), host GB/s: PCIe 3.0 x16 is 16, 4.0 is 32, 5.0 is 64.
+    # Dense: where a sheet counts structured sparsity, half of it. Named is the vendor's data sheet; what
+    # it says of a40, a6000, b200, rtx5090 and rtx6000ada was read in pages that quote it, and the
+    # columns of fp64, fp32 convolutions and links, a30 and mi300x have not been checked against it.
+    "p100": (16, 9.3, 9.3, 18.7, 4.7, 732, 16, 16),  # "NVIDIA Tesla P100", PCIe
+    "t4": (16, 8.1, 8.1, 65, 0.25, 320, 16, 16),  # "NVIDIA T4 Tensor Core GPU"
+    "v100": (32, 15.7, 15.7, 125, 7.8, 900, 150, 16),  # "NVIDIA V100", SXM2
+    "a10": (24, 31.2, 62.5, 125, 0.98, 600, 32, 32),  # "NVIDIA A10"
+    "a30": (24, 10.3, 82, 165, 5.2, 933, 100, 32),  # "NVIDIA A30"
+    "a40": (48, 37.4, 74.8, 149.7, 0.58, 696, 56, 32),  # "NVIDIA A40"
+    "a6000": (48, 38.7, 77.4, 154.8, 0.6, 768, 56, 32),  # "NVIDIA RTX A6000"
+    "a100": (80, 19.5, 156, 312, 9.7, 2039, 300, 32),  # "NVIDIA A100", 80 GB SXM
+    "l4": (24, 30.3, 60, 121, 0.49, 300, 32, 32),  # "NVIDIA L4"
+    "l40s": (48, 91.6, 183, 362, 1.4, 864, 32, 32),  # "NVIDIA L40S"
+    # GeForce and RTX Ada: the white papers of their architectures; half precision adds up in fp32
+    "rtx3090": (24, 35.6, 35.6, 71, 0.56, 936, 32, 32),  # "GA102 GPU Architecture"
+    "rtx4090": (24, 82.6, 82.6, 165, 1.3, 1008, 32, 32),  # "Ada GPU Architecture"
+    "rtx5090": (32, 104.8, 104.8, 209.5, 1.6, 1792, 64, 64),  # "RTX Blackwell GPU Architecture"
+    "rtx6000ada": (48, 91.1, 182.1, 364.2, 1.4, 960, 32, 32),  # "NVIDIA RTX 6000 Ada Generation"
+    "h100": (80, 67, 494.5, 989, 34, 3350, 450, 64),  # "NVIDIA H100", SXM
+    "h200": (141, 67, 494.5, 989, 34, 4800, 450, 64),  # "NVIDIA H200", SXM
+    "b200": (180, 75, 1100, 2250, 37, 7700, 900, 64),  # "NVIDIA HGX B200", per GPU
+    # "AMD Instinct MI300X"; PyTorch for ROCm uses no TF32 unless it is told to.
+    "mi300x": (192, 163.4, 163.4, 1307.4, 81.7, 5300, 64, 64),
 }
 
+
+def _from_sheet(
+    name: str,
+    memory: int,
+    fp32: float,
+    tensor: float,
+    half: float,
+    fp64: float,
+    bandwidth: float,
+    link: float,
+    host: float,
+) -> DeviceKind:
+    """The kind with the peaks of its data sheet, in the units of the table above."""
+    peaks = Peaks(
+        fp32=fp32 * 1e12,
+        tensor=tensor * 1e12,
+        half=half * 1e12,
+        fp64=fp64 * 1e12,
+        bandwidth=bandwidth * 1e9,
+    )
+    return DeviceKind(
+        name=name,
+        memory=memory * _GIB,
+        rates=scaled_rates(H100_RATES, H100_PEAKS, peaks),
+        link_bandwidth=link * 1e9 * _EFFICIENCY,
+        host_bandwidth=host * 1e9 * _HOST_EFFICIENCY,
+        context=_CONTEXT,
+    )
+
+
 CATALOGUE = {
-    **{
-        name: DeviceKind(
-            name=name,
-            memory=memory * _GIB,
-            fp32_flops=fp32 * 1e12 * _EFFICIENCY,
-            half_flops=half * 1e12 * _EFFICIENCY,
-            memory_bandwidth=bandwidth * 1e9 * _EFFICIENCY,
-            link_bandwidth=link * 1e9 * _EFFICIENCY,
-            host_bandwidth=host * 1e9 * _EFFICIENCY,
-            context=_CONTEXT,
-        )
-        for name, (memory, fp32, half, bandwidth, link, host) in _NVIDIA.items()
-    },
+    **{name: _from_sheet(name, *row) for name, row in _SHEETS.items()},
     "cpu": DeviceKind(
         name="cpu",
         memory=None,
-        fp32_flops=5e10,  # of the order measured with 2 cores on a 3D convolution
-        half_flops=5e10,
-        memory_bandwidth=1e10,
+        rates=uniform_rates(flops=5e10, bandwidth=1e10),  # of the order measured with 2 cores
         link_bandwidth=1e10,
         host_bandwidth=1e10,
         context=0,
@@ -81,3 +126,17 @@ def kinds_with_memory() -> tuple[DeviceKind, ...]:
     """The catalogue's kinds whose memory it knows, the smallest first."""
     known = [kind for kind in CATALOGUE.values() if kind.memory is not None]
     return tuple(sorted(known, key=lambda kind: (kind.memory or 0, kind.name)))
+
+
+def fastest_kind(kinds: Iterable[DeviceKind]) -> DeviceKind:
+    """A kind that nothing is slower on than on any of ``kinds``."""
+    found = list(dict.fromkeys(kinds))
+    if len(found) == 1:
+        return found[0]
+    return replace(
+        found[0],
+        name="fastest",
+        rates=fastest_rates([kind.rates for kind in found]),
+        link_bandwidth=max(kind.link_bandwidth for kind in found),
+        profile=None,
+    )

@@ -248,7 +248,7 @@ def _best_share(capture: Capture, args: Any, kwargs: Any) -> float:
     cuts = [0, *itertools.accumulate(len(units.nodes[unit]["nodes"]) for unit in order)]
     tables = build_tables(costs, [i for unit in order for i in units.nodes[unit]["nodes"]], cuts)
     kind = device_kind("cuda:0", _KIND)
-    seconds = sum(stage_seconds(tables, kind, half=False))
+    seconds = sum(stage_seconds(tables, kind))
     last = len(cuts) - 2
     pairs = [(seconds[0, x], seconds[x + 1, last]) for x in range(last)]
     return min((float(max(a, b) / (a + b)) for a, b in pairs if a + b), default=1.0)

@@ -26,7 +26,11 @@ Devices = Annotated[
 ]
 Kind = Annotated[
     str | None,
-    typer.Option("--kind", metavar="KIND", help="Kind of the devices, such as a100 or h100."),
+    typer.Option(
+        "--kind",
+        metavar="KIND",
+        help="Kind of the devices, such as a100 or h100, or a file of 'placer calibrate'.",
+    ),
 ]
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="SPEC", help="Write the spec here.")

@@ -27,6 +27,7 @@ _COMMANDS = (
     "schema",
     "report",
     "profile",
+    "calibrate",
     "demo",
     "doctor",
 )

@@ -82,6 +82,15 @@ Processes = Annotated[
         "--processes", help="One process per device, as under torchrun, instead of one for all."
     ),
 ]
+Profile = Annotated[
+    Path | None,
+    typer.Option(
+        "--profile",
+        metavar="FILE",
+        help="What 'placer profile' measured of this model, or 'placer calibrate' of the device: "
+        "the times of all devices of that type are by this file.",
+    ),
+]
 AsJson = Annotated[
     bool, typer.Option("--json", help="Only JSON on stdout; human-readable text on stderr.")
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -76,3 +76,14 @@ def progress(console: Console, doing: str) -> Iterator[None]:
         return
     with console.status(f"{doing} …"):
         yield
+
+
+@contextmanager
+def rounds_of(console: Console, doing: str) -> Iterator[Callable[[int, int, str], None]]:
+    """As `progress`, for what goes in rounds: call what this gives with number, count and what is next."""
+    if not console.is_terminal:
+        print(f"{doing} …", file=sys.stderr, flush=True)
+        yield lambda *_: None
+        return
+    with console.status(f"{doing} …") as status:
+        yield lambda number, count, what: status.update(f"{doing}: {number} of {count} {what} …")

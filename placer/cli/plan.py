@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from placer.cli.options import AsJson, Processes, Spec, SubjectOptions
+from placer.cli.options import AsJson, Processes, Profile, Spec, SubjectOptions
 from placer.cli.output import people, print_json, progress
 
 Output = Annotated[
@@ -32,6 +32,7 @@ def plan(
     html: Page = None,
     explain: Explain = False,
     processes: Processes = False,
+    profile: Profile = None,
     as_json: AsJson = False,
 ) -> None:
     """Show on which device everything goes and what it costs; nothing is allocated."""
@@ -44,10 +45,12 @@ def plan(
     console = people(as_json=as_json)
     with progress(console, "importing torch and the model"):
         from placer.cli.fit import report_misfit
+        from placer.cli.measured import with_kind_file
         from placer.plan.store import plan_to_json, save_plan
         from placer.report import plan_table, write_html
         from placer.simulation.judge import plan_maker
 
+        wanted = with_kind_file(wanted, profile)
         loaded = subject.load()
     with progress(console, "recording the operations of the model"):
         capture, leaves = loaded.capture()

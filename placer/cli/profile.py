@@ -1,20 +1,24 @@
-"""``placer profile``: bytes and FLOPs per layer, from the cost floor."""
+"""``placer profile``: bytes and FLOPs per layer as estimated; seconds as measured on a device here."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from placer.cli.options import AsJson, SubjectOptions
-from placer.cli.output import people, plain_table, print_json, progress
+from placer.cli.output import people, plain_table, print_json, progress, rounds_of
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from torch import Tensor
 
     from placer.capture import Capture
+    from placer.cli.subject import Subject
     from placer.cost import CostTable
+    from placer.profiling import Measured
 
 _COLUMNS = ("parameters", "output", "saved", "transient", "forward_flops", "backward_flops")
 
@@ -28,7 +32,37 @@ Training = Annotated[
 ]
 
 
-EXAMPLE = "placer profile net.py:Net --input 8x64 --depth 1"
+Device = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        metavar="DEVICE",
+        help="Run the model here (cuda:0, cpu) and measure the seconds of every node.",
+    ),
+]
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="FILE",
+        help="Measure, and write what plans read as --profile FILE or as the kind of a device.",
+    ),
+]
+Rounds = Annotated[
+    int, typer.Option("--rounds", min=1, metavar="N", help="Steps to take the medians of.")
+]
+Kind = Annotated[
+    str | None,
+    typer.Option(
+        "--kind",
+        metavar="KIND",
+        help="Kind of the device, for what is not measured: the catalogue's, or a file of "
+        "'placer calibrate'.",
+    ),
+]
+
+EXAMPLE = "placer profile net.py:Net --input 8x64 --depth 1 --device cpu -o net-profile.json"
 
 
 def profile(
@@ -36,9 +70,17 @@ def profile(
     depth: Depth = None,
     precision: Precision = "fp32",
     training: Training = True,
+    device: Device = None,
+    kind: Kind = None,
+    rounds: Rounds = 5,
+    output: Output = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show bytes and FLOPs of every layer for one batch, estimated; nothing is allocated."""
+    """Show bytes and FLOPs of every layer for one batch, estimated; nothing is allocated.
+
+    With --device or -o the model is run as well, forward and backward: the seconds of every layer are
+    the medians of warm steps.
+    """
     from placer.errors import PlacerError, nearest
 
     if precision not in ("fp32", "bf16", "fp16"):
@@ -46,20 +88,128 @@ def profile(
         raise PlacerError("--precision", f"no precision {precision!r}", f"did you mean {near!r}?")
     subject.check()
     console = people(as_json=as_json)
+    measures = device is not None or output is not None
     with progress(console, "importing torch and the model"):
         from placer.cost import estimate_costs
+        from placer.kindfile import save_kind
+        from placer.profiling import check_output, device_here, file_values
 
-        loaded = subject.load()
+        check_output(output)
+        loaded = subject.load(allocate=measures)
     with progress(console, "recording the operations of the model"):
         capture, leaves = loaded.capture()
-    costs = estimate_costs(capture, leaves, training=training, precision=precision)
+    measured, values = None, None
+    if measures:
+        place = device_here(device or "")
+        with rounds_of(console, f"running steps on {place}") as heard:
+            measured = _measure(
+                loaded, capture, leaves, place, kind, precision, rounds, heard, training=training
+            )
+        values = file_values(measured.kind, place, inputs=leaves)
+        costs = measured.costs
+    else:
+        costs = estimate_costs(capture, leaves, training=training, precision=precision)
     rows = layer_costs(capture, costs, depth)
     total = {column: sum(row[column] for row in rows.values()) for column in _COLUMNS}
     total["transient"] = max((row["transient"] for row in rows.values()), default=0)
-    console.print(_table(rows, total))
+    seconds = None if measured is None else layer_seconds(capture, measured, depth)
+    console.print(_table(rows, total) if seconds is None else _seconds_table(rows, seconds))
+    if output is not None and values is not None:
+        save_kind(values, output)
+        console.print(f"profile written to {output}", soft_wrap=True)
+        console.print(f"  placer plan MODEL SPEC --profile {output}", markup=False)
     if as_json:
-        layers = [{"layer": layer, **row} for layer, row in rows.items()]
-        print_json({"layers": layers, "total": total})
+        layers = [
+            {"layer": layer, **row, **(seconds[layer] if seconds else {})}
+            for layer, row in rows.items()
+        ]
+        found: dict[str, Any] = {"layers": layers, "total": total}
+        if measured is not None and seconds is not None:
+            found["loss"] = seconds[_LOSS]
+            found["optimizer_seconds"] = measured.times.optimizer
+            found["step_seconds"] = measured.times.step
+        print_json(found)
+
+
+def _measure(
+    loaded: Subject,
+    capture: Capture,
+    leaves: list[Tensor],
+    place: str,
+    kind: str | None,
+    precision: str,
+    rounds: int,
+    heard: Any,
+    *,
+    training: bool,
+) -> Measured:
+    from placer.cost import device_kind
+    from placer.profiling import profile_model
+    from placer.spec.fields import device_kind_name
+
+    return profile_model(
+        capture,
+        loaded.model,
+        leaves,
+        base=device_kind(place, None if kind is None else device_kind_name(kind)),
+        device=place,
+        precision=precision,
+        training=training,
+        rounds=rounds,
+        each_round=lambda number: heard(number, rounds, "steps"),
+    )
+
+
+_LOSS = "(the loss)"
+
+
+def layer_seconds(
+    capture: Capture, measured: Measured, depth: int | None
+) -> dict[str, dict[str, float]]:
+    """Layer -> seconds of its nodes, forward and backward, and what they were estimated at."""
+    profile = measured.kind.profile
+    assert profile is not None
+    found: dict[str, dict[str, float]] = {}
+    for way, of_nodes in zip(("forward", "backward"), profile.passes, strict=True):
+        for name, (seconds, estimated) in of_nodes.items():
+            layer = capture.layer_of.get(name)
+            home = _LOSS if layer is None else ".".join(layer.split(".")[:depth])
+            row = found.setdefault(home, {})
+            row[f"{way}_seconds"] = row.get(f"{way}_seconds", 0.0) + seconds
+            row["estimated_seconds"] = row.get("estimated_seconds", 0.0) + estimated
+    return found
+
+
+def _seconds_table(
+    rows: Mapping[str, Mapping[str, int]], seconds: Mapping[str, Mapping[str, float]]
+) -> Table:
+    from placer.units import format_seconds
+
+    whole = {
+        column: sum(row[column] for row in seconds.values())
+        for column in ("forward_seconds", "backward_seconds", "estimated_seconds")
+    }
+    total = whole["forward_seconds"] + whole["backward_seconds"]
+    table = plain_table(show_footer=True)
+    table.add_column("layer", footer="all", overflow="fold")
+    for column, heading in (
+        ("forward_seconds", "forward"),
+        ("backward_seconds", "backward"),
+        ("estimated_seconds", "both, estimated"),
+    ):
+        table.add_column(heading, justify="right", footer=format_seconds(whole[column]))
+    table.add_column("of time", justify="right")
+    for layer in (*rows, _LOSS):
+        row = seconds[layer]
+        took = row["forward_seconds"] + row["backward_seconds"]
+        table.add_row(
+            layer or "(the model itself)",
+            format_seconds(row["forward_seconds"]),
+            format_seconds(row["backward_seconds"]),
+            format_seconds(row["estimated_seconds"]),
+            f"{took / total:.1%}" if total else "",
+        )
+    return table
 
 
 def layer_costs(capture: Capture, costs: CostTable, depth: int | None) -> dict[str, dict[str, int]]:

@@ -2,6 +2,7 @@
 
 `estimate` makes the table from one run on fake tensors (`record`), which notes every storage
 (`storages`) and whose backward runs (`owners`); `gradients` says what of a backward waits for what.
+`operations` says of which class each operation is, and `work` how long all of them take on a device.
 `kernels` and `autocast` have that run save what a CUDA device would; `workspaces` and
 `cuda_workspaces` say what a CPU's and a GPU's kernels take besides; `devices` says what kind a device
 is (`placer.catalogue`).
@@ -15,6 +16,7 @@ from placer.cost.record import stand_in_loss
 from placer.cost.regions import with_regions
 from placer.cost.rows import with_fewer_rows
 from placer.cost.types import AddedGradient, CostTable, NodeCost, PendingGradient, StoredValue
+from placer.cost.work import Work
 from placer.cost.workspaces import cpu_result, workspace_nbytes
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "NodeCost",
     "PendingGradient",
     "StoredValue",
+    "Work",
     "cpu_result",
     "cuda_workspaces",
     "device_kernels",

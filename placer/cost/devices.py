@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from placer.catalogue import CATALOGUE, DeviceKind
+from placer.catalogue import DeviceKind
+from placer.kindfile import find_kind
 
 _DEFAULT_KIND = {"cuda": "a100", "cpu": "cpu"}
 
@@ -28,5 +29,8 @@ def updates_together(devices: Iterable[str]) -> bool:
 
 
 def device_kind(name: str, kind: str | None) -> DeviceKind:
-    """The catalogue's entry for ``kind``, or the one assumed for a device called ``name``."""
-    return CATALOGUE[kind or _DEFAULT_KIND.get(name.split(":")[0], "a100")]
+    """The entry of the catalogue, or the file, called ``kind``; or what a device ``name`` is taken for.
+
+    Raises ``PlacerError`` for a file that describes no kind.
+    """
+    return find_kind(kind or _DEFAULT_KIND.get(name.split(":")[0], "a100"))

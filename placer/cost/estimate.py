@@ -17,6 +17,7 @@ from placer.cost.record import NodeFailed, Recording, record_run
 from placer.cost.rows import with_fewer_rows
 from placer.cost.storages import RecordedStorage
 from placer.cost.types import CostTable, NodeCost, StoredValue
+from placer.cost.work import Work
 from placer.errors import CaptureError
 from placer.precision import precision_context
 
@@ -255,10 +256,10 @@ def _table(
         names=capture.order,
         nodes=tuple(
             NodeCost(
-                forward_flops=tally.forward_flops,
-                backward_flops=tally.backward_flops,
-                forward_traffic=tally.forward_traffic,
-                backward_traffic=tally.backward_traffic,
+                forward_flops=sum(operation.flops for operation in tally.forward),
+                backward_flops=sum(operation.flops for operation in tally.backward),
+                forward_traffic=sum(operation.nbytes for operation in tally.forward),
+                backward_traffic=sum(operation.nbytes for operation in tally.backward),
                 forward_transient=tally.forward_transient,
                 forward_sending=tally.forward_transient,
                 backward_transient=needs.alone[i],
@@ -294,6 +295,11 @@ def _table(
         alias_of=alias,
         saving=recording.saving if training else frozenset(),
         trained=frozenset(n for n in trained if training and trained[n]),
+        work=Work(
+            capture.order,
+            [tally.forward for tally in recording.tallies],
+            [tally.backward for tally in recording.tallies],
+        ),
     )
 
 

@@ -155,7 +155,7 @@ class _Run:
         """Run every node; the leaves of the result."""
         values: dict[str, Any] = {}
         leaves = iter(inputs)
-        last_reader = _last_readers(self._graph)
+        last_reader = last_readers(self._graph)
         for node in self._graph.nodes:
             if node.op == "placeholder":
                 values[node.name] = next(leaves)
@@ -173,7 +173,7 @@ class _Run:
         self._recorder.start_node(position)
         with self._run_context():
             try:
-                result = _run_node(node, self._model, values, self._constants)
+                result = run_node(node, self._model, values, self._constants)
             except PlacerError:
                 raise
             except Exception as error:
@@ -217,7 +217,8 @@ class _Run:
             ) from error
 
 
-def _run_node(node: fx.Node, model: nn.Module, values: dict[str, Any], constants: Any) -> Any:
+def run_node(node: fx.Node, model: nn.Module, values: dict[str, Any], constants: Any) -> Any:
+    """What ``node`` computes from ``values`` with the weights of ``model``."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n.name])
     if node.op == "get_attr":
         if node.name in constants:
@@ -232,7 +233,7 @@ def _run_node(node: fx.Node, model: nn.Module, values: dict[str, Any], constants
     return node.target(*args, **kwargs)
 
 
-def _last_readers(graph: fx.Graph) -> dict[str, list[str]]:
+def last_readers(graph: fx.Graph) -> dict[str, list[str]]:
     """Node -> the values that nobody reads after it."""
     seen: set[str] = set()
     dying: dict[str, list[str]] = defaultdict(list)

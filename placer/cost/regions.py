@@ -30,16 +30,9 @@ def with_regions(costs: CostTable, keys: Sequence[RegionKey | None]) -> CostTabl
                 readers.setdefault(key, node)
         for node in readers.values():
             hosted[node] += value.nbytes
-    nodes = []
-    for node, cost in enumerate(costs.nodes):
-        key = keys[node] if node < len(keys) else None
-        again = key is not None and key.recompute
-        nodes.append(
-            replace(
-                cost,
-                backward_flops=cost.backward_flops + again * cost.forward_flops,
-                backward_traffic=cost.backward_traffic + again * cost.forward_traffic,
-                host_nbytes=hosted[node],
-            )
-        )
-    return replace(costs, nodes=tuple(nodes), keys=tuple(keys))
+    again = [i for i, key in enumerate(keys) if key is not None and key.recompute]
+    nodes = tuple(
+        replace(cost, host_nbytes=nbytes) for cost, nbytes in zip(costs.nodes, hosted, strict=True)
+    )
+    work = costs.work.with_repeated(again)
+    return replace(costs, nodes=nodes, work=work, keys=tuple(keys))

@@ -48,5 +48,6 @@ def with_fewer_rows(costs: CostTable, share: float) -> CostTable:
             replace(added, nbytes=shrink(added.nbytes), waiting=shrink(added.waiting))
             for added in costs.added
         ),
+        work=costs.work.with_share(share),
         input_nbytes=tuple(shrink(nbytes) for nbytes in costs.input_nbytes),
     )

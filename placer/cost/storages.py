@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
 
 from placer._torch import DispatchMode
+from placer.cost.operations import Operation, operations_of
 from placer.cost.workspaces import cpu_result, workspace_nbytes
 from placer.errors import CaptureError
 from placer.operands import tensors_in
@@ -48,10 +48,8 @@ class NodeTally:
     An event of no bytes: what was saved for backward is read there.
     """
 
-    forward_flops: int = 0
-    backward_flops: int = 0
-    forward_traffic: int = 0
-    backward_traffic: int = 0
+    forward: list[Operation] = field(default_factory=list)
+    backward: list[Operation] = field(default_factory=list)
     forward_transient: int = 0
     events: list[tuple[RecordedStorage, int]] = field(default_factory=list)
 
@@ -87,16 +85,8 @@ class StorageRecorder(DispatchMode):
             stored = self.storage(tensor)
             if stored is not None and not self.backward:
                 stored.users.add(self.position)
-        count = flop_registry.get(func._overloadpacket)
-        flops = 0 if count is None else count(*args, **kwargs, out_val=result)
-        moved = () if getattr(func, "is_view", False) else (*inputs, *outputs)
-        traffic = sum(x.numel() * x.element_size() for x in moved)
-        if self.backward:
-            tally.backward_flops += flops
-            tally.backward_traffic += traffic
-        else:
-            tally.forward_flops += flops
-            tally.forward_traffic += traffic
+        ran = operations_of(func, args, kwargs, result, inputs, outputs)
+        (tally.backward if self.backward else tally.forward).extend(ran)
         of_weights = bool(inputs) and all(self._is_fixed(tensor) for tensor in inputs)
         for tensor in outputs:
             if id(_key(tensor)) not in self._known:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from placer.cost.work import Work
 from placer.regions.types import RegionKey
 
 
@@ -101,4 +102,5 @@ class CostTable:
     alias_of: Mapping[str, str]  # every name of the state -> the name that stands for its tensor
     saving: frozenset[int]  # nodes whose backward needs something saved, be it only a weight
     trained: frozenset[str]  # parameters that get gradients
+    work: Work  # what the nodes run, for their seconds
     keys: tuple[RegionKey | None, ...] = ()  # per node; (): every saved activation is kept

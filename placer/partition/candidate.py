@@ -245,7 +245,7 @@ def _fastest(
 
 
 def _seconds(tables: IntervalTables, slot: DeviceSlot, options: PlanningOptions) -> Table:
-    forward, backward = stage_seconds(tables, slot.kind, half=options.half)
+    forward, backward = stage_seconds(tables, slot.kind, own_host=options.processes)
     moved = transfer_seconds(tables, slot.kind, training=options.training)
     return forward + moved + (backward if options.training else 0.0)
 

@@ -23,6 +23,7 @@ from placer.partition.candidate import (
 from placer.partition.noncontiguous import NoncontiguousChains, device_peaks, may_be_noncontiguous
 from placer.partition.stage_cost.score import (
     OptimizerMemory,
+    optimizer_seconds,
     peak_bytes,
     replica_peak_bytes,
     saved_bytes,
@@ -77,6 +78,9 @@ def describe_partition(
     for slot, load in zip(slots, loads, strict=True):
         busy[slot.name] += load
     seconds = max(busy.values()) * (options.microbatches - 1) + sum(loads)
+    if not options.processes:
+        seconds = max(seconds, options.microbatches * _host_seconds(best, used, options))
+    optimizer = _optimizer_seconds(best, used, options)
     criterion = _criterion(best, options)
     if criterion != TOTAL_SECONDS:
         loads = [busy[slot.name] for slot in slots]
@@ -91,7 +95,8 @@ def describe_partition(
         peaks=peaks,
         replica_peaks=replica_peaks,
         fits=fits,
-        seconds=seconds,
+        seconds=seconds + optimizer,
+        optimizer_seconds=optimizer,
         optimality=Optimality(
             criterion=criterion,
             value=value,
@@ -119,7 +124,7 @@ def _stages(
         optimizer = optimizer_on(options, [slot.name] if options.processes else trained_on)
         received = received_from[index, :index].tolist()
         peaks = peak_bytes(t, count, optimizer, training=options.training, received_from=received)
-        forward, backward = stage_seconds(t, slot.kind, half=options.half)
+        forward, backward = stage_seconds(t, slot.kind, own_host=options.processes)
         inside = best.nodes[t.cuts[x] : t.cuts[y + 1]]  # the order that its peak is of
         names = tuple(capture.order[i] for i in inside)
         layers = dict.fromkeys(capture.layer_of[name] for name in names)
@@ -151,6 +156,40 @@ def _transfer_seconds(
         for q, x, y in used
     ]
     return [float(seconds[x, y]) for seconds, x, y in moved]
+
+
+def _host_seconds(best: Candidate, used: Sequence[_Used], options: PlanningOptions) -> float:
+    """Seconds of a micro-batch as one process launches all of it, for all devices.
+
+    On a single device every pass takes the longer of device and host.
+    """
+    t = best.tables
+    hosts, devices = np.zeros(2), np.zeros(2)
+    for q, x, y in used:
+        kind = best.slots[q].kind
+        seconds = t.work.seconds(kind)
+        end = t.cuts[y + 1] if y + 2 < len(t.cuts) else None  # the last stage has the loss
+        span = slice(t.cuts[x], end)
+        moved = t.hosted[span].sum() / kind.host_bandwidth
+        passes = (seconds.forward, seconds.backward)
+        for i, part in enumerate(passes[: 1 + options.training]):
+            hosts[i] += part.host[t.nodes[span]].sum()
+            devices[i] += part.device[t.nodes[span]].sum() + moved
+    single = len({best.slots[q].name for q, _, _ in used}) == 1
+    return float((np.maximum(hosts, devices) if single else hosts).sum())
+
+
+def _optimizer_seconds(best: Candidate, used: Sequence[_Used], options: PlanningOptions) -> float:
+    """Seconds of the optimizer's step: devices make theirs at the same time."""
+    if not options.training:
+        return 0.0
+    owned: dict[DeviceSlot, float] = {}
+    for q, x, y in used:
+        slot = best.slots[q]
+        owned[slot] = owned.get(slot, 0.0) + float(best.tables.owned[x, y])
+    return max(
+        optimizer_seconds(nbytes, options.optimizer, slot.kind) for slot, nbytes in owned.items()
+    )
 
 
 def _memory(

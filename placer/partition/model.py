@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
+from placer.catalogue import fastest_kind
 from placer.cost import CostTable
 from placer.partition.candidate import in_flight_at, reference_bytes
 from placer.partition.solver.problem import PartitionProblem, SharedValue, StageSlot, Vector
@@ -71,7 +72,9 @@ def seconds_problem(
     """Minimise the seconds of the slowest stage, with at most ``most_bytes`` on each."""
     slots = []
     for q, (slot, most) in enumerate(zip(chain, most_bytes, strict=True)):
-        seconds = unit_seconds(costs, slot.kind, half=options.half, training=options.training)
+        seconds = unit_seconds(
+            costs, slot.kind, training=options.training, own_host=options.processes
+        )
         slots.append(
             StageSlot(
                 device=slot.name,
@@ -101,15 +104,7 @@ def memory_problem(
 def relaxed_chain(chains: Sequence[Sequence[DeviceSlot]]) -> tuple[DeviceSlot, ...]:
     """A chain as long as the longest of ``chains``, of a device as fast and large as any of theirs."""
     slots = list({slot.name: slot for chain in chains for slot in chain}.values())
-    kinds = [slot.kind for slot in slots]
-    kind = replace(
-        kinds[0],
-        name="fastest",
-        fp32_flops=max(k.fp32_flops for k in kinds),
-        half_flops=max(k.half_flops for k in kinds),
-        memory_bandwidth=max(k.memory_bandwidth for k in kinds),
-        link_bandwidth=max(k.link_bandwidth for k in kinds),
-    )
+    kind = fastest_kind(slot.kind for slot in slots)
     budgets = [slot.budget for slot in slots]
     most = None if None in budgets else max(b for b in budgets if b is not None)
     reserve = min(slot.reserve for slot in slots)

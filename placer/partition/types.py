@@ -36,7 +36,6 @@ class PlanningOptions:
     last_share: float = 1.0  # rows of the last micro-batch as a share of another's
     optimizer: str | Mapping[str, int] = "adam"
     training: bool = True
-    half: bool = False
     processes: bool = False  # one process per device
 
 
@@ -55,6 +54,7 @@ class Partition:
     ]  # the same for the devices that have its stages in other replicas
     fits: bool
     seconds: float  # a step, estimated
+    optimizer_seconds: float  # of these, the optimizer's
     optimality: Optimality
     boundaries: tuple[Boundary, ...]
 

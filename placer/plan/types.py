@@ -171,6 +171,7 @@ class Plan:
     optimizer: str | Mapping[str, Bytes]
     training: bool
     step_seconds: Seconds
+    optimizer_seconds: Seconds = 0.0  # of these, once all gradients are there
     fingerprint: str  # of the captured model
     stages: tuple[StagePlan, ...]
     devices: tuple[DevicePeak, ...]

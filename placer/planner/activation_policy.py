@@ -201,7 +201,6 @@ class _Search:
             self._boundaries,
             self._settled,
             slot.kind,
-            half=self._options.half,
             all_gradients=limits.all_gradients,
         )
 

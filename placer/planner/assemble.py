@@ -40,6 +40,7 @@ def assemble_plan(
         optimizer=options.optimizer,
         training=spec.training,
         step_seconds=partition.seconds,
+        optimizer_seconds=partition.optimizer_seconds,
         fingerprint=capture.fingerprint,
         stages=tuple(
             replace(stage, devices=tuple(row[index_of[slot.name]] for row in rows))

@@ -16,7 +16,13 @@ from placer.partition import DeviceSlot, Partition, PlanningOptions, TableCache,
 from placer.plan.types import Plan
 from placer.planner.activation_policy import PolicyChoice, choose_policy, is_heavy
 from placer.planner.assemble import assemble_plan
-from placer.planner.devices import device_slot, likely_kernels, memory_uses, with_known_memory
+from placer.planner.devices import (
+    check_profiles,
+    device_slot,
+    likely_kernels,
+    memory_uses,
+    with_known_memory,
+)
 from placer.planner.resolve import (
     check_supported,
     count_replicas,
@@ -80,6 +86,7 @@ def build_plan(
     layers or devices do not go with the model, ``PlacerError`` for what is not supported.
     """
     check_supported(spec)
+    check_profiles(spec, capture.fingerprint)
     for use in memory_uses(spec):
         spec = with_known_memory(spec, use)
     if enough:

@@ -90,7 +90,7 @@ def measure_limits(
     order = program_order(units)
     model = model_units(units, order, costs, {})
     held = least_bytes(model, costs, options, 1, 0)
-    seconds = unit_seconds(costs, device_kind("cuda:0", None), half=False, training=training)
+    seconds = unit_seconds(costs, device_kind("cuda:0", None), training=training)
     by_unit = np.bincount(model.unit_of, weights=seconds, minlength=len(held))
 
     def share(indices: Iterable[int]) -> Share:

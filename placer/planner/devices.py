@@ -41,6 +41,25 @@ def device_slot(device: DeviceSpec, spec: PlacementSpec) -> DeviceSlot:
     )
 
 
+def check_profiles(spec: PlacementSpec, fingerprint: str) -> None:
+    """Raise ``SpecError`` for devices with the profile of another model, or of another precision."""
+    problems = []
+    for index, device in enumerate(spec.devices):
+        profile = device_kind(device.name, device.kind).profile
+        if profile is None:
+            continue
+        if profile.fingerprint != fingerprint:
+            problem = f"{device.kind} is the profile of another model"
+        elif profile.precision != spec.precision:
+            problem = f"{device.kind} was measured in {profile.precision}, not {spec.precision}"
+        else:
+            continue
+        remedy = f"measure this one: placer profile MODEL --precision {spec.precision} -o FILE"
+        problems.append((f"/devices/{index}/kind", problem, remedy))
+    if problems:
+        raise SpecError(SpecError.UNNAMED, problems)
+
+
 def memory_uses(spec: PlacementSpec) -> tuple[str, ...]:
     """What of ``spec`` has an answer only for devices of known memory.
 

@@ -129,7 +129,6 @@ def planning_options(
         last_share=sizes[-1] / max(sizes[0], 1),
         optimizer=_optimizer(spec),
         training=spec.training,
-        half=spec.precision != "fp32",
         processes=processes,
     )
 

@@ -44,13 +44,13 @@ def memory_parts(memory: StageMemory) -> dict[str, int]:
 def bubble(plan: Plan) -> float:
     """Share of the step in which the devices of a replica compute nothing; transfers count as such.
 
-    One minus the sum over stages of micro-batches x (forward + backward), over devices x step. The
-    micro-batches are those that the example's rows make.
+    One minus the sum over stages of micro-batches x (forward + backward), over devices x step, without
+    the optimizer's part of the step. The micro-batches are those that the example's rows make.
     """
     microbatches = plan.example_microbatches or plan.microbatches
     devices = len({stage.devices[0] for stage in plan.stages})
     work = sum(stage.forward_seconds + stage.backward_seconds for stage in plan.stages)
-    room = devices * plan.step_seconds
+    room = devices * (plan.step_seconds - plan.optimizer_seconds)
     return max(0.0, 1.0 - microbatches * work / room) if room else 0.0
 
 

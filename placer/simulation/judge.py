@@ -249,6 +249,7 @@ def _without_costs(plan: Plan) -> Plan:
         fits=True,
         objective="memory",
         step_seconds=0.0,
+        optimizer_seconds=0.0,
         stages=stages,
         devices=tuple(
             DevicePeak(device=d.device, peak=0, budget=None, reserve=0, allocator=d.allocator)

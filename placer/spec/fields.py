@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, PlainSerializer, PlainValidator, WithJsonS
 
 from placer.catalogue import CATALOGUE
 from placer.errors import nearest
+from placer.kindfile import is_kind_file
 from placer.units import parse_bytes
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
@@ -49,17 +50,19 @@ def _nearest_device(name: str) -> str | None:
 
 
 def device_kind_name(value: Any) -> str:
-    """``value`` as the catalogue spells it; case does not matter.
+    """``value`` as the catalogue spells it (case does not matter), or the name of a file.
 
-    >>> device_kind_name("H100")
-    'h100'
+    >>> device_kind_name("H100"), device_kind_name("my-gpu.json")
+    ('h100', 'my-gpu.json')
     """
+    if isinstance(value, str) and is_kind_file(value):
+        return value  # read when a plan is made
     if not isinstance(value, str) or value.lower() not in CATALOGUE:
         near = nearest(value.lower(), CATALOGUE) if isinstance(value, str) else None
         hint = f"did you mean {near!r}? " if near else ""
         raise ValueError(
             f"{value!r} is no kind of device in the catalogue; {hint}it has {', '.join(CATALOGUE)}; "
-            "or leave the kind out and give the memory"
+            "or name a file that 'placer calibrate' wrote, or leave the kind out and give the memory"
         )
     return value.lower()
 
@@ -125,7 +128,16 @@ _PATTERNS_SCHEMA = {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"
 
 DeviceName = Annotated[str, PlainValidator(device_name), WithJsonSchema(_NAME_SCHEMA)]
 KindName = Annotated[
-    str, PlainValidator(device_kind_name), WithJsonSchema({"enum": list(CATALOGUE)})
+    str,
+    PlainValidator(device_kind_name),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"enum": list(CATALOGUE)},
+                {"type": "string", "pattern": "\\.[jJ][sS][oO][nN]$"},
+            ]
+        }
+    ),
 ]
 DeviceMemory = Annotated[int, PlainValidator(device_memory), WithJsonSchema(_MEMORY_SCHEMA)]
 ByteSize = Annotated[int, PlainValidator(_size), WithJsonSchema(_SIZE_SCHEMA)]

@@ -57,7 +57,9 @@ class DeviceSpec(BaseModel):
         "the kind, or of the device if this machine has it.",
     )
     kind: KindName | None = Field(
-        default=None, description="Its kind in the device catalogue, such as 'a100' or 'h100'."
+        default=None,
+        description="Its kind in the device catalogue, such as 'a100' or 'h100', or a file that "
+        "'placer calibrate' or 'placer profile' wrote.",
     )
     allocator: AllocatorName | None = Field(
         default=None,

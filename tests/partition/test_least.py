@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from placer.cost import CostTable, NodeCost, StoredValue, device_kind
+from placer.cost import CostTable, NodeCost, StoredValue, Work, device_kind
+from placer.cost.operations import Operation
 from placer.partition.policy import cheapest, least
 from placer.partition.policy.search import PolicySearch
 from placer.partition.policy.types import Policy, StageLimits
@@ -37,9 +38,9 @@ def _costs(draw: random.Random, count: int) -> CostTable:
                     savers=tuple(sorted(savers)),
                 )
             )
+    flops = [draw.randint(1, 100) * 10**9 for _ in range(count)]
     nodes = [
         NodeCost(
-            forward_flops=draw.randint(1, 100) * 10**9,
             forward_transient=draw.randint(0, 20) * 2**20,
             backward_transient=draw.randint(0, 40) * 2**20,
         )
@@ -61,6 +62,11 @@ def _costs(draw: random.Random, count: int) -> CostTable:
         alias_of={},
         saving=frozenset(node for value in values for node in value.savers),
         trained=frozenset(),
+        work=Work(
+            [f"n{i}" for i in range(count)],
+            [*([Operation("product", "float32", n, 0, 0)] for n in flops), []],
+            [[]] * (count + 1),
+        ),
     )
 
 
@@ -73,9 +79,7 @@ def test_bound_optimum_and_answer(most: int, monkeypatch: pytest.MonkeyPatch) ->
         costs = _costs(draw, 6)
         choices, held = CHOICES[seed % 3], draw.choice([1, 3])
         nodes = range(6)
-        stage = PolicySearch(
-            costs, nodes, (), EVERYWHERE, {}, KIND, half=False, all_gradients=False
-        )
+        stage = PolicySearch(costs, nodes, (), EVERYWHERE, {}, KIND, all_gradients=False)
         ways = stage.search(choices, lambda labels, _: labels)
         free = StageLimits(static=0, budget=float("inf"), held=held, all_gradients=False)
         plain = max(free.peak(way) for way in ways if not way.seconds)

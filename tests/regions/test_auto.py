@@ -179,11 +179,7 @@ def test_the_choice_is_the_best_of_all(share: float) -> None:
         keys = keys_of(layers, runs)
         light = with_regions(costs, [keys.get(i) for i in range(n)])
         table = peak_bytes(build_tables(light, range(n), [0, n]), InFlight(), kept, training=True)
-        seconds = sum(
-            max(c.forward_flops / kind.fp32_flops, c.forward_traffic / kind.memory_bandwidth)
-            for i, c in enumerate(costs.nodes[:n])
-            if i in keys
-        )
+        seconds = sum(costs.work.seconds(kind).forward.device[i] for i in range(n) if i in keys)
         return float(table[0, 0]), seconds
 
     recompute = Policy(recompute=True)
@@ -201,9 +197,7 @@ def test_the_choice_is_the_best_of_all(share: float) -> None:
     best = min((seconds for peak, seconds in ways if peak <= budget), default=None)
     static = float(sum(costs.state_nbytes.values()))
     limits = StageLimits(static=static, budget=budget, held=1, all_gradients=False)
-    stage = PolicySearch(
-        costs, range(n), (), _everywhere(n), {}, kind, half=False, all_gradients=False
-    )
+    stage = PolicySearch(costs, range(n), (), _everywhere(n), {}, kind, all_gradients=False)
     found = choose_stage_policy(stage, [recompute], limits)
     least = least_extra_seconds(stage, [recompute], limits)
     if best is None:

@@ -41,8 +41,8 @@ class PolicySearch:
     """The nodes of a stage by index, the loss last if it is computed there, and searches over policies.
 
     ``nodes`` are in program order, ``before`` those of earlier stages. Nodes in ``given`` have their
-    policy already; ``boundaries`` says where regions may begin and end, ``half`` whether matrix products
-    are in half precision. ``all_gradients`` is as in `StageLimits`.
+    policy already; ``boundaries`` says where regions may begin and end.
+    ``all_gradients`` is as in `StageLimits`.
     """
 
     costs: CostTable
@@ -51,7 +51,6 @@ class PolicySearch:
     boundaries: RegionBoundaries
     given: Mapping[int, Policy]
     kind: DeviceKind
-    half: bool = field(kw_only=True)
     all_gradients: bool = field(kw_only=True)
 
     def __post_init__(self) -> None:
@@ -84,13 +83,8 @@ class PolicySearch:
         self._recomputed: dict[tuple[int, int], _Recomputed] = {}
 
     def _forward_seconds(self) -> list[float]:
-        """Per node, the longer of computing and of reading and writing memory."""
-        peak = self.kind.half_flops if self.half else self.kind.fp32_flops
-        costs = [self.costs.nodes[node] for node in self.nodes]
-        return [
-            max(c.forward_flops / peak, c.forward_traffic / self.kind.memory_bandwidth)
-            for c in costs
-        ]
+        seconds = self.costs.work.seconds(self.kind).forward.device
+        return [float(seconds[node]) for node in self.nodes]
 
     def _pending(self) -> list[float]:
         """Bytes of gradients, of activations and of parameters, that are pending in each node's backward."""

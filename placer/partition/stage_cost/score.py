@@ -71,6 +71,28 @@ def optimizer_bytes(
     return OptimizerMemory(state=_STATE[optimizer], each=1.0 - together, together=1.0 * together)
 
 
+# Bytes that an optimizer reads and writes, per byte of parameter: counted in torch/optim of 2.15.
+# Adam's lerp_, mul_, addcmul_, sqrt, div_, add_ and addcdiv_ are 19 passes, AdamW has a mul_ more;
+# SGD has an add_ (3), with momentum a mul_ and an add_ more.
+_PASSES = {"sgd": 3, "sgd_momentum": 8, "adam": 19, "adamw": 21}
+
+
+def optimizer_passes(optimizer: str | Mapping[str, int]) -> float:
+    """How often the optimizer's step reads or writes as many bytes as the parameters have.
+
+    Of one that is given by its state: its state is read and written once.
+    """
+    if isinstance(optimizer, str):
+        return _PASSES[optimizer]
+    return 3 + 2 * optimizer["bytes_per_parameter"] / 4
+
+
+def optimizer_seconds(nbytes: float, optimizer: str | Mapping[str, int], kind: DeviceKind) -> float:
+    """Seconds in which the optimizer's step changes ``nbytes`` of parameters on a device."""
+    rate = kind.rates["optimizer", "float32"]
+    return rate.seconds(0, optimizer_passes(optimizer) * nbytes) if nbytes else 0.0
+
+
 def peak_bytes(
     tables: IntervalTables,
     in_flight: InFlight,
@@ -173,38 +195,45 @@ def replica_peak_bytes(
     return static + others + np.maximum(forward, backward)
 
 
-def stage_seconds(tables: IntervalTables, kind: DeviceKind, *, half: bool) -> tuple[Table, Table]:
-    """Forward and backward seconds of every interval on a device, without transfers."""
+def stage_seconds(
+    tables: IntervalTables, kind: DeviceKind, *, own_host: bool = False
+) -> tuple[Table, Table]:
+    """Forward and backward seconds of every interval on a device, without transfers.
+
+    What waits on the host goes there in forward and comes back in backward, one after the rest. With
+    ``own_host`` a stage takes at least as long as a process takes to launch its operations; else one
+    process launches those of all stages, and where they end does not change how long that takes.
+    """
     ends = [*tables.cuts[1:-1], len(tables.hosted)]
+
+    def intervals(of_nodes: Table) -> Table:
+        return _between(np.concatenate([[0.0], np.cumsum(of_nodes)])[[0, *ends]])
+
+    moved = tables.hosted / kind.host_bandwidth
+    seconds = tables.work.seconds(kind)
     found = []
-    for flops, traffic in zip(tables.flops, tables.traffic, strict=True):
-        seconds = node_seconds(flops, traffic, tables.hosted, kind, half=half)
-        found.append(_between(np.concatenate([[0.0], np.cumsum(seconds)])[[0, *ends]]))
+    for part in (seconds.forward, seconds.backward):
+        found.append(intervals(part.device[tables.nodes] + moved))
+        if own_host:
+            found[-1] = np.maximum(found[-1], intervals(part.host[tables.nodes]))
     return found[0], found[1]
 
 
-def node_seconds(
-    flops: Table, traffic: Table, hosted: Table, kind: DeviceKind, *, half: bool
+def unit_seconds(
+    costs: CostTable, kind: DeviceKind, *, training: bool, own_host: bool = False
 ) -> Table:
-    """Seconds of every node on a device: the larger of its compute and its memory traffic.
+    """Seconds of every node (the loss last) on a device, forward and, in training, backward.
 
-    The roofline of S. Williams, A. Waterman and D. Patterson (CACM 2009), node by node. What waits
-    on the host goes there in forward and comes back in backward, one after the rest.
+    Summed up over a stage they are its `stage_seconds`; with ``own_host`` at most that, and as much
+    where the device, or the host, is what all nodes wait for.
     """
-    peak = kind.half_flops if half else kind.fp32_flops
-    seconds: Table = np.maximum(flops / peak, traffic / kind.memory_bandwidth)
-    return seconds + hosted / kind.host_bandwidth
-
-
-def unit_seconds(costs: CostTable, kind: DeviceKind, *, half: bool, training: bool) -> Table:
-    """Seconds of every node (the loss last) on a device, forward and, in training, backward."""
-    column = lambda field: np.array([getattr(c, field) for c in costs.nodes], dtype=np.float64)  # noqa: E731
-    hosted = column("host_nbytes")
-    seconds = np.zeros(len(costs.nodes))
-    for way in ("forward", "backward") if training else ("forward",):
-        flops, traffic = column(f"{way}_flops"), column(f"{way}_traffic")
-        seconds += node_seconds(flops, traffic, hosted, kind, half=half)
-    return seconds
+    seconds = costs.work.seconds(kind)
+    moved = np.array([c.host_nbytes for c in costs.nodes]) / kind.host_bandwidth
+    total = np.zeros(len(costs.nodes))
+    for part in (seconds.forward, seconds.backward) if training else (seconds.forward,):
+        on_device = part.device + moved
+        total += on_device if not own_host or on_device.sum() >= part.host.sum() else part.host
+    return total
 
 
 def transfer_seconds(tables: IntervalTables, kind: DeviceKind, *, training: bool) -> Table:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from placer.cost import CostTable
+from placer.cost import CostTable, Work
 from placer.partition.stage_cost.pending_gradients import (
     IntervalCorrection,
     largest_up_to,
@@ -45,8 +45,8 @@ class IntervalTables:
     backward_live_growing: Table  # with gradients, in the first backward
     backward_live_grown: Table | None  # the same in a later backward; None if there is none
     updating: Table  # temporary tensors of Adam's loop over the parameters
-    flops: tuple[Table, Table]  # forward, backward; of every node along the order, the loss last
-    traffic: tuple[Table, Table]
+    work: Work  # of every node, for its seconds
+    nodes: NDArray[np.int64]  # along the order, the loss last
     hosted: Table  # offloaded bytes of every node along the order
     results: Table  # results of the model
 
@@ -106,7 +106,6 @@ def build_tables(
     if grown is not None:
         grown[:, -1] += LOSS_NBYTES
     received = build.at_ends(crossing.received.table())
-    along = lambda field: _by_position(place, [getattr(c, field) for c in costs.nodes])  # noqa: E731
     return IntervalTables(
         cuts=tuple(cuts),
         parameters=build.at_ends(state.parameters.table()),
@@ -123,9 +122,9 @@ def build_tables(
         backward_live_growing=growing,
         backward_live_grown=grown,
         updating=build.running_max(_updating(costs, state.uses_of, build)),
-        flops=(along("forward_flops"), along("backward_flops")),
-        traffic=(along("forward_traffic"), along("backward_traffic")),
-        hosted=along("host_nbytes"),
+        work=costs.work,
+        nodes=np.argsort(place),
+        hosted=_by_position(place, [c.host_nbytes for c in costs.nodes]),
         results=build.at_ends(crossing.results.table()),
     )
 

@@ -1,0 +1,59 @@
+"""The training steps that were measured on one H100: their models, inputs and specs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.capacity import SUBJECTS
+from benchmarks.memory_gpu import CASES
+
+Build = Callable[[], tuple[nn.Module, Tensor]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GPUCase:
+    """A model with its batch; ``family``: models that are kept out of a fit together."""
+
+    family: str
+    build: Build
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _cube(name: str, edge: int) -> Build:
+    subject = SUBJECTS[name]
+    return lambda: (subject.build(), torch.empty(1, subject.channels, edge, edge, edge))
+
+
+def _resnet50() -> tuple[nn.Module, Tensor]:
+    import torchvision
+
+    return torchvision.models.resnet50(), torch.empty(64, 3, 224, 224)
+
+
+_BF16 = {"precision": "bf16"}
+PROFILED = {
+    "unet3d-96": GPUCase(family="U-Net", build=_cube("U-Net", 96)),
+    "unet3d-160": GPUCase(family="U-Net", build=_cube("U-Net", 160)),
+    "unet3d-128-bf16": GPUCase(family="U-Net", build=_cube("U-Net", 128), fields=_BF16),
+    "segresnet-128": GPUCase(family="SegResNet", build=_cube("SegResNet", 128)),
+    "dynunet-160": GPUCase(family="DynUNet", build=_cube("DynUNet", 160)),
+    "resnet50-64x224": GPUCase(family="ResNet", build=_resnet50),
+    "gpt2-8x512": GPUCase(family="GPT-2", build=CASES["GPT-2 size, 8 x 512"].build),
+    "gpt2-8x512-bf16": GPUCase(
+        family="GPT-2", build=CASES["GPT-2 size, 8 x 512"].build, fields=_BF16
+    ),
+}
+"""By their names in operations.json."""
+
+
+def capped_case(row: Mapping[str, Any]) -> GPUCase:
+    """The case of a row of fits_16GiB.json."""
+    fields = {key: row[key] for key in ("checkpoint", "offload", "precision") if key in row}
+    return GPUCase(
+        family=row["model"], build=_cube(row["model"], row["edge"]), fields={"reserve": 0, **fields}
+    )

@@ -1,0 +1,94 @@
+"""``placer calibrate``: how fast a device that is here runs each class of operations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from placer.cli.options import AsJson
+from placer.cli.output import people, plain_table, print_json, progress, rounds_of
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from placer.catalogue import DeviceKind
+
+Device = Annotated[
+    str,
+    typer.Option(
+        "--device",
+        metavar="DEVICE",
+        help="What to measure: cuda:0, cpu. Default: cuda:0 if there is one.",
+    ),
+]
+Output = Annotated[
+    Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the kind here (JSON).")
+]
+Name = Annotated[
+    str | None, typer.Option("--name", help="What to call the kind; by default as the file.")
+]
+Budget = Annotated[
+    float,
+    typer.Option("--seconds", min=0.001, help="Time for each of about 100 samples."),
+]
+
+EXAMPLE = "placer calibrate --device cpu --seconds 0.01 -o this-machine.json"
+
+
+def calibrate(
+    device: Device = "",
+    output: Output = None,
+    name: Name = None,
+    seconds: Budget = 0.15,
+    as_json: AsJson = False,
+) -> None:
+    """Measure in under a minute how fast a device runs what models are made of.
+
+    A spec names the file as the kind of a device, {"name": "cuda:0", "kind": "FILE"}, or a command
+    takes it as --profile FILE.
+    """
+    console = people(as_json=as_json)
+    with progress(console, "importing torch"):
+        from placer.kindfile import save_kind
+        from placer.profiling import calibrate as measure
+        from placer.profiling import check_output, device_here, file_values
+
+    check_output(output)
+    place = device_here(device)
+    with rounds_of(console, f"measuring {place}") as heard:
+        kind = measure(
+            place,
+            name=name or (output.stem if output else None),
+            seconds=seconds,
+            progress=lambda what, number, count: heard(number, count, what),
+        )
+    values = file_values(kind, place)
+    console.print(_table(kind))
+    if output is not None:
+        save_kind(values, output)
+        console.print(f"kind written to {output}", soft_wrap=True)
+        console.print(f'  in a spec: {{"name": "{place}", "kind": "{output}"}}', markup=False)
+    if as_json:
+        print_json(values)
+
+
+def _table(kind: DeviceKind) -> Table:
+    from placer.rates import CLASSES
+
+    table = plain_table()
+    table.add_column("class")
+    for dtype in ("float32", "half"):
+        table.add_column(f"overhead, us ({dtype})", justify="right")
+        table.add_column("GFLOP/s", justify="right")
+        table.add_column("GB/s", justify="right")
+    for name in CLASSES:
+        cells = []
+        for dtype in ("float32", "half"):
+            rate = kind.rates[name, dtype]
+            cells.append(f"{rate.overhead * 1e6:.1f}")
+            cells.append(f"{rate.flops / 1e9:,.0f}" if rate.flops else "")
+            cells.append(f"{rate.bandwidth / 1e9:,.1f}")
+        table.add_row(name.replace("_", " "), *cells)
+    return table

@@ -1,0 +1,35 @@
+"""A spec whose devices are of the kind that a file describes (``--profile FILE``)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from placer.errors import PlacerError
+from placer.kindfile import load_kind_file
+from placer.planner.devices import device_slot
+from placer.spec import PlacementSpec
+
+
+def with_kind_file(spec: PlacementSpec, path: Path | None) -> PlacementSpec:
+    """``spec`` with the file as the kind of all devices of the type that it was measured on.
+
+    Raises ``PlacerError`` for a file that describes no kind, and where there is no such device.
+    """
+    if path is None:
+        return spec
+    wanted = load_kind_file(path).device_type
+    devices, found = [], False
+    for device in spec.devices:
+        if device.name.split(":")[0] == wanted:
+            found = True
+            memory = device.memory if device.kind is None else device_slot(device, spec).budget
+            device = device.model_copy(update={"kind": str(path), "memory": memory})
+        devices.append(device)
+    if not found:
+        names = ", ".join(device.name for device in spec.devices)
+        raise PlacerError(
+            str(path),
+            f"was measured on a {wanted!r} device, and the spec has {names}",
+            "measure on a device like those",
+        )
+    return spec.with_devices(devices)

@@ -1,0 +1,199 @@
+"""What an operation is to a device's clock: its class, data type, FLOPs, bytes and width.
+
+`placer.rates` says what these are for, and how long an operation of some class takes.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+_HALF = (torch.float16, torch.bfloat16)
+_ALIGNMENT = 8  # elements; tensor cores want sizes in half precision to be multiples of it
+_NO_KERNEL = (
+    "empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "_unsafe_view",
+    "_reshape_alias", "alias", "detach", "lift_fresh", "_local_scalar_dense", "resize_",
+)  # fmt: skip
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "linear", "addbmm", "matmul",
+             "_addmm_activation", "mkldnn_linear", "_scaled_mm")  # fmt: skip
+# Classes by what a name has in it, the first that fits; "_backward" is added where there is one.
+_NAMED = (
+    ("attention", "attention"),
+    ("batch_norm", "batch_norm"),
+    ("group_norm", "group_norm"),
+    ("layer_norm", "layer_norm"),
+    ("rms_norm", "layer_norm"),
+    ("softmax", "layer_norm"),
+    ("pool", "pooling"),
+    ("upsample", "upsampling"),
+    ("grid_sampler", "upsampling"),
+)
+_RECURRENT = ("_cudnn_rnn", "mkldnn_rnn_layer", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell")
+_COPIES = ("copy_", "_to_copy", "clone", "cat", "stack", "contiguous", "constant_pad_nd", "flip",
+           "roll", "repeat", "col2im", "im2col", "pixel_shuffle", "fill_", "zero_", "zeros",
+           "zeros_like", "new_zeros", "full", "ones_like", "slice_backward", "select_backward",
+           "slice_scatter", "select_scatter", "split_with_sizes_copy")  # fmt: skip
+_REDUCTIONS = ("sum", "mean", "amax", "amin", "max", "min", "var", "var_mean", "std", "norm",
+               "linalg_vector_norm", "logsumexp", "argmax", "argmin", "cumsum", "prod", "any",
+               "all", "sort", "topk")  # fmt: skip
+_GATHERS = ("embedding", "gather", "index", "index_select", "take")
+_SCATTERS = ("embedding_dense_backward", "index_put", "index_put_", "_index_put_impl_",
+             "scatter_add", "scatter_add_", "scatter", "index_add", "index_add_")  # fmt: skip
+
+
+class Operation(NamedTuple):
+    """One operation as the clock sees it; ``width``: columns of a product, rows of a normalisation."""
+
+    name: str  # of `placer.rates.CLASSES`
+    dtype: str  # of `placer.rates.DTYPES`
+    flops: int
+    nbytes: int
+    width: int
+
+
+def operations_of(
+    op: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any,
+    inputs: Sequence[Tensor], outputs: Sequence[Tensor],
+) -> tuple[Operation, ...]:  # fmt: skip
+    """What ``op`` runs on a device: nothing for a view, two for a convolution's two gradients."""
+    name, count = _name_and_count(op)
+    if not name:
+        return ()
+    flops = 0 if count is None else int(count(*args, **kwargs, out_val=result))
+    dtype = _dtype(inputs, outputs)
+    nbytes = sum(x.numel() * x.element_size() for x in (*inputs, *outputs))
+    if name == "convolution_backward" or name == "mkldnn_convolution_backward":
+        return _convolution_gradients(args, dtype)
+    if "convolution" in name and inputs:
+        kind, columns = _convolution(args)
+        return (Operation(kind, dtype, flops, nbytes, columns),)
+    kind = _class_of(name)
+    if kind == "product":
+        return (_product(args, inputs, outputs, flops, nbytes, dtype),)
+    if name in _GATHERS:  # of the table only the rows that are looked up
+        nbytes = 2 * _nbytes(outputs) + _nbytes(inputs[1:])
+    width = _WIDTHS[kind](args, inputs) if kind in _WIDTHS and inputs else 0
+    return (Operation(kind, dtype, flops, nbytes, width),)
+
+
+@functools.cache
+def _name_and_count(op: Any) -> tuple[str, Callable[..., Any] | None]:
+    """The operator's name, "" where it runs no kernel, and what counts its FLOPs."""
+    name = op._schema.name.partition("::")[2]
+    if getattr(op, "is_view", False) or name in _NO_KERNEL:
+        return "", None
+    return name, flop_registry.get(op._overloadpacket)
+
+
+def _nbytes(tensors: Sequence[Tensor]) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+def _dtype(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> str:
+    """The floating-point type that most bytes have; of a cast, what comes out or goes in first."""
+    found, most = torch.float32, -1
+    for x in (*inputs, *outputs):
+        dtype = x.dtype
+        if dtype.is_floating_point:
+            count = x.numel()
+            if dtype == torch.float64 and x.dim():
+                return "float64"
+            if count > most:
+                found, most = dtype, count
+    return "half" if found in _HALF else "float32"
+
+
+@functools.cache
+def _class_of(name: str) -> str:
+    backward = "_backward" if "backward" in name else ""
+    if name.rstrip("_").removesuffix("_backward") in _PRODUCTS or name in _PRODUCTS:
+        return "product"
+    if name.startswith(_RECURRENT):
+        return "recurrent"
+    for part, kind in _NAMED:
+        if part in name and not (part == "pool" and "spool" in name):
+            return kind + backward
+    if name in _COPIES:
+        return "copy"
+    if name in _REDUCTIONS:
+        return "reduction"
+    return "gather" if name in (*_GATHERS, *_SCATTERS) else "pointwise"
+
+
+def _convolution(args: Sequence[Any]) -> tuple[str, int]:
+    """The class of a convolution, and the columns of the product that it is."""
+    weight, transposed, groups = args[1], _transposed(args, 6), _groups(args, 8)
+    if groups > 1 and groups == args[0].size(1):
+        return "depthwise_convolution", 0
+    if transposed:
+        return "transposed_convolution", int(weight.size(1))
+    return "convolution", int(weight.size(0)) // groups
+
+
+def _transposed(args: Sequence[Any], at: int) -> bool:
+    return len(args) > at and args[at] is True
+
+
+def _groups(args: Sequence[Any], at: int) -> int:
+    value = args[at] if len(args) > at else 1
+    return value if isinstance(value, int) and not isinstance(value, bool) else 1
+
+
+def _convolution_gradients(args: Sequence[Any], dtype: str) -> tuple[Operation, ...]:
+    """The gradients of the input and of the weight, as far as they are asked for."""
+    grad, x, weight = args[0], args[1], args[2]
+    transposed, groups, mask = bool(args[7]), int(args[9]), args[10]
+    wanted = [bool(wanted) for wanted in mask[:2]]
+    kind = "transposed_convolution" if transposed else "convolution"
+    columns = [x.size(1) // groups, grad.size(1) // groups]
+    if groups > 1 and groups == x.size(1):
+        kind, columns = "depthwise_convolution", [0, 0]
+    # Each as the forward. (torch's own count has a grouped one's weight gradient too high.)
+    rows = x if transposed else grad
+    each = 2 * rows.size(0) * math.prod(rows.shape[2:]) * weight.numel()
+    nbytes = _nbytes((grad, x, weight))  # each reads two of the three, and makes the third
+    found = []
+    for part, width, asked in zip(("input", "weight"), columns, wanted, strict=True):
+        if asked:
+            name = kind if kind == "depthwise_convolution" else f"{kind}_{part}"
+            found.append(Operation(name, dtype, each, nbytes, int(width)))
+    return tuple(found)
+
+
+def _product(
+    args: Sequence[Any], inputs: Sequence[Tensor], outputs: Sequence[Tensor],
+    flops: int, nbytes: int, dtype: str,
+) -> Operation:  # fmt: skip
+    """A product of matrices; ``width`` are the columns of the result."""
+    sizes = {n for x in inputs if x.dim() >= 2 for n in x.shape[-2:]}
+    uneven = dtype == "half" and any(n % _ALIGNMENT for n in sizes)
+    width = outputs[0].size(-1) if outputs and outputs[0].dim() else 1
+    return Operation("unaligned_product" if uneven else "product", dtype, flops, nbytes, int(width))
+
+
+def _channels(args: Sequence[Any], inputs: Sequence[Tensor]) -> int:
+    x = inputs[0]
+    return int(x.size(1)) if x.dim() > 1 else 1
+
+
+def _groups_normalised(args: Sequence[Any], inputs: Sequence[Tensor]) -> int:
+    rows, groups = [a for a in args if isinstance(a, int) and not isinstance(a, bool)][0::3][:2]
+    return int(rows) * int(groups)
+
+
+def _planes(args: Sequence[Any], inputs: Sequence[Tensor]) -> int:
+    return math.prod(inputs[0].shape[:2])
+
+
+_WIDTHS: dict[str, Callable[[Sequence[Any], Sequence[Tensor]], int]] = {
+    "batch_norm": _channels,
+    "batch_norm_backward": _channels,
+    "group_norm": _groups_normalised,
+    "group_norm_backward": _planes,
+}

@@ -1,0 +1,174 @@
+"""What all nodes of a model run on a device, as arrays: seconds on any kind of device in one go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placer.catalogue import DeviceKind
+from placer.cost.operations import Operation
+from placer.rates import CLASSES, DTYPES, RATE_FIELDS, Rates
+
+Vector = NDArray[np.float64]
+
+_CODES = {
+    (name, dtype): i * len(DTYPES) + j
+    for i, name in enumerate(CLASSES)
+    for j, dtype in enumerate(DTYPES)
+}
+_KEYS = tuple(_CODES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PassSeconds:
+    """Seconds per node of one pass: on the device, and on the host that launches it.
+
+    The two overlap: what a process runs on a device takes the longer of both sums.
+    """
+
+    device: Vector
+    host: Vector
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seconds:
+    """`PassSeconds` of every node, forward and backward; the loss is the last node."""
+
+    forward: PassSeconds
+    backward: PassSeconds
+
+
+class Work:
+    """The operations of every node, forward and backward; the loss is the last node.
+
+    ``again`` are the nodes that run their forward a second time in backward.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        forward: Sequence[Sequence[Operation]],
+        backward: Sequence[Sequence[Operation]],
+    ) -> None:
+        self._names = (*names, "loss")
+        self._passes = (_Pass.of(forward), _Pass.of(backward))
+        self._again: tuple[int, ...] = ()
+        self._known: dict[DeviceKind, Seconds] = {}
+
+    def seconds(self, kind: DeviceKind) -> Seconds:
+        """Seconds of every node on a device of that kind; as measured where it has a profile."""
+        if kind not in self._known:
+            found = [p.seconds(kind.rates, len(self._names)) for p in self._passes]
+            if kind.profile is not None:
+                found = [
+                    self._measured(estimate, measured)
+                    for estimate, measured in zip(found, kind.profile.passes, strict=True)
+                ]
+            self._known[kind] = Seconds(
+                forward=found[0], backward=_with_repeated(found[1], found[0], self._again)
+            )
+        return self._known[kind]
+
+    def _measured(
+        self, estimate: PassSeconds, measured: Mapping[str, tuple[float, float]]
+    ) -> PassSeconds:
+        """``estimate`` with what a profile has: its seconds, scaled as the estimates of the node are."""
+        device, host = estimate.device.copy(), estimate.host.copy()
+        for i, name in enumerate(self._names):
+            if name in measured:
+                seconds, estimated = measured[name]
+                device[i] = seconds * (device[i] / estimated if estimated and device[i] else 1.0)
+                host[i] = 0.0
+        return PassSeconds(device=device, host=host)
+
+    def operations(self) -> dict[str, list[tuple[int, Operation]]]:
+        """Per pass the operations with their nodes' positions, for those who fit rates to them."""
+        return {
+            way: list(p.operations())
+            for way, p in zip(("forward", "backward"), self._passes, strict=True)
+        }
+
+    def with_repeated(self, nodes: Sequence[int]) -> Work:
+        """The same where the forward of ``nodes`` is run again in backward."""
+        return self._copy(self._passes, tuple(nodes))
+
+    def with_share(self, share: float) -> Work:
+        """The same for a micro-batch of that share of the rows."""
+        shrunk = (self._passes[0].with_share(share), self._passes[1].with_share(share))
+        return self._copy(shrunk, self._again)
+
+    def _copy(self, passes: tuple[_Pass, _Pass], again: tuple[int, ...]) -> Work:
+        made = Work.__new__(Work)
+        made._names, made._passes, made._again, made._known = self._names, passes, again, {}
+        return made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Pass:
+    """One array per column of `Operation`, and the node of each."""
+
+    node: NDArray[np.int64]
+    code: NDArray[np.int64]
+    flops: Vector
+    nbytes: Vector
+    width: Vector
+
+    @classmethod
+    def of(cls, nodes: Sequence[Sequence[Operation]]) -> _Pass:
+        rows = [
+            (i, _CODES[o.name, o.dtype], o.flops, o.nbytes, o.width)
+            for i, operations in enumerate(nodes)
+            for o in operations
+        ]
+        columns = list(zip(*rows, strict=True)) if rows else [()] * 5
+        whole = [np.array(column, dtype=np.int64) for column in columns[:2]]
+        real = [np.array(column, dtype=np.float64) for column in columns[2:]]
+        return cls(node=whole[0], code=whole[1], flops=real[0], nbytes=real[1], width=real[2])
+
+    def with_share(self, share: float) -> _Pass:
+        return replace(self, flops=self.flops * share, nbytes=self.nbytes * share)
+
+    def operations(self) -> list[tuple[int, Operation]]:
+        columns = (self.node, self.code, self.flops, self.nbytes, self.width)
+        return [
+            (int(n), Operation(*_KEYS[int(c)], int(f), int(b), int(w)))
+            for n, c, f, b, w in zip(*columns, strict=True)
+        ]
+
+    def seconds(self, rates: Rates, count: int) -> PassSeconds:
+        """`Rate.seconds` of all operations at once, added up by node."""
+        rows = [[getattr(rates[key], field) for field in RATE_FIELDS] for key in _KEYS]
+        columns = np.array(rows, dtype=np.float64).T[:, self.code]
+        at = dict(zip(RATE_FIELDS, columns, strict=True))
+        width = np.maximum(self.width, 1.0)
+        padded = np.where(self.width > 0, np.ceil(width / at["tile"]) * at["tile"] / width, 1.0)
+        limited = (at["row_bandwidth"] > 0) & (self.width > 0)
+        reached = np.where(
+            limited, np.minimum(at["bandwidth"], at["row_bandwidth"] * width), at["bandwidth"]
+        )
+        seconds = at["overhead"] + _quotient(self.flops * padded, at["flops"])
+        seconds = seconds + _quotient(self.nbytes, reached)
+        add = lambda weights: np.bincount(self.node, weights=weights, minlength=count)  # noqa: E731
+        return PassSeconds(
+            device=add(seconds).astype(np.float64), host=add(at["launch"]).astype(np.float64)
+        )
+
+
+def _quotient(amount: Vector, rate: Vector) -> Vector:
+    """Seconds for ``amount``; none where there is no rate."""
+    return np.divide(amount, rate, out=np.zeros_like(amount), where=rate > 0)
+
+
+def _with_repeated(
+    backward: PassSeconds, forward: PassSeconds, nodes: Sequence[int]
+) -> PassSeconds:
+    if not nodes:
+        return backward
+    device, host = backward.device.copy(), backward.host.copy()
+    chosen = list(nodes)
+    device[chosen] += forward.device[chosen]
+    host[chosen] += forward.host[chosen]
+    return PassSeconds(device=device, host=host)

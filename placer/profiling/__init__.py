@@ -1,0 +1,25 @@
+"""Profiling: seconds measured on a device that is there, of a model's nodes or of classes of operations.
+
+`nodes` runs a captured model node by node, `profile` makes a device kind of what it found that plans
+read; `calibration` measures a few operations of every class instead.
+"""
+
+from placer.profiling.calibration import calibrate
+from placer.profiling.clocks import Clock, clock_for
+from placer.profiling.files import check_output, device_here, file_values, profile
+from placer.profiling.nodes import NodeTimes, measure_nodes
+from placer.profiling.profile import Measured, profile_model
+
+__all__ = [
+    "Clock",
+    "Measured",
+    "NodeTimes",
+    "calibrate",
+    "check_output",
+    "clock_for",
+    "device_here",
+    "file_values",
+    "measure_nodes",
+    "profile",
+    "profile_model",
+]

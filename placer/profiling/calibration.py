@@ -1,0 +1,274 @@
+"""Measure the few numbers of a device's kind: a small and a large operation of every class.
+
+What a small one takes is the overhead of its class; what a large one takes beyond that is its FLOPs or
+its bytes. Classes that are not measured take the rate of one like them (`placer.rates`).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from placer.catalogue import DeviceKind
+from placer.cost.operations import Operation, operations_of
+from placer.errors import DeviceError
+from placer.operands import tensors_in
+from placer.partition.stage_cost.score import optimizer_passes
+from placer.profiling.clocks import Clock, clock_for
+from placer.profiling.samples import Call, Samples
+from placer.rates import HEAVY, Key, Peaks, Rate, Rates, complete_rates, with_launch
+
+_SECONDS = 0.15  # for every sample; two in each of some 40 classes
+_MOST_RUNS = 50
+_CPU_SCALE, _GPU_SCALE = 1, 64  # larger samples for a GPU
+_GPU_TILE = 128  # columns, as on an H100
+# A step launches operations that many times slower than a bare loop does: modules, autograd (H100).
+_AROUND_LAUNCH = 2.9
+_LAUNCHES = 200
+_COPIED = 2**28  # bytes
+_MAPPED = ("batch_norm", "group_norm", "layer_norm", "pooling", "upsampling")
+_FORWARD_ONLY = ("reduction", "copy", "pointwise")
+_DTYPES = {"float32": torch.float32, "half": torch.bfloat16, "float64": torch.float64}
+
+
+class Sample(NamedTuple):
+    """One class of operations in one data type: the call to be timed, small and large."""
+
+    key: Key
+    make: Callable[[bool], Call]  # large?
+
+
+def calibrate(
+    device: str = "cpu",
+    *,
+    name: str | None = None,
+    clock: Clock | None = None,
+    seconds: float = _SECONDS,
+    progress: Callable[[str, int, int], None] = lambda *_: None,
+) -> DeviceKind:
+    """The kind of a device that is there, its operations measured ``seconds`` for each sample.
+
+    ``progress`` hears what is measured next, its number and how many there are. Raises ``DeviceError``
+    where there is no such device.
+    """
+    place = torch.device(device)
+    _check_there(place, device)
+    timer = _Timer(clock or clock_for(place), seconds)
+    samples = [*_samples(place)]
+    measured: dict[Key, Rate] = {}
+    bandwidth = 0.0
+    for number, sample in enumerate(samples):
+        progress(" ".join(sample.key), number, len(samples))
+        rate = _rate(timer, sample, bandwidth)
+        if rate is not None:
+            measured[sample.key] = rate
+            bandwidth = max(bandwidth, rate.bandwidth)
+    if place.type == "cuda":
+        measured |= _with_rows(timer, place, measured)
+    measured["optimizer", "float32"] = _optimizer(timer, place)
+    rates = complete_rates(measured, _peaks(measured))
+    if place.type == "cuda":
+        rates = with_launch(rates, *_launches(place))
+    return _kind(name or device, place, rates, bandwidth)
+
+
+def _check_there(place: torch.device, device: str) -> None:
+    module = getattr(torch, place.type, None)
+    count = module.device_count() if module is not None and module.is_available() else 0
+    if place.type != "cpu" and (place.index or 0) >= count:
+        found = (
+            f"there are {count} of type {place.type!r}" if count else "there is none of that type"
+        )
+        raise DeviceError(device, f"is not on this machine: {found}", "try 'cpu'")
+
+
+def _samples(place: torch.device) -> list[Sample]:
+    """What is timed, the plain reading and writing of memory first."""
+    scale = _GPU_SCALE if place.type == "cuda" else _CPU_SCALE
+    found = []
+    for dtype in ("float32", "half"):
+        make = Samples(place, _DTYPES[dtype], scale)
+
+        def add(name: str, run: Callable[..., Call], *args: Any, **options: Any) -> None:
+            key = (name, dtype)  # noqa: B023
+            found.append(Sample(key, lambda large: run(*args, large=large, **options)))
+
+        for name in ("pointwise", "copy", "reduction"):
+            add(name, make.mapped, name)
+        for name in _MAPPED:
+            add(name, make.mapped, name)
+            add(f"{name}_backward", make.mapped, name, backward=True)
+        add("gather", make.gather)
+        add("product", make.product)
+        if dtype == "half":
+            add("unaligned_product", make.product, uneven=True)
+        add("attention", make.attention, backward=False)
+        add("attention_backward", make.attention, backward=True)
+        for part, ending in (("forward", ""), ("input", "_input"), ("weight", "_weight")):
+            add(f"convolution{ending}", make.convolution, part)
+            add(f"transposed_convolution{ending}", make.transposed, part)
+        add("depthwise_convolution", make.depthwise)
+    doubles = Samples(place, torch.float64, scale)
+    found.append(Sample(("product", "float64"), lambda large: doubles.product(large=large)))
+    return found
+
+
+class _Timer:
+    """Medians of the seconds of a call."""
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        self._clock, self._seconds = clock, seconds
+
+    def __call__(self, call: Call) -> float:
+        """Of one call: it is warm after a first one, and runs until the time for it is over."""
+        clock, total = self._clock, 0.0
+        took: list[float] = []
+        call()
+        while total < self._seconds and len(took) < _MOST_RUNS:
+            clock.wait()
+            start = clock.mark()
+            call()
+            end = clock.mark()
+            clock.wait()
+            took.append(clock.seconds(start, end))
+            total += max(took[-1], 1e-7)
+        return statistics.median(took)
+
+
+class _Recorder(TorchDispatchMode):
+    """The operations that a call runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: list[Operation] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        inputs, outputs = tensors_in(args, kwargs), tensors_in(result)
+        self.ran += operations_of(func, args, kwargs, result, inputs, outputs)
+        return result
+
+
+def _rate(timer: _Timer, sample: Sample, bandwidth: float) -> Rate | None:
+    """The rate of the sample's class; None where the device has no such operation."""
+    name, _ = sample.key
+    try:
+        with torch.no_grad() if not name.endswith("_backward") else torch.enable_grad():
+            small, large = sample.make(False), sample.make(True)
+            overhead, took = timer(small), timer(large)
+            with _Recorder() as recorder:
+                large()
+    except (RuntimeError, NotImplementedError):
+        return None
+    mine = [o for o in recorder.ran if o.name == name]
+    if not mine:
+        return None
+    flops, nbytes = sum(o.flops for o in mine), sum(o.nbytes for o in mine)
+    beyond = max(took - overhead, took / 10)
+    if name not in HEAVY or not flops:
+        return Rate(overhead=overhead, bandwidth=nbytes / beyond)
+    beyond = max(beyond - nbytes / bandwidth, beyond / 2) if bandwidth else beyond
+    tiled = _is_tiled(sample.key, mine)
+    return Rate(
+        overhead=overhead, flops=flops / beyond, bandwidth=bandwidth, tile=_GPU_TILE if tiled else 1
+    )
+
+
+def _is_tiled(key: Key, ran: list[Operation]) -> bool:
+    """Do the columns of convolutions count? They do on GPUs, whose samples have a whole tile."""
+    return "convolution" in key[0] and any(o.width == _GPU_TILE for o in ran)
+
+
+def _with_rows(timer: _Timer, place: torch.device, measured: dict[Key, Rate]) -> dict[Key, Rate]:
+    """The normalisations on a GPU, with what one row reads and writes a second."""
+    found = {}
+    for dtype in ("float32", "half"):
+        make = Samples(place, _DTYPES[dtype], _GPU_SCALE)
+        for backward, ending in ((False, ""), (True, "_backward")):
+            call = make.few_rows(backward=backward)
+            passes = 3 if backward else 2
+            nbytes = passes * 8 * 2**19 * (2 if dtype == "half" else 4)
+            row = nbytes / timer(call) / 8
+            for name in ("batch_norm", "group_norm"):
+                key = (name + ending, dtype)
+                if key in measured:
+                    found[key] = replace(measured[key], row_bandwidth=row)
+    return found
+
+
+def _optimizer(timer: _Timer, place: torch.device) -> Rate:
+    make = Samples(place, torch.float32, _GPU_SCALE if place.type == "cuda" else _CPU_SCALE)
+    (small, _), (large, nbytes) = make.optimizer(large=False), make.optimizer(large=True)
+    overhead = timer(small)
+    beyond = max(timer(large) - overhead, 1e-9)
+    return Rate(overhead=overhead, bandwidth=optimizer_passes("adam") * nbytes / beyond)
+
+
+def _peaks(measured: dict[Key, Rate]) -> Peaks:
+    """What was reached, in the place of a data sheet."""
+    product = measured["product", "float32"].flops
+    half = measured.get(("product", "half"), Rate(flops=product)).flops
+    double = measured.get(("product", "float64"), Rate(flops=product / 2)).flops
+    tensor = measured.get(("convolution", "float32"), Rate(flops=product)).flops
+    bandwidth = measured["pointwise", "float32"].bandwidth
+    return Peaks(fp32=product, tensor=tensor, half=half, fp64=double, bandwidth=bandwidth)
+
+
+def _launches(place: torch.device) -> tuple[float, float]:
+    """Seconds of the host for a light and for a heavy operation of a step."""
+    found = []
+    light, heavy = torch.zeros(16, device=place), torch.zeros(16, 16, device=place)
+    for call in (lambda: light + light, lambda: heavy @ heavy):
+        call()
+        torch.cuda.synchronize(place)
+        start = time.perf_counter()
+        for _ in range(_LAUNCHES):
+            call()
+        found.append((time.perf_counter() - start) / _LAUNCHES * _AROUND_LAUNCH)
+        torch.cuda.synchronize(place)
+    return found[0], found[1]
+
+
+def _kind(name: str, place: torch.device, rates: Rates, bandwidth: float) -> DeviceKind:
+    if place.type != "cuda":
+        return DeviceKind(
+            name=name,
+            memory=None,
+            rates=rates,
+            link_bandwidth=bandwidth / 2,  # a copy reads and writes
+            host_bandwidth=bandwidth / 2,
+            context=0,
+        )
+    host = torch.empty(_COPIED, dtype=torch.uint8, pin_memory=True)
+    timer = _Timer(clock_for(place), _SECONDS)
+    there = torch.empty(_COPIED, dtype=torch.uint8, device=place)
+    to_host = _COPIED / timer(lambda: there.copy_(host, non_blocking=True))
+    others = [i for i in range(torch.cuda.device_count()) if i != (place.index or 0)]
+    link = to_host
+    if others:
+        other = torch.empty(_COPIED, dtype=torch.uint8, device=f"cuda:{others[0]}")
+        link = _COPIED / timer(lambda: other.copy_(there, non_blocking=True))
+    return DeviceKind(
+        name=name,
+        memory=torch.cuda.get_device_properties(place).total_memory,
+        rates=rates,
+        link_bandwidth=link,
+        host_bandwidth=to_host,
+        context=_context(place),
+    )
+
+
+def _context(place: torch.device) -> int:
+    """Bytes of the device that are neither free nor in torch's cache: this process's context.
+
+    Those of other processes on the device count, too: calibrate one that is idle.
+    """
+    free, total = torch.cuda.mem_get_info(place)
+    return max(0, total - free - torch.cuda.memory_reserved(place))

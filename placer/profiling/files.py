@@ -1,0 +1,101 @@
+"""What was measured as a file, with what it was measured on."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from placer.api import example_call
+from placer.capture import capture_model, flatten_call
+from placer.catalogue import DeviceKind
+from placer.cost import device_kind
+from placer.errors import PlacerError
+from placer.files import check_writable
+from placer.kindfile import SUFFIX, is_kind_file, kind_to_json, save_kind
+from placer.profiling.profile import Measured, profile_model
+from placer.spec.fields import device_kind_name, device_name
+
+
+def profile(
+    model: nn.Module,
+    args: Sequence[Any] | Tensor = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    output: str | Path | None = None,
+    device: str | None = None,
+    kind: str | None = None,
+    precision: str = "fp32",
+    training: bool = True,
+    rounds: int = 5,
+) -> Measured:
+    """Run steps of ``model`` on a device that is here; the seconds of every node, forward and backward.
+
+    The file ``output`` is what specs name as the ``kind`` of a device. ``device`` is by default the
+    first CUDA device, or the CPU; ``kind`` is what it is otherwise known as. The model is left alone.
+    Raises ``PlacerError``.
+    """
+    path = None if output is None else Path(output)
+    check_output(path)
+    place = device_here(device or "")
+    positional, keywords = example_call(args, kwargs)
+    capture = capture_model(model, positional, keywords)
+    leaves = flatten_call(capture.call, positional, keywords)
+    found = profile_model(
+        capture,
+        model,
+        leaves,
+        base=device_kind(place, None if kind is None else device_kind_name(kind)),
+        device=place,
+        precision=precision,
+        training=training,
+        rounds=rounds,
+    )
+    if path is not None:
+        save_kind(file_values(found.kind, place, inputs=leaves), path)
+    return found
+
+
+def check_output(path: Path | None) -> None:
+    """Raise ``PlacerError`` where a kind cannot be written to ``path``, or would not be read from it."""
+    if path is not None and not is_kind_file(path.name):
+        raise PlacerError(str(path), f"does not end in {SUFFIX}", f"write {path}{SUFFIX}")
+    check_writable(path)
+
+
+def device_here(name: str) -> str:
+    """The device of that name, or the first CUDA device, or the CPU. Raises ``PlacerError``."""
+    if not name:
+        return "cuda:0" if torch.cuda.is_available() else "cpu"
+    try:
+        return device_name(name)
+    except ValueError as error:
+        raise PlacerError("--device", str(error)) from None
+
+
+def file_values(kind: DeviceKind, device: str, *, inputs: Sequence[Tensor] = ()) -> dict[str, Any]:
+    """The content of the file of a kind that was measured now on ``device``."""
+    place = torch.device(device)
+    called = torch.cuda.get_device_name(place) if place.type == "cuda" else _processor()
+    return kind_to_json(
+        kind,
+        device=called,
+        device_type=place.type,
+        torch=torch.__version__,
+        measured=datetime.date.today().isoformat(),
+        inputs=["x".join(map(str, t.shape)) for t in inputs],
+    )
+
+
+def _processor() -> str:
+    """The CPU's name and the threads that torch uses."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    name = named[0] if named else platform.processor() or platform.machine()
+    return f"{name}, {torch.get_num_threads()} threads"

@@ -1,0 +1,242 @@
+"""The seconds of every node of a captured model, forward and backward, on a device that is there.
+
+The nodes run one after the other between marks of a clock; in backward, hooks on autograd's nodes say
+whose backward begins, and what passes until the next one begins is put down to it. Marks and hooks
+take time themselves, so that steps without them run in turns with it, of the captured graph and of the
+placed model, and the seconds of the nodes are scaled to add up to theirs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
+
+from placer.capture import Capture
+from placer.cost.record import last_readers, run_node, stand_in_loss
+from placer.precision import precision_context
+from placer.profiling.clocks import Clock
+from placer.simulation.optimizers import make_optimizer
+
+LOSS = "loss"
+Passes = tuple[dict[str, float], dict[str, float]]  # node -> seconds, forward and backward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeTimes:
+    """Medians over the rounds, in seconds: of every node, the loss among them; of the optimizer's step.
+
+    ``step`` is of a whole step: forward, backward and the optimizer.
+    """
+
+    forward: Mapping[str, float]
+    backward: Mapping[str, float]
+    optimizer: float
+    step: float
+
+
+def measure_nodes(
+    capture: Capture,
+    model: nn.Module,
+    leaves: Sequence[Tensor],
+    *,
+    device: torch.device,
+    clock: Clock,
+    precision: str = "fp32",
+    training: bool = True,
+    optimizer: str = "adam",
+    rounds: int = 5,
+    warm: int = 2,
+    placed_step: Callable[[], Any] | None = None,
+    each_round: Callable[[int], None] = lambda _: None,
+) -> NodeTimes:
+    """Run steps of ``capture`` with the weights of ``model``, which are on ``device`` like ``leaves``.
+
+    ``leaves`` are the tensors that the capture takes. ``model`` is trained by it (with a rate of 0, but
+    buffers change). ``placed_step`` runs forward and backward as they will be run: the nodes then add up
+    to that. ``each_round`` hears the number of every round that has ended, the ``warm`` ones
+    included, which do not count.
+    """
+    constants = {name: t.to(device) for name, t in capture.constants.items()}
+    context = partial(precision_context, precision, device.type)
+    trained = [p for p in model.parameters() if p.requires_grad] if training else []
+    step = make_optimizer(optimizer, trained)
+    for group in step.param_groups:
+        group["lr"] = 0.0
+    run = _Run(capture, model, constants, context, clock)
+    passes: list[Passes] = []
+    whole: list[tuple[float, float, float]] = []
+    placed: list[float] = []
+    for number in range(warm + rounds):
+        with torch.set_grad_enabled(training):
+            found = run.with_marks(leaves)
+            _let_go(model)
+            plain = run.plain(leaves, step)
+            _let_go(model)
+        together = sum(plain[:2]) if placed_step is None else run.timed(placed_step)
+        if number >= warm:
+            passes.append(found)
+            whole.append(plain)
+            placed.append(together)
+        each_round(number + 1)
+    forward, backward, optimizer_seconds = (median(column) for column in zip(*whole, strict=True))
+    optimizer_seconds = optimizer_seconds if trained else 0.0
+    together = median(placed)
+    share = together / ((forward + backward) or 1.0)
+    return NodeTimes(
+        forward=_scaled([p[0] for p in passes], share * forward),
+        backward=_scaled([p[1] for p in passes], share * backward),
+        optimizer=optimizer_seconds,
+        step=together + optimizer_seconds,
+    )
+
+
+def _let_go(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def _scaled(rounds: Sequence[Mapping[str, float]], total: float) -> dict[str, float]:
+    """The median of every node, all of them scaled to add up to ``total``."""
+    found = {name: median(r.get(name, 0.0) for r in rounds) for name in rounds[0]}
+    scale = total / (sum(found.values()) or 1.0)
+    return {name: seconds * scale for name, seconds in found.items()}
+
+
+class _Run:
+    """Steps of a captured model, with marks between its nodes or without."""
+
+    def __init__(
+        self,
+        capture: Capture,
+        model: nn.Module,
+        constants: Mapping[str, Tensor],
+        context: Callable[[], AbstractContextManager[Any]],
+        clock: Clock,
+    ) -> None:
+        self._capture, self._model, self._constants = capture, model, constants
+        self._context, self._clock = context, clock
+        self._dying = last_readers(capture.graph)
+
+    def with_marks(self, leaves: Sequence[Tensor]) -> Passes:
+        """Seconds of every node of one step, forward and backward."""
+        clock = self._clock
+        marks: list[tuple[str, Any, Any]] = []
+        backward = _BackwardMarks(clock)
+
+        def between(name: str, run: Callable[[], Any]) -> Any:
+            start = clock.mark()
+            result = run()
+            marks.append((name, start, clock.mark()))
+            backward.claim(result, name)
+            return result
+
+        loss = self._forward(leaves, between)
+        if loss.requires_grad:
+            backward.run(loss)
+        clock.wait()
+        forward = {name: clock.seconds(start, end) for name, start, end in marks}
+        return forward, backward.seconds(list(forward))
+
+    def timed(self, call: Callable[[], Any]) -> float:
+        """Seconds of ``call``."""
+        clock = self._clock
+        clock.wait()
+        start = clock.mark()
+        call()
+        end = clock.mark()
+        clock.wait()
+        return clock.seconds(start, end)
+
+    def plain(
+        self, leaves: Sequence[Tensor], step: torch.optim.Optimizer
+    ) -> tuple[float, float, float]:
+        """Seconds of forward with the loss, of backward, and of the optimizer's step."""
+        clock = self._clock
+        clock.wait()
+        marks = [clock.mark()]
+        loss = self._forward(leaves, lambda _, run: run())
+        marks.append(clock.mark())
+        if loss.requires_grad:
+            loss.backward()
+        marks.append(clock.mark())
+        if loss.requires_grad:
+            step.step()
+        marks.append(clock.mark())
+        clock.wait()
+        first, second, third = (clock.seconds(a, b) for a, b in itertools.pairwise(marks))
+        return first, second, third
+
+    def _forward(
+        self, leaves: Sequence[Tensor], between: Callable[[str, Callable[[], Any]], Any]
+    ) -> Tensor:
+        """The stand-in loss of the model's results; every node runs in ``between``."""
+        values: dict[str, Any] = {}
+        rest = iter(leaves)
+        for node in self._capture.graph.nodes:
+            if node.op == "placeholder":
+                values[node.name] = next(rest)
+            elif node.op == "output":
+                results = fx.node.map_arg(node.args[0], lambda n: values[n.name])
+                break
+            else:
+                with self._context():
+                    run = partial(run_node, node, self._model, values, self._constants)
+                    values[node.name] = between(node.name, run)
+                for dead in self._dying.get(node.name, ()):
+                    del values[dead]
+        visible = self._capture.call.result.visible(list(results))
+        loss: Tensor = between(LOSS, partial(stand_in_loss, visible))
+        return loss
+
+
+class _BackwardMarks:
+    """Whose backward began when."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._owner: dict[Any, str] = {}
+        self._marks: list[tuple[str, Any]] = []
+        self._hooks: list[Any] = []
+
+    def claim(self, result: Any, name: str) -> None:
+        """All of autograd's nodes between ``result`` and what is claimed already belong to ``name``."""
+        stack = [
+            leaf.grad_fn
+            for leaf in tree_leaves(result)
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None
+        ]
+        while stack:
+            node = stack.pop()
+            if node in self._owner:
+                continue
+            self._owner[node] = name
+            self._hooks.append(node.register_prehook(partial(self._begin, name)))
+            stack.extend(parent for parent, _ in node.next_functions if parent is not None)
+
+    def _begin(self, name: str, _: Any) -> None:
+        if not self._marks or self._marks[-1][0] != name:
+            self._marks.append((name, self._clock.mark()))
+
+    def run(self, loss: Tensor) -> None:
+        """Run the backward of ``loss``."""
+        loss.backward()
+        self._marks.append(("", self._clock.mark()))
+        for hook in self._hooks:  # those of parameters would stay
+            hook.remove()
+
+    def seconds(self, names: Sequence[str]) -> dict[str, float]:
+        """Per node from where its backward began to where another's did."""
+        found: dict[str, float] = defaultdict(float, dict.fromkeys(names, 0.0))
+        for (name, start), (_, end) in itertools.pairwise(self._marks):
+            found[name] += self._clock.seconds(start, end)
+        return dict(found)

@@ -1,0 +1,145 @@
+"""A device kind with the measured seconds of one model's nodes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from placer.capture import Capture
+from placer.catalogue import DeviceKind, Profile
+from placer.cost import CostTable, estimate_costs, stand_in_loss
+from placer.emit import emit_stages, materialize
+from placer.errors import DeviceError
+from placer.partition.stage_cost.score import optimizer_passes
+from placer.planner.build import build_plan
+from placer.profiling.clocks import Clock, clock_for
+from placer.profiling.nodes import LOSS, NodeTimes, measure_nodes
+from placer.rates import Rates
+from placer.runtime.device_map import map_devices
+from placer.runtime.module import PlacedModule
+from placer.spec import PlacementSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What a profile found: the kind with it, the times it is of, and the costs they belong to."""
+
+    kind: DeviceKind
+    times: NodeTimes
+    costs: CostTable
+
+
+def profile_model(
+    capture: Capture,
+    model: nn.Module,
+    leaves: Sequence[Tensor],
+    *,
+    base: DeviceKind,
+    device: str = "cpu",
+    precision: str = "fp32",
+    training: bool = True,
+    rounds: int = 5,
+    clock: Clock | None = None,
+    each_round: Callable[[int], None] = lambda _: None,
+) -> Measured:
+    """Measure ``model`` (in memory, which it leaves alone) as `measure_nodes` does.
+
+    The result is ``base`` with a profile: other batches of the model are taken to take as much more or
+    less time as their estimates are. Raises ``DeviceError`` where the device is missing or too small.
+    """
+    place = torch.device(device)
+    try:
+        twin = copy.deepcopy(model).to(place)
+        inputs = [t.detach().to(place).requires_grad_(t.requires_grad) for t in leaves]
+        placed = _placed(capture, model, inputs, device, precision) if training else None
+
+        def placed_step() -> None:
+            assert placed is not None
+            placed.step_leaves(inputs, loss_fn=stand_in_loss)
+            placed.zero_grad(set_to_none=True)
+
+        times = measure_nodes(
+            capture,
+            twin,
+            inputs,
+            placed_step=None if placed is None else placed_step,
+            device=place,
+            clock=clock or clock_for(place),
+            precision=precision,
+            training=training,
+            rounds=rounds,
+            each_round=each_round,
+        )
+    except torch.OutOfMemoryError as error:
+        raise DeviceError(
+            device,
+            f"is too small for a step of the whole model ({str(error).splitlines()[0]})",
+            "profile a smaller batch or volume: its times are scaled to others",
+        ) from error
+    except (RuntimeError, AssertionError) as error:
+        if place.type != "cpu" and _is_missing(place):
+            raise DeviceError(
+                device, "is not on this machine", "name a device that is, such as 'cpu'"
+            ) from error
+        raise
+    costs = estimate_costs(
+        capture, leaves, training=training, precision=precision, kernels=_kernels(place)
+    )
+    return Measured(
+        kind=_with_profile(base, capture, costs, times, precision), times=times, costs=costs
+    )
+
+
+def _placed(
+    capture: Capture, model: nn.Module, inputs: Sequence[Tensor], device: str, precision: str
+) -> PlacedModule:
+    """``model`` placed wholly on the device."""
+    spec = PlacementSpec.model_validate({"devices": [device], "precision": precision})
+    plan = build_plan(capture, spec, inputs)
+    staged = emit_stages(capture, *plan.parts)
+    places = map_devices(plan, None)
+    homes = {name: places[0][stage].device for name, stage in staged.state_stage.items()}
+    return PlacedModule(materialize(model, homes), plan=plan, staged=staged, places=places)
+
+
+def _is_missing(place: torch.device) -> bool:
+    module = getattr(torch, place.type, None)
+    return (
+        module is None or not module.is_available() or (place.index or 0) >= module.device_count()
+    )
+
+
+def _kernels(place: torch.device) -> str:
+    return "cuda" if place.type == "cuda" else "cpu"
+
+
+def _with_profile(
+    base: DeviceKind, capture: Capture, costs: CostTable, times: NodeTimes, precision: str
+) -> DeviceKind:
+    base = replace(base, profile=None)
+    estimated = costs.work.seconds(base)
+    names = (*costs.names, LOSS)
+    passes = tuple(
+        {name: (measured.get(name, 0.0), float(estimate.device[i])) for i, name in enumerate(names)}
+        for measured, estimate in (
+            (times.forward, estimated.forward),
+            (times.backward, estimated.backward),
+        )
+    )
+    rates = dict(base.rates.table)
+    trained = sum(costs.state_nbytes[name] for name in costs.trained)
+    if trained and times.optimizer:
+        key = ("optimizer", "float32")
+        bandwidth = optimizer_passes("adam") * trained / times.optimizer
+        rates[key] = replace(rates[key], overhead=0.0, bandwidth=bandwidth)
+    return replace(
+        base,
+        rates=Rates(rates),
+        profile=Profile(
+            fingerprint=capture.fingerprint, precision=precision, passes=(passes[0], passes[1])
+        ),
+    )

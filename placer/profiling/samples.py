@@ -1,0 +1,125 @@
+"""What `calibrate` times: of every class an operation that is small, and one that is large.
+
+Each makes its tensors and gives back the call to be timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+aten = torch.ops.aten
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Makes samples on a device, in a data type; ``scale`` 1 is for a few cores, more for a GPU."""
+
+    device: torch.device
+    dtype: torch.dtype
+    scale: float = 1
+
+    def _x(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device=self.device).to(self.dtype)
+
+    def convolution(self, part: str, *, large: bool) -> Call:
+        """A convolution of 4 images with 3x3 kernels, or one of its gradients."""
+        side = round(28 * self.scale**0.5) if large else 4
+        channels = (128 if self.scale > 1 else 64) if large else 8
+        x, w = self._x(4, channels, side, side), self._x(channels, channels, 3, 3)
+        rest = ([1] * 2, [1] * 2, [1] * 2, False, [0] * 2, 1)
+        if part == "forward":
+            return lambda: aten.convolution.default(x, w, None, *rest)
+        mask = [part == "input", part == "weight", False]
+        return lambda: aten.convolution_backward.default(x, x, w, None, *rest, mask)
+
+    def transposed(self, part: str, *, large: bool) -> Call:
+        """A transposed convolution with kernels of 2 and a stride of 2, or one of its gradients."""
+        edge = round(16 * self.scale ** (1 / 3)) if large else 2
+        x, w = self._x(1, 64, edge, edge, edge), self._x(64, 32, 2, 2, 2)
+        rest = ([2] * 3, [0] * 3, [1] * 3, True, [0] * 3, 1)
+        if part == "forward":
+            return lambda: aten.convolution.default(x, w, None, *rest)
+        grad = self._x(1, 32, *[2 * edge] * 3)
+        mask = [part == "input", part == "weight", False]
+        return lambda: aten.convolution_backward.default(grad, x, w, None, *rest, mask)
+
+    def depthwise(self, *, large: bool) -> Call:
+        """A convolution of every channel by itself."""
+        side = round(56 * self.scale**0.5) if large else 4
+        x, w = self._x(4, 64, side, side), self._x(64, 1, 3, 3)
+        return lambda: F.conv2d(x, w, padding=1, groups=64)
+
+    def product(self, *, large: bool, uneven: bool = False) -> Call:
+        """A product of two square matrices; ``uneven``: of a size that is no multiple of 8."""
+        size = (round(512 * self.scale ** (1 / 3)) if large else 16) + uneven
+        a, b = self._x(size, size), self._x(size, size)
+        return lambda: a @ b
+
+    def attention(self, *, large: bool, backward: bool) -> Call:
+        """Attention of 8 heads of 64."""
+        length = (256 if self.scale <= 1 else 1024) if large else 8
+        batch = 1 if self.scale <= 1 else 8
+        q, k, v = (self._x(batch, 8, length, 64).requires_grad_(backward) for _ in range(3))
+        if not backward:
+            return lambda: F.scaled_dot_product_attention(q, k, v)
+        out = F.scaled_dot_product_attention(q, k, v)
+        grad = torch.ones_like(out)
+        return lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
+
+    def mapped(self, name: str, *, large: bool, backward: bool = False) -> Call:
+        """What reads and writes an image: a normalisation, a pooling, an upsampling, a sum, …"""
+        side = round(64 * self.scale**0.5) if large else 4
+        channels = 256 if large else 8
+        x = self._x(4, channels, side, side)
+        weight, bias = self._x(channels), self._x(channels)
+        calls: Mapping[str, Callable[[Tensor], Any]] = {
+            "batch_norm": lambda t: F.batch_norm(t, None, None, weight, bias, training=True),
+            "group_norm": lambda t: F.group_norm(t, channels // 8, weight, bias),
+            "layer_norm": lambda t: F.layer_norm(t, (side,), weight[:1].expand(side), None),
+            "pooling": lambda t: F.max_pool2d(t, 2),
+            "upsampling": lambda t: F.interpolate(t, scale_factor=2.0, mode="bilinear"),
+            "reduction": lambda t: t.sum((0, 2, 3)),
+            "copy": lambda t: t.clone(),
+            "pointwise": lambda t: t * 2.0,
+        }
+        call = calls[name]
+        if not backward:
+            return lambda: call(x)
+        x.requires_grad_()
+        out = call(x)
+        grad = torch.ones_like(out)
+        return lambda: torch.autograd.grad(out, x, grad, retain_graph=True)
+
+    def few_rows(self, *, backward: bool) -> Call:
+        """A normalisation of 8 channels: what one block of a GPU reads and writes."""
+        x = self._x(1, 8, 2**19)
+        weight, bias = torch.ones(8, device=self.device), torch.zeros(8, device=self.device)
+        if not backward:
+            return lambda: F.batch_norm(x, None, None, weight, bias, training=True)
+        x.requires_grad_()
+        out = F.batch_norm(x, None, None, weight, bias, training=True)
+        grad = torch.ones_like(out)
+        return lambda: torch.autograd.grad(out, x, grad, retain_graph=True)
+
+    def gather(self, *, large: bool) -> Call:
+        """A lookup in a table of 1,024 rows."""
+        rows = round(4096 * self.scale) if large else 4
+        table = self._x(1024, 256)
+        places = torch.randint(0, 1024, (rows,), device=self.device)
+        return lambda: F.embedding(places, table)
+
+    def optimizer(self, *, large: bool) -> tuple[Call, int]:
+        """A step of Adam, and the bytes of the parameters."""
+        size = round(2**18 * self.scale) if large else 64
+        parameters = [torch.zeros(size, device=self.device, requires_grad=True) for _ in range(4)]
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        adam = torch.optim.Adam(parameters)
+        return adam.step, sum(p.numel() * 4 for p in parameters)

@@ -1,0 +1,227 @@
+"""How long an operation takes on a device: few numbers per class of operation and data type.
+
+    seconds = overhead + FLOPs / (rate of FLOPs) + bytes / bandwidth
+
+A convolution or a product works on tiles: ``tile`` columns at a time, so that 32 channels take as
+long as 128 where a tile is 128 wide. A normalisation runs one block per row that it normalises
+(a channel, a group): few rows leave most of a GPU idle, and each row reads and writes at most
+``row_bandwidth`` bytes a second.
+
+What launching the operation takes on the host is counted apart: the device works meanwhile, so that
+a pass takes the longer of the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
+
+CLASSES = (
+    "convolution",  # forward
+    "convolution_input",  # gradient of its input
+    "convolution_weight",  # gradient of its weight
+    "transposed_convolution",
+    "transposed_convolution_input",
+    "transposed_convolution_weight",
+    "depthwise_convolution",  # all three
+    "product",
+    "unaligned_product",  # in half precision, of a size that is no multiple of 8
+    "attention",
+    "attention_backward",
+    "batch_norm",  # instance norm too
+    "batch_norm_backward",
+    "group_norm",
+    "group_norm_backward",
+    "layer_norm",  # RMS norm, softmax
+    "layer_norm_backward",
+    "pooling",
+    "pooling_backward",
+    "upsampling",
+    "upsampling_backward",
+    "recurrent",
+    "reduction",
+    "copy",
+    "gather",  # lookups, and sums into rows
+    "pointwise",  # and all others
+    "optimizer",
+)
+DTYPES = ("float32", "half", "float64")  # half: bfloat16 and float16; whatever else: float32
+HEAVY = frozenset(CLASSES[: CLASSES.index("attention_backward") + 1])  # take long to launch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rate:
+    """The numbers of one class: seconds, FLOP/s, bytes/s; ``launch`` is of the host.
+
+    ``tile`` 1: no padding. ``row_bandwidth`` 0: rows do not matter. ``flops`` 0: FLOPs take no time.
+    """
+
+    overhead: float = 0.0
+    flops: float = 0.0
+    bandwidth: float = 0.0
+    row_bandwidth: float = 0.0
+    tile: int = 1
+    launch: float = 0.0
+
+    def seconds(self, flops: float, nbytes: float, width: float = 0) -> float:
+        """Seconds on the device of one operation; ``width``: its columns, or the rows it normalises.
+
+        >>> Rate(overhead=1e-6, flops=1e12, bandwidth=1e9, tile=128).seconds(1e9, 1e6, width=64)
+        0.003001
+        """
+        seconds = self.overhead
+        if self.flops and flops:
+            padded = -(-width // self.tile) * self.tile / width if width and self.tile > 1 else 1.0
+            seconds += flops * padded / self.flops
+        if self.bandwidth and nbytes:
+            reached = self.bandwidth
+            if self.row_bandwidth and width:
+                reached = min(reached, self.row_bandwidth * width)
+            seconds += nbytes / reached
+        return seconds
+
+
+RATE_FIELDS = tuple(field.name for field in fields(Rate))
+Key = tuple[str, str]  # class and data type
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rates:
+    """A device's `Rate` for every class and data type; compared by identity."""
+
+    table: Mapping[Key, Rate]
+
+    def __post_init__(self) -> None:
+        unknown = [key for key in self.table if key[0] not in CLASSES or key[1] not in DTYPES]
+        assert not unknown, unknown
+        object.__setattr__(self, "table", MappingProxyType(dict(self.table)))
+
+    def __getitem__(self, key: Key) -> Rate:
+        return self.table[key]
+
+
+def uniform_rates(*, flops: float, bandwidth: float) -> Rates:
+    """The same rate for every class: all that is known of a device is one speed."""
+    rate = Rate(flops=flops, bandwidth=bandwidth)
+    return Rates({(name, dtype): rate for name in CLASSES for dtype in DTYPES})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peaks:
+    """A data sheet's peaks: FLOP/s dense, bytes/s. ``tensor``: fp32 convolutions on tensor cores."""
+
+    fp32: float
+    tensor: float
+    half: float
+    fp64: float
+    bandwidth: float
+
+    def of(self, key: Key) -> float:
+        """The peak of FLOPs that operations of this class and data type could reach.
+
+        By torch's default convolutions in fp32 run on TF32 tensor cores where there are some, and
+        products do not.
+        """
+        name, dtype = key
+        if dtype == "half":
+            return self.half
+        if dtype == "float64":
+            return self.fp64
+        return self.tensor if "convolution" in name or name == "recurrent" else self.fp32
+
+
+def scaled_rates(known: Rates, of: Peaks, to: Peaks) -> Rates:
+    """Rates of a device with the peaks ``to``, which reaches the shares of them that ``known`` does.
+
+    A block's bandwidth, tiles and what does not depend on size are taken as they are.
+    """
+    table = {}
+    for key, rate in known.table.items():
+        table[key] = Rate(
+            overhead=rate.overhead,
+            flops=rate.flops / of.of(key) * to.of(key),
+            bandwidth=rate.bandwidth / of.bandwidth * to.bandwidth,
+            row_bandwidth=rate.row_bandwidth,
+            tile=rate.tile,
+            launch=rate.launch,
+        )
+    return Rates(table)
+
+
+def fastest_rates(choices: list[Rates]) -> Rates:
+    """The best of every number: no operation is faster on any of the devices."""
+    table = {}
+    for key in choices[0].table:
+        rates = [choice[key] for choice in choices]
+
+        def best(name: str, rates: list[Rate] = rates) -> float:
+            values = [getattr(rate, name) for rate in rates]
+            return 0.0 if 0 in values else max(values)  # 0: no limit
+
+        table[key] = Rate(
+            overhead=min(rate.overhead for rate in rates),
+            flops=best("flops"),
+            bandwidth=best("bandwidth"),
+            row_bandwidth=best("row_bandwidth"),
+            tile=min(rate.tile for rate in rates),
+            launch=min(rate.launch for rate in rates),
+        )
+    return Rates(table)
+
+
+# Where a class was not measured: the class whose rate it takes.
+_LIKE = {
+    "convolution_input": "convolution",
+    "convolution_weight": "convolution",
+    "transposed_convolution": "convolution",
+    "transposed_convolution_input": "convolution_input",
+    "transposed_convolution_weight": "convolution_weight",
+    "unaligned_product": "product",
+    "attention": "product",
+    "attention_backward": "product",
+    "recurrent": "product",
+    "batch_norm": "layer_norm",
+    "batch_norm_backward": "layer_norm_backward",
+    "group_norm": "batch_norm",
+    "group_norm_backward": "batch_norm_backward",
+    "pooling_backward": "pooling",
+    "upsampling_backward": "upsampling",
+}
+_MEASURED_FIRST = ("float32", "half")
+
+
+def complete_rates(measured: Mapping[Key, Rate], peaks: Peaks) -> Rates:
+    """``measured`` with a rate for every class: of the other data type, or of a class like it.
+
+    FLOP/s are then the same share of the peak.
+    """
+
+    def found(key: Key, seen: tuple[Key, ...] = ()) -> Rate:
+        name, dtype = key
+        if key in measured:
+            return measured[key]
+        if name == "unaligned_product" and dtype != "half":
+            return found(("product", dtype))
+        for other in _MEASURED_FIRST:
+            if (name, other) in measured:
+                return _of_share(measured[name, other], peaks.of((name, other)), peaks.of(key))
+        like = (_LIKE.get(name, "pointwise"), dtype)
+        assert like not in seen, f"{like} was not measured, and nothing like it"
+        return _of_share(found(like, (*seen, key)), peaks.of(like), peaks.of(key))
+
+    return Rates({(name, dtype): found((name, dtype)) for name in CLASSES for dtype in DTYPES})
+
+
+def _of_share(rate: Rate, of: float, to: float) -> Rate:
+    return replace(rate, flops=rate.flops / of * to)
+
+
+def with_launch(rates: Rates, light: float, heavy: float) -> Rates:
+    """``rates`` with what the host takes to launch an operation: heavy ones choose an algorithm."""
+    return Rates(
+        {
+            key: replace(rate, launch=heavy if key[0] in HEAVY else light)
+            for key, rate in rates.table.items()
+        }
+    )

@@ -1,0 +1,75 @@
+"""Calibration finds the rates of a device whose clock runs by known ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from placer.cost.operations import operations_of
+from placer.errors import DeviceError
+from placer.kindfile import find_kind, kind_to_json, save_kind
+from placer.operands import tensors_in
+from placer.profiling import calibrate
+from placer.profiling.clocks import HostClock
+from placer.rates import CLASSES, DTYPES, HEAVY, Key, Rate
+
+OVERHEAD, BANDWIDTH = 1e-7, 1e12
+
+
+def _rate(key: Key) -> Rate:
+    name, dtype = key
+    flops = 1e10 * (1 + CLASSES.index(name)) * (2 if dtype == "half" else 1)
+    slow = 4 if name in ("pooling", "batch_norm_backward") else 1
+    return Rate(
+        overhead=OVERHEAD, flops=flops if name in HEAVY else 0.0, bandwidth=BANDWIDTH / slow
+    )
+
+
+class Known(TorchDispatchMode):
+    """Time passes by rates that are known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        inputs, outputs = tensors_in(args, kwargs or {}), tensors_in(result)
+        for o in operations_of(func, args, kwargs or {}, result, inputs, outputs):
+            self.now += _rate((o.name, o.dtype)).seconds(o.flops, o.nbytes)
+        return result
+
+
+def test_known_rates_are_found_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setattr("placer.profiling.calibration._CPU_SCALE", 1 / 8)
+    heard: list[int] = []
+    with Known() as known:
+        kind = calibrate(
+            "cpu", name="known", clock=HostClock(lambda: known.now), seconds=1e-9,
+            progress=lambda what, number, count: heard.append(count - number),
+        )  # fmt: skip
+    assert heard == sorted(heard, reverse=True)
+    assert heard[-1] == 1
+    for name in set(CLASSES) - {"recurrent", "optimizer", "unaligned_product"}:
+        for dtype in ("float32", "half"):
+            rate, truth = kind.rates[name, dtype], _rate((name, dtype))
+            if name not in HEAVY:
+                assert rate.bandwidth == pytest.approx(truth.bandwidth, rel=0.05), (name, dtype)
+            elif not (name.startswith("attention") or "depthwise" in name):  # several operations
+                assert rate.flops == pytest.approx(truth.flops, rel=0.35), (name, dtype)
+    assert kind.rates["product", "float64"].flops == pytest.approx(
+        _rate(("product", "float64")).flops, rel=0.35
+    )
+    path = tmp_path / "known.json"
+    save_kind(kind_to_json(kind, device="x", device_type="cpu", torch="2", measured=""), path)
+    read = find_kind(str(path))
+    assert read.name == "known"
+    for key in ((name, dtype) for name in CLASSES for dtype in DTYPES):
+        assert read.rates[key].flops == pytest.approx(kind.rates[key].flops, rel=1e-5)
+
+
+def test_a_device_that_is_not_there_is_named() -> None:
+    with pytest.raises(DeviceError, match="cuda:77: is not on this machine"):
+        calibrate("cuda:77")

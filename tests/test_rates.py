@@ -1,0 +1,72 @@
+"""Seconds of operations: the formula, what stands in for what was not measured, and the catalogue."""
+
+from __future__ import annotations
+
+import pytest
+
+from placer.catalogue import CATALOGUE, fastest_kind
+from placer.h100 import H100_PEAKS, H100_RATES
+from placer.rates import CLASSES, DTYPES, Peaks, Rate, complete_rates, scaled_rates
+
+
+def test_columns_are_padded_to_a_tile() -> None:
+    rate = Rate(flops=1e12, tile=128)
+    assert rate.seconds(32e9, 0, width=32) == rate.seconds(128e9, 0, width=128) == 0.128
+    assert rate.seconds(129e9, 0, width=129) == pytest.approx(0.256)
+
+
+def test_few_rows_leave_a_device_idle() -> None:
+    rate = Rate(bandwidth=1e12, row_bandwidth=1e10)
+    assert rate.seconds(0, 1e9, width=8) == pytest.approx(1e9 / 8e10)
+    assert rate.seconds(0, 1e9, width=1000) == pytest.approx(1e9 / 1e12)
+    assert rate.seconds(0, 1e9) == pytest.approx(1e9 / 1e12)
+
+
+def test_every_class_has_a_rate_where_few_were_measured() -> None:
+    peaks = Peaks(fp32=1e12, tensor=4e12, half=8e12, fp64=5e11, bandwidth=1e11)
+    measured = {
+        ("convolution", "float32"): Rate(flops=1e12, bandwidth=1e10),
+        ("product", "float32"): Rate(flops=5e11, bandwidth=1e10),
+        ("pointwise", "float32"): Rate(bandwidth=5e10),
+    }
+    rates = complete_rates(measured, peaks)
+    assert set(rates.table) == {(name, dtype) for name in CLASSES for dtype in DTYPES}
+    assert rates["convolution_weight", "half"].flops == pytest.approx(2e12)  # a quarter of the peak
+    assert rates["unaligned_product", "float64"].flops == pytest.approx(2.5e11)
+    assert rates["group_norm_backward", "half"] == measured["pointwise", "float32"]
+
+
+def test_other_kinds_reach_the_shares_that_the_h100_does() -> None:
+    double = Peaks(
+        **{name: 2 * getattr(H100_PEAKS, name) for name in ("fp32", "tensor", "half", "fp64")},
+        bandwidth=3 * H100_PEAKS.bandwidth,
+    )
+    scaled = scaled_rates(H100_RATES, H100_PEAKS, double)
+    for key, rate in H100_RATES.table.items():
+        assert scaled[key].flops == pytest.approx(2 * rate.flops)
+        assert scaled[key].bandwidth == pytest.approx(3 * rate.bandwidth)
+        assert scaled[key].overhead == rate.overhead
+    assert CATALOGUE["h100"].rates["product", "half"].flops == pytest.approx(
+        H100_RATES["product", "half"].flops
+    )
+    # Convolutions in fp32 run on tensor cores where there are some for them.
+    a100, v100 = CATALOGUE["a100"].rates, CATALOGUE["v100"].rates
+    assert a100["convolution", "float32"].flops > 4 * a100["product", "float32"].flops
+    assert v100["convolution", "float32"].flops <= 15.7e12
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_no_operation_is_faster_than_on_the_fastest_kind(name: str) -> None:
+    kinds = [CATALOGUE[name], CATALOGUE["t4"], CATALOGUE["cpu"]]
+    fastest = fastest_kind(kinds)
+    for kind in kinds:
+        for key, rate in kind.rates.table.items():
+            for flops, nbytes, width in ((1e9, 1e6, 64), (0, 1e9, 3), (1e12, 1e9, 0)):
+                least = fastest.rates[key].seconds(flops, nbytes, width)
+                assert least <= rate.seconds(flops, nbytes, width) * (1 + 1e-12)
+
+
+def test_more_work_takes_no_less_time() -> None:
+    for rate in H100_RATES.table.values():
+        small, large = rate.seconds(1e9, 1e6, 64), rate.seconds(2e9, 2e6, 64)
+        assert 0 < small <= large
