@@ -91,11 +91,11 @@ def test_plan_keeps_its_budget_or_says_no(data: st.DataObject) -> None:
     model = data.draw(programs())
     batch = inputs(data.draw(st.integers(1, 7), "rows"), scaled=False)
     require_eager(model, batch)
-    alone = placer.simulate(model, {"devices": ["cuda:0"], "objective": "memory"}, batch)
+    alone = placer.simulate(model, {"devices": ["cpu:0"], "objective": "memory"}, batch)
     share = data.draw(st.floats(0.2, 1.2))
     budget = max(1024, int(max(device.peak for device in alone.devices) * share))  # a spec's least
     devices = [
-        {"name": f"cuda:{i}", "memory": f"{budget} B"} for i in range(data.draw(st.integers(1, 4)))
+        {"name": f"cpu:{i}", "memory": f"{budget} B"} for i in range(data.draw(st.integers(1, 4)))
     ]
     spec = {"devices": devices, "reserve": 0, "objective": "memory"}
     plan = placer.make_plan(model, spec, batch)
