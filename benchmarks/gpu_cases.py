@@ -55,5 +55,7 @@ def capped_case(row: Mapping[str, Any]) -> GPUCase:
     """The case of a row of fits_16GiB.json."""
     fields = {key: row[key] for key in ("checkpoint", "offload", "precision") if key in row}
     return GPUCase(
-        family=row["model"], build=_cube(row["model"], row["edge"]), fields={"reserve": 0, **fields}
+        family=row["model"],
+        build=_cube(row["model"], row["edge"]),
+        fields={"reserve": 0, "context": 0, **fields},
     )

@@ -21,6 +21,9 @@ from torch import nn
 import placer
 from benchmarks.record import write_result
 from examples.unet3d import unet3d
+from placer.api import as_spec
+from placer.capture import capture_model, flatten_call
+from placer.simulation.judge import Planner
 
 GIB = 2**30
 Build = Callable[[], tuple[nn.Module, torch.Tensor]]
@@ -65,7 +68,9 @@ def predicted_and_simulated() -> Iterator[list[object]]:
     for name, build, spec in cases:
         with torch.device("meta"):
             model, x = build()
-        plan = placer.make_plan(model, spec, (x,))
+        capture = capture_model(model, (x,))
+        leaves = flatten_call(capture.call, (x,), {})
+        plan = Planner(capture, leaves, judged=False)(as_spec(spec))  # as estimated, not as dry-run
         report = placer.simulate(model, plan, (x,))
         worst = max(abs(d.peak / d.predicted - 1) for d in report.devices)
         yield [

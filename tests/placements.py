@@ -13,6 +13,7 @@ import placer
 from placer import api
 from placer.capture import capture_model
 from placer.planner.build import build_plan
+from placer.simulation.judge import Planner
 from placer.spec import PlacementSpec, resolve_layers
 
 
@@ -24,6 +25,12 @@ def pinned_plan(
     capture = capture_model(model, (x,))
     pins = {node: device_of(i, node) for i, node in enumerate(capture.order)}
     return build_plan(capture, spec, [x], pins=pins)
+
+
+def estimated_plan(model: nn.Module, spec: Any, args: Any = (), kwargs: Any = None) -> placer.Plan:
+    """The plan whose peaks are estimates, as no dry run has corrected them."""
+    capture, leaves = api._capture(model, args, kwargs, ignore_device_moves=False)
+    return Planner(capture, leaves, judged=False)(api.as_spec(spec))
 
 
 def assert_valid_plan(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from captured import captured_once
 from oracle import assert_same
-from placements import assert_valid_plan, pinned_plan
+from placements import assert_valid_plan, estimated_plan, pinned_plan
 from torch import nn
 from unet3d import unet3d
 
@@ -145,7 +145,8 @@ class Branches(nn.Module):
 def test_what_later_stages_on_other_devices_read_is_counted(nbytes: int) -> None:
     model, x = Branches().double(), torch.randn(4, 4, 6, 6, dtype=torch.float64)
     devices = [{"name": f"cuda:{i}", "memory": f"{nbytes} B"} for i in range(4)]
-    plan = placer.make_plan(model, {"devices": devices, "reserve": 0, "objective": "memory"}, x)
+    spec = {"devices": devices, "reserve": 0, "context": 0, "objective": "memory"}
+    plan = estimated_plan(model, spec, x)
     for device in placer.simulate(model, plan, x).devices:
         assert device.peak <= 1.01 * device.predicted, device.device
 

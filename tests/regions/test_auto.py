@@ -12,6 +12,7 @@ import pytest
 import torch
 from captured import captured_once
 from oracle import assert_same
+from placements import estimated_plan
 from torch import nn
 from unet3d import unet3d
 
@@ -121,7 +122,8 @@ def test_two_devices_hold_little_more_than_the_largest_operation() -> None:
     """
     with torch.device("meta"):
         model, x = unet3d(), torch.empty(1, 1, 128, 128, 128)
-    plan = _plan(model, (x,), None, 2, "cuda", optimizer="adam", checkpoint="auto")
+    spec = {"devices": ["cuda:0", "cuda:1"], "objective": "memory", "checkpoint": "auto"}
+    plan = estimated_plan(model, spec, (x,))
     assert max(device.peak for device in plan.devices) <= 1.1 * 1.25 * 2**30
     for device in placer.simulate(model, plan, (x,)).devices:
         assert device.peak == pytest.approx(device.predicted, rel=0.01)

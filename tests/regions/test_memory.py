@@ -8,6 +8,7 @@ import models
 import pytest
 import torch
 from captured import captured_once
+from placements import estimated_plan
 from torch import nn
 from unet3d import unet3d
 
@@ -46,7 +47,7 @@ def _peaks(name: str, stages: int, microbatches: int = 1, **fields: object) -> t
     model, args, _ = CASES[name]
     devices = [f"cuda:{i}" for i in range(stages)]
     spec = {"devices": devices, "microbatches": microbatches, "optimizer": "sgd", **fields}
-    plan = placer.make_plan(model, spec, args)
+    plan = estimated_plan(model, spec, args)
     for device in placer.simulate(model, plan, args).devices:
         assert device.peak == pytest.approx(device.predicted, rel=0.01), (fields, device)
     return tuple(device.peak for device in plan.devices)
@@ -90,7 +91,7 @@ def test_the_simulation_says_that_the_peak_is_in_a_recomputation() -> None:
     model = nn.Sequential(nn.Sequential(nn.Conv1d(1, 64, 1), nn.Tanh(), nn.MaxPool1d(64)))
     x = torch.randn(2, 1, 64 * 32)
     spec = {"devices": ["cuda:0"], "checkpoint": ["0"]}
-    plan = placer.make_plan(model, spec, (x,))
+    plan = estimated_plan(model, spec, (x,))
     (device,) = placer.simulate(model, plan, (x,)).devices
     assert device.peak == pytest.approx(device.predicted, rel=0.01)
     assert device.phase in ("recompute", "backward")
@@ -98,7 +99,7 @@ def test_the_simulation_says_that_the_peak_is_in_a_recomputation() -> None:
 
 def test_a_region_that_saves_nothing_is_no_trouble() -> None:
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Identity(), nn.Flatten())
-    plan = placer.make_plan(
+    plan = estimated_plan(
         model,
         {"devices": ["cuda:0"], "checkpoint": ["3"], "offload": ["3"], "optimizer": "sgd"},
         (torch.randn(8, 1, 16, 16),),

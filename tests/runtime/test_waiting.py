@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from oracle import assert_close
+from placements import estimated_plan
 from torch import Tensor, nn
 from unet3d import unet3d
 
@@ -148,7 +149,7 @@ def test_the_three_dimensional_unet_on_two_devices() -> None:
     with torch.device("meta"):
         model, x = unet3d(width=32, depth=4), torch.empty(1, 1, 128, 128, 128)
     spec = {"devices": ["cuda:0", "cuda:1"], "objective": "memory"}
-    report = placer.simulate(model, spec, (x,))
+    report = placer.simulate(model, estimated_plan(model, spec, (x,)), (x,))
     for device in report.devices:
         assert device.peak <= 2.21 * 2**30
         assert device.predicted == pytest.approx(device.peak, rel=0.001)

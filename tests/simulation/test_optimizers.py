@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from placements import estimated_plan
 from torch import nn
 
 import placer
@@ -21,7 +22,7 @@ class Wide(nn.Sequential):
 def peaks(devices: list[str], model: nn.Module, **fields: Any) -> list[tuple[int, int]]:
     spec = {"devices": devices, "optimizer": "adam", "objective": "memory", **fields}
     x = torch.randn(2, 256)
-    plan = placer.make_plan(model, spec, (x,))
+    plan = estimated_plan(model, spec, (x,))
     report = placer.simulate(model, plan, (x,))
     assert all(device.phase == "optimizer" for device in report.devices)
     return [(device.predicted, device.peak) for device in report.devices]

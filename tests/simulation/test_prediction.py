@@ -10,6 +10,7 @@ import pytest
 import torch
 import torchvision
 from captured import captured_once
+from placements import estimated_plan
 from programs import Program, Step, inputs
 from torch import nn
 from unet3d import unet3d
@@ -26,7 +27,7 @@ def _one_capture() -> Iterator[None]:
 def check(model: nn.Module, args: Any, kwargs: Any = None, **fields: Any) -> None:
     stages = fields.pop("stages")
     spec = {"devices": [f"cuda:{i}" for i in range(stages)], "optimizer": "sgd", **fields}
-    plan = placer.make_plan(model, spec, args, kwargs)
+    plan = estimated_plan(model, spec, args, kwargs)
     for device in placer.simulate(model, plan, args, kwargs).devices:
         assert device.peak == pytest.approx(device.predicted, rel=0.01), (fields, device)
 
@@ -136,9 +137,9 @@ def test_a_stage_runs_its_nodes_in_the_order_that_its_peak_is_of() -> None:
     )
     model = Program(steps, (), "tensor").double()
     names = [{"name": f"cuda:{i}", "memory": "7813 B"} for i in range(3)]
-    spec = {"devices": names, "reserve": 0, "objective": "memory"}
+    spec = {"devices": names, "reserve": 0, "context": 0, "objective": "memory"}
     batch = inputs(1, scaled=False)
-    plan = placer.make_plan(model, spec, batch)
+    plan = estimated_plan(model, spec, batch)
     for device in placer.simulate(model, plan, batch).devices:
         assert device.peak <= device.predicted * 1.01, device
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torchvision
 from captured import captured_once
+from placements import estimated_plan
 from torch import nn
 from torch.nn import functional as F
 from torchvision.models.resnet import BasicBlock
@@ -45,7 +46,7 @@ CASES: dict[str, Callable[[], Case]] = {
 def _plan(model: nn.Module, args: Any, **fields: Any) -> placer.Plan:
     stages = fields.pop("stages")
     spec = {"devices": [f"cuda:{i}" for i in range(stages)], **fields}
-    return placer.make_plan(model, spec, args)
+    return estimated_plan(model, spec, args)
 
 
 @pytest.mark.parametrize("name", ["convnet", "unet", "resnet18"])
