@@ -64,12 +64,12 @@ def program_order(units: nx.DiGraph) -> list[int]:
     return list(nx.lexicographical_topological_sort(units))
 
 
-def sampled_orders(units: nx.DiGraph, count: int) -> Iterator[list[int]]:
-    """``count`` random topological orders, the same in each call; O(n) each.
+def sampled_orders(units: nx.DiGraph, count: int, *, seed: int = _SEED) -> Iterator[list[int]]:
+    """``count`` random topological orders, the same in each call with one ``seed``; O(n) each.
 
     Kahn's algorithm, in which every unit that is ready is equally likely to be the next.
     """
-    generator = random.Random(_SEED)
+    generator = random.Random(seed)
     for _ in range(count):
         missing = dict(units.in_degree())  # unit -> predecessors that are not in the order yet
         ready = [unit for unit in units if not missing[unit]]

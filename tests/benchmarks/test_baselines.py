@@ -17,10 +17,12 @@ from benchmarks.baselines import (
     equal_parameters,
     hand_split,
     layer_chain,
+    one_order,
     plan_placement,
 )
 from placer.capture import Capture, capture_model
-from placer.cost import CostTable, estimate_costs
+from placer.cost import CostTable, device_kind, estimate_costs
+from placer.partition import DeviceSlot, PlanningOptions
 from placer.simulation import simulate_plan
 from placer.spec import PlacementSpec
 
@@ -98,3 +100,13 @@ def test_a_split_by_hand_takes_along_what_runs_between_its_layers(unet: Subject)
     assert placement["head"] == placement["cat"] == placement["cat_1"] == 1
     with pytest.raises(ValueError, match="nothing"):
         hand_split(capture, {**layers, "nothing": 1})
+
+
+def test_one_order_takes_any_seed(unet: Subject) -> None:
+    capture, costs, _ = unet
+    slots = [
+        DeviceSlot(name=f"cuda:{i}", kind=device_kind(f"cuda:{i}", None), budget=None, reserve=0)
+        for i in range(2)
+    ]
+    placement = one_order(capture, costs, slots, PlanningOptions(objective="memory"), seed=7)
+    assert set(placement) == set(capture.order)
