@@ -15,7 +15,7 @@ from placer.partition import TableCache
 from placer.plan.types import DevicePeak, Plan, StageMemory
 from placer.planner.build import PlanMaker, build_plan
 from placer.simulation.ranks import rank_timelines
-from placer.simulation.simulate import simulate_peaks, simulate_steps
+from placer.simulation.simulate import simulate_steps
 from placer.simulation.usage import DeviceTimeline, comfortable_nbytes, measure
 from placer.spec import PlacementSpec
 from placer.units import format_count
@@ -121,7 +121,7 @@ class Planner:
                 plan = build(corrections=beyond)
             found, run = self._judge(plan)
             judged.append(found)
-            if found.fits and (needs is _needed or not _starved(found)):
+            if run is None or (found.fits and (needs is _needed or not _starved(found))):
                 break
             before, beyond = beyond, _corrections(beyond, plan, found, run, needs)
             if beyond == before:
@@ -157,24 +157,19 @@ class Planner:
         if self._processes:
             ranks = [run for _, run in rank_timelines(self._capture, plan, self._inputs)]
             return _DryRun(tuple(itertools.islice(itertools.cycle(ranks), len(plan.devices))))
-        if all(device.allocator is None for device in plan.devices):
-            return _DryRun(simulate_peaks(self._capture, plan, self._inputs))
         timeline = simulate_steps(self._capture, plan, self._inputs)
         return _DryRun([DeviceTimeline(timeline, device.device) for device in plan.devices])
 
 
 @dataclass(frozen=True, slots=True)
 class _DryRun:
-    """Per device of a plan what it was given, or only its peak in bytes where that is all it needs."""
+    """Per device of a plan what it was given."""
 
-    found: Sequence[DeviceTimeline | int]
+    found: Sequence[DeviceTimeline]
 
     def __call__(self, devices: Sequence[DevicePeak]) -> tuple[DevicePeak, ...]:
         """The devices with what they need."""
-        return tuple(
-            replace(device, peak=found) if isinstance(found, int) else measure(device, found)
-            for device, found in zip(devices, self.found, strict=True)
-        )
+        return tuple(measure(*pair) for pair in zip(devices, self.found, strict=True))
 
 
 def plan_maker(capture: Capture, inputs: Sequence[Tensor], *, processes: bool = False) -> PlanMaker:
@@ -194,16 +189,15 @@ def _corrections(
     before: Mapping[str, int],
     plan: Plan,
     judged: Plan,
-    run: _DryRun | None,
+    run: _DryRun,
     needs: _Needs,
 ) -> dict[str, int]:
     """Per device of the first replica, what those in its place need at most beyond ``plan``'s estimates."""
     beyond = dict(before)
     names = itertools.cycle([device.device for device in plan.devices[: len(beyond)]])
-    found = run.found if run is not None else [0] * len(plan.devices)
-    for name, now, estimate, given in zip(names, judged.devices, plan.devices, found, strict=False):
-        nbytes = now.needed if isinstance(given, int) else needs(now, given)
-        beyond[name] = max(beyond[name], nbytes - estimate.needed)
+    given = zip(judged.devices, plan.devices, run.found, strict=True)
+    for name, (now, estimate, timeline) in zip(names, given, strict=False):
+        beyond[name] = max(beyond[name], needs(now, timeline) - estimate.needed)
     return beyond
 
 

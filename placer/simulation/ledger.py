@@ -201,6 +201,11 @@ class Ledger(DispatchMode):
         self.live[block.device] -= block.nbytes
         self._recorder.free(index)
 
+    @property
+    def num_events(self) -> int:
+        """How many events have been recorded."""
+        return self._recorder.num_events
+
     def timeline(self) -> Timeline:
         """What has been recorded so far."""
         return self._recorder.timeline()

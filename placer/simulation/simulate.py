@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from placer.simulation.ledger import Ledger
 from placer.simulation.optimizers import make_optimizer
 from placer.simulation.types import DeviceSimulation, SimulationReport
 from placer.simulation.usage import DeviceTimeline, measure, steps_of
-from placer.timeline import Moment, Timeline, Where
+from placer.timeline import Moment, Timeline, Where, repeat_parts
 
 _LARGEST_SHOWN = 10
 
@@ -44,7 +45,7 @@ def simulate_plan(
     Every stage runs its device's kernels; with ``run_on`` all run that device's, as they do after
     ``placer.compile(…, run_on="cpu")``. Raises ``DeviceError`` when an operation would mix devices.
     """
-    timeline = _run(capture, plan, inputs, loss_fn=loss_fn, run_on=run_on).ledger.timeline()
+    timeline = _run(capture, plan, inputs, loss_fn=loss_fn, run_on=run_on)
     return SimulationReport(
         devices=tuple(
             describe_device(each, DeviceTimeline(timeline, each.device), run_on=run_on)
@@ -55,38 +56,14 @@ def simulate_plan(
 
 
 def simulate_steps(capture: Capture, plan: Plan, inputs: Sequence[Tensor]) -> Timeline:
-    """The timeline of the plan's first steps on all its devices."""
-    return _run(capture, plan, inputs).ledger.timeline()
+    """The timeline of the plan's first steps on all its devices, in less time than `simulate_plan`.
 
-
-def simulate_peaks(capture: Capture, plan: Plan, inputs: Sequence[Tensor]) -> list[int]:
-    """The peaks of `simulate_plan`, per device of the plan, in about half its time.
-
-    One forward and backward instead of two: the second step differs from the first by the
-    optimizer's state, which is there all the time. Its bytes are added to the first step's peaks,
-    and the optimizer runs twice, to see its peak with the state that its first run makes. Where more
-    than that may differ (further replicas refresh their copies, inputs keep their gradients), both
-    steps are run.
+    One forward and backward is run; later steps differ from the first by the optimizer, which makes its
+    state in the first and uses it then. Where more than that may differ (further replicas refresh their
+    copies, inputs keep their gradients), every step is run.
     """
     plain = plan.replicas == 1 and not any(leaf.requires_grad for leaf in inputs)
-    found = _run(capture, plan, inputs, steps=1 if plain and plan.training else 2)
-    peaks = found.ledger.timeline().peaks()
-    return [
-        max(
-            peaks.get(name, Moment()).nbytes,
-            found.first_step.get(name, 0) + found.optimizer_state.get(name, 0),
-        )
-        for name in (device.device for device in plan.devices)
-    ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Simulated:
-    """A finished run; of a single step, per place: its peak, and the bytes of the state made then."""
-
-    ledger: Ledger
-    first_step: Mapping[str, int] = field(default_factory=dict)
-    optimizer_state: Mapping[str, int] = field(default_factory=dict)
+    return _run(capture, plan, inputs, once=plain and plan.training)
 
 
 def _run(
@@ -96,9 +73,12 @@ def _run(
     *,
     loss_fn: Callable[[Any], Tensor] | None = None,
     run_on: str | None = None,
-    steps: int | None = None,
-) -> _Simulated:
-    """``steps`` training steps (by default `steps_of` the plan), or for inference a forward pass."""
+    once: bool = False,
+) -> Timeline:
+    """The training steps of `steps_of` the plan, or for inference a forward pass.
+
+    With ``once`` the first step is recorded, and what follows is made of it.
+    """
     world = FakeWorld()
     fake_model = world.module(capture.model)
     leaves = [world.tensor(t) for t in inputs]
@@ -117,19 +97,20 @@ def _run(
             if not plan.training:
                 with torch.no_grad():
                     placed.run_leaves(leaves)
-                return _Simulated(ledger=ledger)
+                return ledger.timeline()
             place_of = {name: run_on or rows[0][s].name for name, s in staged.state_stage.items()}
             optimizers = _optimizers(placed, plan, place_of)
             loss_of = loss_fn or stand_in_loss
-            if steps == 1:
-                return _train_once(placed, leaves, watch, loss_of, optimizers, ledger)
-            for _ in range(steps or steps_of(plan, run_on)):
+            if once:
+                parts = _train_once(placed, leaves, watch, loss_of, optimizers, ledger)
+                return repeat_parts(ledger.timeline(), parts(steps_of(plan, run_on)))
+            for _ in range(steps_of(plan, run_on)):
                 placed.step_leaves(leaves, loss_fn=loss_of)
                 with watch.optimizing():
                     for optimizer in optimizers:
                         optimizer.step()
                     placed.zero_grad(set_to_none=True)
-    return _Simulated(ledger=ledger)
+    return ledger.timeline()
 
 
 def _train_once(
@@ -139,17 +120,27 @@ def _train_once(
     loss_of: Callable[[Any], Tensor],
     optimizers: Sequence[torch.optim.Optimizer],
     ledger: Ledger,
-) -> _Simulated:
-    """One forward and backward, then the optimizer twice: it makes its state, then uses it."""
+) -> Callable[[int], list[range]]:
+    """One forward and backward, then the optimizer twice: it makes its state, then uses it.
+
+    Returns what gives, for a number of steps, the parts of the ledger's events that they are.
+    """
+    marks = [0, ledger.num_events]
     placed.step_leaves(leaves, loss_fn=loss_of)
-    first_step = {p: moment.nbytes for p, moment in ledger.timeline().peaks().items()}
-    before = dict(ledger.live)
+    marks.append(ledger.num_events)
     with watch.optimizing():
         for _ in range(2):
             for optimizer in optimizers:
                 optimizer.step()
-    made = {place: nbytes - before.get(place, 0) for place, nbytes in ledger.live.items()}
-    return _Simulated(ledger=ledger, first_step=first_step, optimizer_state=made)
+            marks.append(ledger.num_events)
+        placed.zero_grad(set_to_none=True)
+    marks.append(ledger.num_events)
+    state, step, first, later, end = (range(*pair) for pair in itertools.pairwise(marks))
+
+    def parts(steps: int) -> list[range]:
+        return [state, step, first, end, *[step, later, end] * (steps - 1)]
+
+    return parts
 
 
 @contextmanager

@@ -5,6 +5,7 @@ for it (`placer.timeline.allocator`).
 """
 
 from placer.timeline.allocator import CachingAllocator, OutOfMemory, Usage, device_usage
+from placer.timeline.repeat import repeat_parts
 from placer.timeline.types import Block, Event, Moment, Recorder, Timeline, Where
 
 __all__ = [
@@ -18,4 +19,5 @@ __all__ = [
     "Usage",
     "Where",
     "device_usage",
+    "repeat_parts",
 ]

@@ -115,6 +115,11 @@ class Recorder:
         """The block with this number is given back."""
         self._events.append(Event("free", number))
 
+    @property
+    def num_events(self) -> int:
+        """How many events there have been."""
+        return len(self._events)
+
     def timeline(self) -> Timeline:
         """What has been recorded so far."""
         return Timeline(blocks=tuple(self.blocks), events=tuple(self._events))

@@ -33,7 +33,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         return call
 
     monkeypatch.setattr(estimate, "record_run", counted("cost", estimate.record_run))
-    monkeypatch.setattr(judge, "simulate_peaks", counted("dry", judge.simulate_peaks))
+    monkeypatch.setattr(judge, "simulate_steps", counted("dry", judge.simulate_steps))
     return counts
 
 

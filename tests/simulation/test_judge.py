@@ -18,7 +18,8 @@ from placer.cost import estimate
 from placer.errors import BudgetError
 from placer.planner.build import build_plan
 from placer.simulation import judge, simulate_plan
-from placer.simulation.simulate import simulate_peaks
+from placer.simulation.simulate import simulate_steps
+from placer.simulation.usage import DeviceTimeline, measure
 
 X = torch.empty(2, 8, 16, 16, device="meta")
 pytestmark = pytest.mark.xdist_group("judge")  # they share a capture
@@ -117,7 +118,7 @@ def test_far_from_the_budgets_no_dry_run_is_made(
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a dry run")
 
-    monkeypatch.setattr(judge, "simulate_peaks", refuse)
+    monkeypatch.setattr(judge, "simulate_steps", refuse)
     assert placer.make_plan(chain(), spec_of(2 * peak), (X,)).fits
     assert not placer.make_plan(chain(), spec_of(peak // 2), (X,)).fits
     with pytest.raises(AssertionError, match="a dry run"):
@@ -135,7 +136,7 @@ def test_far_from_the_budgets_no_dry_run_is_made(
         ({"replicas": 2, "devices": ["cuda:0"], "replica_devices": [["cuda:1"]]}, "cuda"),
     ],
 )
-def test_peaks_of_one_step_are_those_of_two(fields: dict[str, Any], device: str) -> None:
+def test_steps_made_of_one_are_those_that_are_run(fields: dict[str, Any], device: str) -> None:
     """Linear layers hold more state than activations: the optimizer's moment is a peak, too."""
     x = torch.empty(4, 8, 16, 16, device="meta")
     with torch.device("meta"):
@@ -146,8 +147,13 @@ def test_peaks_of_one_step_are_those_of_two(fields: dict[str, Any], device: str)
             spec = spec.model_copy(update={"checkpoint": (), "offload": ()})
         capture = capture_model(model, (x,))
         plan = build_plan(capture, spec, [x])
-        both = [found.peak for found in simulate_plan(capture, plan, [x]).devices]
-        assert simulate_peaks(capture, plan, [x]) == both
+        made = simulate_steps(capture, plan, [x])
+        for each, found in zip(
+            plan.devices, simulate_plan(capture, plan, [x]).devices, strict=True
+        ):
+            taken = measure(each, DeviceTimeline(made, each.device))
+            assert (taken.peak, taken.workspaces) == (found.peak, found.workspaces)
+            assert taken.reserved == found.reserved
 
 
 def test_the_model_is_run_once_per_micro_batch_however_many_changes_are_planned(
