@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.capacity import SUBJECTS
-from benchmarks.memory_gpu import CASES
+from benchmarks.memory_gpu import CASES, cube
 
 Build = Callable[[], tuple[nn.Module, Tensor]]
 
@@ -24,11 +23,6 @@ class GPUCase:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _cube(name: str, edge: int) -> Build:
-    subject = SUBJECTS[name]
-    return lambda: (subject.build(), torch.empty(1, subject.channels, edge, edge, edge))
-
-
 def _resnet50() -> tuple[nn.Module, Tensor]:
     import torchvision
 
@@ -37,11 +31,11 @@ def _resnet50() -> tuple[nn.Module, Tensor]:
 
 _BF16 = {"precision": "bf16"}
 PROFILED = {
-    "unet3d-96": GPUCase(family="U-Net", build=_cube("U-Net", 96)),
-    "unet3d-160": GPUCase(family="U-Net", build=_cube("U-Net", 160)),
-    "unet3d-128-bf16": GPUCase(family="U-Net", build=_cube("U-Net", 128), fields=_BF16),
-    "segresnet-128": GPUCase(family="SegResNet", build=_cube("SegResNet", 128)),
-    "dynunet-160": GPUCase(family="DynUNet", build=_cube("DynUNet", 160)),
+    "unet3d-96": GPUCase(family="U-Net", build=cube("U-Net", 96)),
+    "unet3d-160": GPUCase(family="U-Net", build=cube("U-Net", 160)),
+    "unet3d-128-bf16": GPUCase(family="U-Net", build=cube("U-Net", 128), fields=_BF16),
+    "segresnet-128": GPUCase(family="SegResNet", build=cube("SegResNet", 128)),
+    "dynunet-160": GPUCase(family="DynUNet", build=cube("DynUNet", 160)),
     "resnet50-64x224": GPUCase(family="ResNet", build=_resnet50),
     "gpt2-8x512": GPUCase(family="GPT-2", build=CASES["GPT-2 size, 8 x 512"].build),
     "gpt2-8x512-bf16": GPUCase(
@@ -56,6 +50,6 @@ def capped_case(row: Mapping[str, Any]) -> GPUCase:
     fields = {key: row[key] for key in ("checkpoint", "offload", "precision") if key in row}
     return GPUCase(
         family=row["model"],
-        build=_cube(row["model"], row["edge"]),
+        build=cube(row["model"], row["edge"]),
         fields={"reserve": 0, "context": 0, **fields},
     )

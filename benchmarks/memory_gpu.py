@@ -67,7 +67,8 @@ class _GPT2(nn.Module):
         return self.head(self.norm(x))
 
 
-def _cube(name: str, edge: int) -> Build:
+def cube(name: str, edge: int) -> Build:
+    """A model of the capacity benchmark with one cube of so many voxels along each edge."""
     subject = SUBJECTS[name]
     return lambda: (subject.build(), torch.empty(1, subject.channels, edge, edge, edge))
 
@@ -78,15 +79,15 @@ def gpt2() -> tuple[nn.Module, Tensor]:
 
 CASES: dict[str, Case] = {
     "ResNet50, 10 x 1024^2": Case(build=resnet50, fields={"optimizer": "sgd"}),
-    "3D U-Net 96^3": Case(build=_cube("U-Net", 96), fields={}),
-    "3D U-Net 128^3": Case(build=_cube("U-Net", 128), fields={}, split=False),
-    "3D U-Net 160^3": Case(build=_cube("U-Net", 160), fields={}, split=False),
+    "3D U-Net 96^3": Case(build=cube("U-Net", 96), fields={}),
+    "3D U-Net 128^3": Case(build=cube("U-Net", 128), fields={}, split=False),
+    "3D U-Net 160^3": Case(build=cube("U-Net", 160), fields={}, split=False),
     "3D U-Net 128^3, bf16": Case(
-        build=_cube("U-Net", 128), fields={"precision": "bf16"}, split=False
+        build=cube("U-Net", 128), fields={"precision": "bf16"}, split=False
     ),
     "r3d_18, 4 x 16 x 112^2": Case(build=r3d_18, fields={}),
-    "SegResNet 96^3": Case(build=_cube("SegResNet", 96), fields={}),
-    "SwinUNETR 96^3": Case(build=_cube("SwinUNETR", 96), fields={}),
+    "SegResNet 96^3": Case(build=cube("SegResNet", 96), fields={}),
+    "SwinUNETR 96^3": Case(build=cube("SwinUNETR", 96), fields={}),
     "GPT-2 size, 8 x 512": Case(build=gpt2, fields={}),
     "GPT-2 size, 8 x 512, bf16": Case(build=gpt2, fields={"precision": "bf16"}, split=False),
 }

@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 import torchvision
 
+from placer.profiling.files import processor_name
+
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -48,16 +50,7 @@ def machine() -> str:
     pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return (
-        f"Measured {datetime.date.today()} on {_processor()}, {os.cpu_count()} cores, "
+        f"Measured {datetime.date.today()} on {processor_name()}, {os.cpu_count()} cores, "
         f"{pages / 2**30:.0f} GiB, {gpu}; Python {platform.python_version()}, "
         f"torch {torch.__version__}, torchvision {torchvision.__version__}."
     )
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

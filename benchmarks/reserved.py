@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torchvision.models import resnet50, vit_b_16
 
-from benchmarks.capacity import SUBJECTS
-from benchmarks.memory_gpu import gpt2
-from benchmarks.record import write_page
+from benchmarks.memory_gpu import cube, gpt2
+from benchmarks.record import table, write_page
 from placer.api import as_spec
 from placer.capture import capture_model, flatten_call
 from placer.cost import cuda_workspaces
@@ -41,6 +40,14 @@ _NAMES = {
     "dynunet": "DynUNet",
     "swinunetr": "SwinUNETR",
 }
+_RUN_HEADER = (
+    *("run", "allocated, predicted", "measured", "", "reserved, predicted", "measured", ""),
+    "reserved with expandable segments, predicted",
+)
+_FIT_HEADER = (
+    *("run", "allocator", "trained", "predicted", "reserved, GiB", "predicted", "s per step"),
+    *("starved", "flushes", "fits, as said then"),
+)
 aten = torch.ops.aten
 
 
@@ -53,12 +60,7 @@ def _model(name: str) -> tuple[nn.Module, Tensor]:
         rows = int(size.split("x")[0])
         model = resnet50() if kind == "resnet50" else vit_b_16()
         return model, torch.empty(rows, 3, 224, 224)
-    return _volume(_NAMES.get(kind, kind), int(size))
-
-
-def _volume(name: str, edge: int) -> tuple[nn.Module, Tensor]:
-    subject = SUBJECTS[name]
-    return subject.build(), torch.empty(1, subject.channels, edge, edge, edge)
+    return cube(_NAMES.get(kind, kind), int(size))()
 
 
 def _timeline(model: nn.Module, x: Tensor, memory: str, fields: Mapping[str, Any]) -> Timeline:
@@ -90,7 +92,7 @@ def compare_fits(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Per run under a cap of 16 GiB whether it trains by the model of the allocator, and whether it did."""
     for row in rows:
         fields = {k: row[k] for k in ("checkpoint", "offload", "precision") if k in row}
-        model, x = _volume(row["model"], row["edge"])
+        model, x = cube(row["model"], row["edge"])()
         timeline = _timeline(model, x, f"{row['planned_for']}GiB", fields)
         usage = device_usage(
             timeline,
@@ -143,33 +145,24 @@ def _gib(nbytes: float) -> str:
 
 
 def _run_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    lines = [
-        "| run | allocated, predicted | measured | | reserved, predicted | measured | | reserved with "
-        "expandable segments, predicted |",
-        f"|{' --- |' * 8}",
-    ]
+    lines = []
     for row in rows:
         cells = [row["model"]]
         for key in ("allocated", "reserved"):
             off = row[key] / row[f"measured_{key}"] - 1
             cells += [_gib(row[key]), _gib(row[f"measured_{key}"]), f"{off:+.2%}"]
-        lines.append(f"| {' | '.join([*cells, _gib(row['expandable'])])} |")
+        lines.append([*cells, _gib(row["expandable"])])
     off = [abs(row["reserved"] / row["measured_reserved"] - 1) for row in rows]
     near = sum(x <= 0.03 for x in off)
     return [
-        *lines,
-        "",
+        *table(_RUN_HEADER, lines),
         f"Reserved: {near} of {len(off)} within 3 %, median {statistics.median(off):.2%} off, "
         f"largest {max(off):.1%}.",
     ]
 
 
 def _fit_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    lines = [
-        "| run | allocator | trained | predicted | reserved, GiB | predicted | s per step | starved | "
-        "flushes | fits, as said then |",
-        f"|{' --- |' * 10}",
-    ]
+    lines = []
     for row in rows:
         cells = [
             row["what"],
@@ -183,12 +176,11 @@ def _fit_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             str(row["flushes"]) if row["predicted_trains"] else "",
             "yes" if row["said_fits_16"] else "no",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(cells)
     right = sum(row["trained"] == row["predicted_trains"] for row in rows)
     wrong = sum(row["predicted_trains"] and not row["trained"] for row in rows)
     return [
-        *lines,
-        "",
+        *table(_FIT_HEADER, lines),
         f"{right} of {len(rows)} verdicts right; {wrong} said to train ran out of memory.",
     ]
 
@@ -224,13 +216,13 @@ def main() -> None:
         "",
         "## Workspaces of convolutions",
         "",
-        "| direction | predicted / measured, all together | within 10 % or 8 MiB |",
-        "| --- | --- | --- |",
-        *(
-            f"| {key} | {ratio:.3f} | {near} of {count} |"
-            for key, (ratio, near, count) in convolutions.items()
+        *table(
+            ["direction", "predicted / measured, all together", "within 10 % or 8 MiB"],
+            [
+                [key, f"{ratio:.3f}", f"{near} of {count}"]
+                for key, (ratio, near, count) in convolutions.items()
+            ],
         ),
-        "",
     ]
     write_page("reserved", "Bytes reserved on a GPU", "python -m benchmarks.reserved FOLDER", lines)
 

@@ -129,7 +129,7 @@ def kinds_with_memory() -> tuple[DeviceKind, ...]:
 
 
 def fastest_kind(kinds: Iterable[DeviceKind]) -> DeviceKind:
-    """A kind that nothing is slower on than on any of ``kinds``."""
+    """A kind that is in everything as fast as the fastest of ``kinds``."""
     found = list(dict.fromkeys(kinds))
     if len(found) == 1:
         return found[0]

@@ -25,6 +25,11 @@ def tensors_in(*values: Any) -> list[Tensor]:
     return found
 
 
+def nbytes_of(*tensors: Tensor) -> int:
+    """Bytes of their elements, together; views count with what they show."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
 def tensors_of_tree(value: Any) -> list[Tensor]:
     """All tensors in ``value``, which may be any tree; as fast as `tensors_in` where it is no such tree."""
     if isinstance(value, Tensor):

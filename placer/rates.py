@@ -136,17 +136,15 @@ def scaled_rates(known: Rates, of: Peaks, to: Peaks) -> Rates:
 
     A block's bandwidth, tiles and what does not depend on size are taken as they are.
     """
-    table = {}
-    for key, rate in known.table.items():
-        table[key] = Rate(
-            overhead=rate.overhead,
-            flops=rate.flops / of.of(key) * to.of(key),
-            bandwidth=rate.bandwidth / of.bandwidth * to.bandwidth,
-            row_bandwidth=rate.row_bandwidth,
-            tile=rate.tile,
-            launch=rate.launch,
-        )
-    return Rates(table)
+    return Rates(
+        {
+            key: replace(
+                _of_share(rate, of.of(key), to.of(key)),
+                bandwidth=rate.bandwidth / of.bandwidth * to.bandwidth,
+            )
+            for key, rate in known.table.items()
+        }
+    )
 
 
 def fastest_rates(choices: list[Rates]) -> Rates:
@@ -214,6 +212,7 @@ def complete_rates(measured: Mapping[Key, Rate], peaks: Peaks) -> Rates:
 
 
 def _of_share(rate: Rate, of: float, to: float) -> Rate:
+    """``rate`` with the same share of the peak ``to`` as it has of the peak ``of``."""
     return replace(rate, flops=rate.flops / of * to)
 
 

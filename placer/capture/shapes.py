@@ -91,12 +91,13 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Recipe | None:
     dim %= first.dim()
     shape = list(first.shape)
     shape[dim] = sum(x.shape[dim] if x.dim() > dim else 0 for x in tensors)
-    if any((*x.shape[:dim], *x.shape[dim + 1 :]) != _without(first, dim) for x in tensors):
+    if any(_without(x, dim) != _without(first, dim) for x in tensors):
         return None
     return _alone(_new(shape, first.dtype))
 
 
 def _without(x: Tensor, dim: int) -> tuple[int, ...]:
+    """The other sizes."""
     return (*x.shape[:dim], *x.shape[dim + 1 :])
 
 

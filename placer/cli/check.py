@@ -216,11 +216,12 @@ def _measured(
 
 
 def _kept_free(memory: int) -> int:
-    """Bytes that tensors may not have of each of the devices of ``memory`` bytes that are counted."""
-    from placer.cost.devices import device_kind
+    """Bytes that are not for tensors, of each device of ``memory`` bytes that is counted."""
+    from placer.planner.devices import device_slot
+    from placer.spec import DeviceSpec, PlacementSpec
 
-    kind = device_kind("cuda:0", None)
-    return kind.context + kind.reserve(memory)
+    device = DeviceSpec(name="cuda:0", memory=memory)
+    return device_slot(device, PlacementSpec(devices=(device,))).reserve
 
 
 def _sizes(texts: list[str]) -> list[tuple[str, int]]:

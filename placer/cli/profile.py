@@ -143,15 +143,13 @@ def _measure(
     *,
     training: bool,
 ) -> Measured:
-    from placer.cost import device_kind
-    from placer.profiling import profile_model
-    from placer.spec.fields import device_kind_name
+    from placer.profiling import known_kind, profile_model
 
     return profile_model(
         capture,
         loaded.model,
         leaves,
-        base=device_kind(place, None if kind is None else device_kind_name(kind)),
+        base=known_kind(place, kind),
         device=place,
         precision=precision,
         training=training,

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from placer.operands import nbytes_of
+
 aten = torch.ops.aten
 
 # cuBLAS's own workspace (``getChosenWorkspaceSize`` in ``aten/src/ATen/cuda/CublasHandlePool.cpp``):
@@ -31,16 +33,14 @@ _DIRECT_CHANNELS = 64  # of a result that three-dimensional kernels of fp32 writ
 _ALIGNMENT = 16  # bytes
 _FP32_NBYTES = 4
 _PADDED_NBYTES = 4  # elements of fewer bytes are padded in every direction
-_FLAT = 4  # dimensions of the weights of a two-dimensional convolution
+_FLAT, _SOLID = 4, 5  # dimensions of the weights of two- and three-dimensional convolutions
 _FLAT_SPLITS = 64
 _SPLITS, _SUMS_NBYTES = 4, 7 * 2**20
 _NARROW_CHANNELS, _NARROW_SUMS_NBYTES = 32, 10 * 2**20
 _SCRATCH_NBYTES = 147  # beside the copies
 _WARP, _ROWS, _VECTOR = 32, 4, 4  # threads along the columns and the rows; columns per thread
-_LEAST_ROWS, _MOST_ROWS = (
-    16,
-    256,
-)  # per thread (``min_values_per_thread``, ``max_values_per_thread``)
+# Rows per thread: ``min_values_per_thread`` and ``max_values_per_thread``.
+_LEAST_ROWS, _MOST_ROWS = 16, 256
 _PROCESSORS, _THREADS = 132, 2048  # an H100's, and how many each runs at a time
 
 
@@ -95,7 +95,7 @@ def _convolution(
     if not transposed and (direct or x.size(1) == 1):
         nbytes = 0
     elif not transposed and _writes_result(weight):
-        nbytes = _nbytes(x, weight)
+        nbytes = nbytes_of(x, weight)
     return (_workspace(nbytes, after=1),)
 
 
@@ -121,7 +121,7 @@ def _convolution_backward(
         made += 1
         nbytes = _copies(x, grad, weight, padded=weight.element_size() < _PADDED_NBYTES)
         if transposed and weight.dtype == torch.float32:
-            nbytes = 0 if x.size(1) <= _DIRECT_CHANNELS else _nbytes(grad, weight)
+            nbytes = 0 if x.size(1) <= _DIRECT_CHANNELS else nbytes_of(grad, weight)
         elif not transposed and (_is_direct(weight, stride) or x.size(1) < _FEW_CHANNELS):
             nbytes = 0
         found.append(_workspace(nbytes, after=made))
@@ -146,16 +146,21 @@ def _is_depthwise(x: Tensor, weight: Tensor, transposed: bool) -> bool:
 
 def _is_direct(weight: Tensor, stride: Sequence[int]) -> bool:
     """Kernels of size 1 with stride 1 are products of matrices, which need no other order."""
-    return all(size == 1 for size in weight.shape[2:]) and all(step == 1 for step in stride)
+    return _is_pointwise(weight) and all(step == 1 for step in stride)
+
+
+def _is_pointwise(weight: Tensor) -> bool:
+    return all(size == 1 for size in weight.shape[2:])
 
 
 def _writes_result(weight: Tensor) -> bool:
     """Are the forward's results written in their own order? Only input and weights are copied then."""
     if weight.dtype != torch.float32:
         return False
-    pointwise = all(size == 1 for size in weight.shape[2:])
     many = weight.size(1) >= _NARROW_CHANNELS
-    return pointwise or (weight.dim() == 5 and weight.size(0) == _DIRECT_CHANNELS and many)
+    return _is_pointwise(weight) or (
+        weight.dim() == _SOLID and weight.size(0) == _DIRECT_CHANNELS and many
+    )
 
 
 def _workspace(nbytes: int, *, after: int) -> Workspace:
@@ -170,10 +175,10 @@ def _partial_sums(weight: Tensor) -> int:
 
 
 def _copies(x: Tensor, y: Tensor, weight: Tensor, *, padded: bool) -> int:
-    """Bytes of copies of all three with the channels last; ``padded`` to 16 bytes unless there is one."""
+    """Bytes of copies of all three with the channels last, ``padded`` to 16 bytes if there are several."""
     if not padded:
-        return _nbytes(x, y, weight)
-    return sum(t.numel() // t.size(1) * _padded(t) for t in (x, y)) + _nbytes(weight)
+        return nbytes_of(x, y, weight)
+    return sum(t.numel() // t.size(1) * _padded(t) for t in (x, y)) + nbytes_of(weight)
 
 
 def _padded(tensor: Tensor) -> int:
@@ -210,10 +215,6 @@ def _sum(
         return ()
     nbytes = _FP32_NBYTES * columns * blocks * _WARP * _VECTOR
     return (Workspace(nbytes=nbytes, after=1, elastic=False),)
-
-
-def _nbytes(*tensors: Tensor) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 _PRODUCTS = frozenset(

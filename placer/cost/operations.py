@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from placer.operands import nbytes_of
+
 _HALF = (torch.float16, torch.bfloat16)
 _ALIGNMENT = 8  # elements; tensor cores want sizes in half precision to be multiples of it
 _NO_KERNEL = (
@@ -67,7 +69,7 @@ def operations_of(
         return ()
     flops = 0 if count is None else int(count(*args, **kwargs, out_val=result))
     dtype = _dtype(inputs, outputs)
-    nbytes = sum(x.numel() * x.element_size() for x in (*inputs, *outputs))
+    nbytes = nbytes_of(*inputs, *outputs)
     if name == "convolution_backward" or name == "mkldnn_convolution_backward":
         return _convolution_gradients(args, dtype)
     if "convolution" in name and inputs:
@@ -77,7 +79,7 @@ def operations_of(
     if kind == "product":
         return (_product(args, inputs, outputs, flops, nbytes, dtype),)
     if name in _GATHERS:  # of the table only the rows that are looked up
-        nbytes = 2 * _nbytes(outputs) + _nbytes(inputs[1:])
+        nbytes = 2 * nbytes_of(*outputs) + nbytes_of(*inputs[1:])
     width = _WIDTHS[kind](args, inputs) if kind in _WIDTHS and inputs else 0
     return (Operation(kind, dtype, flops, nbytes, width),)
 
@@ -89,10 +91,6 @@ def _name_and_count(op: Any) -> tuple[str, Callable[..., Any] | None]:
     if getattr(op, "is_view", False) or name in _NO_KERNEL:
         return "", None
     return name, flop_registry.get(op._overloadpacket)
-
-
-def _nbytes(tensors: Sequence[Tensor]) -> int:
-    return sum(x.numel() * x.element_size() for x in tensors)
 
 
 def _dtype(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> str:
@@ -157,7 +155,7 @@ def _convolution_gradients(args: Sequence[Any], dtype: str) -> tuple[Operation, 
     # Each as the forward. (torch's own count has a grouped one's weight gradient too high.)
     rows = x if transposed else grad
     each = 2 * rows.size(0) * math.prod(rows.shape[2:]) * weight.numel()
-    nbytes = _nbytes((grad, x, weight))  # each reads two of the three, and makes the third
+    nbytes = nbytes_of(grad, x, weight)  # each reads two of the three, and makes the third
     found = []
     for part, width, asked in zip(("input", "weight"), columns, wanted, strict=True):
         if asked:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from placer.autograd_graph import nodes_behind, nodes_of
 from placer.cost.storages import StorageRecorder
 
 
@@ -20,19 +20,10 @@ class BackwardOwners:
 
     def claim(self, result: Any, position: int) -> None:
         """All autograd nodes between ``result`` and what is claimed already belong to ``position``."""
-        stack = [
-            leaf.grad_fn
-            for leaf in tree_leaves(result)
-            if isinstance(leaf, Tensor) and leaf.grad_fn is not None
-        ]
-        while stack:
-            node = stack.pop()
-            if node is None or node in self._claimed:
-                continue
+        for node in nodes_behind(nodes_of(result), stops=self._claimed):
             self._claimed[node] = position
             node.register_prehook(self._starter(position))
             node.register_hook(self._sender(node, position))
-            stack.extend(parent for parent, _ in node.next_functions if parent is not None)
 
     def _starter(self, position: int) -> Callable[[Any], None]:
         def start(_: Any) -> None:

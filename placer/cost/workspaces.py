@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
+from placer.operands import nbytes_of
+
 aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
 _FLOAT_NBYTES = 4
@@ -87,13 +89,9 @@ def _padded_row(elements: int, size: int) -> int:
     return padded + _LINE if padded // size % 256 == 0 else padded
 
 
-def _nbytes(*tensors: Any) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
-
-
 def _copies(*tensors: Tensor) -> int:
     """Bytes of the contiguous copies of those that are not."""
-    return sum(_nbytes(t) for t in tensors if not t.is_contiguous())
+    return sum(nbytes_of(t) for t in tensors if not t.is_contiguous())
 
 
 def _memory_format(x: Tensor) -> torch.memory_format | None:
@@ -108,7 +106,7 @@ def _batch_norm_backward(result: Any, grad: Tensor, x: Tensor, *others: Any, **_
     """Normalization.cpp: the input's gradient is made a second time before the first is let go."""
     dense = _memory_format(x)
     wanted = others[-1][0]
-    return _nbytes(x) if wanted and dense is not None and dense == _memory_format(grad) else 0
+    return nbytes_of(x) if wanted and dense is not None and dense == _memory_format(grad) else 0
 
 
 def _skew_input(result: Any, x: Tensor, *_: Any, **__: Any) -> int:
@@ -151,7 +149,7 @@ def _strides_summed(x: Tensor, dims: Sequence[int]) -> int:
 
 def _logsumexp(result: Tensor, x: Tensor, *_: Any, **__: Any) -> int:
     """ReduceOps.cpp: the exponentials, and the maxima"""
-    return _nbytes(x, result)
+    return nbytes_of(x, result)
 
 
 def _binary(result: Tensor, x: Any, y: Any, *_: Any, **__: Any) -> int:
@@ -175,9 +173,9 @@ def _attention(
 ) -> int:
     """transformers/attention.cpp: the projection and its three parts; then those and the scores."""
     heads = others[1]
-    parts = 3 * _nbytes(query)
+    parts = 3 * nbytes_of(query)
     scores: int = query.size(0) * heads * query.size(1) * key.size(1) * query.element_size()
-    return max(2 * parts, parts + scores) - _nbytes(query)
+    return max(2 * parts, parts + scores) - nbytes_of(query)
 
 
 def _upsample_nearest(result: Tensor, x: Tensor, *_: Any, **__: Any) -> int:
@@ -193,7 +191,9 @@ def _upsample_bilinear(result: Tensor, x: Tensor, *_: Any, **__: Any) -> int:
 
 
 def _channels_last_copies(*images: Tensor) -> int:
-    return sum(_nbytes(t) for t in images if not t.is_contiguous(memory_format=torch.channels_last))
+    return sum(
+        nbytes_of(t) for t in images if not t.is_contiguous(memory_format=torch.channels_last)
+    )
 
 
 _BINARY = ("add", "sub", "mul", "div")

@@ -45,9 +45,8 @@ from placer.partition.model import ModelUnits, StateBytes, state_bytes
 from placer.partition.stage_cost.tables import node_transients
 from placer.partition.types import DeviceSlot, PlanningOptions
 
-_MOST_UNITS = (
-    2_000  # larger graphs have the first bound only: the second compares all pairs of units
-)
+# Larger graphs have the first bound only: the second compares all pairs of units.
+_MOST_UNITS = 2_000
 _MOST_IN_GROUP, _MOST_STARTS = 64, 32  # units of H; positions of the program
 
 Bytes = NDArray[np.float64]

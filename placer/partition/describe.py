@@ -234,9 +234,8 @@ def _device_peaks(
     """Peak bytes per device, in the first replica and in another one."""
     t = best.tables
     trained_on = _training_devices(best, used)
-    updating = dict.fromkeys(
-        (slot.name for slot in best.slots), 0.0
-    )  # bytes during the optimizer's step
+    # Bytes during the optimizer's step:
+    updating = dict.fromkeys((slot.name for slot in best.slots), 0.0)
     for q, x, y in used:
         name = best.slots[q].name
         optimizer = optimizer_on(options, [name] if options.processes else trained_on)

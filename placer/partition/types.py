@@ -49,9 +49,8 @@ class Partition:
     stages: tuple[StagePlan, ...]
     slots: tuple[DeviceSlot, ...]  # the device of each stage
     peaks: Mapping[str, int]  # device -> peak of all its stages
-    replica_peaks: Mapping[
-        str, int
-    ]  # the same for the devices that have its stages in other replicas
+    # The same for the devices that have its stages in other replicas.
+    replica_peaks: Mapping[str, int]
     fits: bool
     seconds: float  # a step, estimated
     optimizer_seconds: float  # of these, the optimizer's

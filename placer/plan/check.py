@@ -93,7 +93,7 @@ def describe_overflow(device: DevicePeak) -> str:
     """What ``device`` would have to hold, and how much more than its budget that is."""
     missing = -(device.headroom or 0)
     reserve = f", with {format_bytes(device.reserve)} kept free" if device.reserve else ""
-    if device.reserve + device.context >= (device.budget or 0):
+    if (device.room or 0) <= 0:
         return f"{format_bytes(device.peak)}, and the context and the reserve leave no room for it"
     return (
         f"{format_bytes(device.needed)}{reserve}: "

@@ -101,13 +101,18 @@ class DevicePeak:
         return self.context + (self.peak if self.reserved is None else self.reserved)
 
     @property
-    def fits(self) -> bool:
-        return self.budget is None or self.needed + self.reserve <= self.budget
+    def room(self) -> int | None:
+        """Bytes of the budget that tensors and workspaces may take, below 0 where there is no room."""
+        return None if self.budget is None else self.budget - self.reserve - self.context
 
     @property
     def headroom(self) -> int | None:
         """Bytes left under the budget, negative when it overflows."""
         return None if self.budget is None else self.budget - self.reserve - self.needed
+
+    @property
+    def fits(self) -> bool:
+        return self.headroom is None or self.headroom >= 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,9 +19,8 @@ from placer.partition.policy.types import KEEP, Policy, StageLimits
 from placer.plan.types import StageMemory
 from placer.regions import RegionKey, region_boundaries, whole_groups
 
-_MOVES = (
-    4  # how often the boundaries are moved to where they are best for stages as light as can be
-)
+# How often the boundaries are moved to where they are best for stages as light as can be.
+_MOVES = 4
 _ROUNDS = 4  # how often a stage's limit is corrected by what the formula says of its answer
 
 

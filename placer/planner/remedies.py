@@ -198,11 +198,7 @@ def _peak_if_far(make: PlanMaker, spec: PlacementSpec) -> int | None:
         guess = make.guess(spec)
     except PlacerError:
         return None
-    far = (
-        device.budget is not None
-        and device.peak > _FAR * (device.budget - device.reserve - device.context)
-        for device in guess.devices
-    )
+    far = (d.room is not None and d.peak > _FAR * d.room for d in guess.devices)
     return max(device.peak for device in guess.devices) if any(far) else None
 
 
@@ -273,8 +269,7 @@ def _with_devices(make: PlanMaker, spec: PlacementSpec, count: int) -> Tried | N
 
 def _fewest_devices(plan: Plan) -> int:
     """With fewer devices of the largest budget not even the sum of the plan's peaks has room."""
-    room = [d.budget - d.reserve - d.context for d in plan.devices if d.budget is not None]
-    largest = max(room, default=0)
+    largest = max((d.room for d in plan.devices if d.room is not None), default=0)
     row = plan.devices[: len(plan.devices) // plan.replicas]
     return -(-sum(device.peak for device in row) // largest) if largest > 0 else 1
 

@@ -6,7 +6,7 @@ read; `calibration` measures a few operations of every class instead.
 
 from placer.profiling.calibration import calibrate
 from placer.profiling.clocks import Clock, clock_for
-from placer.profiling.files import check_output, device_here, file_values, profile
+from placer.profiling.files import check_output, device_here, file_values, known_kind, profile
 from placer.profiling.nodes import NodeTimes, measure_nodes
 from placer.profiling.profile import Measured, profile_model
 
@@ -19,6 +19,7 @@ __all__ = [
     "clock_for",
     "device_here",
     "file_values",
+    "known_kind",
     "measure_nodes",
     "profile",
     "profile_model",

@@ -13,16 +13,17 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from placer._torch import DispatchMode
 from placer.catalogue import DeviceKind
 from placer.cost.operations import Operation, operations_of
 from placer.errors import DeviceError
 from placer.operands import tensors_in
 from placer.partition.stage_cost.score import optimizer_passes
-from placer.profiling.clocks import Clock, clock_for
+from placer.profiling.clocks import Clock, clock_for, time_call
 from placer.profiling.samples import Call, Samples
 from placer.rates import HEAVY, Key, Peaks, Rate, Rates, complete_rates, with_launch
+from placer.runtime.device_map import device_count
 
 _SECONDS = 0.15  # for every sample; two in each of some 40 classes
 _MOST_RUNS = 50
@@ -79,8 +80,7 @@ def calibrate(
 
 
 def _check_there(place: torch.device, device: str) -> None:
-    module = getattr(torch, place.type, None)
-    count = module.device_count() if module is not None and module.is_available() else 0
+    count = device_count(place.type)
     if place.type != "cpu" and (place.index or 0) >= count:
         found = (
             f"there are {count} of type {place.type!r}" if count else "there is none of that type"
@@ -127,29 +127,24 @@ class _Timer:
 
     def __call__(self, call: Call) -> float:
         """Of one call: it is warm after a first one, and runs until the time for it is over."""
-        clock, total = self._clock, 0.0
+        total = 0.0
         took: list[float] = []
         call()
         while total < self._seconds and len(took) < _MOST_RUNS:
-            clock.wait()
-            start = clock.mark()
-            call()
-            end = clock.mark()
-            clock.wait()
-            took.append(clock.seconds(start, end))
+            took.append(time_call(self._clock, call))
             total += max(took[-1], 1e-7)
         return statistics.median(took)
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(DispatchMode):
     """The operations that a call runs."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ran: list[Operation] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator, and note it."""
         result = func(*args, **kwargs)
         inputs, outputs = tensors_in(args, kwargs), tensors_in(result)
         self.ran += operations_of(func, args, kwargs, result, inputs, outputs)

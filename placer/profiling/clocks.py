@@ -61,6 +61,16 @@ class CudaClock:
         return float(start.elapsed_time(end)) / 1e3
 
 
+def time_call(clock: Clock, call: Callable[[], Any]) -> float:
+    """Seconds of ``call``, with nothing else on the device."""
+    clock.wait()
+    start = clock.mark()
+    call()
+    end = clock.mark()
+    clock.wait()
+    return clock.seconds(start, end)
+
+
 def clock_for(device: torch.device) -> Clock:
     """The clock of a device."""
     return CudaClock(device) if device.type == "cuda" else HostClock()

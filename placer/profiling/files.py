@@ -50,7 +50,7 @@ def profile(
         capture,
         model,
         leaves,
-        base=device_kind(place, None if kind is None else device_kind_name(kind)),
+        base=known_kind(place, kind),
         device=place,
         precision=precision,
         training=training,
@@ -78,10 +78,19 @@ def device_here(name: str) -> str:
         raise PlacerError("--device", str(error)) from None
 
 
+def known_kind(device: str, kind: str | None) -> DeviceKind:
+    """What ``device`` is known as before it is measured. Raises ``ValueError`` for no kind's name."""
+    return device_kind(device, None if kind is None else device_kind_name(kind))
+
+
 def file_values(kind: DeviceKind, device: str, *, inputs: Sequence[Tensor] = ()) -> dict[str, Any]:
     """The content of the file of a kind that was measured now on ``device``."""
     place = torch.device(device)
-    called = torch.cuda.get_device_name(place) if place.type == "cuda" else _processor()
+    called = (
+        torch.cuda.get_device_name(place)
+        if place.type == "cuda"
+        else f"{processor_name()}, {torch.get_num_threads()} threads"
+    )
     return kind_to_json(
         kind,
         device=called,
@@ -92,10 +101,9 @@ def file_values(kind: DeviceKind, device: str, *, inputs: Sequence[Tensor] = ())
     )
 
 
-def _processor() -> str:
-    """The CPU's name and the threads that torch uses."""
+def processor_name() -> str:
+    """What the machine calls its CPU."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    name = named[0] if named else platform.processor() or platform.machine()
-    return f"{name}, {torch.get_num_threads()} threads"
+    return named[0] if named else platform.processor() or platform.machine()

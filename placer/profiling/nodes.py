@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_leaves
 
+from placer.autograd_graph import nodes_behind, nodes_of
 from placer.capture import Capture
 from placer.cost.record import last_readers, run_node, stand_in_loss
 from placer.precision import precision_context
-from placer.profiling.clocks import Clock
+from placer.profiling.clocks import Clock, time_call
 from placer.simulation.optimizers import make_optimizer
 
 LOSS = "loss"
@@ -82,7 +82,7 @@ def measure_nodes(
             _let_go(model)
             plain = run.plain(leaves, step)
             _let_go(model)
-        together = sum(plain[:2]) if placed_step is None else run.timed(placed_step)
+        together = sum(plain[:2]) if placed_step is None else time_call(clock, placed_step)
         if number >= warm:
             passes.append(found)
             whole.append(plain)
@@ -147,16 +147,6 @@ class _Run:
         forward = {name: clock.seconds(start, end) for name, start, end in marks}
         return forward, backward.seconds(list(forward))
 
-    def timed(self, call: Callable[[], Any]) -> float:
-        """Seconds of ``call``."""
-        clock = self._clock
-        clock.wait()
-        start = clock.mark()
-        call()
-        end = clock.mark()
-        clock.wait()
-        return clock.seconds(start, end)
-
     def plain(
         self, leaves: Sequence[Tensor], step: torch.optim.Optimizer
     ) -> tuple[float, float, float]:
@@ -204,24 +194,15 @@ class _BackwardMarks:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._owner: dict[Any, str] = {}
+        self._claimed: set[Any] = set()
         self._marks: list[tuple[str, Any]] = []
         self._hooks: list[Any] = []
 
     def claim(self, result: Any, name: str) -> None:
         """All of autograd's nodes between ``result`` and what is claimed already belong to ``name``."""
-        stack = [
-            leaf.grad_fn
-            for leaf in tree_leaves(result)
-            if isinstance(leaf, Tensor) and leaf.grad_fn is not None
-        ]
-        while stack:
-            node = stack.pop()
-            if node in self._owner:
-                continue
-            self._owner[node] = name
+        for node in nodes_behind(nodes_of(result), stops=self._claimed):
+            self._claimed.add(node)
             self._hooks.append(node.register_prehook(partial(self._begin, name)))
-            stack.extend(parent for parent, _ in node.next_functions if parent is not None)
 
     def _begin(self, name: str, _: Any) -> None:
         if not self._marks or self._marks[-1][0] != name:

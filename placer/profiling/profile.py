@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from placer.capture import Capture
 from placer.catalogue import DeviceKind, Profile
-from placer.cost import CostTable, estimate_costs, stand_in_loss
+from placer.cost import CostTable, device_type, estimate_costs, stand_in_loss
 from placer.emit import emit_stages, materialize
 from placer.errors import DeviceError
 from placer.partition.stage_cost.score import optimizer_passes
@@ -19,7 +19,7 @@ from placer.planner.build import build_plan
 from placer.profiling.clocks import Clock, clock_for
 from placer.profiling.nodes import LOSS, NodeTimes, measure_nodes
 from placer.rates import Rates
-from placer.runtime.device_map import map_devices
+from placer.runtime.device_map import device_count, map_devices
 from placer.runtime.module import PlacedModule
 from placer.spec import PlacementSpec
 
@@ -81,13 +81,13 @@ def profile_model(
             "profile a smaller batch or volume: its times are scaled to others",
         ) from error
     except (RuntimeError, AssertionError) as error:
-        if place.type != "cpu" and _is_missing(place):
+        if place.type != "cpu" and (place.index or 0) >= device_count(place.type):
             raise DeviceError(
                 device, "is not on this machine", "name a device that is, such as 'cpu'"
             ) from error
         raise
     costs = estimate_costs(
-        capture, leaves, training=training, precision=precision, kernels=_kernels(place)
+        capture, leaves, training=training, precision=precision, kernels=device_type(device)
     )
     return Measured(
         kind=_with_profile(base, capture, costs, times, precision), times=times, costs=costs
@@ -104,17 +104,6 @@ def _placed(
     places = map_devices(plan, None)
     homes = {name: places[0][stage].device for name, stage in staged.state_stage.items()}
     return PlacedModule(materialize(model, homes), plan=plan, staged=staged, places=places)
-
-
-def _is_missing(place: torch.device) -> bool:
-    module = getattr(torch, place.type, None)
-    return (
-        module is None or not module.is_available() or (place.index or 0) >= module.device_count()
-    )
-
-
-def _kernels(place: torch.device) -> str:
-    return "cuda" if place.type == "cuda" else "cpu"
 
 
 def _with_profile(

@@ -56,8 +56,12 @@ def bubble(plan: Plan) -> float:
 
 def needs_device_table(plan: Plan) -> bool:
     """Does the table of stages not say it all: replicas, two stages on a device, or an allocator?"""
-    reserved = any(device.reserved is not None for device in plan.devices)
-    return len(plan.devices) != len(plan.stages) or plan.replicas > 1 or reserved
+    return len(plan.devices) != len(plan.stages) or plan.replicas > 1 or shows_reserved(plan)
+
+
+def shows_reserved(plan: Plan) -> bool:
+    """Is it known of any device what torch's allocator takes?"""
+    return any(device.reserved is not None for device in plan.devices)
 
 
 def data_transfers(plan: Plan) -> tuple[list[Transfer], str]:
@@ -135,13 +139,13 @@ def simulated_peaks(simulation: SimulationReport | Mapping[str, Any] | None) -> 
 def memory_rule(plan: Plan) -> str:
     """What is compared with the budgets, in a sentence; "" where nothing but tensors is counted."""
     limited = [d for d in plan.devices if d.budget is not None]
+    if not any(d.context or d.reserve for d in limited):
+        return ""
     taken = "reserved" if any(d.reserved is not None for d in limited) else "peak"
     context = " + context" if any(d.context for d in limited) else ""
     sizes = {d.reserve for d in limited}
     amounts = " to ".join(format_bytes(size) for size in sorted({min(sizes), max(sizes)}))
     reserve = f" + {amounts} kept free" if any(sizes) else ""
-    if not context and not reserve:
-        return ""
     return f"a plan fits when {taken}{context}{reserve} stay within the budget"
 
 

@@ -18,6 +18,7 @@ from placer.report.figures import (
     largest_rows,
     moment_text,
     relative_difference,
+    shows_reserved,
     simulated_devices,
     simulated_peaks,
     verdict,
@@ -123,7 +124,7 @@ def _stages(plan: Plan) -> str:
 
 def _devices(plan: Plan, simulated: Mapping[str, int]) -> str:
     rows: list[list[_Cell]] = []
-    reserved = any(device.reserved is not None for device in plan.devices)
+    reserved = shows_reserved(plan)
     for device in plan.devices:
         on_it = [str(stage.index) for stage in plan.stages if device.device in stage.devices]
         limited = device.budget is not None

@@ -16,6 +16,7 @@ from placer.report.figures import (
     data_transfers,
     memory_rule,
     needs_device_table,
+    shows_reserved,
     simulated_peaks,
     verdict,
 )
@@ -41,8 +42,8 @@ def plan_table(
     parts: list[RenderableType] = [_headline(plan), "", _stages(plan), ""]
     if needs_device_table(plan) or simulation is not None:
         parts += [_devices(plan, simulated_peaks(simulation)), ""]
-    if any(device.budget is not None for device in plan.devices) and memory_rule(plan):
-        parts.append(Text(memory_rule(plan), style="dim"))
+    if rule := memory_rule(plan):
+        parts.append(Text(rule, style="dim"))
     if plan.transfers:
         parts.append(_transfers(plan))
     parts += [Text(f"note: {note}", style="dim") for note in plan.notes]
@@ -90,7 +91,7 @@ def _stages(plan: Plan) -> Table:
 
 
 def _devices(plan: Plan, simulated: Mapping[str, int]) -> Table:
-    reserved = any(device.reserved is not None for device in plan.devices)
+    reserved = shows_reserved(plan)
     compared = ["simulated"] if simulated else []
     taken = ["reserved", "context"] if reserved else []
     columns = ["device", "stages", "peak", *compared, *taken, "budget"]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from placer.runtime.autograd_graph import leaf_of
+from placer.autograd_graph import leaf_of
 
 Received = tuple[GradientEdge, Callable[[Tensor], None]]
 

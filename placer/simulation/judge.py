@@ -16,7 +16,7 @@ from placer.plan.types import DevicePeak, Plan, StageMemory
 from placer.planner.build import PlanMaker, build_plan
 from placer.simulation.ranks import rank_timelines
 from placer.simulation.simulate import simulate_steps
-from placer.simulation.usage import DeviceTimeline, comfortable_nbytes, measure
+from placer.simulation.usage import DeviceTimeline, comfortable_nbytes, device_timeline, measure
 from placer.spec import PlacementSpec
 from placer.units import format_count
 
@@ -107,13 +107,16 @@ class Planner:
         if not second_look:
             doubtful = self._processes or any(map(_is_doubtful, plan.devices))
             return self._judge(plan)[0] if plan.fits and doubtful else plan
-        judged = self._rounds(build, plan, comfortable_nbytes)
+        judged = self._rounds(build, plan, starving=False)
         if not any(p.fits for p in judged) and any(map(_starved, judged)):
-            judged += self._rounds(build, plan, _needed)
+            judged += self._rounds(build, plan, starving=True)
         return _with_notes(min(judged, key=lambda p: (not p.fits, _starved(p), p.overflow_bytes)))
 
-    def _rounds(self, build: Callable[..., Plan], plan: Plan, needs: _Needs) -> list[Plan]:
-        """``plan`` judged, then those that leave as much room as ``needs`` says, till one has it."""
+    def _rounds(self, build: Callable[..., Plan], plan: Plan, *, starving: bool) -> list[Plan]:
+        """``plan`` judged, then those that leave the room that it lacks, till one has enough.
+
+        Kernels that starve have enough only with ``starving``.
+        """
         judged: list[Plan] = []
         beyond = {stage.devices[0]: 0 for stage in plan.stages}  # what estimates were too low by
         for number in range(_MOST_ROUNDS):
@@ -121,9 +124,10 @@ class Planner:
                 plan = build(corrections=beyond)
             found, run = self._judge(plan)
             judged.append(found)
-            if run is None or (found.fits and (needs is _needed or not _starved(found))):
+            if run is None or (found.fits and (starving or not _starved(found))):
                 break
-            before, beyond = beyond, _corrections(beyond, plan, found, run, needs)
+            before = beyond
+            beyond = _corrections(before, plan, found, run, starving=starving)
             if beyond == before:
                 break
         return judged
@@ -141,7 +145,7 @@ class Planner:
                 "peaks are a dry run's."
             )
             return replace(found, notes=(*found.notes, note)), run
-        return (found if checked or plan.fits != found.fits else plan), run
+        return (found if checked else plan), run
 
     def _dry_run(self, plan: Plan) -> _DryRun:
         """The dry run of ``plan``, which is made once."""
@@ -158,7 +162,7 @@ class Planner:
             ranks = [run for _, run in rank_timelines(self._capture, plan, self._inputs)]
             return _DryRun(tuple(itertools.islice(itertools.cycle(ranks), len(plan.devices))))
         timeline = simulate_steps(self._capture, plan, self._inputs)
-        return _DryRun([DeviceTimeline(timeline, device.device) for device in plan.devices])
+        return _DryRun([device_timeline(timeline, device.device) for device in plan.devices])
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,27 +181,19 @@ def plan_maker(capture: Capture, inputs: Sequence[Tensor], *, processes: bool = 
     return Planner(capture, inputs, processes=processes)
 
 
-_Needs = Callable[[DevicePeak, DeviceTimeline], int]  # bytes of a device that was measured by a run
-
-
-def _needed(device: DevicePeak, run: DeviceTimeline) -> int:
-    """Bytes with which the steps run, even where kernels starve."""
-    return device.needed
-
-
 def _corrections(
-    before: Mapping[str, int],
-    plan: Plan,
-    judged: Plan,
-    run: _DryRun,
-    needs: _Needs,
+    before: Mapping[str, int], plan: Plan, judged: Plan, run: _DryRun, *, starving: bool
 ) -> dict[str, int]:
-    """Per device of the first replica, what those in its place need at most beyond ``plan``'s estimates."""
+    """Per device of the first replica, what those in its place need at most beyond ``plan``'s estimates.
+
+    With ``starving`` that is with kernels that starve, else without.
+    """
     beyond = dict(before)
     names = itertools.cycle([device.device for device in plan.devices[: len(beyond)]])
     given = zip(judged.devices, plan.devices, run.found, strict=True)
     for name, (now, estimate, timeline) in zip(names, given, strict=False):
-        beyond[name] = max(beyond[name], needs(now, timeline) - estimate.needed)
+        needed = now.needed if starving else comfortable_nbytes(now, timeline)
+        beyond[name] = max(beyond[name], needed - estimate.needed)
     return beyond
 
 

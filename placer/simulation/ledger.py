@@ -74,10 +74,12 @@ class Ledger(DispatchMode):
             self._add_result(leaf, place, func, leaves)
             for found in workspaces:
                 if found.after == made:
-                    self._pass(found.nbytes, place, str(func), "workspace", elastic=found.elastic)
+                    self._add_and_free(
+                        found.nbytes, place, str(func), "workspace", elastic=found.elastic
+                    )
         if kernels == "cpu":
             nbytes = workspace_nbytes(func, args, kwargs, result)
-            self._pass(nbytes, place, str(func), "temporary")
+            self._add_and_free(nbytes, place, str(func), "temporary")
         self._latest = place
         return result
 
@@ -167,7 +169,7 @@ class Ledger(DispatchMode):
 
         self._known[key] = (weakref.ref(storage, gone), index)
 
-    def _pass(
+    def _add_and_free(
         self, nbytes: int, place: str, operation: str, kind: str, *, elastic: bool = False
     ) -> None:
         """Count what the running operation takes on ``place`` and gives back inside its call."""

@@ -1,4 +1,4 @@
-"""Dry-run the emitted module on fake tensors: two training steps, watched by the ledger."""
+"""Dry-run the emitted module on fake tensors: a few training steps, watched by the ledger."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from placer.runtime.place import CALLER, HOST, Place, current_place, on
 from placer.simulation.ledger import Ledger
 from placer.simulation.optimizers import make_optimizer
 from placer.simulation.types import DeviceSimulation, SimulationReport
-from placer.simulation.usage import DeviceTimeline, measure, steps_of
+from placer.simulation.usage import DeviceTimeline, device_timeline, measure, steps_of
 from placer.timeline import Moment, Timeline, Where, repeat_parts
 
 _LARGEST_SHOWN = 10
@@ -48,7 +48,7 @@ def simulate_plan(
     timeline = _run(capture, plan, inputs, loss_fn=loss_fn, run_on=run_on)
     return SimulationReport(
         devices=tuple(
-            describe_device(each, DeviceTimeline(timeline, each.device), run_on=run_on)
+            describe_device(each, device_timeline(timeline, each.device), run_on=run_on)
             for each in plan.devices
         ),
         step_ok=True,
@@ -101,10 +101,14 @@ def _run(
             place_of = {name: run_on or rows[0][s].name for name, s in staged.state_stage.items()}
             optimizers = _optimizers(placed, plan, place_of)
             loss_of = loss_fn or stand_in_loss
+            steps = steps_of(plan, run_on)
             if once:
-                parts = _train_once(placed, leaves, watch, loss_of, optimizers, ledger)
-                return repeat_parts(ledger.timeline(), parts(steps_of(plan, run_on)))
-            for _ in range(steps_of(plan, run_on)):
+                state, step, first, later, end = _train_once(
+                    placed, leaves, watch, loss_of, optimizers, ledger
+                )
+                parts = [state, step, first, end, *[step, later, end] * (steps - 1)]
+                return repeat_parts(ledger.timeline(), parts)
+            for _ in range(steps):
                 placed.step_leaves(leaves, loss_fn=loss_of)
                 with watch.optimizing():
                     for optimizer in optimizers:
@@ -120,10 +124,11 @@ def _train_once(
     loss_of: Callable[[Any], Tensor],
     optimizers: Sequence[torch.optim.Optimizer],
     ledger: Ledger,
-) -> Callable[[int], list[range]]:
+) -> list[range]:
     """One forward and backward, then the optimizer twice: it makes its state, then uses it.
 
-    Returns what gives, for a number of steps, the parts of the ledger's events that they are.
+    Returns which of the ledger's events are of the state before, of forward and backward, of each run of
+    the optimizer, and of letting gradients go.
     """
     marks = [0, ledger.num_events]
     placed.step_leaves(leaves, loss_fn=loss_of)
@@ -135,12 +140,7 @@ def _train_once(
             marks.append(ledger.num_events)
         placed.zero_grad(set_to_none=True)
     marks.append(ledger.num_events)
-    state, step, first, later, end = (range(*pair) for pair in itertools.pairwise(marks))
-
-    def parts(steps: int) -> list[range]:
-        return [state, step, first, end, *[step, later, end] * (steps - 1)]
-
-    return parts
+    return [range(*pair) for pair in itertools.pairwise(marks)]
 
 
 @contextmanager

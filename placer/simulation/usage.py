@@ -13,10 +13,15 @@ _PRECISION = 1 / 256  # of the memory that a plan needs where it has too little
 
 
 class DeviceTimeline(NamedTuple):
-    """The timeline of `steps_of` a plan on a device, which is called ``place`` there."""
+    """The timeline of `steps_of` a plan on one device, which is called ``place`` there."""
 
     timeline: Timeline
     place: str
+
+
+def device_timeline(timeline: Timeline, device: str) -> DeviceTimeline:
+    """What ``timeline``, of all devices, has of ``device``."""
+    return DeviceTimeline(timeline.only(device), device)
 
 
 def steps_of(plan: Plan, run_on: str | None = None) -> int:
@@ -38,7 +43,7 @@ def measure(device: DevicePeak, run: DeviceTimeline) -> DevicePeak:
     if device.allocator is None:
         return replace(device, peak=peak, reserved=None)
     both = run.timeline.peaks(workspaces=True).get(run.place, Moment()).nbytes
-    limit = _limit(device)
+    limit = None if device.room is None else max(0, device.room)
     usage = _usage(device, run, limit)
     reserved = usage.reserved
     if usage.failed is not None:
@@ -58,16 +63,9 @@ def comfortable_nbytes(device: DevicePeak, run: DeviceTimeline) -> int:
 
     ``device`` was measured by ``run``.
     """
-    limit = _limit(device)
-    if not device.starved or limit is None:
+    if not device.starved or device.room is None:
         return device.needed
-    return device.context + _least(device, run, limit, starving=False)[0]
-
-
-def _limit(device: DevicePeak) -> int | None:
-    if device.budget is None:
-        return None
-    return max(0, device.budget - device.context - device.reserve)
+    return device.context + _least(device, run, max(0, device.room), starving=False)[0]
 
 
 def _usage(device: DevicePeak, run: DeviceTimeline, limit: int | None) -> Usage:

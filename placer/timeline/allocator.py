@@ -26,7 +26,6 @@ rounding to powers of two.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 from placer.timeline.types import Timeline
@@ -272,16 +271,17 @@ def _page(pool: _Pool) -> int:
 def _start(gap: _Piece, size: int) -> _Piece | None:
     """Where ``size`` free bytes begin that include ``gap``: there, or at a free piece before it."""
     first = gap.before if gap.before is not None and gap.before.free else gap
-    have, piece = 0, first
+    have = 0
+    piece: _Piece | None = first
     while piece is not None and piece.free and have < size:
         have += piece.nbytes
-        piece = piece.after  # type: ignore[assignment]
+        piece = piece.after
     return first if have >= size else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What a run of events took: ``reserved`` is the most bytes that the driver gave.
+    """What the events of a device took: ``reserved`` is the most bytes that the driver gave.
 
     ``starved`` is how many elastic workspaces found no room, and ``flushes`` how often all that was cached
     went back to the driver. ``failed`` is the place in the events where memory ran out, None if nowhere.
@@ -293,57 +293,32 @@ class Usage:
     failed: int | None = None
 
 
-def replay(
-    events: Iterable[tuple[bool, Hashable, int, bool]],
-    *,
-    expandable: bool = False,
-    limit: int | None = None,
+def device_usage(
+    timeline: Timeline, device: str, *, expandable: bool = False, limit: int | None = None
 ) -> Usage:
-    """Run ``(is it allocated, its name, its bytes, is it elastic)`` through an allocator.
+    """What torch's allocator takes from the driver for what ``device`` is given.
 
-    Where a name stands for several blocks at a time, the newest is given back first. Blocks without bytes
-    cost nothing. Ends where memory runs out.
+    Blocks without bytes cost nothing. It ends where memory runs out.
     """
     allocator = CachingAllocator(expandable=expandable, limit=limit)
-    live: dict[tuple[Hashable, int], list[_Piece | None]] = {}
+    live: dict[int, _Piece] = {}
     starved, failed = 0, None
-    for number, (allocated, name, nbytes, elastic) in enumerate(events):
-        if not nbytes:
-            continue
-        if not allocated:
-            piece = live[name, nbytes].pop()
-            if piece is not None:
+    for number, (kind, index) in enumerate(timeline.on(device)):
+        block = timeline.blocks[index]
+        if kind == "free":
+            if (piece := live.pop(index, None)) is not None:
                 allocator.free(piece)
-            continue
-        piece = None
-        try:
-            piece = allocator.allocate(nbytes)
-        except OutOfMemory:
-            if not elastic:
-                failed = number
-                break
-            starved += 1
-        live.setdefault((name, nbytes), []).append(piece)
+        elif block.nbytes:
+            try:
+                live[index] = allocator.allocate(block.nbytes)
+            except OutOfMemory:
+                if not block.elastic:
+                    failed = number
+                    break
+                starved += 1
     return Usage(
         reserved=allocator.most_reserved,
         starved=starved,
         flushes=allocator.flushes,
         failed=failed,
     )
-
-
-def device_usage(
-    timeline: Timeline, device: str, *, expandable: bool = False, limit: int | None = None
-) -> Usage:
-    """What torch's allocator takes from the driver for what ``device`` is given."""
-    blocks = timeline.blocks
-    events = (
-        (
-            event.kind == "allocate",
-            event.block,
-            blocks[event.block].nbytes,
-            blocks[event.block].elastic,
-        )
-        for event in timeline.on(device)
-    )
-    return replay(events, expandable=expandable, limit=limit)

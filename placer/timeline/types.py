@@ -64,6 +64,10 @@ class Timeline:
         """The events of ``device``."""
         return (event for event in self.events if self.blocks[event.block].device == device)
 
+    def only(self, device: str) -> Timeline:
+        """The same with the events of ``device`` alone, for who looks at them several times."""
+        return Timeline(blocks=self.blocks, events=tuple(self.on(device)))
+
     def peaks(self, *, workspaces: bool = False) -> Mapping[str, Moment]:
         """Per device the first moment at which it holds the most; O(events).
 

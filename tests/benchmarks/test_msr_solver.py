@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
+from problems import tight_problem
 
 from benchmarks.msr.solver.moves import move_units
 from benchmarks.msr.solver.solve import solve
@@ -103,23 +102,8 @@ def test_the_optimum_is_that_of_an_integer_program(seed: int) -> None:
 
 
 def test_units_move_until_a_tight_budget_is_kept() -> None:
-    """Time alone wants unit 2 beside its reader 3; the budget leaves room only before it."""
-    slot = StageSlot(
-        device="d",
-        seconds=np.array([0.0, 5.0, 0.0, 5.0, 1.0]),
-        seconds_per_byte=1.0,
-        nbytes=np.array([1.0, 1.0, 2.0, 3.0, 0.0]),
-        budget=4.0,
-    )
-    edges = ((0, 1), (1, 3), (2, 3), (3, 4))
-    problem = PartitionProblem(
-        num_units=5,
-        edges=edges,
-        values=tuple(SharedValue(nbytes=1.0, units=edge) for edge in edges),
-        slots=(slot,) * 2,
-        may_be_empty=True,
-    )
+    problem = tight_problem()
     moved = move_units(problem, np.array([0, 0, 1, 1, 1]), 7.0)
     assert moved is not None and moved.tolist() == [0, 0, 0, 1, 1]
-    small = replace(problem, slots=(replace(slot, budget=3.0),) * 2)
+    small = tight_problem(budget=3.0)
     assert move_units(small, moved, 7.0) is None

@@ -9,6 +9,7 @@ import networkx as nx
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from problems import tight_problem
 
 from benchmarks.scale import layered_problem
 from placer.partition import PartitionProblem, SharedValue, StageSlot, solve, stage_loads
@@ -134,28 +135,15 @@ def topological_sort(problem: PartitionProblem) -> list[int]:
 
 
 def test_memory_parts_what_is_joined_for_time() -> None:
-    """Time alone wants parameter 2 beside its reader 3; the budget leaves room only before it."""
-    slot = StageSlot(
-        device="d",
-        seconds=np.array([0.0, 5.0, 0.0, 5.0, 1.0]),
-        seconds_per_byte=1.0,
-        nbytes=np.array([1.0, 1.0, 2.0, 3.0, 0.0]),
-        budget=4.0,
-    )
-    edges = ((0, 1), (1, 3), (2, 3), (3, 4))
-    problem = PartitionProblem(
-        num_units=5,
-        edges=edges,
-        values=tuple(SharedValue(nbytes=1.0, units=edge) for edge in edges),
-        slots=(slot,) * 2,
-        may_be_empty=True,
-    )
+    problem = tight_problem()
     solution = solve(problem)
     assert solution is not None and solution.optimality.proven
     assert solution.stage_of == (0, 0, 0, 1, 1)
-    small = dataclasses.replace(problem, slots=(dataclasses.replace(slot, budget=3.0),) * 2)
-    assert solve(small) is None
-    named = tuple(dataclasses.replace(slot, device=name) for name in ("first", "second"))
+    assert solve(tight_problem(budget=3.0)) is None
+    named = tuple(
+        dataclasses.replace(slot, device=name)
+        for slot, name in zip(problem.slots, ("first", "second"), strict=True)
+    )
     crossed = dataclasses.replace(problem, slots=named, pins={0: "second", 4: "first"})
     assert solve(crossed) is None
 

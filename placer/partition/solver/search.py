@@ -31,10 +31,8 @@ from placer.partition.solver.work import Work
 StageOf = NDArray[np.int64]
 
 _WIDTH = 8  # of the beam; 16 finds nothing better on the graphs of benchmarks/msr
-_NARROW, _MANY = (
-    4,
-    600,
-)  # width from so many units on: 1% worse on random graphs in a third of the time
+# Width from so many units on: 1% worse on random graphs in a third of the time.
+_NARROW, _MANY = 4, 600
 _FEW = 10  # a tenth of the downsets are for the first attempt, which suffices for most problems
 _FIRST_SHARE = 1 / 16  # of the gap between bound and value
 _MOST_FAILED = 3  # attempts with too many downsets, besides the first

@@ -17,12 +17,12 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from placer.autograd_graph import nodes_behind
 from placer.capture import FakeWorld, copy_module, copy_settings, tensors_of
 from placer.emit import StagedModel
 from placer.errors import PlacerError
 from placer.plan.types import Plan
 from placer.precision import autocast_state
-from placer.runtime.autograd_graph import nodes_behind
 from placer.runtime.place import Place
 from placer.runtime.programs import Programs
 from placer.runtime.replica import Replica

@@ -29,7 +29,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import BackwardHook
 
 from placer._torch import EngineCall, failed_engine_call, has_run, run_engine, sequence_number
-from placer.runtime.autograd_graph import leaf_of, nodes_behind
+from placer.autograd_graph import leaf_of, nodes_behind
 
 Trace = Sequence[str]  # the nodes of a graph in the order in which they were made; see `trace_of`
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
+from placer.autograd_graph import leaf_of, nodes_behind
 from placer.errors import PlacerError
-from placer.runtime.autograd_graph import leaf_of, nodes_behind
 
 
 def gradient_nodes(output: Any) -> list[Node]:

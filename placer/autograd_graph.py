@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
+from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.utils._pytree import tree_leaves
+
+
+def nodes_of(value: Any) -> list[Node]:
+    """The nodes that made the tensors in ``value``, which may be any tree; none for leaves."""
+    tensors = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+    return [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
 
 
 def nodes_behind(start: Iterable[Node], *, stops: Container[Node] = ()) -> list[Node]:
