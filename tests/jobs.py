@@ -150,6 +150,8 @@ def _work(rank: int, world_size: int, store: str, timeout_seconds: float, end: C
             world_size=world_size,
             timeout=datetime.timedelta(seconds=timeout_seconds),
         )
+        # A rank that closed its group at once would close connections that others still open.
+        dist.barrier()
         try:
             answer = True, function(*args, **kwargs)
         except Exception:
