@@ -1,6 +1,6 @@
 """Rival placements: what other tools and people would do with the same model, as node -> device.
 
-Every function takes a capture, its costs and a number of devices, and answers a `Placement`: the
+Every function takes a program, its costs and a number of devices, and answers a `Placement`: the
 index of a device for every node. `plan_placement` turns one into a plan of placer's, so that all
 rivals and placer are judged by the same prediction and the same ledger. A device may come up twice
 along the chain (accelerate's maps do that); the plan then has more stages than devices.
@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from placer.capture import Capture
 from placer.cost import CostTable
 from placer.partition import DeviceSlot, PlanningOptions
 from placer.partition.arrange import candidate_cuts
@@ -31,6 +30,7 @@ from placer.partition.stage_cost.tables import build_tables
 from placer.partition.units import sampled_orders, unit_graph
 from placer.plan.types import Plan
 from placer.planner.build import build_plan
+from placer.program import Program
 from placer.schedule import InFlight
 from placer.spec import PlacementSpec, resolve_layers
 
@@ -40,23 +40,23 @@ class RivalFailure(Exception):
 
 
 Placement = dict[str, int]  # node name -> index of its device
-Rival = Callable[[Capture, CostTable, int], Placement]
+Rival = Callable[[Program, CostTable, int], Placement]
 
 
-def equal_layer_counts(capture: Capture, costs: CostTable, k: int) -> Placement:
+def equal_layer_counts(program: Program, costs: CostTable, k: int) -> Placement:
     """As many module calls on every device as on the next (one more on the first where k does not
     divide them), in program order."""
-    chain = layer_chain(capture)
+    chain = layer_chain(program)
     share, more = divmod(len(chain), k)
     return _place(chain, [share + (device < more) for device in range(k)])
 
 
-def equal_parameters(capture: Capture, costs: CostTable, k: int) -> Placement:
+def equal_parameters(program: Program, costs: CostTable, k: int) -> Placement:
     """Program order cut where the running sum of parameters is nearest to j / k of all of them.
 
     A parameter counts where it is first read.
     """
-    chain = layer_chain(capture)
+    chain = layer_chain(program)
     weights = _parameter_bytes(chain, costs)
     sums = [0, *itertools.accumulate(weights)]
     cuts = [0]
@@ -69,7 +69,7 @@ def equal_parameters(capture: Capture, costs: CostTable, k: int) -> Placement:
 
 
 def balance_by_size(
-    capture: Capture, costs: CostTable, k: int, *, param_scale: float = 4.0
+    program: Program, costs: CostTable, k: int, *, param_scale: float = 4.0
 ) -> Placement:
     """torchgpipe's `balance_by_size` over the chain of module calls.
 
@@ -77,7 +77,7 @@ def balance_by_size(
     them) plus ``param_scale`` times its parameters; torchgpipe's guide takes 4 for Adam. The chain
     is cut by `block_partition`. (torchgpipe 0.0.7, balance/profile.py and balance/__init__.py.)
     """
-    chain = layer_chain(capture)
+    chain = layer_chain(program)
     position = {name: i for i, name in enumerate(costs.names)}
     kept = [0] * (len(costs.names) + 1)
     for value in costs.values:
@@ -94,13 +94,13 @@ def balance_by_size(
     return _place(chain, block_partition(sizes, k))
 
 
-def balance_by_time(capture: Capture, costs: CostTable, k: int) -> Placement:
+def balance_by_time(program: Program, costs: CostTable, k: int) -> Placement:
     """torchgpipe's `balance_by_time` over the chain of module calls.
 
     Here a layer's time is the larger of its FLOPs and its bytes of traffic, forward and backward,
     at 10 FLOPs per byte (a GPU's usual ratio in fp32), instead of a stop watch.
     """
-    chain = layer_chain(capture)
+    chain = layer_chain(program)
     position = {name: i for i, name in enumerate(costs.names)}
     times = []
     for names in chain:
@@ -146,40 +146,40 @@ def block_partition(sizes: Sequence[float], k: int) -> list[int]:
 
 
 def accelerate_map(
-    capture: Capture, costs: CostTable, k: int, *, memory: int = 16 * 2**30
+    program: Program, costs: CostTable, k: int, *, memory: int = 16 * 2**30
 ) -> Placement:
     """accelerate's `infer_auto_device_map` for k devices of ``memory`` bytes; it counts weights."""
     from accelerate import infer_auto_device_map
 
     with _accelerate():
-        found = infer_auto_device_map(capture.model, max_memory=dict.fromkeys(range(k), memory))
-    return _follow_modules(capture, found)
+        found = infer_auto_device_map(program.model, max_memory=dict.fromkeys(range(k), memory))
+    return _follow_modules(program, found)
 
 
 def accelerate_balanced(
-    capture: Capture, costs: CostTable, k: int, *, memory: int = 16 * 2**30
+    program: Program, costs: CostTable, k: int, *, memory: int = 16 * 2**30
 ) -> Placement:
     """The same under `get_balanced_memory`, which is ``device_map="balanced"`` in transformers."""
     from accelerate import infer_auto_device_map
     from accelerate.utils import get_balanced_memory
 
     with _accelerate():
-        limits = get_balanced_memory(capture.model, max_memory=dict.fromkeys(range(k), memory))
-        found = infer_auto_device_map(capture.model, max_memory=limits)
-    return _follow_modules(capture, found)
+        limits = get_balanced_memory(program.model, max_memory=dict.fromkeys(range(k), memory))
+        found = infer_auto_device_map(program.model, max_memory=limits)
+    return _follow_modules(program, found)
 
 
-def hand_split(capture: Capture, layers: Mapping[str, int]) -> Placement:
+def hand_split(program: Program, layers: Mapping[str, int]) -> Placement:
     """A split written by hand: patterns of layers (as in a spec) -> device."""
-    paths = [name for name, _ in capture.model.named_modules(remove_duplicate=False)]
+    paths = [name for name, _ in program.model.named_modules(remove_duplicate=False)]
     placed, problems = resolve_layers({k: str(v) for k, v in layers.items()}, paths)
     if problems:
         raise ValueError("; ".join(map(str, problems)))
-    return _follow_modules(capture, {layer: int(device) for layer, device in placed.items()})
+    return _follow_modules(program, {layer: int(device) for layer, device in placed.items()})
 
 
 def one_order(
-    capture: Capture,
+    program: Program,
     costs: CostTable,
     chain: Sequence[DeviceSlot],
     options: PlanningOptions,
@@ -190,7 +190,7 @@ def one_order(
 
     ``seed`` draws the order; it is not one of those that the planner itself draws.
     """
-    units = unit_graph(capture)
+    units = unit_graph(program)
     order = next(sampled_orders(units, 1, seed=seed))
     nodes = [node for unit in order for node in units.nodes[unit]["nodes"]]
     tables = build_tables(costs, nodes, candidate_cuts(units, order, costs, {}))
@@ -198,7 +198,7 @@ def one_order(
     assert found is not None
     boundaries = [tables.cuts[cut] for cut in found.cuts]
     return {
-        capture.order[node]: device
+        program.order[node]: device
         for device, (begin, end) in enumerate(itertools.pairwise(boundaries))
         for node in nodes[begin:end]
     }
@@ -213,11 +213,11 @@ class StagePeaks:
 
 
 def all_stage_peaks(
-    capture: Capture, costs: CostTable, *, most_pairs: int = 40_000
+    program: Program, costs: CostTable, *, most_pairs: int = 40_000
 ) -> StagePeaks | None:
     """The predicted peak of every contiguous stage, its nodes in program order (Adam, one
     micro-batch, anywhere in the chain). None where there are more than ``most_pairs``."""
-    units = unit_graph(capture)
+    units = unit_graph(program)
     found = all_downsets(units, int((2 * most_pairs) ** 0.5))
     if found is None:
         return None
@@ -229,7 +229,7 @@ def all_stage_peaks(
     for x, before in enumerate(downsets[:-1]):
         above = {y for y in range(x + 1, len(downsets)) if before < downsets[y]}
         while above:  # those that follow each other in program order share their tables
-            rest = sorted(set(range(len(capture.order))) - before)
+            rest = sorted(set(range(len(program.order))) - before)
             first = min(above)
             inside = sorted(downsets[first] - before)
             after = [node for node in rest if node not in downsets[first]]
@@ -249,7 +249,7 @@ def all_stage_peaks(
     return StagePeaks(downsets=downsets, peaks=peaks)
 
 
-def exact_peaks(capture: Capture, stages: StagePeaks, k: int) -> Placement:
+def exact_peaks(program: Program, stages: StagePeaks, k: int) -> Placement:
     """The contiguous placement on k equal devices of least largest peak, as predicted."""
     peaks = stages.peaks
     result = best_cuts(
@@ -258,7 +258,7 @@ def exact_peaks(capture: Capture, stages: StagePeaks, k: int) -> Placement:
     assert result is not None
     boundaries = itertools.pairwise(stages.downsets[cut] for cut in result[0])
     return {
-        capture.order[node]: device
+        program.order[node]: device
         for device, (before, after) in enumerate(boundaries)
         for node in after - before
     }
@@ -292,7 +292,7 @@ RIVALS: dict[str, Rival] = {
 
 
 def plan_placement(
-    capture: Capture,
+    program: Program,
     spec: PlacementSpec,
     inputs: Sequence[Tensor],
     placement: Placement,
@@ -308,18 +308,18 @@ def plan_placement(
     used = {names[device] for device in placement.values()}
     only = spec.with_devices([device for device in spec.devices if device.name in used])
     pins = {node: names[device] for node, device in placement.items()}
-    return build_plan(capture, only, inputs, pins=pins, costs=costs)
+    return build_plan(program, only, inputs, pins=pins, costs=costs)
 
 
-def layer_chain(capture: Capture) -> list[list[str]]:
+def layer_chain(program: Program) -> list[list[str]]:
     """The nodes in program order, cut before every call of a torch.nn layer.
 
     What a parent's forward does between two calls goes with the call before it.
     """
-    calls = {node.name for node in capture.graph.nodes if node.op == "call_module"}
+    calls = {node.name for node in program.graph.nodes if node.op == "call_module"}
     chain: list[list[str]] = [[]]
     opened = False
-    for name in capture.order:
+    for name in program.order:
         if name in calls and opened:
             chain.append([])
         opened = opened or name in calls
@@ -343,27 +343,27 @@ def _parameter_bytes(chain: Sequence[Sequence[str]], costs: CostTable) -> list[i
     return found
 
 
-def _follow_modules(capture: Capture, devices: Mapping[str, Any]) -> Placement:
+def _follow_modules(program: Program, devices: Mapping[str, Any]) -> Placement:
     """Nodes of a module that the map covers go to its device, others where their input is.
 
     That is what accelerate's hooks do: inputs are moved to a module's device, and what runs
     between modules runs where the last module left its result.
     """
-    nodes = {node.name: node for node in capture.graph.nodes}
+    nodes = {node.name: node for node in program.graph.nodes}
     placement: Placement = {}
     unknown: list[str] = []
-    for name in capture.order:
-        path = capture.layer_of[name]
+    for name in program.order:
+        path = program.layer_of[name]
         while path and path not in devices:
             path = path.rpartition(".")[0]
         inputs = [n.name for n in nodes[name].all_input_nodes if n.name in placement]
-        state = [s for s in capture.state_of.get(name, ()) if s in devices]  # a bare parameter
+        state = [s for s in program.state_of.get(name, ()) if s in devices]  # a bare parameter
         if path in devices:
             placement[name] = int(devices[path])
         elif state:
             placement[name] = int(devices[state[0]])
         elif inputs:
-            placement[name] = max((capture.order.index(n), placement[n]) for n in inputs)[1]
+            placement[name] = max((program.order.index(n), placement[n]) for n in inputs)[1]
         else:
             unknown.append(name)
     for name in reversed(unknown):  # nothing placed comes before it: with its first reader

@@ -37,10 +37,10 @@ from benchmarks.baselines import (
 )
 from benchmarks.record import RESULTS, write_page
 from examples.unet3d import unet3d
-from placer.capture import Capture, capture_model
 from placer.cost import CostTable, estimate_costs
 from placer.plan.types import Plan
 from placer.planner.build import build_plan
+from placer.program import Program, capture_model
 from placer.simulation import simulate_plan
 from placer.spec import PlacementSpec
 
@@ -134,7 +134,7 @@ SUBJECTS = {
 class Case:
     """A model captured at one edge, with its costs (of which all plans have the same)."""
 
-    capture: Capture
+    program: Program
     costs: CostTable
     inputs: list[torch.Tensor]
     placed: dict[tuple[object, ...], Plan] = field(default_factory=dict)
@@ -157,13 +157,13 @@ def _spec(devices: int, **fields: Any) -> PlacementSpec:
     return PlacementSpec.model_validate({"devices": names, "objective": "memory", **fields})
 
 
-def _placed(find: Callable[[Capture, CostTable, int], Placement]) -> Planner:
+def _placed(find: Callable[[Program, CostTable, int], Placement]) -> Planner:
     def plan(case: Case, devices: int) -> Plan:
-        placement = find(case.capture, case.costs, devices)
-        where = tuple(placement[name] for name in case.capture.order)
+        placement = find(case.program, case.costs, devices)
+        where = tuple(placement[name] for name in case.program.order)
         if where not in case.placed:
             case.placed[where] = plan_placement(
-                case.capture, _spec(devices), case.inputs, placement, costs=case.costs
+                case.program, _spec(devices), case.inputs, placement, costs=case.costs
             )
         return case.placed[where]
 
@@ -174,14 +174,14 @@ def _automatic(case: Case, devices: int, **fields: Any) -> Plan:
     key = (devices, *fields.items())
     if key not in case.placed:
         case.placed[key] = build_plan(
-            case.capture, _spec(devices, **fields), case.inputs, costs=case.costs
+            case.program, _spec(devices, **fields), case.inputs, costs=case.costs
         )
     return case.placed[key]
 
 
 def methods(subject: Subject) -> dict[str, Method]:
     """The rows of the table, rivals first."""
-    by_hand = lambda capture, costs, k: hand_split(capture, subject.hand)  # noqa: E731
+    by_hand = lambda program, costs, k: hand_split(program, subject.hand)  # noqa: E731
     several = tuple(n for n in DEVICES if n > 1)
     return {
         "one device": Method(plan=_automatic, devices=(1,)),
@@ -221,9 +221,9 @@ class Search:
             self.model = self.subject.build().to("meta")
         if edge not in self.cases:
             x = torch.empty(1, self.subject.channels, edge, edge, edge, device="meta")
-            capture = capture_model(self.model, (x,))
-            costs = estimate_costs(capture, [x], kernels="cuda")
-            self.cases[edge] = Case(capture=capture, costs=costs, inputs=[x])
+            program = capture_model(self.model, (x,))
+            costs = estimate_costs(program, [x], kernels="cuda")
+            self.cases[edge] = Case(program=program, costs=costs, inputs=[x])
         return self.cases[edge]
 
     def plan(self, name: str, method: Method, edge: int, devices: int) -> Plan:
@@ -241,7 +241,7 @@ class Search:
         placed = (edge, *((stage.nodes, stage.devices, stage.regions) for stage in plan.stages))
         if placed not in self.refereed:
             case = self.case(edge)
-            report = simulate_plan(case.capture, plan, case.inputs)
+            report = simulate_plan(case.program, plan, case.inputs)
             self.refereed[placed] = [d.peak for d in report.devices]
         return self._peaks(method, edge, devices, self.refereed[placed])
 

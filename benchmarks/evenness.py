@@ -40,7 +40,7 @@ def largest_node(case: Case) -> tuple[str, float, dict[tuple[int, int], float]]:
 
     And the peaks of a device that has two of the largest such nodes, and nothing else.
     """
-    units = unit_graph(case.capture)
+    units = unit_graph(case.program)
     groups = [units.nodes[unit]["nodes"] for unit in program_order(units)]
     cuts = np.cumsum([0, *map(len, groups)]).tolist()
     nodes = [node for group in groups for node in group]
@@ -54,7 +54,7 @@ def largest_node(case: Case) -> tuple[str, float, dict[tuple[int, int], float]]:
         (i, j): shared.peak([(i, j + 1)] if j == i + 1 else [(i, i + 1), (j, j + 1)])
         for i, j in itertools.combinations(largest, 2)
     }
-    return case.capture.order[groups[index][0]], float(alone[index]), pairs
+    return case.program.order[groups[index][0]], float(alone[index]), pairs
 
 
 def two_of(count: int, pairs: dict[tuple[int, int], float]) -> float:
@@ -74,8 +74,8 @@ def rows(names: list[str]) -> Iterator[list[object]]:
         for devices in (1, 2, 3, 4):
             names_ = [f"cuda:{i}" for i in range(devices)]
             spec = PlacementSpec.model_validate({"devices": names_, "objective": "memory"})
-            plan = build_plan(case.capture, spec, case.inputs)
-            report = simulate_plan(case.capture, plan, case.inputs)
+            plan = build_plan(case.program, spec, case.inputs)
+            report = simulate_plan(case.program, plan, case.inputs)
             peaks = [device.peak for device in report.devices]
             whole = whole or max(peaks)
             share, floor = max(peaks) * devices / whole, alone * devices / whole

@@ -30,12 +30,12 @@ import placer
 from benchmarks.gpu_cases import PROFILED, GPUCase, capped_case
 from benchmarks.record import table, write_page
 from placer import catalogue
-from placer.capture import capture_model, flatten_call
 from placer.catalogue import CATALOGUE
 from placer.cost import estimate_costs, storages
 from placer.cost.operations import Operation
 from placer.h100 import H100_PEAKS
 from placer.partition.stage_cost.score import optimizer_seconds
+from placer.program import capture_model, flatten_call
 from placer.rates import CLASSES, HEAVY, Key, Rate, Rates, complete_rates, with_launch
 
 _SAME = {  # the profiler's names, and those of the operations that a dry run makes
@@ -97,7 +97,7 @@ def _build(case: GPUCase) -> tuple[Any, Any]:
 def recorded_operations(case: GPUCase) -> tuple[dict[Any, tuple[Operation, ...]], int]:
     """Name and shapes of every operation of a dry run -> what it is; bytes that are trained."""
     model, x = _build(case)
-    capture = capture_model(model, (x,))
+    program = capture_model(model, (x,))
     found: dict[Any, tuple[Operation, ...]] = {}
     real = storages.operations_of
 
@@ -112,8 +112,8 @@ def recorded_operations(case: GPUCase) -> tuple[dict[Any, tuple[Operation, ...]]
 
     with mock.patch.object(storages, "operations_of", spy):
         costs = estimate_costs(
-            capture,
-            flatten_call(capture.call, (x,), {}),
+            program,
+            flatten_call(program.call, (x,), {}),
             precision=case.fields.get("precision", "fp32"),
             kernels="cuda",
         )
@@ -313,10 +313,10 @@ def _step(case: Case, rates: Rates) -> float:
     """Seconds of a step on one device that keeps everything, as a plan has them."""
     if case.name not in _COSTS:
         model, x = _build(case.subject)
-        capture = capture_model(model, (x,))
+        program = capture_model(model, (x,))
         _COSTS[case.name] = estimate_costs(
-            capture,
-            flatten_call(capture.call, (x,), {}),
+            program,
+            flatten_call(program.call, (x,), {}),
             precision=case.subject.fields.get("precision", "fp32"),
             kernels="cuda",
         )

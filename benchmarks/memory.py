@@ -22,7 +22,7 @@ import placer
 from benchmarks.record import write_result
 from examples.unet3d import unet3d
 from placer.api import as_spec
-from placer.capture import capture_model, flatten_call
+from placer.program import capture_model, flatten_call
 from placer.simulation.judge import Planner
 
 GIB = 2**30
@@ -68,9 +68,9 @@ def predicted_and_simulated() -> Iterator[list[object]]:
     for name, build, spec in cases:
         with torch.device("meta"):
             model, x = build()
-        capture = capture_model(model, (x,))
-        leaves = flatten_call(capture.call, (x,), {})
-        plan = Planner(capture, leaves, judged=False)(as_spec(spec))  # as estimated, not as dry-run
+        program = capture_model(model, (x,))
+        leaves = flatten_call(program.call, (x,), {})
+        plan = Planner(program, leaves, judged=False)(as_spec(spec))  # as estimated, not as dry-run
         report = placer.simulate(model, plan, (x,))
         worst = max(abs(d.peak / d.predicted - 1) for d in report.devices)
         yield [

@@ -121,11 +121,11 @@ def measure(case: Case, device: str) -> Iterator[dict[str, Any]]:
 
 def _pinned(model: nn.Module, spec: Any, x: Tensor, pins: Mapping[str, str]) -> placer.Plan:
     from placer.api import as_spec
-    from placer.capture import capture_model, flatten_call
     from placer.planner.build import build_plan
+    from placer.program import capture_model, flatten_call
 
-    capture = capture_model(model, (x,))
-    return build_plan(capture, as_spec(spec), flatten_call(capture.call, (x,), {}), pins=pins)
+    program = capture_model(model, (x,))
+    return build_plan(program, as_spec(spec), flatten_call(program.call, (x,), {}), pins=pins)
 
 
 def _compare(model: nn.Module, plan: placer.Plan, x: Tensor, device: str) -> dict[str, Any]:

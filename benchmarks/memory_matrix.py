@@ -24,8 +24,8 @@ from torch import nn
 
 from benchmarks.record import RESULTS, write_result
 from examples.unet3d import unet3d
-from placer.capture import capture_model, flatten_call
 from placer.planner.build import build_plan
+from placer.program import capture_model, flatten_call
 from placer.simulation import simulate_plan
 from placer.spec import load_spec
 from tests import models
@@ -95,8 +95,8 @@ def differences(case: Case, *, training: bool, precision: str, way: str = "kept"
     """Simulated / predicted - 1 of every stage of every cell."""
     model, args, kwargs = case
     model.train(training)
-    capture = capture_model(model, args, kwargs)
-    inputs = flatten_call(capture.call, args, kwargs)
+    program = capture_model(model, args, kwargs)
+    inputs = flatten_call(program.call, args, kwargs)
     found: list[float] = []
     counts = (1, 2, 3, 4)
     cells = itertools.product(counts, counts if way == "kept" else (1, 2))
@@ -112,8 +112,8 @@ def differences(case: Case, *, training: bool, precision: str, way: str = "kept"
                 **WAYS[way],
             }
         )
-        plan = build_plan(capture, spec, inputs)
-        report = simulate_plan(capture, plan, inputs)
+        plan = build_plan(program, spec, inputs)
+        report = simulate_plan(program, plan, inputs)
         found += [device.peak / device.predicted - 1 for device in report.devices]
     return found
 

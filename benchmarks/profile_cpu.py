@@ -25,12 +25,12 @@ from torch import Tensor, nn
 import placer
 from benchmarks.record import write_result
 from examples.unet3d import unet3d
-from placer.capture import capture_model, flatten_call
 from placer.catalogue import CATALOGUE, DeviceKind
 from placer.cost import stand_in_loss
 from placer.kindfile import kind_to_json, save_kind
 from placer.profiling import calibrate, profile_model
 from placer.profiling.clocks import HostClock
+from placer.program import capture_model, flatten_call
 
 _CLOCK = HostClock(time.process_time)
 _ROUNDS = 5
@@ -86,14 +86,14 @@ def compare(build: Build, calibrated: str, folder: Path) -> dict[str, float]:
     """Seconds of a step: measured, and as plans say by catalogue, calibration and profile."""
     torch.manual_seed(0)
     model, x = build()
-    capture = capture_model(model, (x,))
-    leaves = flatten_call(capture.call, (x,), {})
+    program = capture_model(model, (x,))
+    leaves = flatten_call(program.call, (x,), {})
     placed = placer.compile(model, {"devices": ["cpu"]}, (x,))
     adam = torch.optim.Adam(placed.parameters(), lr=0.0)
     took: list[float] = []
     profiled: list[float] = []
     for number in range(_ROUNDS):
-        found = profile_model(capture, model, leaves, base=CATALOGUE["cpu"], clock=_CLOCK, rounds=3)
+        found = profile_model(program, model, leaves, base=CATALOGUE["cpu"], clock=_CLOCK, rounds=3)
         kind = _save(found.kind, folder / f"profile-{number}.json")
         profiled.append(_predicted(model, x, kind))
         steps = []

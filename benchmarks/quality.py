@@ -46,7 +46,6 @@ from benchmarks.baselines import (
 )
 from benchmarks.capacity import SUBJECTS as VOLUMES
 from benchmarks.record import RESULTS, write_page
-from placer.capture import Capture, capture_model
 from placer.cost import CostTable, estimate_costs
 from placer.partition import DeviceSlot, PartitionProblem, PlanningOptions, solve, stage_loads
 from placer.partition.model import ModelUnits, model_units, seconds_problem
@@ -54,6 +53,7 @@ from placer.partition.units import program_order, unit_graph
 from placer.plan.types import Plan
 from placer.planner.build import build_plan
 from placer.planner.devices import device_slot
+from placer.program import Program, capture_model
 from placer.simulation import simulate_plan
 from placer.spec import PlacementSpec
 
@@ -119,9 +119,9 @@ class Judge:
         model, x = SUBJECTS[name]()
         x = x.to("meta")
         self.inputs = [x]
-        self.capture: Capture = capture_model(model.to("meta"), (x,))
-        self.costs: CostTable = estimate_costs(self.capture, [x], kernels="cuda")
-        units = unit_graph(self.capture)
+        self.program: Program = capture_model(model.to("meta"), (x,))
+        self.costs: CostTable = estimate_costs(self.program, [x], kernels="cuda")
+        units = unit_graph(self.program)
         self.units: ModelUnits = model_units(units, program_order(units), self.costs, {})
         self._peaks: dict[object, int] = {}
         self._stages: list[StagePeaks | None] | None = None  # not looked for yet
@@ -136,7 +136,7 @@ class Judge:
         return seconds_problem(self.units, self.costs, chain, PlanningOptions(), [None] * k)
 
     def plan(self, k: int, objective: str) -> Plan:
-        return build_plan(self.capture, self.spec(k, objective), self.inputs, costs=self.costs)
+        return build_plan(self.program, self.spec(k, objective), self.inputs, costs=self.costs)
 
     def seconds(self, k: int, placement: Placement) -> float:
         """Of the slowest device; by the definition of a load, from no table of the planner's.
@@ -148,18 +148,18 @@ class Judge:
         for index, node in reversed(list(enumerate(self.costs.names))):
             device_of[int(self.units.unit_of[index])] = placement[node]
         found = []
-        for device in {placement[self.capture.order[-1]], max(placement.values())}:
+        for device in {placement[self.program.order[-1]], max(placement.values())}:
             device_of[-1] = device
             found.append(float(stage_loads(problem, device_of.numpy()).max()))
         return min(found)
 
     def peak(self, k: int, placement: Placement) -> int:
         """The largest of any device, by the ledger."""
-        key = (k, tuple(placement[node] for node in self.capture.order))
+        key = (k, tuple(placement[node] for node in self.program.order))
         if key not in self._peaks:
             spec = self.spec(k, "memory")
-            plan = plan_placement(self.capture, spec, self.inputs, placement, costs=self.costs)
-            report = simulate_plan(self.capture, plan, self.inputs)
+            plan = plan_placement(self.program, spec, self.inputs, placement, costs=self.costs)
+            report = simulate_plan(self.program, plan, self.inputs)
             self._peaks[key] = max(device.peak for device in report.devices)
         return self._peaks[key]
 
@@ -174,7 +174,7 @@ class Judge:
             place = {n: names.index(s.devices[0]) for s in plan.stages for n in s.nodes}
             value = self.seconds(k, place)
         else:
-            report = simulate_plan(self.capture, plan, self.inputs)
+            report = simulate_plan(self.program, plan, self.inputs)
             value = max(device.peak for device in report.devices)
         return {
             "placer": value,
@@ -194,11 +194,11 @@ class Judge:
             if name == "by time" and objective == "memory":
                 continue
             try:
-                found[name] = value(k, rival(self.capture, self.costs, k))
+                found[name] = value(k, rival(self.program, self.costs, k))
             except RivalFailure:
                 found[name] = None
         options = PlanningOptions(objective=objective)
-        found["one order"] = value(k, one_order(self.capture, self.costs, chain, options))
+        found["one order"] = value(k, one_order(self.program, self.costs, chain, options))
         return {"rivals": found, "exact": self.exact(k, objective)}
 
     def exact(self, k: int, objective: str) -> float | None:
@@ -208,9 +208,9 @@ class Judge:
             assert solution is not None
             return solution.optimality.value if solution.optimality.proven else None
         if self._stages is None:
-            self._stages = [all_stage_peaks(self.capture, self.costs)]
+            self._stages = [all_stage_peaks(self.program, self.costs)]
         (stages,) = self._stages
-        return None if stages is None else self.peak(k, exact_peaks(self.capture, stages, k))
+        return None if stages is None else self.peak(k, exact_peaks(self.program, stages, k))
 
 
 OBJECTIVES = ("throughput", "memory")

@@ -25,9 +25,9 @@ from torchvision.models import resnet50, vit_b_16
 from benchmarks.memory_gpu import cube, gpt2
 from benchmarks.record import table, write_page
 from placer.api import as_spec
-from placer.capture import capture_model, flatten_call
 from placer.cost import cuda_workspaces
 from placer.planner.build import build_plan
+from placer.program import capture_model, flatten_call
 from placer.regions.types import Region
 from placer.simulation.simulate import simulate_steps
 from placer.timeline import Timeline, device_usage
@@ -73,16 +73,16 @@ def _timeline(model: nn.Module, x: Tensor, run: str, precision: str = "fp32") ->
 
     "auto" chose that by the times that were estimated on that day, and would choose otherwise today.
     """
-    capture = capture_model(model, (x,))
-    leaves = flatten_call(capture.call, (x,), {})
+    program = capture_model(model, (x,))
+    leaves = flatten_call(program.call, (x,), {})
     spec = as_spec({"devices": [{"name": _DEVICE, "kind": "h100"}], "precision": precision})
-    plan = build_plan(capture, spec, leaves)
+    plan = build_plan(program, spec, leaves)
     regions = tuple(
         Region(first=first, last=last, recompute="recompute" in how, offload="offload" in how)
         for first, last, *how in _REGIONS.get(run, ())
     )
     (stage,) = plan.stages
-    return simulate_steps(capture, replace(plan, stages=(replace(stage, regions=regions),)), leaves)
+    return simulate_steps(program, replace(plan, stages=(replace(stage, regions=regions),)), leaves)
 
 
 def compare_runs(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -72,26 +72,26 @@ def captured_problem(graph: str, num_nodes: int) -> tuple[PartitionProblem, dict
     import torch
 
     from benchmarks.deep import deep_model
-    from placer.capture import capture_model
     from placer.cost import device_kind, estimate_costs
     from placer.partition.model import model_units, seconds_problem
     from placer.partition.types import DeviceSlot, PlanningOptions
     from placer.partition.units import program_order, unit_graph
+    from placer.program import capture_model
 
     with torch.device("meta"):
         model, inputs = deep_model(graph, num_nodes)
     start = time.process_time()
-    capture = capture_model(model, inputs)
+    program = capture_model(model, inputs)
     captured = time.process_time()
-    costs = estimate_costs(capture, list(inputs))
+    costs = estimate_costs(program, list(inputs))
     costed = time.process_time()
-    units = unit_graph(capture)
+    units = unit_graph(program)
     kind = device_kind("cuda:0", "h100")
     chain = [DeviceSlot(name="device", kind=kind, budget=None, reserve=0)]
     found = model_units(units, program_order(units), costs, {})
     problem = seconds_problem(found, costs, chain, PlanningOptions(), [None])
     return problem, {
-        "nodes": len(capture.order),
+        "nodes": len(program.order),
         "capture": captured - start,
         "costs": costed - captured,
     }

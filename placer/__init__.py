@@ -3,7 +3,7 @@
 A spec says which layers go where, a plan what that comes to, and a compiled model computes what the
 plain one does. Each floor is a folder that takes the value of the one before, in this order:
 
-    spec ─► capture ─► cost ─► planner ─► plan ─► emit ─► runtime
+    spec ─► program ─► cost ─► planner ─► plan ─► emit ─► executor
 
 `placer.api` has them on one screen. Beside them: `partition` (the planner's search), `schedule` and
 `regions` (what the planner and `emit` share), `simulation` (a dry run, the judge of every byte), which
@@ -20,6 +20,8 @@ if TYPE_CHECKING:  # for type checkers, what `_NAMES` says
     from placer.api import compile as compile
     from placer.api import make_plan as make_plan
     from placer.api import simulate as simulate
+    from placer.checkpoint import load as load
+    from placer.checkpoint import save as save
     from placer.errors import BudgetError as BudgetError
     from placer.errors import CaptureError as CaptureError
     from placer.errors import CheckpointError as CheckpointError
@@ -30,14 +32,12 @@ if TYPE_CHECKING:  # for type checkers, what `_NAMES` says
     from placer.errors import SpecError as SpecError
     from placer.errors import StageError as StageError
     from placer.errors import VersionError as VersionError
+    from placer.executor.module import PlacedModule as PlacedModule
+    from placer.executor.scatter import Whole as Whole
     from placer.plan.store import load_plan as load_plan
     from placer.plan.types import Plan as Plan
     from placer.profiling import calibrate as calibrate
     from placer.profiling import profile as profile
-    from placer.runtime.checkpoint import load as load
-    from placer.runtime.checkpoint import save as save
-    from placer.runtime.module import PlacedModule as PlacedModule
-    from placer.runtime.scatter import Whole as Whole
     from placer.spec import PlacementSpec as PlacementSpec
     from placer.spec import load_spec as load_spec
     from placer.verification import verify as verify
@@ -53,9 +53,9 @@ _NAMES = {
     "plan.store": ("load_plan",),
     "plan.types": ("Plan",),
     "profiling": ("calibrate", "profile"),
-    "runtime.checkpoint": ("load", "save"),
-    "runtime.module": ("PlacedModule",),
-    "runtime.scatter": ("Whole",),
+    "checkpoint": ("load", "save"),
+    "executor.module": ("PlacedModule",),
+    "executor.scatter": ("Whole",),
     "spec": ("PlacementSpec", "load_spec"),
     "verification": ("verify",),
 }

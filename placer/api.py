@@ -1,4 +1,4 @@
-"""The passes in order: spec -> capture -> cost -> partition -> plan -> emit -> runtime."""
+"""The passes in order: spec -> program -> cost -> planner -> plan -> emit -> executor."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from placer.capture import Capture, capture_model, flatten_call
 from placer.emit import emit_stages, materialize
 from placer.errors import CaptureError, PlacerError
+from placer.executor.cuda_allocator import prepare_allocator
+from placer.executor.device_map import map_devices
+from placer.executor.distributed.job import Job, find_job
+from placer.executor.module import PlacedModule
 from placer.plan.check import check_plan, require_fit
 from placer.plan.types import Plan
 from placer.planner.auto import choose_spec
 from placer.planner.remedies import misfit_error
-from placer.runtime.cuda_allocator import prepare_allocator
-from placer.runtime.device_map import map_devices
-from placer.runtime.distributed.job import Job, find_job
-from placer.runtime.module import PlacedModule
+from placer.program import Program, capture_model, flatten_call
 from placer.simulation import SimulationReport, simulate_plan
 from placer.simulation.judge import Planner, plan_maker
 from placer.simulation.ranks import simulate_ranks
@@ -51,8 +51,8 @@ def make_plan(
     ``SpecError``, ``CaptureError``, and ``VersionError`` when the installed torch cannot do this.
     """
     wanted = as_spec(spec)
-    capture, leaves = _capture(model, args, kwargs, ignore_device_moves=ignore_device_moves)
-    return plan_maker(capture, leaves, processes=processes)(wanted)
+    program, leaves = _capture(model, args, kwargs, ignore_device_moves=ignore_device_moves)
+    return plan_maker(program, leaves, processes=processes)(wanted)
 
 
 def compile(
@@ -73,7 +73,7 @@ def compile(
     modules' initialisers. ``run_on`` runs every stage on that one device (``"cpu"`` to try a spec
     without its GPUs). ``ignore_device_moves`` is as for `make_plan`. In a job of several processes
     (``torchrun``) the result is this rank's part of the model, and every rank makes the call: see
-    `placer.runtime.distributed`.
+    `placer.executor.distributed`.
 
     Raises ``SpecError``, ``CaptureError``, ``DeviceError``, ``PlanError`` when a plan belongs to
     another model, ``BudgetError`` when the placement does not fit, and ``VersionError`` when the
@@ -82,22 +82,22 @@ def compile(
     job = find_job()
     file = Path(weights) if weights is not None else None
 
-    def plan_here() -> tuple[Capture, Plan]:
+    def plan_here() -> tuple[Program, Plan]:
         wanted = spec_or_plan if isinstance(spec_or_plan, Plan) else as_spec(spec_or_plan)
         require("running" if job is None else "a process per device")
-        capture, leaves = _capture(model, args, kwargs, ignore_device_moves=ignore_device_moves)
-        return capture, _plan_or_refuse(wanted, capture, leaves, job)
+        program, leaves = _capture(model, args, kwargs, ignore_device_moves=ignore_device_moves)
+        return program, _plan_or_refuse(wanted, program, leaves, job)
 
     if job is not None:
         # torch.distributed takes a while to import.
-        from placer.runtime.distributed.failure_broadcast import failure_told
-        from placer.runtime.distributed.launch import launch
+        from placer.executor.distributed.failure_broadcast import failure_told
+        from placer.executor.distributed.launch import launch
 
         with failure_told(job) as failures:
-            capture, plan = plan_here()
+            program, plan = plan_here()
             return launch(
                 model,
-                capture,
+                program,
                 plan,
                 job,
                 failures=failures,
@@ -105,9 +105,9 @@ def compile(
                 initialize=initialize,
                 run_on=run_on,
             )
-    capture, plan = plan_here()
+    program, plan = plan_here()
     _check_one_process(plan)
-    staged = emit_stages(capture, *plan.parts)
+    staged = emit_stages(program, *plan.parts)
     places = map_devices(plan, run_on)
     prepare_allocator(plan, itertools.chain(*places))
     homes = {name: places[0][stage].device for name, stage in staged.state_stage.items()}
@@ -116,18 +116,18 @@ def compile(
 
 
 def _plan_or_refuse(
-    wanted: PlacementSpec | Plan, capture: Capture, inputs: Sequence[Tensor], job: Job | None
+    wanted: PlacementSpec | Plan, program: Program, inputs: Sequence[Tensor], job: Job | None
 ) -> Plan:
     """The plan to run. Raises ``PlanError`` for one of another model, ``BudgetError`` if it does not fit."""
     if isinstance(wanted, Plan):
-        check_plan(wanted, capture)
+        check_plan(wanted, program)
         require_fit(wanted)
         return wanted
     # In a job estimates have to do: a dry run of every rank is not for each rank to make.
-    make = Planner(capture, inputs, processes=job is not None, judged=job is None)
+    make = Planner(program, inputs, processes=job is not None, judged=job is None)
     plan = make(wanted)
     if not plan.fits:
-        raise misfit_error(capture, wanted, inputs, plan, make)
+        raise misfit_error(program, wanted, inputs, plan, make)
     return plan
 
 
@@ -155,8 +155,8 @@ def auto_spec(
         **options,
     }
     spec = PlacementSpec.model_validate(fields)
-    capture, leaves = _capture(model, args, kwargs, ignore_device_moves=ignore_device_moves)
-    return choose_spec(capture, spec, leaves, plan_maker(capture, leaves, processes=processes))
+    program, leaves = _capture(model, args, kwargs, ignore_device_moves=ignore_device_moves)
+    return choose_spec(program, spec, leaves, plan_maker(program, leaves, processes=processes))
 
 
 def simulate(
@@ -179,18 +179,18 @@ def simulate(
     ``ignore_device_moves`` is as for `make_plan`.
     """
     wanted = plan if isinstance(plan, Plan) else as_spec(plan)
-    capture, leaves = _capture(model, args, kwargs, ignore_device_moves=ignore_device_moves)
+    program, leaves = _capture(model, args, kwargs, ignore_device_moves=ignore_device_moves)
     if isinstance(wanted, PlacementSpec):
-        plan = plan_maker(capture, leaves, processes=processes)(wanted)
+        plan = plan_maker(program, leaves, processes=processes)(wanted)
     else:
         plan = wanted
     return simulate_captured(
-        capture, plan, leaves, loss_fn=loss_fn, run_on=run_on, processes=processes
+        program, plan, leaves, loss_fn=loss_fn, run_on=run_on, processes=processes
     )
 
 
 def simulate_captured(
-    capture: Capture,
+    program: Program,
     plan: Plan,
     inputs: Sequence[Tensor],
     *,
@@ -199,10 +199,10 @@ def simulate_captured(
     processes: bool = False,
 ) -> SimulationReport:
     """`simulate` for a model that is captured already, called with the tensors ``inputs``."""
-    check_plan(plan, capture)
+    check_plan(plan, program)
     if processes:
-        return simulate_ranks(capture, plan, inputs, loss_fn=loss_fn, run_on=run_on)
-    return simulate_plan(capture, plan, inputs, loss_fn=loss_fn, run_on=run_on)
+        return simulate_ranks(program, plan, inputs, loss_fn=loss_fn, run_on=run_on)
+    return simulate_plan(program, plan, inputs, loss_fn=loss_fn, run_on=run_on)
 
 
 def as_spec(source: SpecSource) -> PlacementSpec:
@@ -256,7 +256,7 @@ def _capture(
     kwargs: Mapping[str, Any] | None,
     *,
     ignore_device_moves: bool,
-) -> tuple[Capture, list[Tensor]]:
+) -> tuple[Program, list[Tensor]]:
     positional, keywords = example_call(args, kwargs)
-    capture = capture_model(model, positional, keywords, ignore_device_moves=ignore_device_moves)
-    return capture, flatten_call(capture.call, positional, keywords)
+    program = capture_model(model, positional, keywords, ignore_device_moves=ignore_device_moves)
+    return program, flatten_call(program.call, positional, keywords)

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from placer.api import SpecSource, compile, example_call
-from placer.capture import IgnoringDeviceMoves, flatten_call, rebuild_call
-from placer.capture.copying import copy_module
 from placer.cost import stand_in_loss
 from placer.emit import StagedModel
+from placer.executor.module import PlacedModule
+from placer.executor.place import CALLER
+from placer.executor.scatter import CutBatch, cut_batch, join_results
+from placer.executor.statistics import DeferredStatistics, defers_statistics, update_statistics
 from placer.plan.types import Plan
-from placer.runtime.module import PlacedModule
-from placer.runtime.place import CALLER
-from placer.runtime.scatter import CutBatch, cut_batch, join_results
-from placer.runtime.statistics import DeferredStatistics, defers_statistics, update_statistics
+from placer.program import IgnoringDeviceMoves, flatten_call, rebuild_call
+from placer.program.copying import copy_module
 
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from placer import api
-from placer.capture import Capture
 from placer.cost import CostTable, estimate
 from placer.planner import build
+from placer.program import Program
 
-Call = tuple[Capture, list[Tensor]]
+Call = tuple[Program, list[Tensor]]
 
 
 @contextmanager
@@ -28,7 +28,7 @@ def captured_once() -> Iterator[None]:
     """
     capture, estimate_costs = api._capture, estimate.estimate_costs
     captures = dict[Any, tuple[Any, Call]]()
-    costs = dict[Any, tuple[Capture, CostTable]]()
+    costs = dict[Any, tuple[Program, CostTable]]()
 
     def look_up(
         model: nn.Module,
@@ -44,7 +44,7 @@ def captured_once() -> Iterator[None]:
             captures[key] = (model, leaves), capture(model, args, kwargs, **options)
         return captures[key][1]
 
-    def look_up_costs(captured: Capture, inputs: Sequence[Tensor], **fields: Any) -> CostTable:
+    def look_up_costs(captured: Program, inputs: Sequence[Tensor], **fields: Any) -> CostTable:
         shapes = [(x.shape, x.stride(), x.dtype, x.requires_grad) for x in inputs]
         key = id(captured), str(shapes), str(sorted(fields.items()))
         if key not in costs:

@@ -20,14 +20,14 @@ from torch.utils._pytree import tree_leaves
 from unet3d import unet3d
 
 import placer
-from placer.capture import Capture, capture_model
 from placer.cost import stand_in_loss
 from placer.emit import materialize
-from placer.runtime.distributed.failure_broadcast import failure_told
-from placer.runtime.distributed.job import find_job
-from placer.runtime.distributed.launch import launch
-from placer.runtime.distributed.module import DistributedModule
-from placer.runtime.place import CALLER
+from placer.executor.distributed.failure_broadcast import failure_told
+from placer.executor.distributed.job import find_job
+from placer.executor.distributed.launch import launch
+from placer.executor.distributed.module import DistributedModule
+from placer.executor.place import CALLER
+from placer.program import Program, capture_model
 from placer.simulation.ranks import RankLedger
 
 D = torch.float64
@@ -75,7 +75,7 @@ def make_case(name: str, rows: int) -> Case:
 
 
 @cache
-def capture_case(name: str, rows: int) -> Capture:
+def capture_case(name: str, rows: int) -> Program:
     return capture_model(*make_case(name, rows))
 
 
@@ -138,13 +138,13 @@ def check_equality(
 
 
 def _compile_all(
-    model: nn.Module, plans: list[placer.Plan], capture: Capture
+    model: nn.Module, plans: list[placer.Plan], program: Program
 ) -> list[DistributedModule]:
     """``placer.compile`` for plans that differ in their schedule; what they share is done once."""
     job = find_job()
     assert job is not None
     with failure_told(job) as failures:
-        trained = [launch(model, capture, plan, job, failures=failures) for plan in plans]
+        trained = [launch(model, program, plan, job, failures=failures) for plan in plans]
     for placed in trained[1:]:
         placed._finder = trained[0]._finder  # the stages are the same, and so is what crosses
     return trained

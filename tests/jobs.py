@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 # Imported by the process that the others are forked from, which so have what is in there.
-_PRELOAD = ["torch.distributed.pipelining", "placer.runtime.checkpoint", "sklearn.datasets"]
+_PRELOAD = ["torch.distributed.pipelining", "placer.checkpoint", "sklearn.datasets"]
 _PRELOAD += ["captured_cases"]
 TIMEOUT_SECONDS = 120
 

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import placer
-from placer.runtime.distributed import gradients
-from placer.runtime.distributed.step_reduction import SharedBuffers
+from placer.executor.distributed import gradients
+from placer.executor.distributed.step_reduction import SharedBuffers
 
 ROWS = 32
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import placer
 from placer import api
-from placer.capture import capture_model
 from placer.planner.build import build_plan
+from placer.program import capture_model
 from placer.simulation.judge import Planner
 from placer.spec import PlacementSpec, resolve_layers
 
@@ -22,15 +22,15 @@ def pinned_plan(
 ) -> placer.Plan:
     """The plan whose nodes are where ``device_of`` says by position and name; least memory is asked for."""
     spec = PlacementSpec.model_validate({"devices": devices, "objective": "memory"})
-    capture = capture_model(model, (x,))
-    pins = {node: device_of(i, node) for i, node in enumerate(capture.order)}
-    return build_plan(capture, spec, [x], pins=pins)
+    program = capture_model(model, (x,))
+    pins = {node: device_of(i, node) for i, node in enumerate(program.order)}
+    return build_plan(program, spec, [x], pins=pins)
 
 
 def estimated_plan(model: nn.Module, spec: Any, args: Any = (), kwargs: Any = None) -> placer.Plan:
     """The plan whose peaks are estimates, as no dry run has corrected them."""
-    capture, leaves = api._capture(model, args, kwargs, ignore_device_moves=False)
-    return Planner(capture, leaves, judged=False)(api.as_spec(spec))
+    program, leaves = api._capture(model, args, kwargs, ignore_device_moves=False)
+    return Planner(program, leaves, judged=False)(api.as_spec(spec))
 
 
 def assert_valid_plan(
@@ -48,24 +48,24 @@ def assert_valid_plan(
     """
     with captured_once():
         plan = plan or placer.make_plan(model, spec, args, processes=processes)
-        capture, _ = api._capture(model, args, None, ignore_device_moves=False)
+        program, _ = api._capture(model, args, None, ignore_device_moves=False)
     assert plan.processes == processes
     spec = spec if isinstance(spec, PlacementSpec) else PlacementSpec(**spec)
     stage_of = {node: stage.index for stage in plan.stages for node in stage.nodes}
-    assert sorted(stage_of) == sorted(capture.order)
+    assert sorted(stage_of) == sorted(program.order)
     assert len(stage_of) == sum(len(stage.nodes) for stage in plan.stages)
     assert [stage.index for stage in plan.stages] == list(range(len(plan.stages)))
-    _check_edges(capture, plan, stage_of)
-    for group in capture.together:
+    _check_edges(program, plan, stage_of)
+    for group in program.together:
         assert len({stage_of[node] for node in group}) == 1, group
-    _check_devices(model, spec, capture, plan, stage_of)
-    _check_reasons(capture, plan)
+    _check_devices(model, spec, program, plan, stage_of)
+    _check_reasons(program, plan)
     return plan
 
 
-def _check_edges(capture: Any, plan: placer.Plan, stage_of: dict[str, int]) -> None:
+def _check_edges(program: Any, plan: placer.Plan, stage_of: dict[str, int]) -> None:
     crossing = set()
-    for node in capture.graph.nodes:
+    for node in program.graph.nodes:
         readers = [user.name for user in node.users]
         for reader in (r for r in readers if node.name in stage_of and r in stage_of):
             assert stage_of[node.name] <= stage_of[reader], (node.name, reader)
@@ -78,16 +78,16 @@ def _check_edges(capture: Any, plan: placer.Plan, stage_of: dict[str, int]) -> N
 
 
 def _check_devices(
-    model: nn.Module, spec: PlacementSpec, capture: Any, plan: placer.Plan, stage_of: Any
+    model: nn.Module, spec: PlacementSpec, program: Any, plan: placer.Plan, stage_of: Any
 ) -> None:
     names = {device.name for device in spec.devices}
     device_of = {node: plan.stages[stage].devices[0] for node, stage in stage_of.items()}
     assert set(device_of.values()) <= names
     paths = [name for name, _ in model.named_modules(remove_duplicate=False)]
     pins, _ = resolve_layers(spec.layers, paths)
-    for node, layer in capture.layer_of.items():
-        group = next((g for g in capture.together if node in g), (node,))
-        if layer in pins and len({pins.get(capture.layer_of[n]) for n in group}) == 1:
+    for node, layer in program.layer_of.items():
+        group = next((g for g in program.together if node in g), (node,))
+        if layer in pins and len({pins.get(program.layer_of[n]) for n in group}) == 1:
             assert device_of[node] == pins[layer], (node, layer)
     fits = [
         device.budget is None or device.peak + device.reserve <= device.budget
@@ -100,7 +100,7 @@ def _check_devices(
         assert m.peak <= next(d.peak for d in plan.devices if d.device == stage.devices[0])
 
 
-def _check_reasons(capture: Any, plan: placer.Plan) -> None:
+def _check_reasons(program: Any, plan: placer.Plan) -> None:
     optimality = plan.optimality
     assert optimality is not None
     assert 0 <= optimality.lower_bound <= optimality.value

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import placer
 from benchmarks.distributed.contestants import loss_of
 from examples.unet3d import unet3d
-from placer.runtime.place import CALLER
+from placer.executor.place import CALLER
 from placer.simulation.ranks import RankLedger
 
 

@@ -31,12 +31,12 @@ import placer.api
 import placer.simulation.judge
 from benchmarks.zoo.compare import Failed, compare, infer, is_tensor, jitter, seeded, train
 from benchmarks.zoo.subject import Call, Subject, Verdict, convert, to_meta, with_rows
-from placer.capture import Capture, capture_model
 from placer.cost import CostEstimates, device_kind
 from placer.errors import PlacerError
 from placer.partition.stage_cost.score import stage_seconds
 from placer.partition.stage_cost.tables import build_tables
 from placer.partition.units import program_order, unit_graph
+from placer.program import Program, capture_model
 
 LARGEST_SHARE = 0.60
 LEAST_PIECES = 5
@@ -93,18 +93,18 @@ def _judge(subject: Subject, most_float64: int | None, found: dict[str, Any]) ->
         with _phase(f"plan for {stages} stages from meta"):
             plans[stages] = placer.make_plan(empty, _spec(stages), meta_args, meta_kwargs)
     with _phase("capture from meta"):
-        capture = placer.api.capture_model(empty, meta_args, meta_kwargs)
-    found["nodes"] = len(capture.order)
-    found["pieces"] = len(unit_graph(capture))
-    found["whole"] = tuple(w.layer for w in capture.whole_modules)
+        program = placer.api.capture_model(empty, meta_args, meta_kwargs)
+    found["nodes"] = len(program.order)
+    found["pieces"] = len(unit_graph(program))
+    found["whole"] = tuple(w.layer for w in program.whole_modules)
     found["reasons"] = tuple(
-        f"{w.reason} ({w.location.rpartition('/')[2]})" for w in capture.whole_modules
+        f"{w.reason} ({w.location.rpartition('/')[2]})" for w in program.whole_modules
     )
     found["largest_share"] = round(_largest_share(plans[2]), 3)
     found["largest_share_4"] = round(_largest_share(plans[4]), 3)
     found["best_share"] = found["largest_share"]
     if found["largest_share"] > LARGEST_SHARE:
-        found["best_share"] = round(_best_share(capture, meta_args, meta_kwargs), 3)
+        found["best_share"] = round(_best_share(program, meta_args, meta_kwargs), 3)
     del empty
 
     tolerance = _TOLERANCE[dtype]
@@ -174,22 +174,22 @@ def _phase(name: str) -> Iterator[None]:
 
 @contextmanager
 def _shared_passes() -> Iterator[None]:
-    """Capture each model once per mode, and cost each capture once: pure functions, so only faster."""
-    captures: dict[Any, tuple[nn.Module, Any, Capture]] = {}
-    costs: dict[int, tuple[Capture, CostEstimates]] = {}
+    """Capture each model once per mode, and cost each program once: pure functions, so only faster."""
+    captures: dict[Any, tuple[nn.Module, Any, Program]] = {}
+    costs: dict[int, tuple[Program, CostEstimates]] = {}
 
     @functools.wraps(capture_model)
-    def capture_once(model: nn.Module, args: Any, kwargs: Any = None, **options: Any) -> Capture:
+    def capture_once(model: nn.Module, args: Any, kwargs: Any = None, **options: Any) -> Program:
         shapes = str([(t.shape, t.dtype) for t in tree_leaves((args, kwargs)) if is_tensor(t)])
         key = (id(model), model.training, shapes, str(options))
         if key not in captures:
             captures[key] = (model, args, capture_model(model, args, kwargs, **options))
         return captures[key][2]
 
-    def estimates_once(capture: Capture) -> CostEstimates:
-        if id(capture) not in costs:
-            costs[id(capture)] = (capture, CostEstimates(capture))
-        return costs[id(capture)][1]
+    def estimates_once(program: Program) -> CostEstimates:
+        if id(program) not in costs:
+            costs[id(program)] = (program, CostEstimates(program))
+        return costs[id(program)][1]
 
     placer.api.capture_model = capture_once
     placer.simulation.judge.CostEstimates = estimates_once  # type: ignore[assignment, misc]
@@ -239,11 +239,11 @@ def _largest_share(plan: placer.Plan) -> float:
     return max(seconds) / sum(seconds) if sum(seconds) else 1.0
 
 
-def _best_share(capture: Capture, args: Any, kwargs: Any) -> float:
+def _best_share(program: Program, args: Any, kwargs: Any) -> float:
     """The least largest share over all cuts of the program's order of units into two stages."""
     inputs = [t for t in tree_leaves((args, kwargs)) if is_tensor(t)]
-    costs = CostEstimates(capture)(inputs, kernels="cuda")
-    units = unit_graph(capture)
+    costs = CostEstimates(program)(inputs, kernels="cuda")
+    units = unit_graph(program)
     order = program_order(units)
     cuts = [0, *itertools.accumulate(len(units.nodes[unit]["nodes"]) for unit in order)]
     tables = build_tables(costs, [i for unit in order for i in units.nodes[unit]["nodes"]], cuts)

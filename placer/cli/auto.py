@@ -134,19 +134,19 @@ def auto(
 
         loaded = subject.load()
     with progress(console, "recording the operations of the model"):
-        capture, leaves = loaded.capture()
-    make = plan_maker(capture, leaves)
+        program, leaves = loaded.program()
+    make = plan_maker(program, leaves)
     try:
         with (
             progress(console, "looking for a spec that fits"),
             _telling_options(devices),
         ):
-            chosen = choose_spec(capture, wanted, leaves, make)
+            chosen = choose_spec(program, wanted, leaves, make)
             made = make(chosen)
     except BudgetError as error:
         closest = make(wanted)
         console.print(plan_table(closest))
-        report_misfit(console, capture, wanted, leaves, closest, make, error=error, as_json=as_json)
+        report_misfit(console, program, wanted, leaves, closest, make, error=error, as_json=as_json)
     console.print(plan_table(made))
     if plan_output is not None:
         save_plan(made, plan_output)

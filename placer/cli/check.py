@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
 
-    from placer.capture import Capture
     from placer.cli.subject import Subject
+    from placer.program import Program
     from placer.spec import PlacementSpec
 
 _SHOWN = 6  # layers that the spec does not place
@@ -121,15 +121,15 @@ def _check_spec(
             print_json(result)
         return
     with progress(console, "recording the operations of the model"):
-        capture, leaves = subject.capture()
-    make = plan_maker(capture, leaves)
+        program, leaves = subject.program()
+    make = plan_maker(program, leaves)
     with progress(console, "planning"):
         made = make(spec)
     console.print(plan_table(made))
     if as_json:
         print_json({**result, "fits": made.fits})
     if not made.fits:
-        report_misfit(console, capture, spec, leaves, made, make)
+        report_misfit(console, program, spec, leaves, made, make)
 
 
 def _check_model(
@@ -145,9 +145,9 @@ def _check_model(
     from placer.planner.cut_limits import count_pieces
 
     with progress(console, "recording the operations of the model"):
-        capture, leaves = subject.capture()
-    pieces = count_pieces(capture)
-    operations = Counter(capture.layer_of.values())
+        program, leaves = subject.program()
+    pieces = count_pieces(program)
+    operations = Counter(program.layer_of.values())
     whole = [
         {
             "layer": module.layer,
@@ -157,12 +157,12 @@ def _check_model(
             "done": "kept whole on one device",
             "calls": operations[module.layer],
         }
-        for module in capture.whole_modules
+        for module in program.whole_modules
     ]
-    notes = [f"only this batch size: {capture.fixed_batch}"] if capture.fixed_batch else []
-    notes += capture.notes
+    notes = [f"only this batch size: {program.fixed_batch}"] if program.fixed_batch else []
+    notes += program.notes
     result: dict[str, Any] = {
-        "nodes": len(capture.order),
+        "nodes": len(program.order),
         "pieces": pieces.count,
         "pieces_per_layer": pieces.per_layer,
         "whole_modules": whole,
@@ -172,7 +172,7 @@ def _check_model(
         "notes": notes,
     }
     try:
-        result |= _measured(capture, leaves, sizes, whole, optimizer=optimizer, training=training)
+        result |= _measured(program, leaves, sizes, whole, optimizer=optimizer, training=training)
     except CaptureError as error:  # what stays whole may need the values of tensors, say
         notes.append(f"memory cannot be estimated: {error.where} {error.problem}")
     print_limits(console, result, dict(sizes))
@@ -181,7 +181,7 @@ def _check_model(
 
 
 def _measured(
-    capture: Capture,
+    program: Program,
     leaves: Sequence[Tensor],
     sizes: Sequence[tuple[str, int]],
     whole: Sequence[dict[str, Any]],
@@ -191,7 +191,7 @@ def _measured(
 ) -> dict[str, Any]:
     from placer.planner.cut_limits import devices_needed, measure_limits
 
-    limits = measure_limits(capture, leaves, optimizer=optimizer, training=training)
+    limits = measure_limits(program, leaves, optimizer=optimizer, training=training)
     for module in whole:
         share = limits.whole[module["layer"]]
         module |= {
@@ -209,7 +209,7 @@ def _measured(
             "nodes": list(limits.largest.nodes),
         },
         "devices_needed": {
-            size: devices_needed(capture, leaves, nbytes, optimizer=optimizer, training=training)
+            size: devices_needed(program, leaves, nbytes, optimizer=optimizer, training=training)
             for size, nbytes in sizes
         },
     }

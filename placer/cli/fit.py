@@ -11,20 +11,20 @@ import typer
 from rich.console import Console
 from torch import Tensor
 
-from placer.capture import Capture
 from placer.cli.main import EXIT_NO_FIT
 from placer.cli.output import print_json, progress
 from placer.errors import BudgetError, Tried
 from placer.plan.types import Plan
 from placer.planner.build import PlanMaker
 from placer.planner.remedies import find_largest_node, lacks_room, memory_needed, misfit_error
+from placer.program import Program
 from placer.spec import PlacementSpec
 from placer.units import format_bytes
 
 
 def report_misfit(
     console: Console,
-    capture: Capture,
+    program: Program,
     spec: PlacementSpec,
     inputs: Sequence[Tensor],
     plan: Plan,
@@ -40,13 +40,13 @@ def report_misfit(
     """
     no_room = lacks_room(spec)
     if not no_room:
-        largest = find_largest_node(capture, spec, inputs, make.costs)
+        largest = find_largest_node(program, spec, inputs, make.costs)
         console.print(largest.describe(), style="bold red", markup=False)
     console.print("what would make it fit:")
     told = partial(_print_fitting, console, as_options=error is not None)
     if error is None:
         with progress(console, "planning changes that may make it fit"):
-            error = misfit_error(capture, spec, inputs, plan, make, found=told)
+            error = misfit_error(program, spec, inputs, plan, make, found=told)
     else:  # `auto` tried the changes before anything was printed
         for tried in error.tried:
             told(tried)

@@ -53,8 +53,8 @@ def plan(
         wanted = with_kind_file(wanted, profile)
         loaded = subject.load()
     with progress(console, "recording the operations of the model"):
-        capture, leaves = loaded.capture()
-    make = plan_maker(capture, leaves, processes=processes)
+        program, leaves = loaded.program()
+    make = plan_maker(program, leaves, processes=processes)
     with progress(console, "planning"):
         made = make(wanted)
     console.print(plan_table(made))
@@ -69,4 +69,4 @@ def plan(
     if as_json:
         print_json(plan_to_json(made))
     if not made.fits:
-        report_misfit(console, capture, wanted, leaves, made, make)
+        report_misfit(console, program, wanted, leaves, made, make)

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from rich.table import Table
     from torch import Tensor
 
-    from placer.capture import Capture
     from placer.cli.subject import Subject
     from placer.cost import CostTable
     from placer.profiling import Measured
+    from placer.program import Program
 
 _COLUMNS = ("parameters", "output", "saved", "transient", "forward_flops", "backward_flops")
 
@@ -97,22 +97,22 @@ def profile(
         check_output(output)
         loaded = subject.load(allocate=measures)
     with progress(console, "recording the operations of the model"):
-        capture, leaves = loaded.capture()
+        program, leaves = loaded.program()
     measured, values = None, None
     if measures:
         place = device_here(device or "")
         with rounds_of(console, f"running steps on {place}") as heard:
             measured = _measure(
-                loaded, capture, leaves, place, kind, precision, rounds, heard, training=training
+                loaded, program, leaves, place, kind, precision, rounds, heard, training=training
             )
         values = file_values(measured.kind, place, inputs=leaves)
         costs = measured.costs
     else:
-        costs = estimate_costs(capture, leaves, training=training, precision=precision)
-    rows = layer_costs(capture, costs, depth)
+        costs = estimate_costs(program, leaves, training=training, precision=precision)
+    rows = layer_costs(program, costs, depth)
     total = {column: sum(row[column] for row in rows.values()) for column in _COLUMNS}
     total["transient"] = max((row["transient"] for row in rows.values()), default=0)
-    seconds = None if measured is None else layer_seconds(capture, measured, depth)
+    seconds = None if measured is None else layer_seconds(program, measured, depth)
     console.print(_table(rows, total) if seconds is None else _seconds_table(rows, seconds))
     if output is not None and values is not None:
         save_kind(values, output)
@@ -133,7 +133,7 @@ def profile(
 
 def _measure(
     loaded: Subject,
-    capture: Capture,
+    program: Program,
     leaves: list[Tensor],
     place: str,
     kind: str | None,
@@ -146,7 +146,7 @@ def _measure(
     from placer.profiling import known_kind, profile_model
 
     return profile_model(
-        capture,
+        program,
         loaded.model,
         leaves,
         base=known_kind(place, kind),
@@ -162,7 +162,7 @@ _LOSS = "(the loss)"
 
 
 def layer_seconds(
-    capture: Capture, measured: Measured, depth: int | None
+    program: Program, measured: Measured, depth: int | None
 ) -> dict[str, dict[str, float]]:
     """Layer -> seconds of its nodes, forward and backward, and what they were estimated at."""
     profile = measured.kind.profile
@@ -170,7 +170,7 @@ def layer_seconds(
     found: dict[str, dict[str, float]] = {}
     for way, of_nodes in zip(("forward", "backward"), profile.passes, strict=True):
         for name, (seconds, estimated) in of_nodes.items():
-            layer = capture.layer_of.get(name)
+            layer = program.layer_of.get(name)
             home = _LOSS if layer is None else ".".join(layer.split(".")[:depth])
             row = found.setdefault(home, {})
             row[f"{way}_seconds"] = row.get(f"{way}_seconds", 0.0) + seconds
@@ -210,7 +210,7 @@ def _seconds_table(
     return table
 
 
-def layer_costs(capture: Capture, costs: CostTable, depth: int | None) -> dict[str, dict[str, int]]:
+def layer_costs(program: Program, costs: CostTable, depth: int | None) -> dict[str, dict[str, int]]:
     """Layer -> bytes and FLOPs, in program order; ``""`` is the model's own code.
 
     ``parameters`` counts a tied parameter where it is used first; ``output`` what the layer's
@@ -218,7 +218,7 @@ def layer_costs(capture: Capture, costs: CostTable, depth: int | None) -> dict[s
     """
     homes = []
     for name in costs.names:
-        parts = capture.layer_of[name].split(".")
+        parts = program.layer_of[name].split(".")
         homes.append(".".join(parts[:depth]))
     rows: dict[str, dict[str, int]] = {}
     counted: set[str] = set()

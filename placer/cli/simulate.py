@@ -47,13 +47,13 @@ def simulate(
 
         loaded = subject.load()
     with progress(console, "recording the operations of the model"):
-        capture, leaves = loaded.capture()
+        program, leaves = loaded.program()
     plan = wanted
     if not isinstance(plan, Plan):
         with progress(console, "planning"):
-            plan = plan_maker(capture, leaves, processes=processes)(plan)
+            plan = plan_maker(program, leaves, processes=processes)(plan)
     with progress(console, "running a training step without data"):
-        report = simulate_captured(capture, plan, leaves, processes=processes)
+        report = simulate_captured(program, plan, leaves, processes=processes)
     console.print(_table(plan, report))
     found = report.to_json()
     for name, device in found["devices"].items():

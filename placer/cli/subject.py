@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from placer.capture import Capture, IgnoringDeviceMoves, capture_model, flatten_call
 from placer.cli.example import load_example
 from placer.cli.inputs import parse_inputs
 from placer.cli.options import SubjectOptions
 from placer.cli.target import build_model
 from placer.cli.values import parse_values
+from placer.program import IgnoringDeviceMoves, Program, capture_model, flatten_call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +34,12 @@ class Subject:
         """Was any argument of forward given?"""
         return bool(self.args or self.kwargs)
 
-    def capture(self) -> tuple[Capture, list[Tensor]]:
-        """The captured model, and the tensors of the call as the capture has them."""
-        capture = capture_model(
+    def program(self) -> tuple[Program, list[Tensor]]:
+        """The captured model, and the tensors of the call as the program has them."""
+        program = capture_model(
             self.model, self.args, self.kwargs, ignore_device_moves=self.ignore_device_moves
         )
-        return capture, flatten_call(capture.call, self.args, dict(self.kwargs))
+        return program, flatten_call(program.call, self.args, dict(self.kwargs))
 
 
 def load_subject(

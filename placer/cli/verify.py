@@ -123,8 +123,8 @@ def _check_run_on(name: str | None) -> None:
 
 def _stand_in(wanted: PlacementSpec | Plan) -> str | None:
     """``"cpu"`` where this machine has no device of a type that is asked for."""
+    from placer.executor.device_map import device_count
     from placer.plan.types import Plan
-    from placer.runtime.device_map import device_count
 
     if isinstance(wanted, Plan):
         names = [name for stage in wanted.stages for name in stage.devices]

@@ -1,4 +1,4 @@
-"""Cost: a capture in, a table of bytes and FLOPs per node out; nothing is allocated.
+"""Cost: a program in, a table of bytes and FLOPs per node out; nothing is allocated.
 
 `estimate` makes the table from one run on fake tensors (`record`), which notes every storage
 (`storages`) and whose backward runs (`owners`); `gradients` says what of a backward waits for what.

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from placer.capture import Capture, FakeWorld, first_names, named_state
-from placer.capture.call import describe_shapes
 from placer.cost.gradients import backward_needs, pending_gradients
 from placer.cost.record import NodeFailed, Recording, record_run
 from placer.cost.rows import with_fewer_rows
@@ -20,10 +18,12 @@ from placer.cost.types import CostTable, NodeCost, StoredValue
 from placer.cost.work import Work
 from placer.errors import CaptureError
 from placer.precision import precision_context
+from placer.program import FakeWorld, Program, first_names, named_state
+from placer.program.call import describe_shapes
 
 
 def estimate_costs(
-    capture: Capture,
+    program: Program,
     inputs: Sequence[Tensor],
     *,
     training: bool = True,
@@ -31,7 +31,7 @@ def estimate_costs(
     offloads: bool = False,
     kernels: str | Mapping[str, str] = "",
 ) -> CostTable:
-    """Bytes and FLOPs of every node of ``capture`` for a micro-batch shaped like ``inputs``.
+    """Bytes and FLOPs of every node of ``program`` for a micro-batch shaped like ``inputs``.
 
     ``inputs`` are the tensor inputs of one micro-batch of one replica, on any device, ``meta``
     included. Nothing is allocated: the run is on fake CPU tensors, with the kernels of the device
@@ -42,15 +42,15 @@ def estimate_costs(
     ``CaptureError`` when the model does not run on such a micro-batch.
     """
     recording = _record(
-        capture, inputs, training=training, precision=precision, kernels=kernels, offloads=False
+        program, inputs, training=training, precision=precision, kernels=kernels, offloads=False
     )
-    table = _table(capture, inputs, recording, training=training)
+    table = _table(program, inputs, recording, training=training)
     if not (offloads and training):
         return table
     return _with_sending(
         table,
         _record(
-            capture, inputs, training=True, precision=precision, kernels=kernels, offloads=True
+            program, inputs, training=True, precision=precision, kernels=kernels, offloads=True
         ),
     )
 
@@ -62,8 +62,8 @@ class CostEstimates:
     or schedules; the costs depend on none of these.
     """
 
-    def __init__(self, capture: Capture) -> None:
-        self._capture = capture
+    def __init__(self, program: Program) -> None:
+        self._capture = program
         self._tables: dict[Any, CostTable] = {}
         self._guesses: dict[Any, CostTable] = {}
 
@@ -179,7 +179,7 @@ def _share(few: _Key, many: _Key) -> float | None:
 
 
 def _record(
-    capture: Capture,
+    program: Program,
     inputs: Sequence[Tensor],
     *,
     training: bool,
@@ -189,25 +189,25 @@ def _record(
 ) -> Recording:
     """One run on fake tensors. Raises ``CaptureError`` when the model does not run so."""
     world = FakeWorld()
-    model = world.module(capture.model)
-    constants = {name: world.tensor(t) for name, t in capture.constants.items()}
+    model = world.module(program.model)
+    constants = {name: world.tensor(t) for name, t in program.constants.items()}
     try:
-        with world.running(capture.conditions.guess):
+        with world.running(program.conditions.guess):
             return record_run(
-                capture.graph,
-                capture.order,
+                program.graph,
+                program.order,
                 model,
                 [world.tensor(t) for t in inputs],
                 constants,
                 training=training,
                 run_context=partial(precision_context, precision, "cpu"),
                 offloads=offloads,
-                kernels=_kernels_of(capture, kernels),
+                kernels=_kernels_of(program, kernels),
                 half=precision != "fp32",
-                visible=capture.call.result.visible,
+                visible=program.call.result.visible,
             )
     except NodeFailed as failure:
-        raise _does_not_run(capture, failure, inputs) from failure.__cause__
+        raise _does_not_run(program, failure, inputs) from failure.__cause__
 
 
 def _with_sending(table: CostTable, sent: Recording) -> CostTable:
@@ -219,27 +219,27 @@ def _with_sending(table: CostTable, sent: Recording) -> CostTable:
     return replace(table, nodes=nodes)
 
 
-def _does_not_run(capture: Capture, failure: NodeFailed, inputs: Sequence[Tensor]) -> CaptureError:
+def _does_not_run(program: Program, failure: NodeFailed, inputs: Sequence[Tensor]) -> CaptureError:
     error = failure.__cause__
     text = str(error).strip().split("\n")[0]
     return CaptureError(
-        capture.layer_of[failure.node] or "the model",
+        program.layer_of[failure.node] or "the model",
         f"does not run on a micro-batch of {describe_shapes(inputs)}: "
         f"{type(error).__name__}: {text}",
         "if that is too few rows, give a larger batch, fewer micro-batches or fewer replicas",
     )
 
 
-def _kernels_of(capture: Capture, kernels: str | Mapping[str, str]) -> list[str]:
+def _kernels_of(program: Program, kernels: str | Mapping[str, str]) -> list[str]:
     """Per node, and of the loss, which is on the last device."""
     if isinstance(kernels, str):
-        return [kernels] * (len(capture.order) + 1)
-    found = [kernels[name] for name in capture.order]
+        return [kernels] * (len(program.order) + 1)
+    found = [kernels[name] for name in program.order]
     return [*found, found[-1] if found else ""]
 
 
 def _table(
-    capture: Capture,
+    program: Program,
     inputs: Sequence[Tensor],
     recording: Recording,
     *,
@@ -248,12 +248,12 @@ def _table(
     forward = [s for s in recording.storages if not s.backward]
     number = {id(s): i for i, s in enumerate(forward)}
     needs = backward_needs(recording)
-    trained, nbytes, alias = _state(capture.model)
-    readers, input_readers = _readers(capture)
-    buffers = {name for name, _ in capture.model.named_buffers(remove_duplicate=False)}
-    state_of = [capture.state_of.get(name, ()) for name in capture.order]
+    trained, nbytes, alias = _state(program.model)
+    readers, input_readers = _readers(program)
+    buffers = {name for name, _ in program.model.named_buffers(remove_duplicate=False)}
+    state_of = [program.state_of.get(name, ()) for name in program.order]
     return CostTable(
-        names=capture.order,
+        names=program.order,
         nodes=tuple(
             NodeCost(
                 forward_flops=sum(operation.flops for operation in tally.forward),
@@ -282,7 +282,7 @@ def _table(
         ),
         results=tuple(
             tuple(dict.fromkeys(number[id(s)] for s in held if id(s) in number))
-            for held in recording.output_storages[: len(capture.order)]
+            for held in recording.output_storages[: len(program.order)]
         ),
         gradients=pending_gradients(recording),
         added=needs.added,
@@ -296,7 +296,7 @@ def _table(
         saving=recording.saving if training else frozenset(),
         trained=frozenset(n for n in trained if training and trained[n]),
         work=Work(
-            capture.order,
+            program.order,
             [tally.forward for tally in recording.tallies],
             [tally.backward for tally in recording.tallies],
         ),
@@ -306,13 +306,13 @@ def _table(
 _Positions = tuple[int, ...]
 
 
-def _readers(capture: Capture) -> tuple[tuple[_Positions, ...], tuple[_Positions, ...]]:
+def _readers(program: Program) -> tuple[tuple[_Positions, ...], tuple[_Positions, ...]]:
     """Per node the positions of those that read its result, and per input; the output is the loss."""
-    position = {name: i for i, name in enumerate(capture.order)}
-    loss = len(capture.order)
-    of_node: list[set[int]] = [set() for _ in capture.order]
+    position = {name: i for i, name in enumerate(program.order)}
+    loss = len(program.order)
+    of_node: list[set[int]] = [set() for _ in program.order]
     of_input: dict[str, set[int]] = {}
-    for node in capture.graph.nodes:
+    for node in program.graph.nodes:
         if node.op == "placeholder":
             of_input[node.name] = set()
             continue

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from placer.capture.fake_mode import detach_fake
 from placer.cost.kernels import device_kernels
 from placer.cost.owners import BackwardOwners
 from placer.cost.storages import OUTSIDE, NodeTally, RecordedStorage, StorageRecorder
 from placer.errors import CaptureError, PlacerError
+from placer.program.fake_mode import detach_fake
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

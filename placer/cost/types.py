@@ -83,7 +83,7 @@ class NodeCost:
 class CostTable:
     """The costs of all nodes for one micro-batch of one replica; owns no placement.
 
-    Nodes are numbered by their position in ``names``, the capture's order; position ``len(names)``
+    Nodes are numbered by their position in ``names``, the program's order; position ``len(names)``
     stands for the loss, which is computed where the results are.
     """
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from placer.capture import named_state
-from placer.capture.copying import copy_module
 from placer.emit.initialize import initialize_module, tensor_like
 from placer.emit.weights import open_weights
 from placer.errors import PlacerError
+from placer.program import named_state
+from placer.program.copying import copy_module
 
 Initializer = Callable[[nn.Module], None]
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import networkx as nx
 
-from placer.capture import Capture
+from placer.program import Program
 
 _BATCH = ("batch",)
 
 
-def find_batched_results(capture: Capture, result: Sequence[tuple[str, Any]]) -> tuple[bool, ...]:
+def find_batched_results(program: Program, result: Sequence[tuple[str, Any]]) -> tuple[bool, ...]:
     """Per entry of the model's ``result``: does it depend on an input that has a batch dimension?
 
     Dependencies go along the inputs of nodes, along memory that nodes share (one may write what
@@ -20,17 +20,17 @@ def find_batched_results(capture: Capture, result: Sequence[tuple[str, Any]]) ->
     does not depend on the batch, such as a table of positions, is the same for every micro-batch.
     """
     flow: nx.DiGraph[Any] = nx.DiGraph()
-    placeholders = [node.name for node in capture.graph.nodes if node.op == "placeholder"]
-    for name, batched in zip(placeholders, capture.call.batched, strict=True):
-        if batched or name in capture.mutated_inputs:
+    placeholders = [node.name for node in program.graph.nodes if node.op == "placeholder"]
+    for name, batched in zip(placeholders, program.call.batched, strict=True):
+        if batched or name in program.mutated_inputs:
             flow.add_edge(_BATCH, name)
-    for node in capture.graph.nodes:
+    for node in program.graph.nodes:
         flow.add_edges_from((source.name, node.name) for source in node.all_input_nodes)
-    for group in capture.together:
+    for group in program.together:
         nx.add_cycle(flow, group)
-    for node, written in capture.mutated_state_of.items():
+    for node, written in program.mutated_state_of.items():
         flow.add_edges_from((node, ("state", name)) for name in written)
-    for node, read in capture.state_of.items():
+    for node, read in program.state_of.items():
         flow.add_edges_from((("state", name), node) for name in read)
     reached = nx.descendants(flow, _BATCH) if _BATCH in flow else set()
     return tuple(kind == "value" and value in reached for kind, value in result)

@@ -10,20 +10,20 @@ import torch
 from torch import fx, nn
 
 from placer._torch import compile_graph
-from placer.capture import Capture, first_names
-from placer.capture.targets import CallMethod, call_module
 from placer.emit.boxed import BoxedCodeGen
 from placer.emit.names import ReadPath, WithKeywords, is_plain
 from placer.emit.results import find_batched_results
 from placer.emit.types import SegmentCode, StageCode, StagedModel
 from placer.errors import PlanError
+from placer.program import Program, first_names
+from placer.program.targets import CallMethod, call_module
 from placer.regions import Region
 
 _DEVICE, _TREE = "stage_device", "stage_layers"
 
 
 def emit_stages(
-    capture: Capture,
+    program: Program,
     stage_nodes: Iterable[Iterable[str]],
     stage_regions: Sequence[Sequence[Region]],
 ) -> StagedModel:
@@ -37,15 +37,15 @@ def emit_stages(
     stages_of_plan = [list(names) for names in stage_nodes]
     stage_of = {name: s for s, names in enumerate(stages_of_plan) for name in names}
     num_stages = len(stages_of_plan)
-    nodes = {node.name: node for node in capture.graph.nodes}
-    placeholders = [node.name for node in capture.graph.nodes if node.op == "placeholder"]
-    external = set(placeholders) | set(capture.constants)
-    result = _result(capture.graph)
+    nodes = {node.name: node for node in program.graph.nodes}
+    placeholders = [node.name for node in program.graph.nodes if node.op == "placeholder"]
+    external = set(placeholders) | set(program.constants)
+    result = _result(program.graph)
     returned = tuple(dict.fromkeys(name for kind, name in result if kind == "value"))
 
     reads: list[dict[str, None]] = [{} for _ in range(num_stages)]
-    for name in capture.order:
-        if name in capture.constants:
+    for name in program.order:
+        if name in program.constants:
             continue
         for source in nodes[name].all_input_nodes:
             if source.name in external or stage_of[source.name] != stage_of[name]:
@@ -57,13 +57,13 @@ def emit_stages(
 
     stages = []
     for index in range(num_stages):
-        own = [n for n in stages_of_plan[index] if n not in capture.constants]
+        own = [n for n in stages_of_plan[index] if n not in program.constants]
         _check_order(index, [nodes[name] for name in own])
         crossing = tuple(name for name in own if name in last_use)
         outputs = returned if index == num_stages - 1 else crossing
         stages.append(
             _emit_stage(
-                capture,
+                program,
                 index,
                 [nodes[n] for n in own],
                 tuple(reads[index]),
@@ -74,15 +74,15 @@ def emit_stages(
     return StagedModel(
         stages=tuple(stages),
         graph_inputs=tuple(placeholders),
-        written_inputs=frozenset(capture.mutated_inputs),
+        written_inputs=frozenset(program.mutated_inputs),
         result=result,
-        batched_results=find_batched_results(capture, result),
+        batched_results=find_batched_results(program, result),
         last_use=last_use,
-        state_stage=_owners(capture, stage_of),
-        constants=dict(capture.constants),
-        constant_paths=capture.constant_paths,
-        call=capture.call,
-        conditions=capture.conditions,
+        state_stage=_owners(program, stage_of),
+        constants=dict(program.constants),
+        constant_paths=program.constant_paths,
+        call=program.call,
+        conditions=program.conditions,
     )
 
 
@@ -105,14 +105,14 @@ def _result(graph: fx.Graph) -> tuple[tuple[str, Any], ...]:
     return tuple(("value", x.name) if isinstance(x, fx.Node) else ("constant", x) for x in leaves)
 
 
-def _owners(capture: Capture, stage_of: Mapping[str, int]) -> dict[str, int]:
+def _owners(program: Program, stage_of: Mapping[str, int]) -> dict[str, int]:
     """Parameter or buffer -> the first stage that reads it, or 0 if none does.
 
     Tied parameters (one tensor with several names) have one owner.
     """
-    first_of = first_names(capture.model)
+    first_of = first_names(program.model)
     owner: dict[str, int] = {}
-    for node, names in capture.state_of.items():
+    for node, names in program.state_of.items():
         for name in names:
             first = first_of[name]
             owner[first] = min(owner.get(first, stage_of[node]), stage_of[node])
@@ -120,7 +120,7 @@ def _owners(capture: Capture, stage_of: Mapping[str, int]) -> dict[str, int]:
 
 
 def _emit_stage(
-    capture: Capture,
+    program: Program,
     index: int,
     own: list[fx.Node],
     inputs: tuple[str, ...],
@@ -135,7 +135,7 @@ def _emit_stage(
         taken = tuple(name for name in reads if name not in inside)
         given = tuple(node.name for node in part if node.name in needed)
         released = frozenset(taken) - needed
-        segments.insert(0, _emit_segment(capture, part, taken, given, released, region))
+        segments.insert(0, _emit_segment(program, part, taken, given, released, region))
         needed |= set(taken)
     modules = dict.fromkeys(name for segment in segments for name in segment.modules)
     attributes = dict.fromkeys(name for segment in segments for name in segment.attributes)
@@ -145,7 +145,7 @@ def _emit_stage(
         outputs=outputs,
         modules=tuple(modules),
         attributes=tuple(attributes),
-        state=tuple(dict.fromkeys(n for node in own for n in capture.state_of.get(node.name, ()))),
+        state=tuple(dict.fromkeys(n for node in own for n in program.state_of.get(node.name, ()))),
         segments=tuple(segments),
     )
 
@@ -171,7 +171,7 @@ def _split_at_regions(
 
 
 def _emit_segment(
-    capture: Capture,
+    program: Program,
     own: list[fx.Node],
     inputs: tuple[str, ...],
     outputs: tuple[str, ...],
@@ -194,11 +194,11 @@ def _emit_segment(
         if node.op == "call_module":
             modules[str(node.target)] = None
         elif node.op == "get_attr":  # a tensor, or a module that a function is given
-            is_module = isinstance(attrgetter(str(node.target))(capture.model), nn.Module)
+            is_module = isinstance(attrgetter(str(node.target))(program.model), nn.Module)
             (modules if is_module else attributes)[str(node.target)] = None
     graph.output(tuple(values[name] for name in outputs))
     forward, source = compile_graph(graph)
-    written = (n for node in own for n in capture.mutated_state_of.get(node.name, ()))
+    written = (n for node in own for n in program.mutated_state_of.get(node.name, ()))
     return SegmentCode(
         inputs=inputs,
         outputs=outputs,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from placer.capture import CallFormat, Conditions, TensorPath
+from placer.program import CallFormat, Conditions, TensorPath
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,6 @@ from dataclasses import replace
 import networkx as nx
 import numpy as np
 
-from placer.capture import Capture
 from placer.cost import CostTable
 from placer.partition.arrange import candidate_cuts, device_chains, is_thinned, unit_pins
 from placer.partition.bound import least_peak
@@ -35,6 +34,7 @@ from placer.partition.stage_cost.cache import TableCache
 from placer.partition.stage_cost.tables import IntervalTables
 from placer.partition.types import DeviceSlot, Partition, PlanningOptions
 from placer.partition.units import grouped_order, program_order, sampled_orders, unit_graph
+from placer.program import Program
 
 _MOST_ALIVE = 5_000  # of partly decided downsets in a proof: planning stays within a second or so
 _SAMPLES = 4  # orders that are drawn where memory decides: a stage's peak depends on its order
@@ -47,7 +47,7 @@ _NEAR = 0.8  # share of a budget from which on memory decides where cuts are
 
 
 def choose_partition(
-    capture: Capture,
+    program: Program,
     costs: CostTable,
     devices: Sequence[DeviceSlot],
     pins: Mapping[str, str],
@@ -72,31 +72,31 @@ def choose_partition(
     along the program's order fills no device beyond this share of its budget, the reserve included;
     nothing is then known of how good it is.
     """
-    units = unit_graph(capture)
-    position = {name: i for i, name in enumerate(capture.order)}
+    units = unit_graph(program)
+    position = {name: i for i, name in enumerate(program.order)}
     pin_of = unit_pins(units, {position[name]: device for name, device in pins.items()})
     search = _Search(units, costs, devices, pin_of, options, tables or TableCache())
-    program = program_order(units)
-    search.try_order(program)
+    order = program_order(units)
+    search.try_order(order)
     found = search.best
     if enough and found is not None and found.fullest <= enough:
-        return describe_partition(found, capture, costs, search.pins_of(found), options, 0.0)
+        return describe_partition(found, program, costs, search.pins_of(found), options, 0.0)
     if len(set(pin_of.values())) > 1:
         search.try_order(grouped_order(units, pin_of))
     best = search.best
     assert best is not None, "a chain that follows the pins is always feasible"
-    model = model_units(units, program, costs, pin_of)
+    model = model_units(units, order, costs, pin_of)
     bound = 0.0
-    if len(best.slots) > 1 and len(program) > len(best.slots):
+    if len(best.slots) > 1 and len(order) > len(best.slots):
         bound = search.try_solutions(model)
         search.try_noncontiguous(bound)
         assert search.best is not None
         best = search.with_all_cuts(search.best)
-    return describe_partition(best, capture, costs, search.pins_of(best), options, bound)
+    return describe_partition(best, program, costs, search.pins_of(best), options, bound)
 
 
 def rate_partition(
-    capture: Capture,
+    program: Program,
     costs: CostTable,
     stages: Sequence[tuple[DeviceSlot, Sequence[str]]],
     options: PlanningOptions,
@@ -106,14 +106,14 @@ def rate_partition(
     No other placement is tried: the lower bound is 0, and boundaries have no alternatives.
     O(nodes x stages), much less than `choose_partition`.
     """
-    position = {name: i for i, name in enumerate(capture.order)}
+    position = {name: i for i, name in enumerate(program.order)}
     nodes = [position[name] for _, names in stages for name in names]
     cuts = list(itertools.accumulate((len(names) for _, names in stages), initial=0))
     slots = [slot for slot, _ in stages]
     pinned: list[str | None] = [slot.name for slot, names in stages for _ in names]
     tables = TableCache().build(costs, nodes, cuts, later=options.microbatches > 1)
     rated = rate_stages(tables, nodes, slots, range(len(cuts)), pinned, options)
-    return describe_partition(rated, capture, costs, pinned, options, 0.0)
+    return describe_partition(rated, program, costs, pinned, options, 0.0)
 
 
 class _Order:

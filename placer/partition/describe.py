@@ -10,7 +10,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from placer.capture import Capture
 from placer.cost import CostTable
 from placer.partition.candidate import (
     Candidate,
@@ -33,6 +32,7 @@ from placer.partition.stage_cost.score import (
 from placer.partition.stage_cost.tables import IntervalTables
 from placer.partition.types import DeviceSlot, Partition, PlanningOptions
 from placer.plan.types import Boundary, Optimality, StageMemory, StagePlan
+from placer.program import Program
 from placer.regions import find_regions
 from placer.schedule import InFlight
 
@@ -52,7 +52,7 @@ class _Used(NamedTuple):
 
 def describe_partition(
     best: Candidate,
-    capture: Capture,
+    program: Program,
     costs: CostTable,
     pinned: Sequence[str | None],
     options: PlanningOptions,
@@ -67,7 +67,7 @@ def describe_partition(
     used = [_Used(q, x, y - 1) for q, (x, y) in spans if y > x]
     slots = [best.slots[q] for q, _, _ in used]
     received_from = _received_from(best, used, costs)
-    stages = _stages(best, used, capture, costs, options, received_from)
+    stages = _stages(best, used, program, costs, options, received_from)
     peaks, replica_peaks = _device_peaks(best, used, stages, costs, options, received_from)
     fits = all(
         slot.budget is None or peaks[slot.name] + slot.reserve <= slot.budget for slot in slots
@@ -102,14 +102,14 @@ def describe_partition(
             value=value,
             lower_bound=value if len(stages) == 1 else min(bound, value),
         ),
-        boundaries=_boundaries(best, capture, costs, pinned, options, measured),
+        boundaries=_boundaries(best, program, costs, pinned, options, measured),
     )
 
 
 def _stages(
     best: Candidate,
     used: Sequence[_Used],
-    capture: Capture,
+    program: Program,
     costs: CostTable,
     options: PlanningOptions,
     received_from: NDArray[np.float64],
@@ -126,8 +126,8 @@ def _stages(
         peaks = peak_bytes(t, count, optimizer, training=options.training, received_from=received)
         forward, backward = stage_seconds(t, slot.kind, own_host=options.processes)
         inside = best.nodes[t.cuts[x] : t.cuts[y + 1]]  # the order that its peak is of
-        names = tuple(capture.order[i] for i in inside)
-        layers = dict.fromkeys(capture.layer_of[name] for name in names)
+        names = tuple(program.order[i] for i in inside)
+        layers = dict.fromkeys(program.layer_of[name] for name in names)
         stages.append(
             StagePlan(
                 index=index,
@@ -296,7 +296,7 @@ def _measure(
 
 def _boundaries(
     best: Candidate,
-    capture: Capture,
+    program: Program,
     costs: CostTable,
     pinned: Sequence[str | None],
     options: PlanningOptions,
@@ -328,12 +328,12 @@ def _boundaries(
         found.append(
             Boundary(
                 index=index,
-                last=capture.order[best.nodes[at - 1]],
-                first=capture.order[best.nodes[at]],
+                last=program.order[best.nodes[at - 1]],
+                first=program.order[best.nodes[at]],
                 left=measured[index],
                 right=measured[index + 1],
                 nbytes=sum(nbytes for start, end, nbytes in ends if start < at <= end),
-                next_best=None if other is None else capture.order[best.nodes[cuts[other] - 1]],
+                next_best=None if other is None else program.order[best.nodes[cuts[other] - 1]],
                 next_value=None if other is None else value,
             )
         )

@@ -10,24 +10,24 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import networkx as nx
 
-from placer.capture import Capture
+from placer.program import Program
 
 _SEED = 20_260_101
 
 
-def unit_graph(capture: Capture) -> nx.DiGraph:
-    """The graph of units of ``capture``; a vertex is the position of its first node, and has ``nodes``.
+def unit_graph(program: Program) -> nx.DiGraph:
+    """The graph of units of ``program``; a vertex is the position of its first node, and has ``nodes``.
 
-    A unit has the nodes that share written memory (``capture.together``), a node that returns several
+    A unit has the nodes that share written memory (``program.together``), a node that returns several
     values with the ``getitem`` calls that select them, and a parameter or constant with its first
     reader. Units with random operations depend on each other in program order. Units on a cycle become
     one (the condensation of the graph). Vertices and edges are sorted.
     """
-    position = {name: i for i, name in enumerate(capture.order)}
+    position = {name: i for i, name in enumerate(program.order)}
     joined: nx.Graph = nx.Graph()
     joined.add_nodes_from(position.values())
     depends: list[tuple[int, int]] = []
-    for node in capture.graph.nodes:
+    for node in program.graph.nodes:
         if node.name not in position:
             continue
         here = position[node.name]
@@ -38,8 +38,8 @@ def unit_graph(capture: Capture) -> nx.DiGraph:
         for user in node.users:
             if user.op == "call_function" and user.target is operator.getitem:
                 joined.add_edge(here, position[user.name])
-    depends += itertools.pairwise(position[name] for name in capture.draws)
-    for group in capture.together:
+    depends += itertools.pairwise(position[name] for name in program.draws)
+    for group in program.together:
         nx.add_path(joined, [position[name] for name in group])
     unit_of = {i: min(group) for group in nx.connected_components(joined) for i in group}
     quotient: nx.DiGraph = nx.DiGraph()

@@ -5,64 +5,64 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from placer.capture import Capture
 from placer.errors import BudgetError, PlanError
 from placer.plan.types import DevicePeak, Plan
+from placer.program import Program
 from placer.units import format_bytes
 
 _SHOWN = 5
 
 
-def check_plan(plan: Plan, capture: Capture) -> None:
+def check_plan(plan: Plan, program: Program) -> None:
     """Raise ``PlanError`` when ``plan`` was made for another model, with a diff of the nodes.
 
     Also when its stages are not what a plan for this model can have: a file may have been edited,
     and stages that run what depends on each other in another order compute something else.
     """
-    if plan.fingerprint != capture.fingerprint:
-        raise _another_model(plan, capture)
-    problem = next(_wrong_stages(plan, capture), None)
+    if plan.fingerprint != program.fingerprint:
+        raise _another_model(plan, program)
+    problem = next(_wrong_stages(plan, program), None)
     if problem is not None:
         remedy = "plan again, or restore the file: a plan is written by placer, not by hand"
         raise PlanError("plan /stages", problem, remedy)
 
 
-def _wrong_stages(plan: Plan, capture: Capture) -> Iterator[str]:
+def _wrong_stages(plan: Plan, program: Program) -> Iterator[str]:
     """What is wrong with the nodes of the stages, for this model."""
     place = {name: (stage.index, i) for stage in plan.stages for i, name in enumerate(stage.nodes)}
-    if place.keys() != set(capture.order):
-        odd = sorted(place.keys() ^ set(capture.order))
+    if place.keys() != set(program.order):
+        odd = sorted(place.keys() ^ set(program.order))
         yield f"{odd[0]!r} is " + ("no node of the model" if odd[0] in place else "on no stage")
         return
     if sum(len(stage.nodes) for stage in plan.stages) > len(place):
         yield "a node is on more than one stage"
-    for node in capture.graph.nodes:
+    for node in program.graph.nodes:
         for source in node.all_input_nodes:
             if node.name in place and place.get(source.name, (-1, 0)) > place[node.name]:
                 yield f"{node.name!r} comes before {source.name!r}, which it reads"
-    for group in capture.together:
+    for group in program.together:
         if len({place[name][0] for name in group}) > 1:
             yield f"{', '.join(map(repr, sorted(group)))} must be on one stage: they share memory"
-    for names, why in _in_order(capture):
+    for names, why in _in_order(program):
         for before, after in itertools.pairwise(names):
             if place[before] > place[after]:
                 yield f"{after!r} comes before {before!r}: {why}"
 
 
-def _in_order(capture: Capture) -> Iterator[tuple[list[str], str]]:
+def _in_order(program: Program) -> Iterator[tuple[list[str], str]]:
     """Nodes that must run in the order of the program, and why."""
-    position = {name: i for i, name in enumerate(capture.order)}
-    yield sorted(capture.draws, key=position.__getitem__), "both draw random numbers"
-    for group in capture.together:
+    position = {name: i for i, name in enumerate(program.order)}
+    yield sorted(program.draws, key=position.__getitem__), "both draw random numbers"
+    for group in program.together:
         yield sorted(group, key=position.__getitem__), "they share memory"
 
 
-def _another_model(plan: Plan, capture: Capture) -> PlanError:
-    gone = [name for name in plan.node_layers if name not in capture.layer_of]
-    new = [name for name in capture.order if name not in plan.node_layers]
+def _another_model(plan: Plan, program: Program) -> PlanError:
+    gone = [name for name in plan.node_layers if name not in program.layer_of]
+    new = [name for name in program.order if name not in plan.node_layers]
     lines = [
         *(f"- {name} ({plan.node_layers[name] or 'the model'})" for name in gone[:_SHOWN]),
-        *(f"+ {name} ({capture.layer_of[name] or 'the model'})" for name in new[:_SHOWN]),
+        *(f"+ {name} ({program.layer_of[name] or 'the model'})" for name in new[:_SHOWN]),
     ]
     hidden = max(0, len(gone) - _SHOWN) + max(0, len(new) - _SHOWN)
     lines += [f"… and {hidden} more"] if hidden else []

@@ -8,7 +8,6 @@ from functools import partial
 from itertools import chain
 from typing import Protocol
 
-from placer.capture import Capture
 from placer.cost import CostTable, with_regions
 from placer.partition import DeviceSlot, Partition, PlanningOptions, rate_partition
 from placer.partition.candidate import in_flight_at
@@ -17,6 +16,7 @@ from placer.partition.policy.least import least_extra_seconds
 from placer.partition.policy.search import PolicySearch
 from placer.partition.policy.types import KEEP, Policy, StageLimits
 from placer.plan.types import StageMemory
+from placer.program import Program
 from placer.regions import RegionKey, region_boundaries, whole_groups
 
 # How often the boundaries are moved to where they are best for stages as light as can be.
@@ -59,7 +59,7 @@ class _Found:
 
 
 def choose_policy(
-    capture: Capture,
+    program: Program,
     costs: CostTable,
     keys: Sequence[RegionKey | None],
     choices: Collection[Policy],
@@ -87,7 +87,7 @@ def choose_policy(
     if not is_heavy(first, choices, slots, options):
         return PolicyChoice(costs=plain, partition=first, extra_seconds=0.0, least_seconds=0.0)
     limited = any(slot.budget is not None for slot in slots)
-    search = _Search(capture, costs, keys, choices, options, limited=limited)
+    search = _Search(program, costs, keys, choices, options, limited=limited)
     everything = list(range(len(costs.names)))
     unlimited = StageLimits(static=0.0, budget=0.0, held=1, all_gradients=False)
     stage = search.labelled(everything, (), first.slots[0], unlimited)
@@ -170,7 +170,7 @@ class _Search:
 
     def __init__(
         self,
-        capture: Capture,
+        program: Program,
         costs: CostTable,
         keys: Sequence[RegionKey | None],
         choices: Collection[Policy],
@@ -178,13 +178,13 @@ class _Search:
         *,
         limited: bool,
     ) -> None:
-        self._capture = capture
+        self._capture = program
         self._costs = costs
         self._keys = tuple(keys)
         self._choices = choices
         self._options = options
         self._limited = limited
-        self._boundaries = region_boundaries(capture)
+        self._boundaries = region_boundaries(program)
         self._settled = dict.fromkeys(self._boundaries.unsafe, KEEP)
         for node, key in enumerate(self._keys):
             if key is not None:

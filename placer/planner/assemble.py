@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from placer.capture import Capture
 from placer.cost import CostTable
 from placer.partition import Partition, PlanningOptions
 from placer.plan.types import DevicePeak, Optimality, Plan, Transfer
 from placer.planner.activation_policy import PolicyChoice
 from placer.planner.notes import placement_notes
+from placer.program import Program
 from placer.regions import RegionKey
 from placer.spec import PlacementSpec
 from placer.units import format_seconds
 
 
 def assemble_plan(
-    capture: Capture,
+    program: Program,
     spec: PlacementSpec,
     light: PolicyChoice,
     options: PlanningOptions,
@@ -41,23 +41,23 @@ def assemble_plan(
         training=spec.training,
         step_seconds=partition.seconds,
         optimizer_seconds=partition.optimizer_seconds,
-        fingerprint=capture.fingerprint,
+        fingerprint=program.fingerprint,
         stages=tuple(
             replace(stage, devices=tuple(row[index_of[slot.name]] for row in rows))
             for stage, slot in zip(partition.stages, partition.slots, strict=True)
         ),
         devices=peaks,
-        transfers=_transfers(capture, costs, partition),
+        transfers=_transfers(program, costs, partition),
         checkpoint=_labels(costs.keys, "recompute"),
         offload=_labels(costs.keys, "offload"),
         notes=(
             *_light_notes(spec, light),
-            *placement_notes(capture, spec, options, replicas=len(rows), microbatches=microbatches),
+            *placement_notes(program, spec, options, replicas=len(rows), microbatches=microbatches),
         ),
         optimality=partition.optimality,
         extra_time=_extra_time(light),
         boundaries=partition.boundaries,
-        node_layers=dict(capture.layer_of),
+        node_layers=dict(program.layer_of),
         example_microbatches=(
             options.microbatches if options.microbatches < microbatches else None
         ),
@@ -123,14 +123,14 @@ def _device_peaks(
     return tuple(peaks)
 
 
-def _transfers(capture: Capture, costs: CostTable, partition: Partition) -> tuple[Transfer, ...]:
+def _transfers(program: Program, costs: CostTable, partition: Partition) -> tuple[Transfer, ...]:
     stage_of = {name: s for s, stage in enumerate(partition.stages) for name in stage.nodes}
     last = len(partition.stages) - 1
     found = []
     for node, readers in enumerate(costs.readers):
-        name = capture.order[node]
+        name = program.order[node]
         source = stage_of[name]
-        targets = {stage_of[capture.order[r]] if r < len(capture.order) else last for r in readers}
+        targets = {stage_of[program.order[r]] if r < len(program.order) else last for r in readers}
         found += [
             Transfer(
                 value=name, source=source, target=target, nbytes=costs.nodes[node].output_nbytes

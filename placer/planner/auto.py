@@ -6,24 +6,24 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from placer.capture import Capture
 from placer.plan.types import Plan
 from placer.planner.build import PlanMaker
 from placer.planner.devices import with_known_memory
 from placer.planner.remedies import misfit_error
+from placer.program import Program
 from placer.spec import PlacementSpec
 from placer.units import format_count
 
 
 def choose_spec(
-    capture: Capture,
+    program: Program,
     wanted: PlacementSpec,
     inputs: Sequence[Tensor],
     make: PlanMaker,
 ) -> PlacementSpec:
     """``wanted`` with its layers resolved, on the first devices of its list that suffice.
 
-    ``make`` plans a spec for ``capture`` and ``inputs``.
+    ``make`` plans a spec for ``program`` and ``inputs``.
     Devices that ``wanted.layers`` names are always among them. CPU devices of no given memory share
     this machine's. Raises ``SpecError`` when the memory of a device is not known, and
     ``BudgetError`` naming the device that overflows the least, by how much, and what was tried.
@@ -37,35 +37,35 @@ def choose_spec(
         spec = wanted.with_devices(wanted.devices[:count])
         plan = make(spec)
         if plan.fits:
-            return _with_resolved_layers(capture, spec, plan, make)
+            return _with_resolved_layers(program, spec, plan, make)
         plans.append(plan)
     closest = min(plans, key=lambda plan: plan.overflow_bytes)
-    error = misfit_error(capture, wanted, inputs, closest, make)
+    error = misfit_error(program, wanted, inputs, closest, make)
     devices = format_count(len(wanted.devices), "device")
     error.problem = f"no placement on {devices} fits: {error.problem}"
     raise error
 
 
 def _with_resolved_layers(
-    capture: Capture, spec: PlacementSpec, plan: Plan, make: PlanMaker
+    program: Program, spec: PlacementSpec, plan: Plan, make: PlanMaker
 ) -> PlacementSpec:
     """``spec`` with the plan's layers written out, where that says no less than the plan.
 
     Layers are coarser than nodes: a boundary inside a layer is left to the compiler. Should that
     overflow a budget, the spec without them is returned; it gives ``plan`` again.
     """
-    resolved = spec.with_layers({**spec.layers, **whole_layers(capture, plan)})
+    resolved = spec.with_layers({**spec.layers, **whole_layers(program, plan)})
     again = make(resolved)
     worse = max(d.peak for d in again.devices) > max(d.peak for d in plan.devices)
     return resolved if again.fits and not worse else spec
 
 
-def whole_layers(capture: Capture, plan: Plan) -> dict[str, str]:
+def whole_layers(program: Program, plan: Plan) -> dict[str, str]:
     """Layer -> device for the largest modules whose nodes are all on one device, in program order."""
     device_of = {node: stage.devices[0] for stage in plan.stages for node in stage.nodes}
     devices: dict[str, set[str]] = {}
-    for node in capture.order:
-        layer = capture.layer_of[node]
+    for node in program.order:
+        layer = program.layer_of[node]
         while layer:
             devices.setdefault(layer, set()).add(device_of[node])
             layer = layer.rpartition(".")[0]

@@ -9,7 +9,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from placer.capture import Capture
 from placer.cost import CostEstimates, CostTable, GuessedCosts, device_type, with_regions
 from placer.errors import CaptureError
 from placer.partition import DeviceSlot, Partition, PlanningOptions, TableCache, choose_partition
@@ -34,6 +33,7 @@ from placer.planner.resolve import (
     wanted_devices,
     wanted_regions,
 )
+from placer.program import Program
 from placer.regions import RegionKey
 from placer.spec import PlacementSpec
 
@@ -60,7 +60,7 @@ class PlanMaker(Protocol):
 
 
 def build_plan(
-    capture: Capture,
+    program: Program,
     spec: PlacementSpec,
     inputs: Sequence[Tensor],
     *,
@@ -72,7 +72,7 @@ def build_plan(
     tables: TableCache | None = None,
     enough: float = 0.0,
 ) -> Plan:
-    """The plan for ``capture`` under ``spec``, for a batch shaped like ``inputs`` (any device).
+    """The plan for ``program`` under ``spec``, for a batch shaped like ``inputs`` (any device).
 
     ``pins`` are nodes and the devices they must be on, beyond what the spec's layers say; ``costs``
     those of the spec's micro-batch, where they are known already; ``estimate`` is shared by plans of
@@ -86,21 +86,21 @@ def build_plan(
     layers or devices do not go with the model, ``PlacerError`` for what is not supported.
     """
     check_supported(spec)
-    check_profiles(spec, capture.fingerprint)
+    check_profiles(spec, program.fingerprint)
     for use in memory_uses(spec):
         spec = with_known_memory(spec, use)
     if enough:
         spec = spec.model_copy(update={"objective": "memory"})
     replicas = count_replicas(spec)
-    pins = {**wanted_devices(capture, spec), **(pins or {})}
-    keys = wanted_regions(capture, spec)
-    estimate = estimate or CostEstimates(capture)
+    pins = {**wanted_devices(program, spec), **(pins or {})}
+    keys = wanted_regions(program, spec)
+    estimate = estimate or CostEstimates(program)
     tables = tables or TableCache()
     plans: list[Plan] = []
-    for microbatches in microbatch_choices(spec, capture, replicas):
+    for microbatches in microbatch_choices(spec, program, replicas):
         try:
             plan = _plan_for(
-                capture,
+                program,
                 spec,
                 inputs,
                 replicas=replicas,
@@ -126,7 +126,7 @@ def build_plan(
 
 
 def _plan_for(
-    capture: Capture,
+    program: Program,
     spec: PlacementSpec,
     inputs: Sequence[Tensor],
     *,
@@ -146,11 +146,11 @@ def _plan_for(
         _corrected(device_slot(device, spec), corrections.get(device.name, 0))
         for device in spec.devices
     ]
-    sizes = microbatch_rows(capture, inputs, replicas, microbatches)
+    sizes = microbatch_rows(program, inputs, replicas, microbatches)
     options = planning_options(spec, sizes, processes=processes)
     costs_of = partial(
         estimate,
-        microbatch_inputs(capture, inputs, replicas, microbatches),
+        microbatch_inputs(program, inputs, replicas, microbatches),
         training=spec.training,
         precision=spec.precision,
     )
@@ -158,14 +158,14 @@ def _plan_for(
     offloaded = any(key is not None and key.offload for key in keys)
 
     def place(kernels: str | Mapping[str, str], pins: Mapping[str, str]) -> PolicyChoice:
-        choose = partial(_choose, capture, slots, pins, options, tables, enough)
+        choose = partial(_choose, program, slots, pins, options, tables, enough)
         plain = costs or costs_of(kernels=kernels, offloads=offloaded)
         first = choose(with_regions(plain, keys), {})
         heavy = is_heavy(first, choices, slots, options)
         if heavy and spec.offload and costs is None:  # one more run, of no use to what fits without
             plain = costs_of(kernels=kernels, offloads=True)
         return choose_policy(
-            capture,
+            program,
             plain,
             keys,
             choices if heavy else (),
@@ -183,7 +183,7 @@ def _plan_for(
         placed = {node: stage.devices[0] for stage in stages for node in stage.nodes}
         kernels = {node: device_type(name) for node, name in placed.items()}
         light = place(kernels, placed)
-    return assemble_plan(capture, spec, light, options, spec.device_rows(replicas), microbatches)
+    return assemble_plan(program, spec, light, options, spec.device_rows(replicas), microbatches)
 
 
 def _corrected(slot: DeviceSlot, nbytes: int) -> DeviceSlot:
@@ -205,7 +205,7 @@ def _with_whole_budgets(plan: Plan, spec: PlacementSpec) -> Plan:
 
 
 def _choose(
-    capture: Capture,
+    program: Program,
     slots: Sequence[DeviceSlot],
     pins: Mapping[str, str],
     options: PlanningOptions,
@@ -215,5 +215,5 @@ def _choose(
     more_pins: Mapping[str, str],
 ) -> Partition:
     return choose_partition(
-        capture, costs, slots, {**more_pins, **pins}, options, tables=tables, enough=enough
+        program, costs, slots, {**more_pins, **pins}, options, tables=tables, enough=enough
     )

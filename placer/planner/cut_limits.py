@@ -10,7 +10,6 @@ import networkx as nx
 import numpy as np
 from torch import Tensor
 
-from placer.capture import Capture
 from placer.cost import CostTable, device_kind, estimate_costs
 from placer.partition import PlanningOptions, choose_partition
 from placer.partition.model import least_bytes, model_units
@@ -18,6 +17,7 @@ from placer.partition.stage_cost.score import optimizer_bytes, peak_bytes, unit_
 from placer.partition.stage_cost.tables import build_tables
 from placer.partition.units import program_order, unit_graph
 from placer.planner.devices import device_slot
+from placer.program import Program
 from placer.schedule import InFlight
 from placer.spec import DeviceSpec, PlacementSpec
 
@@ -42,12 +42,12 @@ class Pieces:
     count: int
 
 
-def count_pieces(capture: Capture) -> Pieces:
-    """The pieces of ``capture``; a piece with nodes of two layers counts for both."""
-    units = unit_graph(capture)
+def count_pieces(program: Program) -> Pieces:
+    """The pieces of ``program``; a piece with nodes of two layers counts for both."""
+    units = unit_graph(program)
     per_layer: dict[str, int] = {}
     for unit in program_order(units):
-        for top in {_top(capture, i) for i in units.nodes[unit]["nodes"]}:
+        for top in {_top(program, i) for i in units.nodes[unit]["nodes"]}:
             per_layer[top] = per_layer.get(top, 0) + 1
     return Pieces(per_layer=per_layer, count=len(units))
 
@@ -81,12 +81,12 @@ class Limits:
 
 
 def measure_limits(
-    capture: Capture, inputs: Sequence[Tensor], *, optimizer: str, training: bool
+    program: Program, inputs: Sequence[Tensor], *, optimizer: str, training: bool
 ) -> Limits:
-    """The limits that the pieces of ``capture`` set for a batch of ``inputs``."""
-    costs = estimate_costs(capture, inputs, training=training)
+    """The limits that the pieces of ``program`` set for a batch of ``inputs``."""
+    costs = estimate_costs(program, inputs, training=training)
     options = PlanningOptions(objective="memory", optimizer=optimizer, training=training)
-    units = unit_graph(capture)
+    units = unit_graph(program)
     order = program_order(units)
     model = model_units(units, order, costs, {})
     held = least_bytes(model, costs, options, 1, 0)
@@ -100,13 +100,13 @@ def measure_limits(
             nbytes=float(held[chosen].sum() / max(held.sum(), 1.0)),
         )
 
-    largest, unit = _largest_piece(capture, costs, units, order, options)
-    position = {name: i for i, name in enumerate(capture.order)}
+    largest, unit = _largest_piece(program, costs, units, order, options)
+    position = {name: i for i, name in enumerate(program.order)}
     inside = {
         w.layer: [
-            int(model.unit_of[position[n]]) for n, at in capture.layer_of.items() if at == w.layer
+            int(model.unit_of[position[n]]) for n, at in program.layer_of.items() if at == w.layer
         ]
-        for w in capture.whole_modules
+        for w in program.whole_modules
     }
     return Limits(
         largest=largest,
@@ -118,7 +118,7 @@ def measure_limits(
 
 
 def _largest_piece(
-    capture: Capture,
+    program: Program,
     costs: CostTable,
     units: nx.DiGraph,
     order: Sequence[int],
@@ -144,14 +144,14 @@ def _largest_piece(
         for unit in sorted(members, key=lambda u: (-_rough_size(costs, members[u]), u))[:_EXAMINED]
     }
     unit = max(found, key=lambda u: (found[u], -u))
-    names = tuple(capture.order[i] for i in members[unit])
-    layers = dict.fromkeys(capture.layer_of[name] for name in names)
+    names = tuple(program.order[i] for i in members[unit])
+    layers = dict.fromkeys(program.layer_of[name] for name in names)
     size = min(found[unit], peak(0, len(nodes)))
     return Piece(nodes=names, layers=tuple(layers), peak=size), unit
 
 
 def devices_needed(
-    capture: Capture,
+    program: Program,
     inputs: Sequence[Tensor],
     memory: int,
     *,
@@ -159,7 +159,7 @@ def devices_needed(
     training: bool,
 ) -> int | None:
     """The fewest cuda devices of ``memory`` bytes each that the planner fits, None beyond 64."""
-    costs = estimate_costs(capture, inputs, training=training)
+    costs = estimate_costs(program, inputs, training=training)
     options = PlanningOptions(objective="memory", optimizer=optimizer, training=training)
 
     def fits(count: int) -> bool:
@@ -167,7 +167,7 @@ def devices_needed(
             devices=tuple(DeviceSpec(name=f"cuda:{i}", memory=memory) for i in range(count))
         )
         slots = [device_slot(device, spec) for device in spec.devices]
-        return choose_partition(capture, costs, slots, {}, options).fits
+        return choose_partition(program, costs, slots, {}, options).fits
 
     low, high = 0, 1
     while not fits(high):
@@ -180,8 +180,8 @@ def devices_needed(
     return high
 
 
-def _top(capture: Capture, node: int) -> str:
-    return capture.layer_of[capture.order[node]].split(".")[0]
+def _top(program: Program, node: int) -> str:
+    return program.layer_of[program.order[node]].split(".")[0]
 
 
 def _rough_size(costs: CostTable, members: Sequence[int]) -> int:

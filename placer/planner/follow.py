@@ -6,13 +6,13 @@ import re
 from collections import defaultdict
 from difflib import SequenceMatcher
 
-from placer.capture import Capture
 from placer.partition.units import program_order, unit_graph
 from placer.plan.types import Plan
+from placer.program import Program
 
 
-def follow_plan(plan: Plan, capture: Capture) -> tuple[tuple[str, ...], ...]:
-    """Per stage of ``plan``, nodes of ``capture``: each where the plan has its counterpart.
+def follow_plan(plan: Plan, program: Program) -> tuple[tuple[str, ...], ...]:
+    """Per stage of ``plan``, nodes of ``program``: each where the plan has its counterpart.
 
     Within a layer, nodes are matched in order by their operations (the longest common blocks, as
     `difflib` finds them). What has no counterpart stays with what it reads; nothing goes before
@@ -24,8 +24,8 @@ def follow_plan(plan: Plan, capture: Capture) -> tuple[tuple[str, ...], ...]:
     for name, layer in plan.node_layers.items():
         planned[layer].append(name)
     present: dict[str, list[str]] = defaultdict(list)
-    for name in capture.order:
-        present[capture.layer_of[name]].append(name)
+    for name in program.order:
+        present[program.layer_of[name]].append(name)
     wanted: dict[str, int] = {}
     for layer, names in present.items():
         counterparts = planned.get(layer, [])
@@ -35,16 +35,16 @@ def follow_plan(plan: Plan, capture: Capture) -> tuple[tuple[str, ...], ...]:
         for first, second, size in matcher.get_matching_blocks():
             for old, new in zip(counterparts[first:][:size], names[second:][:size], strict=True):
                 wanted[new] = stage_of.get(old, 0)
-    units = unit_graph(capture)
+    units = unit_graph(program)
     placed: dict[int, int] = {}
     stages: list[list[int]] = [[] for _ in plan.stages]
     for unit in program_order(units):
         members = units.nodes[unit]["nodes"]
-        asked = [wanted[capture.order[i]] for i in members if capture.order[i] in wanted]
+        asked = [wanted[program.order[i]] for i in members if program.order[i] in wanted]
         after = [placed[before] for before in units.predecessors(unit)]
         placed[unit] = max([*asked[:1], *after], default=0)
         stages[placed[unit]] += members
-    return tuple(tuple(capture.order[i] for i in sorted(nodes)) for nodes in stages)
+    return tuple(tuple(program.order[i] for i in sorted(nodes)) for nodes in stages)
 
 
 def _operation(node: str) -> str:

@@ -4,33 +4,33 @@ from __future__ import annotations
 
 from torch import nn
 
-from placer.capture import Capture, placeholder_names
 from placer.partition import PlanningOptions
+from placer.program import Program, placeholder_names
 from placer.schedule import split_batch
 from placer.spec import PlacementSpec, resolve_layers
 
 
 def placement_notes(
-    capture: Capture,
+    program: Program,
     spec: PlacementSpec,
     options: PlanningOptions,
     *,
     replicas: int,
     microbatches: int,
 ) -> tuple[str, ...]:
-    """What holds for ``capture`` under ``spec``, whatever the stages are.
+    """What holds for ``program`` under ``spec``, whatever the stages are.
 
     ``replicas`` and ``microbatches`` are those asked for; ``options`` has as many micro-batches as
     the batch has rows for.
     """
-    notes = [*_cut_notes(capture, replicas, microbatches), *_shared_notes(capture, spec)]
+    notes = [*_cut_notes(program, replicas, microbatches), *_shared_notes(program, spec)]
     cut = options.microbatches > 1 or replicas > 1
     has_batch_norm = any(
-        isinstance(m, nn.modules.batchnorm._BatchNorm) for m in capture.model.modules()
+        isinstance(m, nn.modules.batchnorm._BatchNorm) for m in program.model.modules()
     )
-    if cut and capture.call.batch_size is not None:
-        tensors = placeholder_names(capture.call)
-        batched = [n for n, b in zip(tensors, capture.call.batched, strict=True) if b]
+    if cut and program.call.batch_size is not None:
+        tensors = placeholder_names(program.call)
+        batched = [n for n, b in zip(tensors, program.call.batched, strict=True) if b]
         notes.append(
             f"The batch is cut along dim 0 of {', '.join(batched)}. What the model or the loss "
             "computes over several rows (a mean over the batch, similarities of its rows, layers "
@@ -54,14 +54,14 @@ def placement_notes(
         )
     notes += [
         f"{whole.layer or 'the model'} stays whole on one device: {whole.reason}"
-        for whole in capture.whole_modules
+        for whole in program.whole_modules
     ]
-    return (*notes, *capture.notes)
+    return (*notes, *program.notes)
 
 
-def _cut_notes(capture: Capture, replicas: int, microbatches: int) -> list[str]:
+def _cut_notes(program: Program, replicas: int, microbatches: int) -> list[str]:
     """That the batch has too few rows for the cuts that are asked for."""
-    rows = capture.call.batch_size
+    rows = program.call.batch_size
     if rows is None:
         return []
     cuts = split_batch(rows, replicas, microbatches)
@@ -76,12 +76,12 @@ def _cut_notes(capture: Capture, replicas: int, microbatches: int) -> list[str]:
     return notes
 
 
-def _shared_notes(capture: Capture, spec: PlacementSpec) -> list[str]:
+def _shared_notes(program: Program, spec: PlacementSpec) -> list[str]:
     """Where a module is that the spec's layers place on several devices, by its several names."""
-    placed, _ = resolve_layers(spec.layers, layer_paths(capture))
+    placed, _ = resolve_layers(spec.layers, layer_paths(program))
     told: set[str] = set()
     notes = []
-    for names in shared_modules(capture.model):
+    for names in shared_modules(program.model):
         devices = list(dict.fromkeys(placed[name] for name in names if name in placed))
         inside = any(names[0].startswith(f"{name}.") for name in told)
         if len(devices) > 1 and not inside:
@@ -93,9 +93,9 @@ def _shared_notes(capture: Capture, spec: PlacementSpec) -> list[str]:
     return notes
 
 
-def layer_paths(capture: Capture) -> list[str]:
+def layer_paths(program: Program) -> list[str]:
     """All that a pattern of a spec may name: the paths of every module, also one that has several."""
-    return [name for name, _ in capture.model.named_modules(remove_duplicate=False)]
+    return [name for name, _ in program.model.named_modules(remove_duplicate=False)]
 
 
 def shared_modules(model: nn.Module) -> list[list[str]]:

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from placer.capture import Capture
 from placer.cost import CostEstimates
 from placer.errors import BudgetError, PlacerError, Tried
 from placer.plan.check import describe_overflow
@@ -16,6 +15,7 @@ from placer.plan.types import Plan
 from placer.planner.build import PlanMaker
 from placer.planner.devices import device_slot, likely_kernels
 from placer.planner.resolve import microbatch_inputs
+from placer.program import Program
 from placer.spec import DeviceSpec, PlacementSpec
 from placer.units import format_bytes
 
@@ -42,7 +42,7 @@ class LargestNode:
 
 
 def misfit_error(
-    capture: Capture,
+    program: Program,
     spec: PlacementSpec,
     inputs: Sequence[Tensor],
     plan: Plan,
@@ -55,11 +55,11 @@ def misfit_error(
     Every change that it names was planned by ``make``, as the spec itself; ``found`` is told of each
     as soon as it was.
     """
-    largest = find_largest_node(capture, spec, inputs, make.costs)
+    largest = find_largest_node(program, spec, inputs, make.costs)
     no_room = lacks_room(spec)
     problem = f"the placement needs {describe_overflow(plan.tightest)}"
     tried = []
-    for change in try_remedies(capture, spec, plan, make):
+    for change in try_remedies(program, spec, plan, make):
         tried.append(change)
         if found is not None:
             found(change)
@@ -90,11 +90,11 @@ def describe_tries(tried: Sequence[Tried]) -> str:
 
 
 def find_largest_node(
-    capture: Capture, spec: PlacementSpec, inputs: Sequence[Tensor], estimate: CostEstimates
+    program: Program, spec: PlacementSpec, inputs: Sequence[Tensor], estimate: CostEstimates
 ) -> LargestNode:
     """For the whole batch at once: what the node's parameters and its own run keep on a device."""
     costs = estimate(
-        microbatch_inputs(capture, inputs, replicas=1, microbatches=1),
+        microbatch_inputs(program, inputs, replicas=1, microbatches=1),
         training=spec.training,
         precision=spec.precision,
         kernels=likely_kernels(spec),
@@ -108,11 +108,11 @@ def find_largest_node(
         sizes.append((state + needed, -node))
     nbytes, index = max(sizes)
     name = costs.names[-index]
-    return LargestNode(node=name, layer=capture.layer_of[name], nbytes=nbytes)
+    return LargestNode(node=name, layer=program.layer_of[name], nbytes=nbytes)
 
 
 def try_remedies(
-    capture: Capture, spec: PlacementSpec, plan: Plan, make: PlanMaker
+    program: Program, spec: PlacementSpec, plan: Plan, make: PlanMaker
 ) -> Iterator[Tried]:
     """Changes of ``spec``, each planned: the smallest first; none where the reserve leaves no room.
 
@@ -120,7 +120,7 @@ def try_remedies(
     """
     if lacks_room(spec):
         return
-    rows = capture.call.batch_size or 1
+    rows = program.call.batch_size or 1
     yield from _own_placement(make, spec)
     yield from _microbatches(make, spec, rows)
     yield from _lighter(make, spec)

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from placer.capture import Capture
 from placer.errors import PlacerError, SpecError
 from placer.partition import PlanningOptions
 from placer.partition.policy.types import Policy
 from placer.planner.notes import layer_paths, shared_modules
+from placer.program import Program
 from placer.regions import RegionKey, region_keys
 from placer.schedule import split_batch
 from placer.spec import PlacementSpec, resolve_layers, resolve_patterns
@@ -29,34 +29,34 @@ def check_supported(spec: PlacementSpec) -> None:
         )
 
 
-def wanted_devices(capture: Capture, spec: PlacementSpec) -> dict[str, str]:
+def wanted_devices(program: Program, spec: PlacementSpec) -> dict[str, str]:
     """Node -> device for every node whose layer the spec places. Raises ``SpecError``.
 
     What the model itself computes between its layers goes with them where all of them are on one
     device; else that is the compiler's to place.
     """
-    placed, problems = resolve_layers(spec.layers, layer_paths(capture))
+    placed, problems = resolve_layers(spec.layers, layer_paths(program))
     if problems:
         raise SpecError(SpecError.UNNAMED, problems)
-    for names in shared_modules(capture.model):  # nodes know the first name only
+    for names in shared_modules(program.model):  # nodes know the first name only
         asked = [placed[name] for name in names if name in placed]
         if asked:
             placed.setdefault(names[0], asked[0])
-    wanted = {node: placed[layer] for node, layer in capture.layer_of.items() if layer in placed}
+    wanted = {node: placed[layer] for node, layer in program.layer_of.items() if layer in placed}
     devices = set(wanted.values())
     if len(devices) == 1 and all(
-        node in wanted for node, layer in capture.layer_of.items() if layer
+        node in wanted for node, layer in program.layer_of.items() if layer
     ):
-        return dict.fromkeys(capture.layer_of, *devices)
+        return dict.fromkeys(program.layer_of, *devices)
     return wanted
 
 
-def wanted_regions(capture: Capture, spec: PlacementSpec) -> tuple[RegionKey | None, ...]:
+def wanted_regions(program: Program, spec: PlacementSpec) -> tuple[RegionKey | None, ...]:
     """Per node what the spec's patterns say of its saved activations; nothing where none are made.
 
     Raises ``SpecError`` for patterns that match no layer.
     """
-    paths = layer_paths(capture)
+    paths = layer_paths(program)
     chosen, problems = {}, []
     for field, patterns in (("checkpoint", spec.checkpoint), ("offload", spec.offload)):
         found, unmatched = resolve_patterns(field, () if patterns == "auto" else patterns, paths)
@@ -64,7 +64,7 @@ def wanted_regions(capture: Capture, spec: PlacementSpec) -> tuple[RegionKey | N
         problems += unmatched
     if problems:
         raise SpecError(SpecError.UNNAMED, problems)
-    return region_keys(capture, chosen["checkpoint"], chosen["offload"])
+    return region_keys(program, chosen["checkpoint"], chosen["offload"])
 
 
 def policies_of(spec: PlacementSpec) -> tuple[Policy, ...]:
@@ -87,29 +87,29 @@ def count_replicas(spec: PlacementSpec) -> int:
     return 1
 
 
-def microbatch_choices(spec: PlacementSpec, capture: Capture, replicas: int) -> list[int]:
+def microbatch_choices(spec: PlacementSpec, program: Program, replicas: int) -> list[int]:
     """The numbers of micro-batches to plan for: the spec's, or powers of two up to the rows there are."""
     if spec.microbatches != "auto":
         return [int(spec.microbatches)]
-    rows = -(-(capture.call.batch_size or 1) // replicas)
+    rows = -(-(program.call.batch_size or 1) // replicas)
     return [m for m in _MICROBATCHES if m <= rows]
 
 
 def microbatch_rows(
-    capture: Capture, inputs: Sequence[Tensor], replicas: int, microbatches: int
+    program: Program, inputs: Sequence[Tensor], replicas: int, microbatches: int
 ) -> tuple[int, ...]:
     """Rows of each micro-batch of the first replica; one micro-batch where no input has a batch."""
-    sizes = (t.size(0) for t, b in zip(inputs, capture.call.batched, strict=True) if b)
+    sizes = (t.size(0) for t, b in zip(inputs, program.call.batched, strict=True) if b)
     return split_batch(next(sizes, 1), replicas, microbatches)[0]
 
 
 def microbatch_inputs(
-    capture: Capture, inputs: Sequence[Tensor], replicas: int, microbatches: int
+    program: Program, inputs: Sequence[Tensor], replicas: int, microbatches: int
 ) -> list[Tensor]:
     """The inputs of the largest micro-batch, as tensors without data."""
-    rows = microbatch_rows(capture, inputs, replicas, microbatches)[0]
+    rows = microbatch_rows(program, inputs, replicas, microbatches)[0]
     shaped = []
-    for tensor, batched in zip(inputs, capture.call.batched, strict=True):
+    for tensor, batched in zip(inputs, program.call.batched, strict=True):
         shape = list(tensor.shape)
         if batched:
             shape[0] = rows

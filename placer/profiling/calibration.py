@@ -18,12 +18,12 @@ from placer._torch import DispatchMode
 from placer.catalogue import DeviceKind
 from placer.cost.operations import Operation, operations_of
 from placer.errors import DeviceError
+from placer.executor.device_map import device_count
 from placer.operands import tensors_in
 from placer.partition.stage_cost.score import optimizer_passes
 from placer.profiling.clocks import Clock, clock_for, time_call
 from placer.profiling.samples import Call, Samples
 from placer.rates import HEAVY, Key, Peaks, Rate, Rates, complete_rates, with_launch
-from placer.runtime.device_map import device_count
 
 _SECONDS = 0.15  # for every sample; two in each of some 40 classes
 _MOST_RUNS = 50

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from placer.api import example_call
-from placer.capture import capture_model, flatten_call
 from placer.catalogue import DeviceKind
 from placer.cost import device_kind
 from placer.errors import PlacerError
 from placer.files import check_writable
 from placer.kindfile import SUFFIX, is_kind_file, kind_to_json, save_kind
 from placer.profiling.profile import Measured, profile_model
+from placer.program import capture_model, flatten_call
 from placer.spec.fields import device_kind_name, device_name
 
 
@@ -44,10 +44,10 @@ def profile(
     check_output(path)
     place = device_here(device or "")
     positional, keywords = example_call(args, kwargs)
-    capture = capture_model(model, positional, keywords)
-    leaves = flatten_call(capture.call, positional, keywords)
+    program = capture_model(model, positional, keywords)
+    leaves = flatten_call(program.call, positional, keywords)
     found = profile_model(
-        capture,
+        program,
         model,
         leaves,
         base=known_kind(place, kind),

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from placer.autograd_graph import nodes_behind, nodes_of
-from placer.capture import Capture
 from placer.cost.record import last_readers, run_node, stand_in_loss
 from placer.precision import precision_context
 from placer.profiling.clocks import Clock, time_call
+from placer.program import Program
 from placer.simulation.optimizers import make_optimizer
 
 LOSS = "loss"
@@ -45,7 +45,7 @@ class NodeTimes:
 
 
 def measure_nodes(
-    capture: Capture,
+    program: Program,
     model: nn.Module,
     leaves: Sequence[Tensor],
     *,
@@ -59,20 +59,20 @@ def measure_nodes(
     placed_step: Callable[[], Any] | None = None,
     each_round: Callable[[int], None] = lambda _: None,
 ) -> NodeTimes:
-    """Run steps of ``capture`` with the weights of ``model``, which are on ``device`` like ``leaves``.
+    """Run steps of ``program`` with the weights of ``model``, which are on ``device`` like ``leaves``.
 
-    ``leaves`` are the tensors that the capture takes. ``model`` is trained by it (with a rate of 0, but
+    ``leaves`` are the tensors that the program takes. ``model`` is trained by it (with a rate of 0, but
     buffers change). ``placed_step`` runs forward and backward as they will be run: the nodes then add up
     to that. ``each_round`` hears the number of every round that has ended, the ``warm`` ones
     included, which do not count.
     """
-    constants = {name: t.to(device) for name, t in capture.constants.items()}
+    constants = {name: t.to(device) for name, t in program.constants.items()}
     context = partial(precision_context, precision, device.type)
     trained = [p for p in model.parameters() if p.requires_grad] if training else []
     step = make_optimizer(optimizer, trained)
     for group in step.param_groups:
         group["lr"] = 0.0
-    run = _Run(capture, model, constants, context, clock)
+    run = _Run(program, model, constants, context, clock)
     passes: list[Passes] = []
     whole: list[tuple[float, float, float]] = []
     placed: list[float] = []
@@ -117,15 +117,15 @@ class _Run:
 
     def __init__(
         self,
-        capture: Capture,
+        program: Program,
         model: nn.Module,
         constants: Mapping[str, Tensor],
         context: Callable[[], AbstractContextManager[Any]],
         clock: Clock,
     ) -> None:
-        self._capture, self._model, self._constants = capture, model, constants
+        self._capture, self._model, self._constants = program, model, constants
         self._context, self._clock = context, clock
-        self._dying = last_readers(capture.graph)
+        self._dying = last_readers(program.graph)
 
     def with_marks(self, leaves: Sequence[Tensor]) -> Passes:
         """Seconds of every node of one step, forward and backward."""

@@ -9,18 +9,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from placer.capture import Capture
 from placer.catalogue import DeviceKind, Profile
 from placer.cost import CostTable, device_type, estimate_costs, stand_in_loss
 from placer.emit import emit_stages, materialize
 from placer.errors import DeviceError
+from placer.executor.device_map import device_count, map_devices
+from placer.executor.module import PlacedModule
 from placer.partition.stage_cost.score import optimizer_passes
 from placer.planner.build import build_plan
 from placer.profiling.clocks import Clock, clock_for
 from placer.profiling.nodes import LOSS, NodeTimes, measure_nodes
+from placer.program import Program
 from placer.rates import Rates
-from placer.runtime.device_map import device_count, map_devices
-from placer.runtime.module import PlacedModule
 from placer.spec import PlacementSpec
 
 
@@ -34,7 +34,7 @@ class Measured:
 
 
 def profile_model(
-    capture: Capture,
+    program: Program,
     model: nn.Module,
     leaves: Sequence[Tensor],
     *,
@@ -55,7 +55,7 @@ def profile_model(
     try:
         twin = copy.deepcopy(model).to(place)
         inputs = [t.detach().to(place).requires_grad_(t.requires_grad) for t in leaves]
-        placed = _placed(capture, model, inputs, device, precision) if training else None
+        placed = _placed(program, model, inputs, device, precision) if training else None
 
         def placed_step() -> None:
             assert placed is not None
@@ -63,7 +63,7 @@ def profile_model(
             placed.zero_grad(set_to_none=True)
 
         times = measure_nodes(
-            capture,
+            program,
             twin,
             inputs,
             placed_step=None if placed is None else placed_step,
@@ -87,27 +87,27 @@ def profile_model(
             ) from error
         raise
     costs = estimate_costs(
-        capture, leaves, training=training, precision=precision, kernels=device_type(device)
+        program, leaves, training=training, precision=precision, kernels=device_type(device)
     )
     return Measured(
-        kind=_with_profile(base, capture, costs, times, precision), times=times, costs=costs
+        kind=_with_profile(base, program, costs, times, precision), times=times, costs=costs
     )
 
 
 def _placed(
-    capture: Capture, model: nn.Module, inputs: Sequence[Tensor], device: str, precision: str
+    program: Program, model: nn.Module, inputs: Sequence[Tensor], device: str, precision: str
 ) -> PlacedModule:
     """``model`` placed wholly on the device."""
     spec = PlacementSpec.model_validate({"devices": [device], "precision": precision})
-    plan = build_plan(capture, spec, inputs)
-    staged = emit_stages(capture, *plan.parts)
+    plan = build_plan(program, spec, inputs)
+    staged = emit_stages(program, *plan.parts)
     places = map_devices(plan, None)
     homes = {name: places[0][stage].device for name, stage in staged.state_stage.items()}
     return PlacedModule(materialize(model, homes), plan=plan, staged=staged, places=places)
 
 
 def _with_profile(
-    base: DeviceKind, capture: Capture, costs: CostTable, times: NodeTimes, precision: str
+    base: DeviceKind, program: Program, costs: CostTable, times: NodeTimes, precision: str
 ) -> DeviceKind:
     base = replace(base, profile=None)
     estimated = costs.work.seconds(base)
@@ -129,6 +129,6 @@ def _with_profile(
         base,
         rates=Rates(rates),
         profile=Profile(
-            fingerprint=capture.fingerprint, precision=precision, passes=(passes[0], passes[1])
+            fingerprint=program.fingerprint, precision=precision, passes=(passes[0], passes[1])
         ),
     )

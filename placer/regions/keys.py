@@ -9,39 +9,39 @@ from typing import TYPE_CHECKING
 from placer.regions.types import Region, RegionBoundaries, RegionKey
 
 if TYPE_CHECKING:
-    from placer.capture import Capture
+    from placer.program import Program
 
 Keys = tuple[RegionKey | None, ...]
 
 
-def region_keys(capture: Capture, recomputed: Collection[str], offloaded: Collection[str]) -> Keys:
-    """Per node of ``capture.order`` its key, or None if its saved activations are kept.
+def region_keys(program: Program, recomputed: Collection[str], offloaded: Collection[str]) -> Keys:
+    """Per node of ``program.order`` its key, or None if its saved activations are kept.
 
     ``recomputed`` and ``offloaded`` are paths of layers, with all layers inside them. Of layers inside
     each other, the outermost is one region.
     """
     keys: list[RegionKey | None] = []
-    for name in capture.order:
-        layer = capture.layer_of[name]
+    for name in program.order:
+        layer = program.layer_of[name]
         again, away = _outermost(layer, recomputed), _outermost(layer, offloaded)
         if again is None and away is None:
             keys.append(None)
             continue
         label = max(again or "", away or "", key=len)
         keys.append(RegionKey(label=label, recompute=again is not None, offload=away is not None))
-    return whole_groups(capture, keys)
+    return whole_groups(program, keys)
 
 
-def region_boundaries(capture: Capture) -> RegionBoundaries:
-    """Where regions of ``capture`` may begin and end, by the rules of `whole_groups`."""
-    groups, unsafe = _groups(capture)
+def region_boundaries(program: Program) -> RegionBoundaries:
+    """Where regions of ``program`` may begin and end, by the rules of `whole_groups`."""
+    groups, unsafe = _groups(program)
     split: dict[int, list[list[int]]] = {}  # position -> groups with nodes on both sides of it
     for group in groups:
         for i in range(min(group) + 1, max(group) + 1):
             split.setdefault(i, []).append(group)
-    cannot_end = _no_region_ends(capture)
+    cannot_end = _no_region_ends(program)
     return RegionBoundaries(
-        free=frozenset(range(len(capture.order))) - split.keys(),
+        free=frozenset(range(len(program.order))) - split.keys(),
         ending={
             i: min(min(group) for group in there)
             for i, there in split.items()
@@ -51,14 +51,14 @@ def region_boundaries(capture: Capture) -> RegionBoundaries:
     )
 
 
-def _no_region_ends(capture: Capture) -> Callable[[Sequence[int], int], bool]:
+def _no_region_ends(program: Program) -> Callable[[Sequence[int], int], bool]:
     """Per group and position: must no region end between the nodes of the group there?
 
     It must not if the group has a constant, or if nodes after the position write to parameters or
     buffers: the first nodes would read what was written when they are run again.
     """
-    writers = {i for i, name in enumerate(capture.order) if name in capture.mutated_state_of}
-    constants = {i for i, name in enumerate(capture.order) if name in capture.constants}
+    writers = {i for i, name in enumerate(program.order) if name in program.mutated_state_of}
+    constants = {i for i, name in enumerate(program.order) if name in program.constants}
 
     def cannot_end(group: Sequence[int], position: int) -> bool:
         return any(i in constants or (i >= position and i in writers) for i in group)
@@ -66,19 +66,19 @@ def _no_region_ends(capture: Capture) -> Callable[[Sequence[int], int], bool]:
     return cannot_end
 
 
-def _groups(capture: Capture) -> tuple[list[list[int]], set[int]]:
+def _groups(program: Program) -> tuple[list[list[int]], set[int]]:
     """Groups of nodes that share written memory, and the nodes of the groups that read an input."""
-    position = {name: i for i, name in enumerate(capture.order)}
-    nodes = {node.name: node for node in capture.graph.nodes}
-    inputs = {node.name for node in capture.graph.nodes if node.op == "placeholder"}
+    position = {name: i for i, name in enumerate(program.order)}
+    nodes = {node.name: node for node in program.graph.nodes}
+    inputs = {node.name for node in program.graph.nodes if node.op == "placeholder"}
     unsafe: set[int] = set()
-    for names in capture.together:
+    for names in program.together:
         if any(source.name in inputs for n in names for source in nodes[n].all_input_nodes):
             unsafe |= {position[name] for name in names}
-    return [[position[name] for name in group] for group in capture.together], unsafe
+    return [[position[name] for name in group] for group in program.together], unsafe
 
 
-def whole_groups(capture: Capture, keys: Sequence[RegionKey | None]) -> Keys:
+def whole_groups(program: Program, keys: Sequence[RegionKey | None]) -> Keys:
     """``keys`` with None for nodes that cannot be in a region without the others of their group.
 
     The nodes of a group share memory that one of them writes. A region with only some of them would
@@ -88,8 +88,8 @@ def whole_groups(capture: Capture, keys: Sequence[RegionKey | None]) -> Keys:
     when it is run again (a ``BatchNorm`` in it, and an in-place ``ReLU`` after it). A group that reads
     the model's inputs is in no region, since it may write to them.
     """
-    groups, unsafe = _groups(capture)
-    cannot_end = _no_region_ends(capture)
+    groups, unsafe = _groups(program)
+    cannot_end = _no_region_ends(program)
     found = [None if i in unsafe else key for i, key in enumerate(keys)]
     while True:
         runs = list(accumulate(i == 0 or key != found[i - 1] for i, key in enumerate(found)))

@@ -32,7 +32,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionBoundaries:
-    """Positions of nodes, in the capture's order, before which regions may begin or end.
+    """Positions of nodes, in the program's order, before which regions may begin or end.
 
     Before those in ``free`` they may begin and end. Before a position in ``ending`` a recomputed region
     may end, if it begins at the position given there or earlier, and if nothing from there to the next

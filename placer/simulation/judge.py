@@ -9,11 +9,11 @@ from functools import partial
 
 from torch import Tensor
 
-from placer.capture import Capture
 from placer.cost import CostEstimates
 from placer.partition import TableCache
 from placer.plan.types import DevicePeak, Plan, StageMemory
 from placer.planner.build import PlanMaker, build_plan
+from placer.program import Program
 from placer.simulation.ranks import rank_timelines
 from placer.simulation.simulate import simulate_steps
 from placer.simulation.usage import DeviceTimeline, comfortable_nbytes, device_timeline, measure
@@ -55,14 +55,14 @@ class Planner:
 
     def __init__(
         self,
-        capture: Capture,
+        program: Program,
         inputs: Sequence[Tensor],
         *,
         processes: bool = False,
         judged: bool = True,
     ) -> None:
-        self.costs = CostEstimates(capture)
-        self._capture, self._inputs = capture, inputs
+        self.costs = CostEstimates(program)
+        self._capture, self._inputs = program, inputs
         self._processes, self._judged = processes, judged
         self._tables = TableCache()
         self._runs: list[tuple[Plan, _DryRun]] = []
@@ -149,12 +149,12 @@ class Planner:
 
     def _dry_run(self, plan: Plan) -> _DryRun:
         """The dry run of ``plan``, which is made once."""
-        program = _without_costs(plan)
+        key = _without_costs(plan)
         for known, run in self._runs:
-            if known == program:
+            if known == key:
                 return run
         run = self._new_dry_run(plan)
-        self._runs.append((program, run))
+        self._runs.append((key, run))
         return run
 
     def _new_dry_run(self, plan: Plan) -> _DryRun:
@@ -176,9 +176,9 @@ class _DryRun:
         return tuple(measure(*pair) for pair in zip(devices, self.found, strict=True))
 
 
-def plan_maker(capture: Capture, inputs: Sequence[Tensor], *, processes: bool = False) -> PlanMaker:
+def plan_maker(program: Program, inputs: Sequence[Tensor], *, processes: bool = False) -> PlanMaker:
     """How specs for this model and these inputs are planned; see `Planner`."""
-    return Planner(capture, inputs, processes=processes)
+    return Planner(program, inputs, processes=processes)
 
 
 def _corrections(

@@ -24,8 +24,8 @@ from placer.cost import (
     workspace_nbytes,
 )
 from placer.errors import DeviceError
+from placer.executor.place import CALLER, Place, current_place
 from placer.operands import tensors_in
-from placer.runtime.place import CALLER, Place, current_place
 from placer.timeline import Block, Recorder, Timeline, Where
 
 

@@ -10,21 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from placer.capture import Capture, FakeWorld
 from placer.cost import device_type, stand_in_loss, updates_together
 from placer.emit import StagedModel, emit_stages
+from placer.executor.attribution import Attribution
+from placer.executor.distributed.crossings import CrossingFinder, Crossings
+from placer.executor.distributed.gradients import GradientReducer, find_shared
+from placer.executor.distributed.job import Job, RankAssignment, assign_rank
+from placer.executor.distributed.ownership import build_part, find_ownership
+from placer.executor.distributed.pipeline import Microbatch, Pipeline
+from placer.executor.distributed.transport import NoChannel
+from placer.executor.place import CALLER, Place
+from placer.executor.replica import Replica
+from placer.executor.scatter import cut_batch
+from placer.executor.statistics import DeferredStatistics, defers_statistics
 from placer.plan.types import Plan
-from placer.runtime.attribution import Attribution
-from placer.runtime.distributed.crossings import CrossingFinder, Crossings
-from placer.runtime.distributed.gradients import GradientReducer, find_shared
-from placer.runtime.distributed.job import Job, RankAssignment, assign_rank
-from placer.runtime.distributed.ownership import build_part, find_ownership
-from placer.runtime.distributed.pipeline import Microbatch, Pipeline
-from placer.runtime.distributed.transport import NoChannel
-from placer.runtime.place import CALLER, Place
-from placer.runtime.replica import Replica
-from placer.runtime.scatter import cut_batch
-from placer.runtime.statistics import DeferredStatistics, defers_statistics
+from placer.program import FakeWorld, Program
 from placer.simulation.ledger import Ledger
 from placer.simulation.optimizers import make_optimizer
 from placer.simulation.simulate import describe_device, running_kernels
@@ -82,7 +82,7 @@ class RankLedger(Ledger):
 
 
 def simulate_ranks(
-    capture: Capture,
+    program: Program,
     plan: Plan,
     inputs: Sequence[Tensor],
     *,
@@ -96,7 +96,7 @@ def simulate_ranks(
     of a split backward, the buckets in which replicas sum their gradients) is in it.
     """
     devices = {device.device: device for device in plan.devices}
-    found = rank_timelines(capture, plan, inputs, loss_fn=loss_fn, run_on=run_on)
+    found = rank_timelines(program, plan, inputs, loss_fn=loss_fn, run_on=run_on)
     return SimulationReport(
         devices=tuple(describe_device(devices[name], run, run_on=run_on) for name, run in found),
         step_ok=True,
@@ -104,7 +104,7 @@ def simulate_ranks(
 
 
 def rank_timelines(
-    capture: Capture,
+    program: Program,
     plan: Plan,
     inputs: Sequence[Tensor],
     *,
@@ -112,13 +112,13 @@ def rank_timelines(
     run_on: str | None = None,
 ) -> Iterator[tuple[str, DeviceTimeline]]:
     """For every device of the first replica its name, and what its process is given."""
-    staged = emit_stages(capture, *plan.parts)
+    staged = emit_stages(program, *plan.parts)
     names = list(dict.fromkeys(stage.devices[0] for stage in plan.stages))
     for index, name in enumerate(names):
         job = Job(rank=index, world_size=plan.replicas * len(names), local_rank=0)
         assignment = assign_rank(plan, job)
         ledger = _simulate_rank(
-            capture,
+            program,
             plan,
             staged,
             assignment,
@@ -131,7 +131,7 @@ def rank_timelines(
 
 
 def _simulate_rank(
-    capture: Capture,
+    program: Program,
     plan: Plan,
     staged: StagedModel,
     assignment: RankAssignment,
@@ -143,13 +143,13 @@ def _simulate_rank(
 ) -> RankLedger:
     """So many steps of the rank that has ``assignment``, with the kernels of the device ``name``."""
     world = FakeWorld()
-    fake_model = world.module(capture.model)
+    fake_model = world.module(program.model)
     leaves = [world.tensor(tensor) for tensor in inputs]
     ownership = find_ownership(fake_model, staged, assignment.num_devices)
-    finder = CrossingFinder(capture.model, plan, staged, _CPU)
-    attribution = Attribution(staged.stages, capture.layer_of)
+    finder = CrossingFinder(program.model, plan, staged, _CPU)
+    attribution = Attribution(staged.stages, program.layer_of)
     ledger = RankLedger(attribution.where, kernels=lambda _: device_type(name))
-    with world.running(capture.conditions.guess):
+    with world.running(program.conditions.guess):
         part = build_part(fake_model, staged, ownership, assignment.device_index, _CPU)
         finder.follow(part)
         batch = cut_batch(

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from placer.capture import Capture, FakeWorld
-from placer.capture.call import placeholder_names
 from placer.cost import device_kernels, device_type, stand_in_loss, updates_together
 from placer.emit import StagedModel, emit_stages, materialize
+from placer.executor.attribution import Attribution
+from placer.executor.module import PlacedModule
+from placer.executor.place import CALLER, HOST, Place, current_place, on
 from placer.plan.types import DevicePeak, Plan
-from placer.runtime.attribution import Attribution
-from placer.runtime.module import PlacedModule
-from placer.runtime.place import CALLER, HOST, Place, current_place, on
+from placer.program import FakeWorld, Program
+from placer.program.call import placeholder_names
 from placer.simulation.ledger import Ledger
 from placer.simulation.optimizers import make_optimizer
 from placer.simulation.types import DeviceSimulation, SimulationReport
@@ -29,7 +29,7 @@ _LARGEST_SHOWN = 10
 
 
 def simulate_plan(
-    capture: Capture,
+    program: Program,
     plan: Plan,
     inputs: Sequence[Tensor],
     *,
@@ -38,14 +38,14 @@ def simulate_plan(
 ) -> SimulationReport:
     """Run the plan's training step a few times on simulated devices and report every device's peak.
 
-    ``inputs`` are the tensors of the whole batch, flattened as the capture has them, on any device.
+    ``inputs`` are the tensors of the whole batch, flattened as the program has them, on any device.
     From the second step on the optimizer's state exists, and torch's allocator has its cache.
     ``loss_fn(output)`` gives the loss of one micro-batch; by default a stand-in that needs gradients of
     the size of the outputs.
     Every stage runs its device's kernels; with ``run_on`` all run that device's, as they do after
     ``placer.compile(…, run_on="cpu")``. Raises ``DeviceError`` when an operation would mix devices.
     """
-    timeline = _run(capture, plan, inputs, loss_fn=loss_fn, run_on=run_on)
+    timeline = _run(program, plan, inputs, loss_fn=loss_fn, run_on=run_on)
     return SimulationReport(
         devices=tuple(
             describe_device(each, device_timeline(timeline, each.device), run_on=run_on)
@@ -55,7 +55,7 @@ def simulate_plan(
     )
 
 
-def simulate_steps(capture: Capture, plan: Plan, inputs: Sequence[Tensor]) -> Timeline:
+def simulate_steps(program: Program, plan: Plan, inputs: Sequence[Tensor]) -> Timeline:
     """The timeline of the plan's first steps on all its devices, in less time than `simulate_plan`.
 
     One forward and backward is run; later steps differ from the first by the optimizer, which makes its
@@ -63,11 +63,11 @@ def simulate_steps(capture: Capture, plan: Plan, inputs: Sequence[Tensor]) -> Ti
     copies, inputs keep their gradients), every step is run.
     """
     plain = plan.replicas == 1 and not any(leaf.requires_grad for leaf in inputs)
-    return _run(capture, plan, inputs, once=plain and plan.training)
+    return _run(program, plan, inputs, once=plain and plan.training)
 
 
 def _run(
-    capture: Capture,
+    program: Program,
     plan: Plan,
     inputs: Sequence[Tensor],
     *,
@@ -80,18 +80,18 @@ def _run(
     With ``once`` the first step is recorded, and what follows is made of it.
     """
     world = FakeWorld()
-    fake_model = world.module(capture.model)
+    fake_model = world.module(program.model)
     leaves = [world.tensor(t) for t in inputs]
     cpu = torch.device("cpu")
     rows = [[Place(stage.devices[r], cpu) for stage in plan.stages] for r in range(plan.replicas)]
-    staged = emit_stages(capture, *plan.parts)
-    watch = _StepWatch(Attribution(staged.stages, capture.layer_of))
+    staged = emit_stages(program, *plan.parts)
+    watch = _StepWatch(Attribution(staged.stages, program.layer_of))
     ledger = Ledger(watch.where, kernels=lambda place: device_type(run_on or place))
-    with world.running(capture.conditions.guess):
+    with world.running(program.conditions.guess):
         model = materialize(fake_model, dict.fromkeys(staged.state_stage, cpu))
         placed = PlacedModule(model, plan=plan, staged=staged, places=rows)
         _count_state(ledger, placed, staged, rows[0])
-        for leaf, name in zip(leaves, placeholder_names(capture.call), strict=True):
+        for leaf, name in zip(leaves, placeholder_names(program.call), strict=True):
             ledger.add(leaf, CALLER, kind="input", name=name, layer="")
         with ledger, running_kernels(plan, run_on):
             if not plan.training:

@@ -20,18 +20,18 @@ from benchmarks.baselines import (
     one_order,
     plan_placement,
 )
-from placer.capture import Capture, capture_model
 from placer.cost import CostTable, device_kind, estimate_costs
 from placer.partition import DeviceSlot, PlanningOptions
+from placer.program import Program, capture_model
 from placer.simulation import simulate_plan
 from placer.spec import PlacementSpec
 
-Subject = tuple[Capture, CostTable, torch.Tensor]
+Subject = tuple[Program, CostTable, torch.Tensor]
 
 
 def subject(model: nn.Module, x: torch.Tensor) -> Subject:
-    capture = capture_model(model, (x,))
-    return capture, estimate_costs(capture, [x], kernels="cuda"), x
+    program = capture_model(model, (x,))
+    return program, estimate_costs(program, [x], kernels="cuda"), x
 
 
 @pytest.fixture(scope="module")
@@ -49,21 +49,21 @@ def wide_end() -> Subject:
 
 
 def test_layers_are_counted_and_parameters_weighed(wide_end: Subject) -> None:
-    capture, costs, _ = wide_end
-    assert [len(names) for names in layer_chain(capture)] == [1, 1, 1, 1]
-    assert list(equal_layer_counts(capture, costs, 2).values()) == [0, 0, 1, 1]
-    assert list(equal_parameters(capture, costs, 2).values()) == [0, 0, 0, 1]
+    program, costs, _ = wide_end
+    assert [len(names) for names in layer_chain(program)] == [1, 1, 1, 1]
+    assert list(equal_layer_counts(program, costs, 2).values()) == [0, 0, 1, 1]
+    assert list(equal_parameters(program, costs, 2).values()) == [0, 0, 0, 1]
     # Blocks may differ by the largest size, which is the last layer's: torchgpipe stops at once.
-    assert list(balance_by_size(capture, costs, 2).values()) == [0, 0, 1, 1]
+    assert list(balance_by_size(program, costs, 2).values()) == [0, 0, 1, 1]
 
 
 def test_sizes_move_the_boundary_towards_the_end_that_weighs_more() -> None:
     with torch.device("meta"):
         widths = [4] * 9 + [64] * 4
         model = nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(widths)))
-        capture, costs, _ = subject(model, torch.empty(2, 4))
-    assert sum(device == 0 for device in equal_layer_counts(capture, costs, 2).values()) == 6
-    assert sum(device == 0 for device in balance_by_size(capture, costs, 2).values()) == 10
+        program, costs, _ = subject(model, torch.empty(2, 4))
+    assert sum(device == 0 for device in equal_layer_counts(program, costs, 2).values()) == 6
+    assert sum(device == 0 for device in balance_by_size(program, costs, 2).values()) == 10
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
@@ -78,35 +78,35 @@ def test_blocks_differ_by_at_most_the_largest_size(k: int) -> None:
 
 @pytest.mark.parametrize("name", RIVALS)
 def test_every_rival_makes_a_plan_that_runs_as_it_says(unet: Subject, name: str) -> None:
-    capture, costs, x = unet
+    program, costs, x = unet
     spec = PlacementSpec.model_validate({"devices": ["cuda:0", "cuda:1", "cuda:2"]})
-    placement = RIVALS[name](capture, costs, 3)
-    assert set(placement) == set(capture.order)
-    plan = plan_placement(capture, spec, [x], placement)
+    placement = RIVALS[name](program, costs, 3)
+    assert set(placement) == set(program.order)
+    plan = plan_placement(program, spec, [x], placement)
     device_of = {node: stage.devices[0] for stage in plan.stages for node in stage.nodes}
     moved = {n for n, device in placement.items() if device_of[n] != f"cuda:{device}"}
-    together = {node for group in capture.together for node in group}
+    together = {node for group in program.together for node in group}
     assert moved <= together
     assert {d.device for d in plan.devices} == set(device_of.values())
-    for device in simulate_plan(capture, plan, [x]).devices:
+    for device in simulate_plan(program, plan, [x]).devices:
         assert device.peak <= device.predicted * 1.01
 
 
 def test_a_split_by_hand_takes_along_what_runs_between_its_layers(unet: Subject) -> None:
-    capture, _, _ = unet
+    program, _, _ = unet
     layers = {"encoder": 0, "bottleneck": 0, "upsample": 1, "decoder": 1, "head": 1}
-    placement = hand_split(capture, layers)
+    placement = hand_split(program, layers)
     assert placement["encoder_0_0"] == placement["pool"] == 0  # pool is named by no pattern
     assert placement["head"] == placement["cat"] == placement["cat_1"] == 1
     with pytest.raises(ValueError, match="nothing"):
-        hand_split(capture, {**layers, "nothing": 1})
+        hand_split(program, {**layers, "nothing": 1})
 
 
 def test_one_order_takes_any_seed(unet: Subject) -> None:
-    capture, costs, _ = unet
+    program, costs, _ = unet
     slots = [
         DeviceSlot(name=f"cuda:{i}", kind=device_kind(f"cuda:{i}", None), budget=None, reserve=0)
         for i in range(2)
     ]
-    placement = one_order(capture, costs, slots, PlanningOptions(objective="memory"), seed=7)
-    assert set(placement) == set(capture.order)
+    placement = one_order(program, costs, slots, PlanningOptions(objective="memory"), seed=7)
+    assert set(placement) == set(program.order)

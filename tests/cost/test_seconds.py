@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import placer
-from placer.capture import capture_model, flatten_call
 from placer.catalogue import CATALOGUE
 from placer.cost import CostTable, Work, estimate_costs, with_fewer_rows, with_regions
 from placer.cost.operations import Operation
 from placer.partition.stage_cost.score import stage_seconds, unit_seconds
 from placer.partition.stage_cost.tables import build_tables
+from placer.program import capture_model, flatten_call
 from placer.rates import CLASSES, DTYPES, Rate, Rates
 from placer.regions import RegionKey
 
@@ -23,9 +23,9 @@ H100 = CATALOGUE["h100"]
 
 
 def _costs(model: nn.Module, *args: Tensor, precision: str = "fp32") -> CostTable:
-    capture = capture_model(model, args)
-    leaves = flatten_call(capture.call, args, {})
-    return estimate_costs(capture, leaves, precision=precision, kernels="cuda")
+    program = capture_model(model, args)
+    leaves = flatten_call(program.call, args, {})
+    return estimate_costs(program, leaves, precision=precision, kernels="cuda")
 
 
 def _names(costs: CostTable, way: str) -> list[str]:

@@ -15,8 +15,8 @@ from jobs import TIMEOUT_SECONDS, Job
 from torch import nn
 
 import placer
-from placer.runtime.distributed import failure_broadcast
-from placer.runtime.distributed.job import find_job
+from placer.executor.distributed import failure_broadcast
+from placer.executor.distributed.job import find_job
 
 SPLIT = "InterleavedZeroBubble"
 

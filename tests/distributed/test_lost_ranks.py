@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import placer
-from placer.runtime.distributed import failure_broadcast
+from placer.executor.distributed import failure_broadcast
 
 
 @pytest.mark.parametrize("rank", [0, 3])

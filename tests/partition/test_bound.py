@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from unet3d import unet3d
 
 import placer
-from placer.capture import Capture, capture_model
 from placer.partition import choose
 from placer.partition.bound import least_peak
 from placer.planner.build import build_plan
+from placer.program import Program, capture_model
 from placer.spec import PlacementSpec
 
 _WIDTH = 16
@@ -101,7 +101,7 @@ def cases(draw: Any) -> tuple[nn.Module, dict[str, Any], list[int]]:
     return model, spec, homes
 
 
-def _bound(capture: Capture, spec: PlacementSpec, x: Tensor) -> float:
+def _bound(program: Program, spec: PlacementSpec, x: Tensor) -> float:
     """What the planner takes for the bound where no layer is pinned, before it is cut to its answer."""
     found = []
 
@@ -110,7 +110,7 @@ def _bound(capture: Capture, spec: PlacementSpec, x: Tensor) -> float:
         return found[-1]
 
     with mock.patch.object(choose, "least_peak", watched):
-        build_plan(capture, spec, [x])
+        build_plan(program, spec, [x])
     return found[-1] if found else 0.0
 
 
@@ -120,12 +120,12 @@ def test_no_placement_is_below_the_bound(case: tuple[nn.Module, dict[str, Any], 
     """Nodes anywhere: devices come again, in any order; what the bound says is below all peaks."""
     model, spec_data, homes = case
     spec, x = PlacementSpec(**spec_data), torch.randn(6, _WIDTH)
-    capture = capture_model(model, (x,))
-    bound = _bound(capture, spec, x)
+    program = capture_model(model, (x,))
+    bound = _bound(program, spec, x)
     names = [device.name for device in spec.devices]
-    pins = {node: names[homes[i % len(homes)]] for i, node in enumerate(capture.order)}
+    pins = {node: names[homes[i % len(homes)]] for i, node in enumerate(program.order)}
     for chosen in ({}, pins):
-        plan = build_plan(capture, spec, [x], pins=chosen)
+        plan = build_plan(program, spec, [x], pins=chosen)
         assert plan.optimality is not None
         assert plan.optimality.value >= bound * (1 - 1e-9)
 

@@ -15,10 +15,10 @@ from torch import nn
 from unet3d import unet3d
 
 import placer
-from placer.capture import capture_model
 from placer.partition import choose
 from placer.partition.assignment import improved_devices, nested_devices, spans_of
 from placer.partition.stage_cost.shared import SharedPeaks
+from placer.program import capture_model
 
 DEVICES = ["cpu:0", "cpu:1", "cpu:2"]
 

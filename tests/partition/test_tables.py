@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from unet3d import unet3d
 
 import placer
-from placer.capture import capture_model
 from placer.cost import estimate_costs
 from placer.partition import DeviceSlot, choose_partition, rate_partition
 from placer.partition.stage_cost.pending_gradients import IntervalCorrection, largest_up_to
 from placer.planner.devices import device_slot
 from placer.planner.resolve import planning_options
+from placer.program import capture_model
 
 WIDTH = 9
 
@@ -79,13 +79,13 @@ def test_stages_cost_what_they_did_when_they_were_chosen(
     spec = placer.load_spec(
         {"devices": ["cuda:0", "cuda:1", "cuda:2"], "objective": "memory", "schedule": "1F1B"}
     )
-    capture = capture_model(model, (x,))
+    program = capture_model(model, (x,))
     rows = x[: 4 // microbatches]
-    costs = estimate_costs(capture, [rows], kernels="cuda")
+    costs = estimate_costs(program, [rows], kernels="cuda")
     options = planning_options(spec, [len(rows)] * microbatches, processes=processes)
     slots: list[DeviceSlot] = [device_slot(device, spec) for device in spec.devices]
-    chosen = choose_partition(capture, costs, slots, {}, options)
-    rated = rate_partition(capture, costs, chosen.placed, options)
+    chosen = choose_partition(program, costs, slots, {}, options)
+    rated = rate_partition(program, costs, chosen.placed, options)
     assert rated.stages == chosen.stages
     assert rated.peaks == chosen.peaks
     assert (rated.fits, rated.seconds) == (chosen.fits, chosen.seconds)

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 import placer
-from placer.capture import capture_model
 from placer.errors import PlacerError, PlanError
 from placer.plan.check import check_plan
 from placer.plan.store import plan_from_json, plan_to_json
+from placer.program import capture_model
 
 
 class Net(nn.Module):
@@ -96,8 +96,8 @@ def test_a_spoilt_plan_is_refused_or_places_the_model(
     data: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = Net()
-    capture = capture_model(model, (X,))
-    monkeypatch.setattr("placer.api.capture_model", lambda *args, **kwargs: capture)
+    program = capture_model(model, (X,))
+    monkeypatch.setattr("placer.api.capture_model", lambda *args, **kwargs: program)
     count = refused = 0
     for what, spoilt in _mutations(data):
         count += 1
@@ -121,14 +121,14 @@ def test_a_spoilt_plan_is_refused_or_places_the_model(
 def test_stages_in_an_order_that_would_compute_something_else_are_refused(
     data: dict[str, Any],
 ) -> None:
-    capture = capture_model(Net(), (X,))
+    program = capture_model(Net(), (X,))
     plan = plan_from_json(data)
-    check_plan(plan, capture)
+    check_plan(plan, program)
     nodes = [list(stage.nodes) for stage in plan.stages]
     ordered = [name for names in nodes for name in names]
-    draws = [name for name in ordered if name in capture.draws]
-    assert len(draws) == 2 and capture.together
-    for first, second in [draws, capture.together[0][:2]]:
+    draws = [name for name in ordered if name in program.draws]
+    assert len(draws) == 2 and program.together
+    for first, second in [draws, program.together[0][:2]]:
         spoilt = copy.deepcopy(data)
         for stage in spoilt["stages"]:
             swap = {first: second, second: first}
@@ -136,7 +136,7 @@ def test_stages_in_an_order_that_would_compute_something_else_are_refused(
             stage["regions"] = []
         spoilt["transfers"], spoilt["boundaries"] = [], []
         with pytest.raises(PlanError, match=r"comes before|one stage"):
-            check_plan(plan_from_json(spoilt), capture)
+            check_plan(plan_from_json(spoilt), program)
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ import torch
 from unet3d import unet3d
 
 import placer
-from placer.capture import capture_model
 from placer.cost import CostEstimates, estimate, with_fewer_rows
 from placer.planner.remedies import memory_needed, misfit_error
+from placer.program import capture_model
 from placer.simulation import judge
 from placer.simulation.judge import Planner
 
@@ -43,13 +43,13 @@ def _spec(memory: int, **fields: Any) -> placer.PlacementSpec:
 
 
 def test_all_remedies_of_a_misfit_take_few_runs(runs: Counter[str]) -> None:
-    capture = capture_model(MODEL, (X,))
-    peak = max(d.peak for d in Planner(capture, [X])(_spec(2**40, objective="memory")).devices)
+    program = capture_model(MODEL, (X,))
+    peak = max(d.peak for d in Planner(program, [X])(_spec(2**40, objective="memory")).devices)
     runs.clear()
-    make = Planner(capture, [X])
+    make = Planner(program, [X])
     spec = _spec(int(0.7 * peak))
     plan = make(spec)
-    error = misfit_error(capture, spec, [X], plan, make)
+    error = misfit_error(program, spec, [X], plan, make)
     assert not plan.fits
     fitting = " ".join(tried.change for tried in error.tried if tried.fits)
     assert "microbatches" in fitting and "checkpoint" in fitting and "add " in fitting
@@ -62,9 +62,9 @@ def test_all_remedies_of_a_misfit_take_few_runs(runs: Counter[str]) -> None:
 
 
 def test_a_plan_is_dry_run_once(runs: Counter[str]) -> None:
-    capture = capture_model(MODEL, (X,))
-    peak = max(d.peak for d in Planner(capture, [X])(_spec(2**40, objective="memory")).devices)
-    make = Planner(capture, [X])
+    program = capture_model(MODEL, (X,))
+    peak = max(d.peak for d in Planner(program, [X])(_spec(2**40, objective="memory")).devices)
+    make = Planner(program, [X])
     runs.clear()
     first = make(_spec(int(1.05 * peak), objective="memory"))
     again = make(_spec(int(1.06 * peak), objective="memory"))
@@ -80,8 +80,8 @@ def test_what_is_offloaded_is_run_for_only_where_something_is(runs: Counter[str]
 
 @pytest.mark.parametrize("rows", [1, 2, 4])
 def test_the_guessed_costs_of_fewer_rows_are_a_little_below_a_run_s(rows: int) -> None:
-    capture = capture_model(MODEL, (X,))
-    exact = CostEstimates(capture)
+    program = capture_model(MODEL, (X,))
+    exact = CostEstimates(program)
     whole, few = exact([X], kernels="cuda"), exact([X[:rows]], kernels="cuda")
     guess = with_fewer_rows(whole, rows / len(X))
     saved = [sum(v.nbytes for v in costs.values) for costs in (guess, few)]

@@ -14,8 +14,8 @@ from models import ConvNet
 from unet3d import unet3d
 
 import placer
-from placer.capture import capture_model
 from placer.planner.remedies import memory_needed
+from placer.program import capture_model
 from placer.simulation.judge import plan_maker
 
 MODEL = unet3d(width=4, depth=3)

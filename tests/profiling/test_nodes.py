@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import placer
-from placer.capture import Capture, capture_model, flatten_call
 from placer.catalogue import CATALOGUE
 from placer.cost import estimate_costs
 from placer.errors import PlacerError, SpecError
 from placer.kindfile import find_kind, kind_to_json, save_kind
 from placer.profiling import NodeTimes, measure_nodes, profile_model
 from placer.profiling.clocks import HostClock
+from placer.program import Program, capture_model, flatten_call
 
 SECONDS = {"addmm": 5.0, "mm": 7.0, "relu": 2.0, "threshold_backward": 3.0, "_foreach_add_": 0.0}
 
@@ -52,15 +52,15 @@ def passing() -> Iterator[Passing]:
         yield mode
 
 
-def _captured(model: nn.Module, x: Tensor) -> tuple[Capture, list[Tensor]]:
-    capture = capture_model(model, (x,))
-    return capture, flatten_call(capture.call, (x,), {})
+def _captured(model: nn.Module, x: Tensor) -> tuple[Program, list[Tensor]]:
+    program = capture_model(model, (x,))
+    return program, flatten_call(program.call, (x,), {})
 
 
 def _measured(model: nn.Module, x: Tensor, passing: Passing) -> NodeTimes:
-    capture, leaves = _captured(model, x)
+    program, leaves = _captured(model, x)
     return measure_nodes(
-        capture, model, leaves,
+        program, model, leaves,
         device=torch.device("cpu"), clock=HostClock(lambda: passing.now), rounds=3, warm=1,
     )  # fmt: skip
 
@@ -76,14 +76,14 @@ def test_every_node_has_its_own_time(passing: Passing) -> None:
 def test_marks_cost_nothing(passing: Passing) -> None:
     """A clock that is slow to read: the nodes still add up to a step without marks."""
     model, x = Net(), torch.randn(16, 8)
-    capture, leaves = _captured(model, x)
+    program, leaves = _captured(model, x)
 
     def now() -> float:
         passing.now += 1.0
         return passing.now
 
     times = measure_nodes(
-        capture, model, leaves, device=torch.device("cpu"), clock=HostClock(now), rounds=2, warm=1
+        program, model, leaves, device=torch.device("cpu"), clock=HostClock(now), rounds=2, warm=1
     )
     assert sum(times.forward.values()) == pytest.approx(12 + 1)  # read once at its end
     assert sum(times.backward.values()) == pytest.approx(24 + 1)
@@ -92,8 +92,8 @@ def test_marks_cost_nothing(passing: Passing) -> None:
 def test_the_model_is_left_alone(passing: Passing) -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), torch.randn(8, 4)
     before = {name: t.clone() for name, t in model.state_dict().items()}
-    capture, leaves = _captured(model, x)
-    profile_model(capture, model, leaves, base=CATALOGUE["cpu"], rounds=1)
+    program, leaves = _captured(model, x)
+    profile_model(program, model, leaves, base=CATALOGUE["cpu"], rounds=1)
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
 
@@ -102,9 +102,9 @@ def test_the_model_is_left_alone(passing: Passing) -> None:
 def saved(passing: Passing, tmp_path: Path) -> str:
     """The file of a profile of `Net` for 16 rows."""
     model = Net()
-    capture, leaves = _captured(model, torch.randn(16, 8))
+    program, leaves = _captured(model, torch.randn(16, 8))
     found = profile_model(
-        capture, model, leaves,
+        program, model, leaves,
         base=CATALOGUE["cpu"], clock=HostClock(lambda: passing.now), rounds=1,
     )  # fmt: skip
     path = tmp_path / "profile.json"
@@ -134,8 +134,8 @@ def test_other_batches_take_as_much_longer_as_their_estimates(saved: str) -> Non
     )
     assert 1.5 * whole < twice < 2 * whole  # weights are read once
     kind, x = find_kind(saved), torch.randn(16, 8)
-    capture, leaves = _captured(Net(), x)
-    costs = estimate_costs(capture, leaves, kernels="cpu")
+    program, leaves = _captured(Net(), x)
+    costs = estimate_costs(program, leaves, kernels="cpu")
     measured = costs.work.seconds(kind).forward.device
     estimated = costs.work.seconds(replace(kind, profile=None)).forward.device
     assert measured[:3] == pytest.approx([5, 2, 5])

@@ -17,7 +17,6 @@ from torch import nn
 from unet3d import unet3d
 
 import placer
-from placer.capture import capture_model
 from placer.cost import device_kind, estimate_costs, with_regions
 from placer.partition.policy.cheapest import choose_stage_policy, keys_of
 from placer.partition.policy.least import least_extra_seconds
@@ -26,6 +25,7 @@ from placer.partition.policy.types import Policy, StageLimits
 from placer.partition.stage_cost.score import optimizer_bytes, peak_bytes
 from placer.partition.stage_cost.tables import build_tables
 from placer.planner import activation_policy
+from placer.program import capture_model
 from placer.regions import RegionBoundaries
 from placer.schedule import InFlight
 
@@ -170,10 +170,10 @@ def _everywhere(n: int) -> RegionBoundaries:
 def test_the_choice_is_the_best_of_all(share: float) -> None:
     """Against every way to cut the chain into kept and recomputed runs, judged by the formula."""
     model, args = _chain()
-    capture = capture_model(model, args, {})
-    costs = estimate_costs(capture, args)
+    program = capture_model(model, args, {})
+    costs = estimate_costs(program, args)
     n = len(costs.names)
-    layers = [capture.layer_of[name] for name in costs.names]
+    layers = [program.layer_of[name] for name in costs.names]
     kind = device_kind("cuda:0", "a100")
     kept = optimizer_bytes("sgd")
 

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 
 import placer
-from placer.capture import Capture, capture_model
+from placer.program import Program, capture_model
 from placer.regions import region_keys
 
 
-def _labels(capture: Capture, *layers: str) -> dict[str, str]:
+def _labels(program: Program, *layers: str) -> dict[str, str]:
     """Node -> the label of its region, for regions of ``layers`` and all below them."""
-    below = {p for p, _ in capture.model.named_modules() if any(_in(p, layer) for layer in layers)}
-    keys = region_keys(capture, below, ())
-    return {n: key.label for n, key in zip(capture.order, keys, strict=True) if key is not None}
+    below = {p for p, _ in program.model.named_modules() if any(_in(p, layer) for layer in layers)}
+    keys = region_keys(program, below, ())
+    return {n: key.label for n, key in zip(program.order, keys, strict=True) if key is not None}
 
 
 def _in(path: str, layer: str) -> bool:
@@ -24,23 +24,23 @@ def _in(path: str, layer: str) -> bool:
 
 
 def test_the_outermost_layer_is_the_region() -> None:
-    capture = capture_model(models.TiedTransformer(), (torch.randint(0, 17, (2, 6)),), {})
-    assert set(_labels(capture, "blocks").values()) == {"blocks"}
-    assert set(_labels(capture, "blocks.0", "blocks.1").values()) == {"blocks.0", "blocks.1"}
+    program = capture_model(models.TiedTransformer(), (torch.randint(0, 17, (2, 6)),), {})
+    assert set(_labels(program, "blocks").values()) == {"blocks"}
+    assert set(_labels(program, "blocks.0", "blocks.1").values()) == {"blocks.0", "blocks.1"}
 
 
 def test_a_write_may_follow_the_region_that_made_the_memory_but_not_begin_one() -> None:
     """bn's result is written to by relu: run again, bn makes it anew, and relu would read what it wrote."""
-    capture = capture_model(models.InPlace(), (torch.randn(2, 2, 5, 5),), {})
-    assert "bn" in _labels(capture, "bn")
-    assert "relu" not in _labels(capture, "relu")
-    assert "bn" in _labels(capture, "bn", "relu")
+    program = capture_model(models.InPlace(), (torch.randn(2, 2, 5, 5),), {})
+    assert "bn" in _labels(program, "bn")
+    assert "relu" not in _labels(program, "relu")
+    assert "bn" in _labels(program, "bn", "relu")
 
 
 def test_what_is_offloaded_has_all_nodes_that_share_written_memory() -> None:
-    capture = capture_model(models.InPlace(), (torch.randn(2, 2, 5, 5),), {})
-    keys = region_keys(capture, (), ("bn",))
-    assert keys[capture.order.index("bn")] is None
+    program = capture_model(models.InPlace(), (torch.randn(2, 2, 5, 5),), {})
+    keys = region_keys(program, (), ("bn",))
+    assert keys[program.order.index("bn")] is None
 
 
 class ReadsAndCounts(nn.Module):
@@ -65,8 +65,8 @@ class Reads(nn.Module):
 
 def test_no_region_reads_state_that_is_written_after_it() -> None:
     """Run again, it would read what was written."""
-    capture = capture_model(ReadsAndCounts(), (torch.randn(2, 4),), {})
-    assert "mul" not in _labels(capture, "reads")
+    program = capture_model(ReadsAndCounts(), (torch.randn(2, 4),), {})
+    assert "mul" not in _labels(program, "reads")
 
 
 class WritesToItsInput(nn.Module):
@@ -82,8 +82,8 @@ class WritesToItsInput(nn.Module):
 
 def test_a_write_to_the_models_input_is_in_no_region() -> None:
     """Run again, it would read what it wrote."""
-    capture = capture_model(WritesToItsInput(), (torch.randn(2, 4),), {})
-    assert set(_labels(capture, "act", "hidden", "out")) == {"out"}
+    program = capture_model(WritesToItsInput(), (torch.randn(2, 4),), {})
+    assert set(_labels(program, "act", "hidden", "out")) == {"out"}
 
 
 def test_the_plan_lists_layers_and_regions_and_keeps_them_in_its_file(tmp_path: object) -> None:

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from unet3d import UNet3D, unet3d
 
 import placer
-from placer.runtime.place import CALLER, Place, on
-from placer.runtime.transfer import transfer
+from placer.executor.place import CALLER, Place, on
+from placer.executor.transfer import transfer
 from placer.simulation.ledger import Ledger
 
 CPU = torch.device("cpu")

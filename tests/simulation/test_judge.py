@@ -13,10 +13,10 @@ from captured import captured_once
 from torch import nn
 
 import placer
-from placer.capture import capture_model
 from placer.cost import estimate
 from placer.errors import BudgetError
 from placer.planner.build import build_plan
+from placer.program import capture_model
 from placer.simulation import judge, simulate_plan
 from placer.simulation.simulate import simulate_steps
 from placer.simulation.usage import DeviceTimeline, measure
@@ -85,12 +85,12 @@ def test_it_is_planned_again_within_what_the_dry_run_leaves(
     uneven = {**dict.fromkeys("0123", "cpu:0"), **dict.fromkeys("45", "cpu:1")}
     corrections = []
 
-    def build(capture: Any, spec: placer.PlacementSpec, *args: Any, **kwargs: Any) -> placer.Plan:
+    def build(program: Any, spec: placer.PlacementSpec, *args: Any, **kwargs: Any) -> placer.Plan:
         corrections.append(kwargs.get("corrections", {}))
         assert spec.devices[0].memory == budget  # what the user wrote, in every round
         if len(corrections) > 1:
-            return build_plan(capture, spec, *args, **kwargs)
-        plan = build_plan(capture, spec.with_layers(uneven), *args, **kwargs)
+            return build_plan(program, spec, *args, **kwargs)
+        plan = build_plan(program, spec.with_layers(uneven), *args, **kwargs)
         assert max(device.peak for device in plan.devices) > budget
         devices = tuple(replace(d, peak=min(d.peak, budget)) for d in plan.devices)
         return replace(plan, devices=devices, fits=True)
@@ -145,11 +145,11 @@ def test_steps_made_of_one_are_those_that_are_run(fields: dict[str, Any], device
         spec = placer.load_spec({"devices": [f"{device}:0", f"{device}:1"], **fields})
         if model is wide:
             spec = spec.model_copy(update={"checkpoint": (), "offload": ()})
-        capture = capture_model(model, (x,))
-        plan = build_plan(capture, spec, [x])
-        made = simulate_steps(capture, plan, [x])
+        program = capture_model(model, (x,))
+        plan = build_plan(program, spec, [x])
+        made = simulate_steps(program, plan, [x])
         for each, found in zip(
-            plan.devices, simulate_plan(capture, plan, [x]).devices, strict=True
+            plan.devices, simulate_plan(program, plan, [x]).devices, strict=True
         ):
             taken = measure(each, DeviceTimeline(made, each.device))
             assert (taken.peak, taken.workspaces) == (found.peak, found.workspaces)
@@ -176,13 +176,13 @@ def test_the_model_is_run_once_per_micro_batch_however_many_changes_are_planned(
 
 def test_corrections_leave_budgets_free_and_plans_say_the_whole_ones(peak: int) -> None:
     """Of every replica, too: its devices are those of the first in their place."""
-    capture = capture_model(chain(), (X,))
+    program = capture_model(chain(), (X,))
     spec = placer.load_spec(spec_of(int(1.2 * peak), replicas=2))
-    plain = build_plan(capture, spec, [X])
+    plain = build_plan(program, spec, [X])
     peaks = {d.device: d.peak for d in plain.devices[:2]}
     full = max(peaks, key=lambda name: peaks[name])
     free = int(1.2 * peak) - peaks[full] + 1  # one byte more than it has to spare
-    corrected = build_plan(capture, spec, [X], corrections={full: free})
+    corrected = build_plan(program, spec, [X], corrections={full: free})
     assert {d.budget for d in corrected.devices} == {int(1.2 * peak)}
     assert {stage.budget for stage in corrected.stages} == {int(1.2 * peak)}
     assert len(corrected.devices) == 4

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from placer.errors import DeviceError
-from placer.runtime.place import Place, on
-from placer.runtime.transfer import transfer
+from placer.executor.place import Place, on
+from placer.executor.transfer import transfer
 from placer.simulation import Ledger
 
 CPU = torch.device("cpu")

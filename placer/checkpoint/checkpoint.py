@@ -1,0 +1,270 @@
+"""Save and load: the entries of a module and its optimizer to and from the folder of a checkpoint."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from placer.checkpoint import folder as folders
+from placer.checkpoint.copies import describe_different_copies, sum_copies
+from placer.checkpoint.entries import (
+    Contents,
+    Entries,
+    entry_name,
+    model_entries,
+    module_state,
+    optimizer_entries,
+    parameter_names,
+    random_entry,
+    require_alike_groups,
+    require_random,
+    restore_optimizer,
+    restore_random,
+)
+from placer.checkpoint.group import CheckpointGroup, checkpoint_group
+from placer.checkpoint.storage import (
+    read_entries,
+    read_metadata,
+    record_entries,
+    require_plain,
+    write_entries,
+)
+from placer.checkpoint.table import UNCHANGED, Record, Table, read_table, write_table
+from placer.errors import CheckpointError
+
+_SHOWN = 8  # problems of one kind in an error
+
+
+def save(
+    module: nn.Module,
+    optimizer: Optimizer | None,
+    path: str | Path,
+    *,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Save weights, optimizer state and random generators as the folder ``path``.
+
+    Everything is under the original model's parameter names, so any other placement, or the plain
+    model, can load it. It is written beside ``path`` and renamed when whole: an interrupted save
+    leaves the last checkpoint as it was. ``extra`` is kept with it (numbers, strings, tensors, lists
+    and dicts of them: an epoch, ``scheduler.state_dict()``). In a job all ranks call this, and
+    ``path`` is on a disk that all see. Rank 0 warns when copies of a parameter differ between ranks.
+    Raises ``PlacerError``.
+    """
+    path, extra = Path(path), dict(extra or {})
+    saving = folders.saving_folder(path)
+    own: Entries = {}
+    told = {"path": path.name, "optimizer": optimizer is not None}
+    with checkpoint_group(module, "placer.save", **told) as ranks:
+
+        def collect() -> None:
+            require_plain(extra, "extra")
+            entries = model_entries(module, ranks.contents)
+            if optimizer is not None:
+                entries.update(optimizer_entries(module, ranks.contents, optimizer))
+            own.update((k, v) for k, v in entries.items() if _is_saved_here(k, ranks.contents))
+            own[f"random/{ranks.rank}"] = random_entry(ranks.devices, ranks.layout)
+            if ranks.rank == 0:
+                own["extra"] = extra
+
+        ranks.agree(collect)
+        if ranks.group is not None:
+            told_apart = describe_different_copies(ranks.gather(sum_copies(module, ranks.contents)))
+            if told_apart and ranks.rank == 0:
+                warnings.warn(told_apart, stacklevel=2)
+        ranks.lead(lambda: folders.begin(path))
+        ranks.agree(lambda: folders.require_shared(saving))
+        written, places = write_entries(own, saving, group=ranks.group)
+        table: dict[str, Record] = {}
+        ranks.agree(lambda: table.update(record_entries(written, places, saving)))
+        whole = {name: record for part in ranks.gather(table) for name, record in part.items()}
+        ranks.lead(lambda: write_table(whole, saving))
+        ranks.lead(lambda: folders.commit(path))
+
+
+def load(
+    module: nn.Module,
+    optimizer: Optimizer | None,
+    path: str | Path,
+    *,
+    missing_ok: bool = False,
+) -> dict[str, Any]:
+    """Load what `save` saved, under whatever placement, and return its ``extra``.
+
+    ``module`` is a placed module, in one process or (called by all ranks) in a job, or a plain
+    ``nn.Module``. The random generators go on where they were if the job has the same layout
+    (processes, replicas, stages). The checksums of all that is loaded are verified before anything is
+    changed: raises ``CheckpointError``, on all ranks, when the checkpoint is damaged or does not go
+    with the module, and lists what is damaged, missing, left over or of another shape. With
+    ``missing_ok`` it returns ``{}`` where no checkpoint has been saved yet (better than to look
+    whether ``path`` exists: a kill may have left the last one beside it, and this finds it).
+    Checkpoints run no code when they are loaded; a checksum does not say who wrote them.
+    """
+    told = {"path": Path(path).name, "optimizer": optimizer is not None}
+    with checkpoint_group(module, "placer.load", missing_ok=missing_ok, **told) as ranks:
+        if missing_ok and not any(ranks.gather(folders.exists(Path(path)))):
+            return {}
+        return _load(module, optimizer, Path(path), ranks)
+
+
+def _load(
+    module: nn.Module, optimizer: Optimizer | None, path: Path, ranks: CheckpointGroup
+) -> dict[str, Any]:
+    contents = ranks.contents
+    model = model_entries(module, contents)
+    entries: Entries = dict(model)
+    tables: list[tuple[Path, Table]] = []
+    problems: list[str] = []
+
+    def compare() -> None:
+        found = folders.find(path)
+        table = read_table(found)
+        tables.append((found, table))
+        problems.extend(_differences(model, table))
+        if optimizer is not None:
+            added, missing = _optimizer_entries(module, contents, optimizer, table)
+            entries.update(dict.fromkeys(added))
+            problems.extend(missing)
+
+    ranks.agree(compare)
+    known = {entry for part in ranks.gather(sorted(model)) for entry in part}
+    all_problems = {p for part in ranks.gather(problems) for p in part}
+    found, table = tables[0]
+    saved = {e for e in table if e.startswith("model/")}
+    all_problems |= {f"{entry_name(e)} is not in the model" for e in saved - known}
+    if all_problems:
+        _refuse(path, sorted(all_problems))
+    random = f"random/{ranks.rank}"
+    entries.update({e: None for e in ("extra", random) if e in table})
+    in_place = [entry for entry, value in model.items() if isinstance(value, Tensor)]
+
+    def verify() -> None:
+        """Read all of it; the model's tensors are read again later, to hold one at a time."""
+        for entry, value in read_entries(entries, table, found):
+            if not isinstance(entries[entry], Tensor):
+                entries[entry] = value
+        _require_types(entries, found)
+        if optimizer is not None:
+            require_alike_groups(module, contents, optimizer, entries)
+
+    def restore() -> None:
+        try:
+            for entry, value in read_entries(in_place, table, found):
+                entries[entry].detach().copy_(value)
+        except CheckpointError as error:
+            remedy = "load another checkpoint: the module may hold a part of this one"
+            raise CheckpointError(error.where, error.problem, remedy) from error
+        _restore_extra_state(module, contents, model, entries)
+        if optimizer is not None:
+            restore_optimizer(module, contents, optimizer, entries)
+        restore_random(entries.get(random), ranks.devices, ranks.layout)
+
+    ranks.agree(verify)
+    ranks.agree(restore)
+    return dict(entries.get("extra") or {})
+
+
+def upgrade(path: str | Path) -> None:
+    """Give the checkpoint at ``path``, which an earlier placer saved, its table with checksums.
+
+    Only for checkpoints that you trust: reads the pickle ``.metadata``, which can run code, and takes
+    the bytes as they are. Raises ``CheckpointError``.
+    """
+    folder = Path(path)
+    metadata = read_metadata(folder)
+    places = {index.fqn: place for index, place in metadata.storage_data.items()}
+    write_table(record_entries(metadata, places, folder), folder)
+
+
+def _is_saved_here(entry: str, contents: Contents) -> bool:
+    """Tensors by their owner; a module's extra state by all who have it (DCP writes it once)."""
+    kind, _, rest = entry.partition("/")
+    name = rest.rpartition("/")[0] if kind == "state" else rest
+    return name in contents.owned or (kind == "model" and name not in contents.first_name.values())
+
+
+def _differences(model: Entries, table: Table) -> list[str]:
+    problems = []
+    for entry, value in model.items():
+        name, saved = entry_name(entry), table.get(entry)
+        if saved is None:
+            problems.append(f"{name} is missing")
+        elif isinstance(value, Tensor) != saved.is_tensor:
+            problems.append(f"{name} is a tensor in one of the two only")
+        elif isinstance(value, Tensor) and tuple(saved.shape or ()) != tuple(value.shape):
+            shapes = f"{tuple(saved.shape or ())}, the model's is {tuple(value.shape)}"
+            problems.append(f"{name} has shape {shapes}")
+    return problems
+
+
+def _optimizer_entries(
+    module: nn.Module, contents: Contents, optimizer: Optimizer, table: Table
+) -> tuple[list[str], list[str]]:
+    """The entries of the optimizer's parameters, and the parameters that have none saved."""
+    wanted = {name for name, _ in parameter_names(module, contents, optimizer).values()}
+    entries = []
+    for entry in table:
+        kind, _, rest = entry.partition("/")
+        name = rest.rpartition("/")[0] if kind == "state" else rest
+        if kind in ("state", "group") and name in wanted:
+            entries.append(entry)
+    missing = [n for n in sorted(wanted) if f"model/{n}" in table and f"group/{n}" not in table]
+    return entries, [f"{n} was saved without an optimizer" for n in missing]
+
+
+def _require_types(entries: Entries, folder: Path) -> None:
+    """Raise ``CheckpointError`` unless the plain values are of the types that `save` wrote."""
+    for entry, value in entries.items():
+        kind = entry.partition("/")[0]
+        try:
+            if kind in ("group", "extra") and not isinstance(value, dict):
+                raise ValueError(f"is a {type(value).__name__}, not a dict")
+            if kind == "random":
+                require_random(value)
+        except ValueError as error:
+            where = f"checkpoint {folder}, {entry}"
+            raise CheckpointError(where, f"{error}: no placer wrote this", UNCHANGED) from error
+
+
+def _restore_extra_state(
+    module: nn.Module, contents: Contents, model: Entries, entries: Entries
+) -> None:
+    """Hand what is no tensor to the modules it belongs to; tensors were read in place."""
+    if all(isinstance(value, Tensor) for value in model.values()):
+        return
+    state = {
+        name: entries[f"model/{contents.first_name.get(name, name)}"]
+        for name in module_state(module)
+    }
+    nn.Module.load_state_dict(module, state)
+
+
+def _kind(problem: str) -> str:
+    """
+    >>> _kind("fc.weight is not in the model"), _kind("fc.bias is missing")
+    ('is not', 'is missing')
+    """
+    return " ".join(problem.split()[1:3])
+
+
+def _refuse(path: Path, problems: list[str]) -> None:
+    """Raise with the problems by kind ("is missing", …), the first few of each."""
+    by_kind: dict[str, list[str]] = {}
+    for problem in problems:
+        by_kind.setdefault(_kind(problem), []).append(problem)
+    lines = []
+    for _, alike in sorted(by_kind.items()):
+        lines += alike[:_SHOWN]
+        if len(alike) > _SHOWN:
+            lines.append(f"… and {len(alike) - _SHOWN} more like this")
+    shown = "\n    ".join(lines)
+    raise CheckpointError(
+        f"checkpoint {path}",
+        f"does not go with the module and its optimizer:\n    {shown}",
+        "load a checkpoint of this model; with optimizer=None only the weights are loaded",
+    )

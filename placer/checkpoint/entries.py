@@ -1,0 +1,206 @@
+"""What a checkpoint holds, as a flat table from entry name to tensor or plain value.
+
+======================  ==========================================================================
+``model/NAME``          a parameter or buffer of the ``state_dict``, under the first of its names
+``state/NAME/KEY``      the optimizer's ``state[parameter][KEY]``
+``group/NAME``          the options (learning rate …) of the parameter group that NAME is in
+``random/RANK``         the random generators of that rank, and the layout they belong to
+``extra``               what the caller gave to ``save``
+======================  ==========================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from placer.errors import PlacerError
+from placer.executor.module import PlacedModule
+from placer.program import first_names
+
+Entries = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """The names of what a process holds: of every local name the first, and which of these it saves."""
+
+    first_name: Mapping[str, str]
+    owned: Collection[str]
+
+
+def contents_of(module: nn.Module) -> Contents:
+    """A module that is whole in this process: all of it is saved here."""
+    first_name = first_names(module)
+    return Contents(first_name=first_name, owned=frozenset(first_name.values()))
+
+
+def entry_name(entry: str) -> str:
+    """What an entry is called in errors: the name without its kind.
+
+    >>> entry_name("model/fc.weight"), entry_name("state/fc.weight/exp_avg"), entry_name("extra")
+    ('fc.weight', 'fc.weight/exp_avg', 'extra')
+    """
+    kind, _, name = entry.partition("/")
+    return name or kind
+
+
+def module_state(module: nn.Module) -> dict[str, Any]:
+    """The ``state_dict`` of modules and their hooks, the extra state of a placed model itself included.
+
+    What an overridden ``state_dict`` adds or renames is no part of a checkpoint.
+    """
+    return nn.Module.state_dict(module._tree if isinstance(module, PlacedModule) else module)
+
+
+def model_entries(module: nn.Module, contents: Contents) -> Entries:
+    """The tensors of the ``state_dict`` themselves (no copies), and modules' extra state."""
+    found: Entries = {}
+    for name, value in module_state(module).items():
+        found.setdefault(f"model/{contents.first_name.get(name, name)}", value)
+    return found
+
+
+def parameter_names(
+    module: nn.Module, contents: Contents, optimizer: Optimizer
+) -> dict[int, tuple[str, Tensor]]:
+    """Per parameter of the optimizer, by ``id``: its first name. Raises ``PlacerError`` for strangers.
+
+    One without elements, as a rank has that holds no parameters, has nothing to save and no name.
+    """
+    names = {id(p): contents.first_name[n] for n, p in module.named_parameters()}
+    found = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in names and parameter.numel():
+                raise PlacerError(
+                    f"optimizer, group {number}",
+                    f"a parameter of shape {tuple(parameter.shape)} is not one of the module's",
+                    "make the optimizer over the parameters() of the module that is saved or loaded",
+                )
+            if id(parameter) in names:
+                found[id(parameter)] = (names[id(parameter)], parameter)
+    return found
+
+
+def optimizer_entries(module: nn.Module, contents: Contents, optimizer: Optimizer) -> Entries:
+    """State and group options of every parameter, under the parameter's name."""
+    names = parameter_names(module, contents, optimizer)
+    found: Entries = {}
+    for group in optimizer.param_groups:
+        options = {key: value for key, value in group.items() if key != "params"}
+        for name, parameter in (names[id(p)] for p in group["params"] if id(p) in names):
+            found[f"group/{name}"] = options
+            for key, value in optimizer.state.get(parameter, {}).items():
+                found[f"state/{name}/{key}"] = value
+    return found
+
+
+def restore_optimizer(
+    module: nn.Module, contents: Contents, optimizer: Optimizer, entries: Entries
+) -> None:
+    """Give the optimizer what `optimizer_entries` found, through its own ``load_state_dict``."""
+    names = parameter_names(module, contents, optimizer)
+    state: dict[int, dict[str, Any]] = {}
+    groups = []
+    saved = by_parameter(entries)
+    index = 0
+    for group in optimizer.param_groups:
+        own = [names[id(p)][0] if id(p) in names else None for p in group["params"]]
+        options = next((entries[f"group/{name}"] for name in own if name is not None), group)
+        groups.append({**options, "params": []})
+        for name in own:
+            if name is not None and name in saved:
+                state[index] = saved[name]
+            groups[-1]["params"].append(index)
+            index += 1
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def by_parameter(entries: Entries) -> dict[str, dict[str, Any]]:
+    """``state/NAME/KEY`` as a table of tables.
+
+    >>> by_parameter({"state/fc.weight/step": 3, "group/fc.weight": {}})
+    {'fc.weight': {'step': 3}}
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for entry, value in entries.items():
+        kind, _, rest = entry.partition("/")
+        if kind == "state":
+            name, _, key = rest.rpartition("/")
+            found.setdefault(name, {})[key] = value
+    return found
+
+
+def require_alike_groups(
+    module: nn.Module, contents: Contents, optimizer: Optimizer, entries: Entries
+) -> None:
+    """Raise ``PlacerError`` when parameters of one group were saved with other options."""
+    names = parameter_names(module, contents, optimizer)
+    for number, group in enumerate(optimizer.param_groups):
+        known = [names[id(p)][0] for p in group["params"] if id(p) in names]
+        for name in known:
+            first, option = entries[f"group/{known[0]}"], entries[f"group/{name}"]
+            if not _same(option, first):
+                raise PlacerError(
+                    f"optimizer, group {number}",
+                    f"{known[0]!r} and {name!r} were saved in groups with other options: "
+                    f"{_show(first)} and {_show(option)}",
+                    "make the parameter groups as they were when the checkpoint was saved",
+                )
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return bool(torch.equal(torch.as_tensor(one), torch.as_tensor(other)))
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_same(one[k], other[k]) for k in one)
+    return bool(one == other)
+
+
+def _show(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in list(options.items())[:4])
+
+
+def random_entry(devices: Iterable[torch.device], layout: str) -> dict[str, Any]:
+    """The states of torch's default generators of the CPU and of ``devices``."""
+    states = {"cpu": torch.get_rng_state()}
+    for device in devices:
+        if device.type != "cpu":
+            states[str(device)] = torch.get_device_module(device).get_rng_state(device)
+    return {"layout": layout, "states": states}
+
+
+def require_random(entry: object) -> None:
+    """Raise ``ValueError`` unless ``entry`` is what `random_entry` makes."""
+    states = entry.get("states") if isinstance(entry, dict) else None
+    if not (
+        isinstance(entry, dict)
+        and isinstance(entry.get("layout"), str)
+        and isinstance(states, dict)
+        and "cpu" in states
+        and all(isinstance(s, Tensor) and s.dtype == torch.uint8 for s in states.values())
+    ):
+        raise ValueError("does not hold the states of random generators")
+    try:
+        torch.Generator().set_state(states["cpu"])
+    except RuntimeError as error:
+        raise ValueError(f"holds no state of a generator: {error}") from error
+
+
+def restore_random(
+    entry: Mapping[str, Any] | None, devices: Iterable[torch.device], layout: str
+) -> None:
+    """Go on with the saved generators; under another layout they say nothing and are left alone."""
+    if entry is None or entry["layout"] != layout:
+        return
+    torch.set_rng_state(entry["states"]["cpu"])
+    for device in devices:
+        if device.type != "cpu" and str(device) in entry["states"]:
+            module = torch.get_device_module(device)
+            module.set_rng_state(entry["states"][str(device)], device)

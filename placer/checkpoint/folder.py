@@ -1,0 +1,120 @@
+"""The folder of a checkpoint: written beside its place, and moved there when it is whole.
+
+    name            the checkpoint
+    .name.saving    the next one, while it is written
+    .name.previous  the last one, for the moment between the two renames (or after a kill there)
+
+A kill at any moment leaves a whole checkpoint under ``name`` or ``.name.previous``.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import time
+from pathlib import Path
+
+from placer.checkpoint.table import TABLE
+from placer.errors import CheckpointError, PlacerError, nearest
+
+_DCP_TABLE = ".metadata"  # of torch.distributed.checkpoint, for other readers than placer.load
+
+
+def saving_folder(path: Path) -> Path:
+    """Where the next checkpoint of ``path`` is written."""
+    return path.parent / f".{path.name}.saving"
+
+
+def previous_folder(path: Path) -> Path:
+    """Where the last checkpoint of ``path`` is while the next takes its place."""
+    return path.parent / f".{path.name}.previous"
+
+
+def begin(path: Path) -> Path:
+    """An empty folder to write the next checkpoint of ``path`` into; clears what a kill left behind.
+
+    Raises ``PlacerError`` where ``path`` is something else than a checkpoint.
+    """
+    if path.exists() and not any((path / name).is_file() for name in (TABLE, _DCP_TABLE)):
+        raise PlacerError(
+            f"checkpoint {path}",
+            "is there already and is no checkpoint; it would be replaced",
+            "save to a path of its own",
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists() and previous_folder(path).exists():
+        _move(previous_folder(path), path)
+    _delete(saving_folder(path))
+    saving_folder(path).mkdir()
+    return saving_folder(path)
+
+
+def _move(old: Path, new: Path) -> None:
+    old.rename(new)
+    _sync(new.parent)
+
+
+def _delete(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def commit(path: Path) -> None:
+    """Make what was written the checkpoint at ``path``; the one before is deleted last."""
+    _sync(saving_folder(path))
+    if path.exists():
+        _delete(previous_folder(path))
+        _move(path, previous_folder(path))
+    _move(saving_folder(path), path)
+    _delete(previous_folder(path))
+
+
+def _sync(folder: Path) -> None:
+    """Have the disk know the folder's entries; files are synced when they are written."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def exists(path: Path) -> bool:
+    """Whether something is at ``path``, or a whole checkpoint beside it."""
+    return path.exists() or (previous_folder(path) / TABLE).is_file()
+
+
+def find(path: Path) -> Path:
+    """The whole checkpoint that ``path`` names. Raises ``CheckpointError`` when there is none."""
+    folder = path if path.exists() else previous_folder(path)
+    if (folder / TABLE).is_file():
+        return folder
+    where = f"checkpoint {path}"
+    if (folder / _DCP_TABLE).is_file():
+        raise CheckpointError(
+            where,
+            f"has no {TABLE}: an earlier placer saved it, without checksums, or the file was lost",
+            "if you trust the checkpoint, write the file and load again: python -c "
+            f'"from placer.checkpoint import upgrade; upgrade({str(folder)!r})"',
+        )
+    beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = nearest(path.name, [n for n in beside if (path.parent / n / TABLE).is_file()])
+    problem = "is no checkpoint of placer.save" if path.exists() else "no such checkpoint"
+    raise CheckpointError(
+        where, problem, f"did you mean {str(path.parent / near)!r}?" if near else "check the path"
+    )
+
+
+def require_shared(folder: Path) -> None:
+    """Raise ``PlacerError`` when this process cannot see the folder that rank 0 has made.
+
+    A network file system may take a moment.
+    """
+    end = time.monotonic() + 10.0
+    while not folder.is_dir():
+        if time.monotonic() > end:
+            raise PlacerError(
+                f"checkpoint {folder.parent}",
+                f"the folder that rank 0 made is not there on host {socket.gethostname()}",
+                "save to a file system that all hosts share",
+            )
+        time.sleep(0.1)

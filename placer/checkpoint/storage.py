@@ -1,0 +1,214 @@
+"""Entries to and from a folder: ``torch.distributed.checkpoint`` (DCP) writes, bytes are verified here.
+
+DCP writes every entry by ``torch.save``, one after the other, into a file per rank. Its reader goes by
+a pickle, ``.metadata``, and copies tensors into the module while it reads; so it is not used here.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import warnings
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save as save_from
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from placer.checkpoint.entries import Entries, entry_name
+from placer.checkpoint.table import UNCHANGED, Record, Table
+from placer.errors import CheckpointError, PlacerError
+
+_SHOWN = 8  # damaged entries in an error
+
+
+class _DamageError(Exception):
+    """What is wrong with the bytes of an entry."""
+
+
+class _Writer(FileSystemWriter):
+    """DCP's writer, which remembers where it wrote what."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        future: Future[list[WriteResult]] = super().write_data(plan, planner)
+        self.places = {result.index.fqn: result.storage_data for result in future.wait()}
+        return future
+
+
+def write_entries(
+    entries: Entries, folder: Path, *, group: dist.ProcessGroup | None
+) -> tuple[Metadata, Mapping[str, Any]]:
+    """Write this process's entries into ``folder``; with the other ranks of ``group``.
+
+    Of an entry that several ranks have, the lowest rank's is written. Returns what all have written,
+    and where this process has written its part.
+    """
+    planner = DefaultSavePlanner(
+        flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True
+    )
+    with _translated(folder, "cannot be written", "check the disk and save again"):
+        writer = _Writer(folder)
+        metadata: Metadata = save_from(
+            entries,
+            storage_writer=writer,
+            planner=planner,
+            process_group=group,
+            no_dist=group is None,
+        )
+        return metadata, writer.places
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """DCP's own table. It is a pickle, which can run code: only for checkpoints that are trusted."""
+    try:
+        metadata = FileSystemReader(folder).read_metadata()
+    except Exception as error:
+        # A pickle can raise anything, and those of newer releases of torch raise ValueError.
+        raise CheckpointError(
+            f"checkpoint {folder}, .metadata",
+            f"cannot be read ({_reason(error)})",
+            "read it with the release of torch that it was saved with, or load another checkpoint",
+        ) from error
+    if not isinstance(metadata, Metadata):
+        raise CheckpointError(
+            f"checkpoint {folder}, .metadata",
+            f"is {_show_type(metadata)}, not what torch.distributed.checkpoint writes",
+            "load another checkpoint",
+        )
+    return metadata
+
+
+def record_entries(metadata: Metadata, places: Mapping[str, Any], folder: Path) -> Table:
+    """The table of the entries at ``places``, with the checksums of their bytes in ``folder``.
+
+    They are read back, from the memory of the operating system as a rule.
+    """
+    table: dict[str, Record] = {}
+    for name, place in places.items():
+        saved = metadata.state_dict_metadata[name]
+        tensor = saved if isinstance(saved, TensorStorageMetadata) else None
+        if tensor is not None and len(tensor.chunks) != 1:
+            raise CheckpointError(
+                f"checkpoint {folder}",
+                f"{entry_name(name)} is a distributed tensor, in {len(tensor.chunks)} parts",
+                "save it with torch.distributed.checkpoint, or save its full_tensor()",
+            )
+        record = Record(
+            file=place.relative_path,
+            offset=place.offset,
+            length=place.length,
+            crc32=0,
+            dtype=None if tensor is None else str(tensor.properties.dtype).removeprefix("torch."),
+            shape=None if tensor is None else list(tensor.size),
+        )
+        try:
+            checksum = zlib.crc32(_read_bytes(record, folder))
+        except _DamageError as error:
+            where = f"checkpoint {folder}, {place.relative_path}, {entry_name(name)}"
+            raise CheckpointError(where, str(error), "check the disk and save again") from error
+        table[name] = record.model_copy(update={"crc32": checksum})
+    return table
+
+
+def read_entries(names: Iterable[str], table: Table, folder: Path) -> Iterator[tuple[str, Any]]:
+    """Each entry and its value, one at a time, on the CPU.
+
+    Goes on after a damaged one, and in the end raises one ``CheckpointError`` about all of them.
+    """
+    problems = []
+    for name in names:
+        try:
+            yield name, _read_value(table[name], folder)
+        except (_DamageError, OSError) as error:
+            problems.append(f"{table[name].file}, {entry_name(name)}: {error}")
+    if problems:
+        more = [f"… and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
+        text = "\n    ".join([*problems[:_SHOWN], *more])
+        raise CheckpointError(f"checkpoint {folder}", f"is damaged:\n    {text}", UNCHANGED)
+
+
+def _read_value(record: Record, folder: Path) -> Any:
+    data = _read_bytes(record, folder)
+    if (found := zlib.crc32(data)) != record.crc32:
+        raise _DamageError(
+            f"bytes {record.offset} to {record.offset + record.length} have the checksum {found}, "
+            f"{record.crc32} was saved"
+        )
+    try:
+        value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:
+        # Whatever the bytes make torch raise: their checksum is right, so somebody wrote them so.
+        raise _DamageError(f"cannot be read ({_reason(error)})") from error
+    found_type = _show_type(value)
+    wanted = f"a {record.dtype} tensor of shape {tuple(record.shape or ())}"
+    if record.is_tensor and found_type != wanted:
+        raise _DamageError(f"is {found_type}, the table of contents says {wanted}")
+    return value
+
+
+def _read_bytes(record: Record, folder: Path) -> bytes:
+    path = folder / record.file
+    if not path.is_file():
+        raise _DamageError("there is no such file")
+    end = record.offset + record.length
+    if (size := path.stat().st_size) < end:
+        raise _DamageError(f"the file ends at byte {size}, this entry at byte {end}")
+    with path.open("rb") as file:
+        file.seek(record.offset)
+        return file.read(record.length)
+
+
+def _show_type(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"
+
+
+def require_plain(value: Any, what: str) -> None:
+    """Raise ``PlacerError`` unless ``value`` can be read back without running code."""
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError) as error:
+        raise PlacerError(
+            what,
+            f"cannot be read back as data: {str(error).splitlines()[0]}",
+            "save numbers, strings, tensors, and lists and dicts of them (state_dict() of a scheduler)",
+        ) from error
+
+
+@contextmanager
+def _translated(folder: Path, problem: str, remedy: str) -> Iterator[None]:
+    try:
+        with warnings.catch_warnings():
+            # One process on purpose: DCP warns that it takes it for that.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
+    except CheckpointException as error:
+        failures = [f"rank {r}: {_reason(e[0])}" for r, e in sorted(error.failures.items())]
+        raise CheckpointError(
+            f"checkpoint {folder}", f"{problem} ({'; '.join(failures)})", remedy
+        ) from error
+    except (OSError, pickle.UnpicklingError, EOFError) as error:
+        raise CheckpointError(
+            f"checkpoint {folder}", f"{problem} ({_reason(error)})", remedy
+        ) from error
+
+
+def _reason(error: BaseException) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

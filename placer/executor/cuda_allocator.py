@@ -1,0 +1,56 @@
+"""Have torch's CUDA allocator work as the plan counts on, where that can still be chosen."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable
+
+import torch
+
+from placer._torch import has_expandable_segments, set_expandable_segments
+from placer.executor.place import Place
+from placer.plan.types import Plan
+from placer.units import format_bytes
+
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Where users set the allocator; which of them has an effect depends on torch's release."""
+
+
+class AllocatorWarning(UserWarning):
+    """torch's CUDA allocator works in another way than the plan counts on, and may need more memory."""
+
+
+def prepare_allocator(plan: Plan, places: Iterable[Place]) -> None:
+    """Turn expandable segments on for the CUDA devices of ``places`` where ``plan`` counts on them.
+
+    What the user has set stays, and so does the allocator where it has taken memory already. Whether
+    segments are expandable is read back from torch (in some releases a variable is ignored,
+    pytorch#183387): an ``AllocatorWarning`` says where they are not.
+    """
+    wanted = {d.device: d for d in plan.devices if d.allocator == "expandable"}
+    used = {p.name: p.device for p in places if p.device.type == "cuda" and p.name in wanted}
+    if not used or has_expandable_segments():
+        return
+    given = [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
+    reserved = {name: torch.cuda.memory_reserved(device) for name, device in used.items()}
+    if not given and not any(reserved.values()):
+        set_expandable_segments()
+        if has_expandable_segments():
+            return
+        why = "this platform has none"
+    elif given:
+        why = f"{', '.join(given)} is set"
+    else:
+        name, nbytes = max(reserved.items(), key=lambda item: item[1])
+        why = f"{format_bytes(nbytes)} of {name} were taken before"
+    tightest = min((wanted[name] for name in used), key=lambda d: d.headroom or 0)
+    left = "" if tightest.headroom is None else f", with {format_bytes(tightest.headroom)} to spare"
+    warnings.warn(
+        f"the plan counts on expandable segments ({format_bytes(tightest.needed)} on "
+        f"{tightest.device}{left}), and torch's allocator does not use them: {why}. It may run out of "
+        "memory where the plan fits. Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the "
+        'first use of CUDA, or plan with "allocator": "default".',
+        AllocatorWarning,
+        stacklevel=3,
+    )

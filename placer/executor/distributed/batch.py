@@ -1,0 +1,173 @@
+"""A batch over the ranks of a job: how it is cut, what each reads, and its results brought together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from placer.emit import StagedModel
+from placer.errors import PlacerError
+from placer.executor.distributed.crossings import CrossingFinder, Crossings, TensorSpec
+from placer.executor.distributed.inputs import InputGradients
+from placer.executor.distributed.job import RankAssignment
+from placer.executor.distributed.pipeline import Microbatch, Results
+from placer.executor.place import is_on
+from placer.executor.scatter import CutBatch, batch_size, cut_batch, join_results, split_target
+from placer.plan.types import Plan
+from placer.program import CallFormat
+from placer.schedule import split_batch
+
+
+def count_rows(rows: Sequence[int], *, own_rows: bool, replicas: int, together: bool) -> int | None:
+    """Rows of the whole batch when each replica was given ``rows``; None for a call without a batch.
+
+    Raises ``PlacerError`` when there are none, or ``together`` (synchronised BatchNorm) not enough.
+    """
+    if rows[0] < 0:
+        return None
+    cuts = split_batch(rows[0], replicas, 1)
+    shares = rows if own_rows else [size for (size,) in cuts]
+    total = sum(shares)
+    if not total:
+        raise PlacerError("batch", "has no rows", "skip it: there is no mean over no rows")
+    if together and (len(shares) < replicas or 0 in shares):
+        raise PlacerError(
+            "batch",
+            f"{total} rows leave a replica without any, and synchronised BatchNorm waits for all "
+            f"{replicas}",
+            "give every replica a row (drop the last, smaller batch)",
+        )
+    return total
+
+
+def own_batch(
+    call: CallFormat, leaves: Sequence[Tensor], *, microbatches: int
+) -> tuple[CutBatch, int]:
+    """The batch of a replica that has ``leaves`` for itself, and the number of that replica in it.
+
+    Without rows it is one row that another replica would have: it says what crosses.
+    """
+    empty = batch_size(call, leaves) == 0
+    if empty:
+        leaves = [
+            leaf.new_zeros((1, *leaf.shape[1:])) if batched else leaf
+            for leaf, batched in zip(leaves, call.batched, strict=True)
+        ]
+    return cut_batch(call, leaves, replicas=1, microbatches=microbatches), int(empty)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What a rank is given of a batch: those of its replica's micro-batches that have rows."""
+
+    batch: CutBatch
+    microbatches: Sequence[Microbatch]
+    largest: Crossings  # what crosses for the largest micro-batch of all
+    inputs: InputGradients
+
+
+def take_share(
+    call: CallFormat,
+    leaves: Sequence[Tensor],
+    finder: CrossingFinder,
+    plan: Plan,
+    assignment: RankAssignment,
+    *,
+    target: Any = None,
+    own_rows: bool = False,
+    grad: bool,
+) -> Share:
+    """What this rank is given of these inputs; with ``own_rows`` they are those of its replica.
+
+    Raises ``PlacerError`` when a stage does not run.
+    """
+    if own_rows:
+        batch, mine = own_batch(call, leaves, microbatches=plan.microbatches)
+    else:
+        mine = assignment.replica_index
+        batch = cut_batch(call, leaves, replicas=plan.replicas, microbatches=plan.microbatches)
+    inputs = InputGradients(leaves, call.batched)
+    sizes, pieces = batch.sizes, batch.pieces
+    own, largest = batch.of_replica(mine), batch.largest
+    some = {sizes[position]: pieces[position] for position in (*own, largest)}
+    crossings = {size: finder.find(piece, grad=grad) for size, piece in some.items()}
+    needed = {
+        size: _inputs_needed(c.staged, assignment.stage_indices) for size, c in crossings.items()
+    }
+    targets = split_target(target, batch.total, sizes) if own else []
+    here = is_on(finder.device, pieces[largest])
+    given = [
+        Microbatch(
+            inputs=inputs.read(
+                crossings[sizes[position]].staged.graph_inputs,
+                pieces[position],
+                first_row=sum(sizes[:position]),
+                needed=needed[sizes[position]],
+            ),
+            crossings=crossings[sizes[position]],
+            inputs_here=here,
+            leaves=pieces[position],
+            target=targets[position],
+            rows=sizes[position],
+        )
+        for position in own
+    ]
+    return Share(batch=batch, microbatches=given, largest=crossings[sizes[largest]], inputs=inputs)
+
+
+def _inputs_needed(staged: StagedModel, stage_indices: Sequence[int]) -> set[str]:
+    """The model's own inputs that these stages read or return."""
+    needed = {name for index in stage_indices for name in staged.stages[index].inputs}
+    if len(staged.stages) - 1 in stage_indices:
+        needed.update(str(x) for kind, x in staged.result if kind == "value")
+    return needed
+
+
+def gather_result(
+    batch: CutBatch,
+    results: Results,
+    finder: CrossingFinder,
+    *,
+    assignment: RankAssignment,
+    last_device: int,
+    world: dist.ProcessGroup,
+) -> Any:
+    """The whole result on every rank, sent out by the last stage of each replica; a collective call.
+
+    ``results`` has those of the micro-batches whose last stage is on this rank.
+    """
+    gathered = []
+    for replica in range(len(batch.rows)):
+        source = replica * assignment.num_devices + last_device
+        for index, position in enumerate(batch.of_replica(replica)):
+            crossings = finder.find(batch.pieces[position], grad=False)
+            given = results.leaves.get(index) if source == dist.get_rank() else None
+            gathered.append(_broadcast(crossings.result, given, source, finder.device, world))
+    return join_results(crossings.staged, gathered)
+
+
+def _broadcast(
+    expected: Sequence[Any],
+    given: Sequence[Any] | None,
+    source: int,
+    device: torch.device,
+    world: dist.ProcessGroup,
+) -> list[Any]:
+    """The leaves of a result from rank ``source``, which alone has them ``given``."""
+    received = []
+    for position, leaf in enumerate(expected):
+        if isinstance(leaf, TensorSpec):
+            if given is not None:
+                leaf = given[position].detach().contiguous()
+            else:
+                leaf = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
+            dist.broadcast(leaf, source, group=world)
+        elif given is not None:
+            leaf = given[position]
+        received.append(leaf)
+    return received

@@ -1,0 +1,155 @@
+"""What a program may not do with its part of a placed model, because other ranks cannot know of it."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import weakref
+from collections.abc import Collection, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from placer.errors import PlacerError
+from placer.executor.loss import without_graph
+
+
+def check_inference(leaves: Sequence[Tensor], *, training: bool) -> None:
+    """Raise ``PlacerError`` where ``placed(x)`` would have to give a result with gradients."""
+    if not torch.is_grad_enabled():
+        return
+    if training:
+        raise PlacerError(
+            "placed(x)",
+            "gives results without gradients when there is one process per device",
+            "train with placed.step(x, target=t, loss_fn=f); for results call placed.eval() or "
+            "use torch.no_grad()",
+        )
+    if any(leaf.requires_grad for leaf in leaves):
+        raise PlacerError(
+            "inputs",
+            "one of them requires gradients, and with one process per device none come out of "
+            "placed(x), which gives results without",
+            "give x.detach(), or take the gradient with placed.step, where inputs get theirs",
+        )
+
+
+def check_training() -> None:
+    """Raise ``PlacerError`` where gradients are switched off, before other ranks are asked for theirs."""
+    if not torch.is_grad_enabled():
+        raise without_graph()
+
+
+def refuse_joint_optimizers(part: nn.Module) -> None:
+    """Have ``torch.optim.LBFGS`` over parameters of ``part`` raise ``PlacerError`` when it steps.
+
+    Of torch's optimizers it alone computes with all parameters together (their inner products), and
+    would go another way on every rank, without an error.
+    """
+    reference = weakref.ref(part)
+
+    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        part = reference()
+        if part is None or not isinstance(optimizer, torch.optim.LBFGS):
+            return
+        own = {id(parameter) for parameter in part.parameters()}
+        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            raise PlacerError(
+                "torch.optim.LBFGS",
+                "computes with all parameters of the model together, and this rank has those of its "
+                "stages only",
+                "use an optimizer that updates every parameter by itself (SGD, Adam, …), or one device "
+                "per replica",
+            )
+
+    handle = register_optimizer_step_pre_hook(check)
+    weakref.finalize(part, handle.remove)
+
+
+def refuse_wrappers(part: nn.Module) -> None:
+    """Have torch's wrappers that train copies of a module raise ``PlacerError`` for ``part``.
+
+    They would sum gradients of this rank's stages with those of other ranks' stages.
+    """
+    reference = weakref.ref(part)
+
+    def check(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        part = reference()
+        fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported for this alone
+        wrappers: tuple[Any, ...] = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+        if fsdp is not None:
+            wrappers += (fsdp.FullyShardedDataParallel,)
+        if part is None or child is None or not isinstance(parent, wrappers):
+            return
+        if any(module is part for module in child.modules()):
+            raise PlacerError(
+                type(parent).__name__,
+                "cannot wrap a placed model, which sums the gradients of its replicas by itself",
+                'call placed.step as it is, and ask for copies in the spec: "replicas": 2',
+            )
+
+    handle = register_module_module_registration_hook(check)
+    weakref.finalize(part, handle.remove)
+
+
+_CLIP_GRAD_NORM = inspect.unwrap(nn.utils.clip_grad_norm_).__code__
+
+
+def refuse_partial_clipping(reader: FrameType) -> None:
+    """Raise ``PlacerError`` when the parameters of a part are read by torch's own clipping.
+
+    That computes the norm of this rank's gradients alone. Parameters in a list are not recognised:
+    nothing public tells them from those of a whole model.
+    """
+    if reader.f_code is _CLIP_GRAD_NORM:
+        raise PlacerError(
+            "torch.nn.utils.clip_grad_norm_",
+            "would clip by the norm of this rank's gradients, which are those of its stages only",
+            "call placed.clip_grad_norm_(max_norm), on every rank",
+        )
+
+
+def check_parameters(
+    part: nn.Module, known: Collection[str], frozen: Collection[str]
+) -> tuple[int, ...]:
+    """The ids of the parameters that are trained.
+
+    Raises ``PlacerError`` when there are others than the ``known`` ones, or others are ``frozen``.
+    """
+    named = list(part.named_parameters())
+    new = [name for name, _ in named if name not in known]
+    if new:
+        raise PlacerError(
+            new[0],
+            "was made after placer.compile, and the other ranks cannot know",
+            "prune, parametrize or extend the model before placer.compile",
+        )
+    frozen_now = {name for name, parameter in named if not parameter.requires_grad}
+    if frozen_now != frozen:
+        changed = sorted(frozen_now.symmetric_difference(frozen))[0]
+        raise PlacerError(
+            changed,
+            "requires_grad was changed after placer.compile, and the other ranks cannot know",
+            "freeze parameters of the model before placer.compile; in the middle of training save, "
+            "freeze, compile and load",
+        )
+    return tuple(id(parameter) for _, parameter in named if parameter.requires_grad)
+
+
+def check_scaler(scaler: torch.amp.GradScaler | None, *, num_devices: int) -> None:
+    """Raise ``PlacerError`` for a scaler that knows nothing of the replica's other ranks."""
+    if scaler is None or not scaler.is_enabled() or num_devices == 1:
+        return
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    if not isinstance(scaler, ShardedGradScaler):
+        raise PlacerError(
+            "scaler",
+            f"{type(scaler).__name__} looks at the gradients of this rank's stages only, so that "
+            "some ranks would skip a step and others not",
+            "make it with placed.grad_scaler()",
+        )

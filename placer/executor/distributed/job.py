@@ -1,0 +1,131 @@
+"""This process's place in a job of many: its rank, replica, stages and device."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from placer.errors import DeviceError, PlacerError
+from placer.executor.device_map import SimulatedDeviceWarning, device_count, torch_type
+from placer.plan.types import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What the launcher says of this process; no communication has happened yet."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankAssignment:
+    """What one rank runs of a plan: ``num_devices`` devices per replica, stages dealt out in turn."""
+
+    replica_index: int
+    device_index: int
+    num_devices: int
+    stage_indices: tuple[int, ...]
+
+    @property
+    def rank(self) -> int:
+        """The rank in the job."""
+        return self.replica_index * self.num_devices + self.device_index
+
+
+def find_job() -> Job | None:
+    """The job this process is part of; None where it is alone.
+
+    Its process group exists, or ``torchrun`` started it, or another launcher (``mpirun``, ``srun``) that
+    left what ``torch.distributed`` looks for in the environment, with more than one process. On a
+    machine with several devices that is LOCAL_RANK, too.
+    """
+    if not dist.is_available():
+        return None
+    if dist.is_initialized():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+    elif dist.is_torchelastic_launched() or _is_launched():
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    else:
+        return None
+    return Job(rank=rank, world_size=world_size, local_rank=int(os.environ.get("LOCAL_RANK", rank)))
+
+
+def _is_launched() -> bool:
+    wanted = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    return wanted <= os.environ.keys() and os.environ["WORLD_SIZE"] != "1"
+
+
+def assign_rank(plan: Plan, job: Job) -> RankAssignment:
+    """The assignment of this rank. Raises ``PlacerError`` when the job has not one process per device.
+
+    >>> from placer.plan.types import Plan  # rank r * P + p is device p of replica r
+    """
+    num_devices = len(dict.fromkeys(stage.devices[0] for stage in plan.stages))
+    needed = plan.replicas * num_devices
+    if job.world_size != needed:
+        raise PlacerError(
+            "world size",
+            f"the job has {job.world_size} processes, the plan needs {needed}: {plan.replicas} "
+            f"replicas x {num_devices} devices, one process each",
+            f"torchrun with {needed} processes in all (--nproc-per-node, --nnodes), or change "
+            "devices and replicas of the spec",
+        )
+    replica_index, device_index = divmod(job.rank, num_devices)
+    columns = list(dict.fromkeys(stage.devices[0] for stage in plan.stages))
+    for stage in plan.stages:
+        if columns.index(stage.devices[0]) != stage.index % num_devices:
+            raise PlacerError(
+                f"stage {stage.index}",
+                f"is on {stage.devices[0]}; with several stages per device, one process per device "
+                f"runs stage s on device s % {num_devices}",
+                "plan for it (processes=True, placer plan --processes), or give the devices their "
+                "stages in turn",
+            )
+    if len(plan.stages) % num_devices:
+        raise PlacerError(
+            "stages",
+            f"{len(plan.stages)} stages cannot be dealt out evenly to {num_devices} devices",
+            "give every device the same number of stages",
+        )
+    return RankAssignment(
+        replica_index=replica_index,
+        device_index=device_index,
+        num_devices=num_devices,
+        stage_indices=tuple(range(device_index, len(plan.stages), num_devices)),
+    )
+
+
+def choose_device(plan: Plan, job: Job, run_on: str | None) -> torch.device:
+    """The torch device of this process: of the plan's type, numbered by the local rank.
+
+    Where the machine has no device of that type the CPU stands for it, with a
+    ``SimulatedDeviceWarning``; ``run_on`` names the type on purpose. Raises ``DeviceError`` when
+    there are fewer devices than local ranks, and for a ``run_on`` that is no device.
+    """
+    kind = torch_type(run_on or plan.stages[0].devices[0])
+    if kind == "cpu":
+        return torch.device("cpu")
+    count = device_count(kind)
+    if count == 0:
+        if run_on is None:
+            warnings.warn(
+                f"this machine has no {kind} device: rank {job.rank} runs on the CPU. "
+                "Pass run_on='cpu' to say so on purpose.",
+                SimulatedDeviceWarning,
+                stacklevel=4,
+            )
+        return torch.device("cpu")
+    if count > 1 and job.local_rank >= count:
+        raise DeviceError(
+            f"local rank {job.local_rank}",
+            f"this machine has only {count} {kind} devices",
+            f"start at most {count} processes on it (--nproc-per-node); a launcher other than torchrun "
+            "has to set LOCAL_RANK, which counts on each machine",
+        )
+    return torch.device(kind, job.local_rank if count > 1 else 0)

@@ -1,0 +1,101 @@
+"""Waiting for the other ranks of the job, until the default process group is there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from placer._torch import default_store, default_timeout
+from placer.errors import PlacerError
+from placer.executor.distributed.groups import find_lost
+from placer.executor.distributed.job import Job
+from placer.executor.distributed.rendezvous import (
+    StoreFinder,
+    TcpStore,
+    TorchrunStore,
+    is_torchrun_store,
+    meet,
+)
+
+
+def store_of_start(job: Job, name: str) -> StoreFinder:
+    """Finds the store in which the ranks meet at the start called ``name``, the same on all of them.
+
+    That is the store of the default process group, if there is one, or of the launcher.
+    """
+    if dist.is_initialized():
+        return lambda: PrefixStore(f"placer/{name}", default_store())
+    if is_torchrun_store():
+        agents = TcpStore(hosts=False, timeout=default_pg_timeout)
+        return TorchrunStore(agents, job.rank, job.world_size, name)
+    hosted = TcpStore(hosts=job.rank == 0, timeout=default_pg_timeout)
+
+    def find() -> Store | None:
+        store = hosted()
+        return None if store is None else PrefixStore(f"placer/{name}", store)
+
+    return find
+
+
+def join_job(
+    device: torch.device,
+    job: Job,
+    find_store: StoreFinder,
+    *,
+    raise_if_told: Callable[[], None] = lambda: None,
+) -> None:
+    """Wait for the other ranks, and make the default process group, if the program has not.
+
+    NCCL for CUDA, gloo for the CPU. ``raise_if_told`` raises what a rank that failed has left.
+
+    Waits as long as the default process group does, half an hour unless the program made it with
+    another timeout. Raises ``PlacerError`` when the ranks do not find each other.
+    """
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)
+    wait = partial(meet, find_store, job.rank, job.world_size, raise_if_told=raise_if_told)
+    if dist.is_initialized():
+        wait(limit=default_timeout(device), find_lost=_find_lost)
+        return
+    backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
+    try:
+        find_store()
+        store = wait(limit=default_pg_timeout)
+        dist.init_process_group(
+            backend,
+            store=PrefixStore("group", store),
+            rank=job.rank,
+            world_size=job.world_size,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise _not_joined(error) from error
+
+
+def _find_lost() -> list[int]:
+    assert dist.group.WORLD is not None
+    return find_lost(dist.group.WORLD)
+
+
+def _not_joined(error: Exception) -> PlacerError:
+    """What ``init_process_group`` means by ``error``."""
+    env = os.environ
+    where = f"rank {env.get('RANK', '?')}"
+    address = f"{env.get('MASTER_ADDR', '?')}:{env.get('MASTER_PORT', '?')}"
+    reason = f"({str(error).splitlines()[0]})"
+    if "EADDRINUSE" in str(error):
+        return PlacerError(
+            where,
+            f"port {env['MASTER_PORT']} is taken already, by another job or program {reason}",
+            "choose another MASTER_PORT, or start with torchrun --standalone, which finds one",
+        )
+    return PlacerError(
+        where,
+        f"did not find the other processes of the job by {address} {reason}",
+        "start as many as WORLD_SIZE says, and check that they reach that address",
+    )

@@ -1,0 +1,159 @@
+"""From a plan to this rank's module: the job is checked, joined and compared, then the part is built."""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import nn
+
+from placer._torch import default_timeout
+from placer.emit import emit_stages
+from placer.errors import PeerError, PlacerError, PlanError
+from placer.executor.cuda_allocator import prepare_allocator
+from placer.executor.distributed.call_check import name_ranks
+from placer.executor.distributed.failure_broadcast import FailureBroadcast, lost_peers
+from placer.executor.distributed.groups import gather_objects, make_mesh
+from placer.executor.distributed.job import Job, assign_rank, choose_device
+from placer.executor.distributed.join import join_job
+from placer.executor.distributed.module import DistributedModule
+from placer.executor.distributed.ownership import build_part, find_ownership, share_weights
+from placer.executor.place import Place
+from placer.plan.store import plan_text
+from placer.plan.types import Plan
+from placer.program import Program, named_state
+from placer.versions import require
+
+
+def launch(
+    model: nn.Module,
+    program: Program,
+    plan: Plan,
+    job: Job,
+    *,
+    failures: FailureBroadcast,
+    weights: Path | None = None,
+    initialize: Callable[[nn.Module], None] | None = None,
+    run_on: str | None = None,
+) -> DistributedModule:
+    """This rank's part of ``model`` under ``plan``; all ranks of the job call it together.
+
+    ``failures`` is where a rank that failed before has left why.
+
+    Raises ``VersionError`` when torch is too old, and ``PlacerError`` when the job has not one process
+    per device of the plan, before any communication; ``PlanError`` when another rank has another
+    model or plan, before anything is built. Weights that are not read from a file are those of rank 0.
+    """
+    require("a process per device")
+    _check_norms(model, plan)
+    assignment = assign_rank(plan, job)
+    device = choose_device(plan, job, run_on)
+    join_job(device, job, failures.find_store, raise_if_told=failures.raise_if_told)
+    failures.set_limit(default_timeout(device))
+    with lost_peers(failures):
+        name = compare_plans(plan, model)
+    own = plan.stages[assignment.stage_indices[0]].devices[assignment.replica_index]
+    prepare_allocator(plan, [Place(own, device)])
+    staged = emit_stages(program, *plan.parts)
+    ownership = find_ownership(model, staged, assignment.num_devices)
+    build = partial(
+        build_part,
+        model,
+        staged,
+        ownership,
+        assignment.device_index,
+        device,
+        weights=weights,
+        initialize=initialize,
+    )
+    part = build_together(build, job.rank, failures)
+    with lost_peers(failures):
+        if weights is None:
+            share_weights(model, part, ownership, device)
+        return DistributedModule(
+            part,
+            program=program,
+            plan=plan,
+            staged=staged,
+            ownership=ownership,
+            assignment=assignment,
+            device=device,
+            mesh=make_mesh(plan, assignment, device),
+            name=name,
+        )
+
+
+def _check_norms(model: nn.Module, plan: Plan) -> None:
+    """Raise ``PlacerError`` when a layer would take its statistics over processes by itself."""
+    if plan.batch_norm != "deferred":
+        return
+    for path, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise PlacerError(
+                path,
+                "is a SyncBatchNorm, which learns from all processes at every micro-batch, and "
+                "'deferred' has running statistics learn once per step",
+                "use BatchNorm layers, or \"batch_norm\": 'sync'",
+            )
+
+
+def compare_plans(plan: Plan, model: nn.Module) -> str:
+    """Raise ``PlanError`` on every rank, naming those that differ from rank 0, if any does.
+
+    Returns a name that no other call gets, the same on all ranks.
+    """
+    without_data = sorted(name for name, tensor in named_state(model) if tensor.is_meta)
+    mine = _digest(plan.fingerprint, *without_data), _digest(plan_text(plan)), uuid.uuid4().hex
+    first, *_ = everyone = gather_objects(mine)
+    models = [r for r, found in enumerate(everyone) if found[0] != first[0]]
+    plans = [r for r, found in enumerate(everyone) if found[1] != first[1]]
+    if models:
+        raise PlanError(
+            f"rank {dist.get_rank()}",
+            f"the model (or its inputs) of {name_ranks(models)} is another than that of rank 0",
+            "give every rank the same model (on meta on all of them, or on none), arguments and code",
+        )
+    if plans:
+        raise PlanError(
+            f"rank {dist.get_rank()}",
+            f"the plan of {name_ranks(plans)} is another than that of rank 0",
+            "give every rank the same spec and example inputs of the same shapes, or a plan made once "
+            "(placer plan -o plan.json, placer.load_plan)",
+        )
+    return first[2]
+
+
+def build_together(
+    build: Callable[[], nn.Module], rank: int, failures: FailureBroadcast
+) -> nn.Module:
+    """What ``build`` makes here; a collective call.
+
+    Where it fails on one rank, all raise: that rank what it was, the others ``PeerError``.
+    """
+    part: nn.Module | None = None
+    failure: Exception | None = None
+    told = None
+    try:
+        part = build()
+    except Exception as error:
+        failure = error
+        told = f"rank {rank}", f"{type(error).__name__}: {error}"
+    with lost_peers(failures):
+        everyone = gather_objects(told)
+    if part is None:
+        assert failure is not None
+        raise failure
+    for found in everyone:
+        if found is not None:
+            raise PeerError(
+                *found, "its part of the model was not built; mend that and compile anew"
+            )
+    return part
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()

@@ -1,0 +1,532 @@
+"""DistributedModule: this rank's part of a placed model, one process per device."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from placer._torch import default_timeout
+from placer.emit import StagedModel
+from placer.errors import PeerError, PlacerError
+from placer.executor.distributed.batch import Share, count_rows, gather_result, take_share
+from placer.executor.distributed.call_check import CallCheck, Called, Method
+from placer.executor.distributed.checks import (
+    check_inference,
+    check_parameters,
+    check_scaler,
+    check_training,
+    refuse_joint_optimizers,
+    refuse_partial_clipping,
+    refuse_wrappers,
+)
+from placer.executor.distributed.crossings import CrossingFinder, Crossings
+from placer.executor.distributed.failure_broadcast import FailureBroadcast
+from placer.executor.distributed.fake_forward import find_failure_site
+from placer.executor.distributed.gradients import GradientReducer, GroupSum, find_shared
+from placer.executor.distributed.groups import Groups, close_groups, find_lost, make_groups
+from placer.executor.distributed.job import RankAssignment
+from placer.executor.distributed.loss_leaves import gradient_nodes, refuse_other_leaves
+from placer.executor.distributed.ownership import Ownership
+from placer.executor.distributed.partial import PartialModule
+from placer.executor.distributed.pipeline import LossOf, Microbatch, Pipeline, Results
+from placer.executor.distributed.randomness import own_random_state
+from placer.executor.distributed.statistics import SharedMoments
+from placer.executor.distributed.step_reduction import LossReduction, SharedBuffers
+from placer.executor.distributed.sync_norm import synchronise_norms
+from placer.executor.distributed.transport import GroupChannel
+from placer.executor.hooks import run_forward_hooks
+from placer.executor.loss import StepLoss
+from placer.executor.place import CALLER, Place, is_on
+from placer.executor.programs import Calls, Programs
+from placer.executor.scaling import scale_of
+from placer.executor.scatter import batch_size, check_target, unwrap_target
+from placer.executor.statistics import NormCall
+from placer.executor.transfer import transfer
+from placer.plan.types import Plan
+from placer.precision import autocast_state
+from placer.program import CallFormat, Program, rebuild_call
+
+
+class DistributedModule(PartialModule):
+    """One rank's stages of a placed model, with the original's names; see `placer.executor.distributed`.
+
+    ``part`` holds the parameters and buffers of this rank, already on ``device``. All ranks of the
+    job construct it together, with one ``name`` that no other module has.
+    """
+
+    device: torch.device
+    mesh: DeviceMesh
+    _job_group: Any  # the default process group in which it was made
+    _groups: Groups | None  # None once this module has failed
+    _finder: CrossingFinder
+    _failures: FailureBroadcast
+    _layer_of: Mapping[str, str]
+    _written: tuple[str, ...]
+    _pipeline: Pipeline
+    _placeholder: nn.Parameter
+    _reducer: GradientReducer | None
+    _reduced: tuple[int, ...]  # ids of the parameters that the reducer watches
+    _frozen: frozenset[str]
+    _FIELDS = PartialModule._FIELDS | frozenset(__annotations__)
+
+    def __init__(
+        self,
+        part: nn.Module,
+        *,
+        program: Program,
+        plan: Plan,
+        staged: StagedModel,
+        ownership: Ownership,
+        assignment: RankAssignment,
+        device: torch.device,
+        mesh: DeviceMesh,
+        name: str,
+    ) -> None:
+        place = Place(str(device), device)
+        super().__init__(part, plan=plan, staged=staged, places=[[place] * len(staged.stages)])
+        self._calls = Calls(self._programs, captured_only=True)
+        self.assignment = assignment
+        self.device = device
+        self.mesh = mesh
+        self._ownership = ownership
+        self._job_group = dist.group.WORLD
+        self._groups = make_groups(mesh, ownership, device)
+        self._finder = CrossingFinder(program.model, plan, staged, device)
+        self._failures = FailureBroadcast(
+            assignment.rank, dist.get_world_size(), name, limit=default_timeout(device)
+        )
+        self._layer_of = dict(plan.node_layers)
+        self._written = _written_names(program, ownership, assignment)
+        if plan.batch_norm == "sync" and plan.replicas > 1:
+            synchronise_norms(part, self._groups.dp)
+        self._pipeline = Pipeline(
+            self._replicas[0],
+            part,
+            schedule=plan.schedule,
+            microbatches=plan.microbatches,
+            rank=assignment.device_index,
+            num_ranks=assignment.num_devices,
+            channel=GroupChannel(self._groups.pp),
+        )
+        self._placeholder = nn.Parameter(torch.empty(0, device=device))
+        self._reducer = None
+        self._reduced = ()
+        self._frozen = frozenset(n for n, p in self.named_parameters() if not p.requires_grad)
+        refuse_wrappers(self)
+        if assignment.num_devices > 1:
+            refuse_joint_optimizers(self)
+
+    def __reduce__(self) -> NoReturn:
+        raise PlacerError(
+            f"rank {self.assignment.rank}",
+            "a rank's part of a job cannot be pickled or copied",
+            "use placer.save(placed, optimizer, path), or state_dict() and named_parameters()",
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        self.__reduce__()
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """This rank's parameters; a rank without any has an empty one, for optimizers want one."""
+        if self.assignment.num_devices > 1:
+            refuse_partial_clipping(sys._getframe(1))  # a generator: the frame of its reader
+        yield from list(super().parameters(recurse)) or [self._placeholder]
+
+    @property
+    def replica_index(self) -> int:
+        """Which replica this rank belongs to: its row of the mesh."""
+        return self.assignment.replica_index
+
+    @property
+    def num_replicas(self) -> int:
+        return self.plan.replicas
+
+    @property
+    def _in_job(self) -> bool:
+        return dist.is_initialized() and dist.group.WORLD is self._job_group
+
+    @property
+    def process_groups(self) -> Groups:
+        """Whom this rank talks to. Raises ``PeerError`` when they are closed, as when this module failed."""
+        if not self._in_job:
+            raise PeerError(
+                f"rank {self.assignment.rank}",
+                "has left the job: the process group of this module is destroyed",
+                "call dist.destroy_process_group() last, after all use of this module",
+            )
+        if self._groups is None:
+            raise PeerError(
+                f"rank {self.assignment.rank}",
+                "an earlier call failed, and the connections of this module are closed",
+                "end the job; torchrun --max-restarts starts it anew",
+            )
+        return self._groups
+
+    @property
+    def own_share(self) -> tuple[int, int]:
+        return self.replica_index, self.num_replicas
+
+    @property
+    def stage_indices(self) -> tuple[int, ...]:
+        """The stages that this rank runs."""
+        return self.assignment.stage_indices
+
+    @property
+    def output_device(self) -> torch.device:
+        """Where results are: every rank has them on its own device."""
+        return self.device
+
+    @property
+    def _last_device(self) -> int:
+        """Which device of a replica has the last stage."""
+        return (len(self._staged.stages) - 1) % self.assignment.num_devices
+
+    def _run(self, programs: Programs, leaves: list[Tensor]) -> Any:
+        """The whole batch in, the whole result out."""
+        check_inference(leaves, training=self.training)
+        leaves = [leaf.detach() for leaf in leaves]
+        with torch.no_grad(), self._own_random_state(), self.watch():
+            with self._ask(programs.call, "placed(x)", leaves):
+                share = self._take_share(programs.call, leaves, grad=False)
+            results = self._execute(share.microbatches, None)
+            moments = self._share_moments(share.largest)
+            result = gather_result(
+                share.batch,
+                results,
+                self._finder,
+                assignment=self.assignment,
+                last_device=self._last_device,
+                world=self.process_groups.world,
+            )
+            if moments is not None:
+                moments.wait()
+            return result
+
+    def _step(
+        self,
+        programs: Programs,
+        leaves: list[Tensor],
+        *,
+        loss_of: StepLoss,
+        target: Any = None,
+        own_rows: bool = False,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> Tensor:
+        # Before the others are asked: a rank that is called alone is told at once, not left waiting.
+        check_training()
+        check_scaler(scaler, num_devices=self.assignment.num_devices)
+        trained, fault = self._trained()
+        if fault is None:
+            counted, fault = self._count_own(loss_of, target, batch_size(programs.call, leaves))
+        else:
+            counted = None
+        agreement = self._ask(
+            programs.call,
+            "placed.step",
+            leaves,
+            own_rows=own_rows,
+            fault=fault,
+            counted=counted,
+            reduction=loss_of.reduction,
+            normalizer=loss_of.has_normalizer,
+            scaler=scaler is not None,
+            count=partial(
+                count_rows,
+                own_rows=own_rows,
+                replicas=self.num_replicas,
+                together=self.plan.batch_norm == "sync",
+            ),
+        )
+        try:
+            with self._own_random_state():
+                with agreement:
+                    share = self._take_share(
+                        programs.call, leaves, target=target, own_rows=own_rows, grad=True
+                    )
+                    scale = 1.0 if scaler is None else scale_of(scaler, self.device)
+                reducer = self._current_reducer(trained)
+                loss_of.begin(
+                    target,
+                    rows=batch_size(programs.call, leaves),
+                    total=agreement.total,
+                    counted=agreement.counted,
+                )
+                reducer.prepare(len(share.microbatches))
+                results = self._execute(
+                    share.microbatches,
+                    self._loss_of(loss_of, target, agreement.total, share.microbatches),
+                    scale=scale,
+                )
+                reducer.send_rest()  # the next messages go the same way
+                losses = LossReduction(
+                    results.losses,
+                    loss_of=loss_of,
+                    source=self._last_device if self.num_replicas == 1 else None,
+                    world=self.process_groups.world,
+                    device=self.device,
+                )
+                moments = self._share_moments(share.largest)
+                buffers = SharedBuffers(self._shared_buffers(share.largest), self.process_groups.dp)
+                reducer.finish()
+        except PlacerError as error:
+            if own_rows and agreement.alike:  # others may have found nothing wrong with theirs
+                self._fail(error)
+            raise
+        except BaseException as error:
+            self._fail(error)
+        with self.watch():
+            loss = losses.wait()
+            share.inputs.deliver(
+                row=self.process_groups.pp,
+                world=self.process_groups.world,
+                own_rows=own_rows,
+                device=self.device,
+            )
+            buffers.wait()
+            if moments is not None:
+                moments.wait()
+            losses.check()
+            return loss
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm over the whole model is at most ``max_norm``.
+
+        Returns the norm before, the same on every rank. A tied parameter counts once. Raises
+        ``PlacerError`` when not all ranks call it alike, ``PeerError`` when another rank is lost.
+        """
+        norm_type = float(norm_type)
+        self.announce("placed.clip_grad_norm_", max_norm=float(max_norm), norm_type=norm_type)
+        index = self.assignment.device_index
+        names = self.tensor_names
+        own = [
+            p.grad
+            for n, p in self.named_parameters()
+            if p.grad is not None and self._ownership.holders[names[n]][0] == index
+        ]
+        norm = nn.utils.get_total_norm(own, norm_type).to(self.device, torch.float64)
+        with self.watch():
+            if norm_type == float("inf"):
+                dist.all_reduce(norm, dist.ReduceOp.MAX, group=self.process_groups.pp)
+            else:
+                norm = norm**norm_type
+                dist.all_reduce(norm, group=self.process_groups.pp)
+                norm = norm ** (1 / norm_type)
+        nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
+        return norm
+
+    def grad_scaler(self, **options: Any) -> torch.amp.GradScaler:
+        """A ``GradScaler`` that skips a step on every rank when any has an inf or NaN."""
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+        return ShardedGradScaler(self.device.type, **options)
+
+    def announce(self, method: Method, **options: object) -> None:
+        """Tell the other ranks that this one is at ``method``, and wait for what they say.
+
+        What comes next may go between other ranks, or be of another size, than what a rank that is
+        elsewhere waits for. Raises ``PlacerError``, on all ranks, when any is at another method, or has
+        other ``options``; nothing is sent then.
+        """
+        called = Called(method=method, names=self._staged.graph_inputs, options=options)
+        with self.watch(), self._agree(called):
+            pass
+
+    def _agree(self, called: Called, count: Callable[..., int | None] | None = None) -> CallCheck:
+        return CallCheck(
+            called,
+            num_devices=self.assignment.num_devices,
+            world=self.process_groups.world,
+            device=self.device,
+            count=count,
+        )
+
+    def _ask(
+        self,
+        call: CallFormat,
+        method: Method,
+        leaves: Sequence[Tensor],
+        *,
+        count: Callable[[Sequence[int]], int | None] | None = None,
+        own_rows: bool = False,
+        fault: PlacerError | None = None,
+        counted: float | None = None,
+        **options: object,
+    ) -> CallCheck:
+        """Ask the other ranks whether they were called alike; this one may prepare meanwhile."""
+        called = Called(
+            method=method,
+            inputs=leaves,
+            names=self._staged.graph_inputs,
+            rows=batch_size(call, leaves),
+            training=self.training,
+            own_rows=own_rows,
+            fault=fault,
+            counted=counted,
+            options={"autocast": autocast_state(self.device.type), **options},
+        )
+        with self.watch():
+            return self._agree(called, count)
+
+    def _take_share(self, call: CallFormat, leaves: Sequence[Tensor], **options: Any) -> Share:
+        self._finder.follow(self._tree)
+        return take_share(call, leaves, self._finder, self.plan, self.assignment, **options)
+
+    def _trained(self) -> tuple[tuple[int, ...], PlacerError | None]:
+        """The ids of this rank's trained parameters, or what is wrong with them: the others are told."""
+        try:
+            return check_parameters(self, self._ownership.first_name, self._frozen), None
+        except PlacerError as error:
+            return (), error
+
+    def _count_own(
+        self, loss_of: StepLoss, target: Any, rows: int | None
+    ) -> tuple[float | None, PlacerError | None]:
+        """What the normalizer counts in this rank's target, where losses are computed, or what is wrong."""
+        try:
+            check_target(target, rows)
+            if self.assignment.device_index == self._last_device:
+                return loss_of.count([unwrap_target(target)])[0], None
+        except PlacerError as error:
+            return None, error
+        return None, None
+
+    def _loss_of(
+        self,
+        loss_of: StepLoss,
+        whole_target: Any,
+        total: int | None,
+        microbatches: Sequence[Microbatch],
+    ) -> LossOf:
+        place = self._replicas[0].output_place
+        target_here = is_on(self.device, unwrap_target(whole_target))
+        counts: dict[int, float | None] = {}
+
+        def loss_of_cut(given: Microbatch, output: Any) -> Tensor:
+            if self._forward_hooks:
+                arguments = rebuild_call(given.crossings.staged.call, given.leaves)
+                output = run_forward_hooks(self, *arguments, output)
+            target = given.target
+            if not target_here:
+                target = transfer(target, CALLER, place)
+            if not counts:  # all together, for those on a device are waited for
+                counts.update(
+                    zip(
+                        map(id, microbatches),
+                        loss_of.count([m.target for m in microbatches]),
+                        strict=True,
+                    )
+                )
+            before = gradient_nodes(output)
+            rows = None if total is None else given.rows
+            loss = loss_of.of_cut(output, target, rows=rows, counted=counts[id(given)])
+            if dist.get_world_size(self._job_group) > 1:
+                refuse_other_leaves(loss, before, self, whole=self.assignment.num_devices == 1)
+            return loss
+
+        return loss_of_cut
+
+    def _execute(
+        self, microbatches: Sequence[Microbatch], loss_of: LossOf | None, *, scale: float = 1.0
+    ) -> Results:
+        if self._statistics is not None:
+            self._statistics.clear()
+        return self._pipeline.run(microbatches, loss_of, scale=scale)
+
+    def _norms(self, largest: Crossings) -> list[NormCall]:
+        """The calls of this rank's stages that update running statistics, where these are deferred."""
+        return [call for index in self.stage_indices for call in largest.norms[index]]
+
+    def _share_moments(self, largest: Crossings) -> SharedMoments | None:
+        """All replicas get what each of them is to do to running statistics; None where none is."""
+        if self._statistics is None:
+            return None
+        self._statistics.set_counters(self._tree)
+        own = self._statistics.take_moments()
+        calls = self._norms(largest)
+        if not calls and not own:
+            return None
+        place = self._replicas[0].places[0]
+        return SharedMoments(self._tree, calls, own, group=self.process_groups.dp, place=place)
+
+    def _shared_buffers(self, largest: Crossings) -> list[Tensor]:
+        """The buffers that forward writes: all replicas have the first one's, as in ``nn.DataParallel``.
+
+        Deferred statistics are not among them: every replica has the moments of all.
+        """
+        if self.num_replicas == 1 or not self.training:
+            return []
+        deferred = {name for call in self._norms(largest) for name in (call.mean, call.var)}
+        return [self.get_buffer(name) for name in self._written if name not in deferred]
+
+    def _own_random_state(self) -> Any:
+        return own_random_state(self.device, self.replica_index, self.assignment.device_index)
+
+    def _current_reducer(self, trained: tuple[int, ...]) -> GradientReducer:
+        """The reducer of the parameters that have these ids."""
+        if self._reducer is None or trained != self._reduced:
+            if self._reducer is not None:
+                self._reducer.close()
+            shared = find_shared(
+                self,
+                self._staged,
+                self._ownership,
+                self.stage_indices,
+                cache(lambda devices: GroupSum(self.process_groups.of_holders(devices))),
+            )
+            self._reducer = GradientReducer(shared)
+            self._reduced = trained
+        return self._reducer
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Raise what goes wrong between the ranks inside the block as ``PeerError``.
+
+        What a rank says itself (``PlacerError``) is raised as it is, and so is what ends a program.
+        """
+        try:
+            yield
+        except PlacerError:
+            raise
+        except BaseException as error:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> NoReturn:
+        """Tell the other ranks, close the connections so that none waits for this one, and raise."""
+        groups = self._groups if self._in_job else None  # else the program has closed them
+        try:
+            if not isinstance(error, Exception):
+                self._failures.tell_end(error)
+                raise error
+            self._failures.raise_for(
+                error,
+                find_lost=list if groups is None else partial(find_lost, groups.world),
+                find_failure_site=partial(
+                    find_failure_site, self._finder, self._layer_of, self._tree
+                ),
+                layers=[stage.layers for stage in self.plan.stages],
+                replica_index=self.replica_index,
+            )
+        finally:
+            if self._reducer is not None:
+                self._reducer.close()
+            self._groups = self._reducer = None
+            if groups is not None:
+                close_groups(groups.each())
+            if isinstance(error, Exception):  # else the program is to end at once
+                self._failures.await_readers()
+
+
+def _written_names(
+    program: Program, ownership: Ownership, assignment: RankAssignment
+) -> tuple[str, ...]:
+    """Buffers of this rank that the forward writes, such as running statistics."""
+    written = {name for names in program.mutated_state_of.values() for name in names}
+    return tuple(n for n in ownership.names[assignment.device_index] if n in written)

@@ -1,0 +1,137 @@
+"""The part of a model that one rank holds, as a module tree with the original's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from placer.emit import StagedModel, materialize
+from placer.program import first_names, named_state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ownership:
+    """Which rank of a replica holds which parameters and buffers; the same on every rank.
+
+    A tensor under several names, or read by several stages, is one entry of ``holders`` under the
+    first of its names; the first device of the tuple owns it.
+    """
+
+    names: tuple[tuple[str, ...], ...]  # per device of the replica: the names it has, in order
+    first_name: Mapping[str, str]  # any name -> the first of that tensor's names
+    holders: Mapping[str, tuple[int, ...]]  # first name -> devices that have it, the owner first
+
+
+def find_ownership(model: nn.Module, staged: StagedModel, num_devices: int) -> Ownership:
+    """Who holds what, when stage ``s`` is on device ``s % num_devices``.
+
+    A device has the names that its stages read; names that no stage reads go to their owner.
+    """
+    first_name = first_names(model)
+    read = {name for stage in staged.stages for name in stage.state}
+    have: list[set[str]] = [set() for _ in range(num_devices)]
+    for stage in staged.stages:
+        have[stage.index % num_devices].update(stage.state)
+    for name, owner in staged.state_stage.items():
+        if name not in read:
+            have[owner % num_devices].add(name)
+    holders: dict[str, tuple[int, ...]] = {}
+    for name, first in first_name.items():
+        owner = staged.state_stage[name] % num_devices
+        others = [d for d in range(num_devices) if name in have[d]]
+        holders[first] = tuple(dict.fromkeys((*holders.get(first, (owner,)), *others)))
+    return Ownership(
+        names=tuple(tuple(name for name in first_name if name in own) for own in have),
+        first_name=first_name,
+        holders=holders,
+    )
+
+
+def build_part(
+    model: nn.Module,
+    staged: StagedModel,
+    ownership: Ownership,
+    device_index: int,
+    device: torch.device,
+    *,
+    weights: Path | None = None,
+    initialize: Callable[[nn.Module], None] | None = None,
+) -> nn.Module:
+    """A copy of ``model`` with only what ``device_index`` holds, made straight on ``device``.
+
+    Modules that neither hold any of it nor are called by its stages are left out.
+    """
+    names = ownership.names[device_index]
+    homes = dict.fromkeys(ownership.first_name, device)
+    only = {ownership.first_name[name] for name in names}
+    part = materialize(model, homes, weights=weights, initialize=initialize, only=only)
+    _drop_tensors(part, set(names))
+    num_devices = len(ownership.names)
+    stages = [s for s in staged.stages if s.index % num_devices == device_index]
+    called = {path for stage in stages for path in stage.modules}
+    owners = {name.rpartition(".")[0] for name in names}
+    _drop_modules(part, called, called | owners)
+    return part
+
+
+def share_weights(
+    model: nn.Module, part: nn.Module, ownership: Ownership, device: torch.device
+) -> None:
+    """Give every rank's ``part`` the values that rank 0's ``model`` has; a collective call.
+
+    As ``DistributedDataParallel`` does, so that a program need not seed its model. Tensors on
+    ``meta``, the same ones on all ranks, have no values to give. A rank makes room for one tensor
+    that it does not hold at a time.
+    """
+    held = {ownership.first_name[name]: tensor.detach() for name, tensor in named_state(part)}
+    given = {ownership.first_name[name]: tensor.detach() for name, tensor in named_state(model)}
+    for name, tensor in given.items():
+        if tensor.is_meta or tensor.layout != torch.strided or not tensor.numel():
+            continue
+        if dist.get_rank() == 0:
+            flat = tensor.to(device).reshape(-1)
+        else:
+            flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=device)
+        dist.broadcast(flat.view(torch.uint8), 0)  # not all backends know all data types
+        if name in held and dist.get_rank() > 0:
+            held[name].copy_(flat.view(tensor.shape))
+
+
+def _drop_tensors(part: nn.Module, kept: Collection[str]) -> None:
+    for module, prefixes in _prefixes(part).items():
+        for table in (module._parameters, module._buffers):
+            for leaf in [name for name, tensor in table.items() if tensor is not None]:
+                if not any(prefix + leaf in kept for prefix in prefixes):
+                    del table[leaf]
+
+
+def _drop_modules(part: nn.Module, whole: Collection[str], kept: Collection[str]) -> None:
+    """Delete every submodule that is not in ``kept``, above one of ``kept``, or below one of ``whole``.
+
+    A module that is registered under several paths stays when one of them is a reason to.
+    """
+    wanted = {path[:end] for path in kept for end in _ends(path)}
+    untouched = {module for path in whole for module in part.get_submodule(path).modules()}
+    for module, prefixes in _prefixes(part).items():
+        if module not in untouched:
+            for name in list(module._modules):
+                if not any(prefix + name in wanted for prefix in prefixes):
+                    del module._modules[name]
+
+
+def _prefixes(part: nn.Module) -> dict[nn.Module, list[str]]:
+    """Per module the paths that it is registered under, each with a dot to append a name to."""
+    found: dict[nn.Module, list[str]] = {}
+    for path, module in part.named_modules(remove_duplicate=False):
+        found.setdefault(module, []).append(f"{path}." if path else "")
+    return found
+
+
+def _ends(path: str) -> list[int]:
+    """Where the prefixes of a dotted path end, the path itself included."""
+    return [i for i, c in enumerate(path) if c == "."] + [len(path)]

@@ -1,0 +1,161 @@
+"""Drives this rank's stages: its own actions of the schedule, with messages to the other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from placer.executor.distributed.crossings import Crossings, TensorSpec
+from placer.executor.distributed.failures import explain_failure
+from placer.executor.distributed.transport import Channel, Messages, compare_tensor
+from placer.executor.execute import MicrobatchRun, PlacedMicrobatch, run_schedule
+from placer.executor.replica import Replica
+from placer.program import unflatten_output
+from placer.schedule import Action, Message, find_messages, linearize, make_schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Microbatch:
+    """One micro-batch of this replica.
+
+    ``inputs`` are what the stages of this rank read of the model's own inputs, where the caller has
+    them, ``leaves`` all of these.
+    """
+
+    inputs: Mapping[str, Tensor]
+    crossings: Crossings
+    inputs_here: bool = False  # are these on the rank's device already?
+    leaves: Sequence[Tensor] = ()
+    target: Any = None
+    rows: int = 1
+
+
+LossOf = Callable[[Microbatch, Any], Tensor]
+
+
+@dataclass(slots=True)
+class Results:
+    """What the last stage leaves on the ranks that run it: losses, or in inference result leaves."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    leaves: dict[int, list[Any]] = field(default_factory=dict)
+
+
+class Pipeline:
+    """This rank's stages under one schedule. Every rank of a replica has one; all are called alike.
+
+    ``part`` has the rank's modules. Stage ``s`` is run by rank ``s % num_ranks`` of the replica.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        part: nn.Module,
+        *,
+        schedule: str,
+        microbatches: int,
+        rank: int,
+        num_ranks: int,
+        channel: Channel,
+    ) -> None:
+        self._replica = replica
+        self._part = part
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._channel = channel
+        stages = len(replica.staged.stages)
+        table = make_schedule(schedule, stages, microbatches, num_ranks=num_ranks)
+        forward_only = make_schedule("GPipe", stages, microbatches, num_ranks=num_ranks)
+        self._order = linearize(table)
+        self._order_of_inference = [a for a in linearize(forward_only) if a.kind == "F"]
+        self._known: dict[Any, tuple[list[Crossings], list[Action], tuple[Message, ...]]] = {}
+
+    def run(
+        self, microbatches: Sequence[Microbatch], loss_of: LossOf | None, *, scale: float = 1.0
+    ) -> Results:
+        """Run the batch through the pipeline, with its backward if there is ``loss_of``.
+
+        That gives a micro-batch's part of the loss of the batch, of its result; backward starts from
+        ``scale`` times that.
+        """
+        results = Results()
+
+        def finish(index: int, leaves: list[Any]) -> Tensor | None:
+            given = microbatches[index]
+            if loss_of is None:
+                for found, expected in zip(leaves, given.crossings.result, strict=True):
+                    if isinstance(expected, TensorSpec):
+                        compare_tensor(found, expected)
+                results.leaves[index] = leaves
+                return None
+            output = unflatten_output(given.crossings.staged.call, leaves)
+            del leaves
+            loss = loss_of(given, output)
+            results.losses.append(loss.detach())
+            return loss if scale == 1.0 else loss * scale
+
+        def explain(action: Action, run: MicrobatchRun, error: Exception) -> Exception:
+            given = microbatches[action.microbatch_index]
+            return explain_failure(
+                given.crossings.staged.stages[action.stage_index],
+                run.phase,
+                error,
+                given=given,
+                part=self._part,
+            )
+
+        order, messages = self._plan(microbatches, training=loss_of is not None)
+        run_schedule(
+            {index: self._placed(given) for index, given in enumerate(microbatches)},
+            [action for action in order if self._rank_of(action.stage_index) == self._rank],
+            finish,
+            transport=Messages(
+                messages,
+                {index: given.crossings for index, given in enumerate(microbatches)},
+                order,
+                self._rank_of,
+                rank=self._rank,
+                place=self._replica.places[0],
+                channel=self._channel,
+            ),
+            explain=explain,
+        )
+        return results
+
+    def _rank_of(self, stage_index: int) -> int:
+        return stage_index % self._num_ranks
+
+    def _plan(
+        self, microbatches: Sequence[Microbatch], *, training: bool
+    ) -> tuple[list[Action], tuple[Message, ...]]:
+        """The actions of all ranks for micro-batches that have rows, and the messages between them."""
+        crossings = [given.crossings for given in microbatches]
+        key = (training, *map(id, crossings))
+        if key not in self._known:
+            every = self._order if training else self._order_of_inference
+            order = [action for action in every if action.microbatch_index < len(microbatches)]
+            messages = find_messages(order, lambda m: crossings[m].flows, self._rank_of)
+            self._known[key] = crossings, order, messages  # the ids stay theirs
+        _, order, messages = self._known[key]
+        return order, messages
+
+    def _placed(self, given: Microbatch) -> PlacedMicrobatch:
+        staged = given.crossings.staged
+        replica = self._replica.with_program(staged)
+        replica.follow_attributes(self._part)
+        place = replica.places[0]
+        return PlacedMicrobatch(
+            replica=replica,
+            trees=[self._part] * len(staged.stages),
+            leaves=given.leaves,
+            inputs=given.inputs,
+            # The caller's own is never written to.
+            input_places={
+                name: place
+                for name in given.inputs
+                if given.inputs_here and name not in staged.written_inputs
+            },
+        )

@@ -1,0 +1,100 @@
+"""What the ranks tell each other at the end of a step, while the last gradients are on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from placer.errors import PlacerError
+from placer.executor.loss import StepLoss, without_graph
+
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+class LossReduction:
+    """The loss of the whole batch on its way to every rank; it is computed where the last stages are.
+
+    ``source`` is the rank that alone has all ``losses``, where there is but one last stage. With it go
+    what else became of `StepLoss` there: whether any rank has losses without a graph, how ranks found
+    that losses combine, and what was counted in the cuts.
+    """
+
+    def __init__(
+        self,
+        losses: Sequence[Tensor],
+        *,
+        loss_of: StepLoss,
+        source: int | None,
+        world: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        # The loss, and what is counted in the cuts; then numbers of ranks: losses without a graph, of
+        # cuts, means of cuts, sums of cuts, and in each data type.
+        self._message = torch.zeros(6 + len(_DTYPES), dtype=torch.float64, device=device)
+        if losses:
+            loss = torch.stack(list(losses)).sum()
+            self._message[0] = loss
+            said = [
+                loss_of.counts,
+                loss_of.lacks_graph,
+                loss_of.is_cut,
+                loss_of.combination == "mean",
+                loss_of.combination == "sum",
+                *(dtype == loss.dtype for dtype in _DTYPES),
+            ]
+            self._message[1:] = torch.tensor(said, dtype=torch.float64)
+        work: dist.Work | None
+        if source is None:
+            work = dist.all_reduce(self._message, group=world, async_op=True)
+        else:
+            work = dist.broadcast(self._message, source, group=world, async_op=True)
+        assert work is not None  # this rank is in the group
+        self._work = work
+        self._loss_of = loss_of
+
+    def wait(self) -> Tensor:
+        """The sum, in the data type that most ranks have."""
+        self._work.wait()
+        dtypes = self._message[6:].tolist()
+        return self._message[0].to(_DTYPES[dtypes.index(max(dtypes))])
+
+    def check(self) -> None:
+        """Raise ``PlacerError``, on every rank alike, for what shows in the losses of all ranks."""
+        _, counts, without, is_cut, means, sums, *_ = self._message.tolist()
+        if without:
+            raise without_graph()
+        if is_cut:
+            self._loss_of.require_count(counts)
+        if means and sums:
+            raise PlacerError(
+                "loss_fn",
+                "is a mean over rows on some ranks and a sum on others",
+                "say which with step(..., reduction=...)",
+            )
+
+
+class SharedBuffers:
+    """Values that the first rank of ``group`` gives to all of it, as bytes of one message."""
+
+    def __init__(self, buffers: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+        self._receives = dist.get_rank(group) > 0
+        # The largest data types first, so that each lies where its type may.
+        self._buffers = sorted(buffers, key=Tensor.element_size, reverse=True)
+        self._work = None
+        if buffers:
+            self._bytes = torch.cat([b.reshape(-1).view(torch.uint8) for b in self._buffers])
+            source = dist.get_global_rank(group, 0)
+            self._work = dist.broadcast(self._bytes, source, group=group, async_op=True)
+
+    def wait(self) -> None:
+        """Put the values into the buffers."""
+        if self._work is None:
+            return
+        self._work.wait()
+        if self._receives:
+            pieces = self._bytes.split([b.nbytes for b in self._buffers])
+            for buffer, piece in zip(self._buffers, pieces, strict=True):
+                buffer.copy_(piece.view(buffer.dtype).view_as(buffer))

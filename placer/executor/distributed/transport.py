@@ -1,0 +1,300 @@
+"""Values and gradients between the stages of different ranks, as messages of ``torch.distributed``.
+
+Each goes straight from the rank that made it to the one that needs it, however many stages lie
+between. All ranks know all messages of a step beforehand, in one order (`placer.schedule.messages`),
+with the shapes of their tensors. So nothing is said about a message, and no wait is circular.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from placer.executor.distributed.crossings import Crossings, TensorSpec
+from placer.executor.distributed.groups import wait_of
+from placer.executor.execute import MicrobatchRun
+from placer.executor.place import Place
+from placer.schedule import Action, Message
+
+
+class Channel(Protocol):
+    """Sends and receives tensors; the calls for a pair of ranks come in the same order on both."""
+
+    def send(self, tensor: Tensor, rank: int) -> Wait:
+        """Start to send ``tensor``, which stays as it is until the answer has been called."""
+
+    def receive(self, tensor: Tensor, rank: int) -> Wait:
+        """Start to fill ``tensor``, which is full when the answer has been called."""
+
+
+Wait = Callable[[], object]
+
+
+class GroupChannel:
+    """Point-to-point messages of a process group; ``rank`` counts in the group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def send(self, tensor: Tensor, rank: int) -> Wait:
+        if not tensor.numel():
+            return _do_nothing
+        return wait_of(dist.isend(tensor, group=self._group, group_dst=rank))
+
+    def receive(self, tensor: Tensor, rank: int) -> Wait:
+        if not tensor.numel():
+            return _do_nothing
+        return wait_of(dist.irecv(tensor, group=self._group, group_src=rank))
+
+
+class NoChannel:
+    """Sends nothing and receives tensors as they are: for a dry run, in which ranks are alone."""
+
+    def send(self, tensor: Tensor, rank: int) -> Wait:
+        return _do_nothing
+
+    def receive(self, tensor: Tensor, rank: int) -> Wait:
+        return _do_nothing
+
+
+def _do_nothing() -> None:
+    pass
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A message on its way: its tensors must be kept, and left as they are, until it has arrived."""
+
+    message: Message
+    tensors: list[Tensor]
+    waits: list[Wait]
+
+
+@dataclass(slots=True)
+class _Awaited:
+    """A message that this rank is ready for: the tensors that it fills, by their place in the value."""
+
+    message: Message
+    tensors: Mapping[int, Tensor]
+    waits: list[Wait]
+    present: Tensor | None = None  # which of its gradients there are, where some may lack
+
+
+@dataclass(slots=True)
+class _Peer:
+    """What this rank and another one send each other: still to do, in order, and on its way."""
+
+    upcoming: deque[Message] = field(default_factory=deque)
+    sent: deque[_Sent] = field(default_factory=deque)
+
+
+class Messages:
+    """The `Transport` of one rank in one run of a batch.
+
+    ``order`` are the actions of all ranks, ``messages`` all messages; ``crossings`` say what they
+    consist of, per micro-batch, and ``rank_of`` which rank of the replica runs a stage.
+    """
+
+    def __init__(
+        self,
+        messages: Sequence[Message],
+        crossings: Mapping[int, Crossings],
+        order: Sequence[Action],
+        rank_of: Callable[[int], int],
+        *,
+        rank: int,
+        place: Place,
+        channel: Channel,
+    ) -> None:
+        self._crossings = crossings
+        self._rank_of = rank_of
+        self._rank = rank
+        self._place = place
+        self._channel = channel
+        # Of a rank that sends something itself, that tells how far it has come.
+        self._answering = {message.sender for message in messages if message.receiver == rank}
+        self._at = {action: position for position, action in enumerate(order)}
+        own = [action for action in order if rank_of(action.stage_index) == rank]
+        # When this rank does an action, it is ready for what the next one needs.
+        self._next = {a: self._at[b] for a, b in itertools.pairwise(own)}
+        self._peers: dict[int, _Peer] = {}
+        self._needed: dict[int, list[Message]] = {}
+        self._made: dict[int, list[Message]] = {}
+        for message in messages:
+            if rank not in (message.sender, message.receiver):
+                continue
+            incoming = message.receiver == rank
+            peer = message.sender if incoming else message.receiver
+            self._peers.setdefault(peer, _Peer()).upcoming.append(message)
+            if incoming:
+                self._needed.setdefault(message.needed_before, []).append(message)
+            else:
+                self._made.setdefault(message.sent_after, []).append(message)
+        self._awaited: dict[Message, _Awaited] = {}
+
+    def receive(self, action: Action, run: MicrobatchRun) -> None:
+        position = self._at[action]
+        for peer in self._peers:
+            self._get_ready(peer, position, self._next.get(action, position))
+            if peer not in self._answering:
+                self._release(peer, position)
+        for message in self._needed.pop(position, ()):
+            awaited = self._awaited.pop(message)
+            for wait in awaited.waits:
+                wait()
+            self._hand_over(awaited, run)
+            self._release(message.sender, message.sent_after)
+
+    def check(self, action: Action, run: MicrobatchRun) -> None:
+        if action.kind != "F":
+            return
+        values = self._crossings[action.microbatch_index].values
+        for name, made in run.outputs.items():
+            found = tree_leaves(made)
+            for position, expected in values[name].tensors.items():
+                compare_tensor(found[position], expected)
+
+    def send(self, action: Action, run: MicrobatchRun) -> None:
+        for message in self._made.pop(self._at[action], ()):
+            peer = self._peers[message.receiver]
+            assert peer.upcoming[0] is message, "a message is sent out of its turn"
+            peer.upcoming.popleft()
+            tensors = self._tensors_of(message, run)
+            waits = [self._channel.send(tensor, message.receiver) for tensor in tensors]
+            peer.sent.append(_Sent(message, tensors, waits))
+
+    def finish(self) -> None:
+        for peer in self._peers.values():
+            while peer.sent:
+                self._wait_for(peer.sent.popleft())
+
+    def _get_ready(self, peer: int, position: int, following: int) -> None:
+        """Start the receives whose turn it is, before this rank's action at ``position``.
+
+        That is all that comes before what the action sends, and what is needed for the action at
+        ``following``, this rank's next one.
+        """
+        upcoming = self._peers[peer].upcoming
+        while upcoming and upcoming[0].receiver == self._rank:
+            message = upcoming[0]
+            if message.sent_after >= position and message.needed_before > following:
+                break
+            upcoming.popleft()
+            self._awaited[message] = self._start(message)
+
+    def _start(self, message: Message) -> _Awaited:
+        specs = self._specs(message)
+        device = self._place.device
+        tensors = {
+            position: torch.empty(spec.shape, dtype=spec.dtype, device=device)
+            for position, spec in specs.items()
+        }
+        present = None
+        if self._says_what_is_there(message):
+            present = torch.ones(len(specs), dtype=torch.int8, device=device)
+        told = [present] if present is not None else []
+        waits = [
+            self._channel.receive(tensor, message.sender) for tensor in (*told, *tensors.values())
+        ]
+        return _Awaited(message, tensors, waits, present)
+
+    def _hand_over(self, awaited: _Awaited, run: MicrobatchRun) -> None:
+        message = awaited.message
+        value = self._crossings[message.microbatch_index].values[message.name]
+        if message.kind == "value":
+            for position, spec in value.tensors.items():
+                if spec.requires_grad:
+                    awaited.tensors[position].requires_grad_()
+            run.put(message.name, value.rebuild(awaited.tensors), self._place)
+            return
+        there = (
+            [True] * len(awaited.tensors) if awaited.present is None else awaited.present.tolist()
+        )
+        for (position, gradient), present in zip(awaited.tensors.items(), there, strict=True):
+            if present:
+                run.add_gradient((message.name, position), gradient, self._place)
+
+    def _tensors_of(self, message: Message, run: MicrobatchRun) -> list[Tensor]:
+        """What ``message`` consists of, without gaps in memory."""
+        if message.kind == "value":
+            leaves = tree_leaves(run.outputs[message.name])
+            positions = self._crossings[message.microbatch_index].values[message.name].tensors
+            return [leaves[position].detach().contiguous() for position in positions]
+        specs = self._specs(message)
+        found = {p: run.take_gradient((message.name, p)) for p in specs}
+        tensors = [
+            torch.zeros(spec.shape, dtype=spec.dtype, device=self._place.device)
+            if found[position] is None
+            else _dense(found[position]).contiguous()
+            for position, spec in specs.items()
+        ]
+        if self._says_what_is_there(message):
+            present = torch.tensor([g is not None for g in found.values()], dtype=torch.int8)
+            tensors.insert(0, present.to(self._place.device))
+        return tensors
+
+    def _specs(self, message: Message) -> Mapping[int, TensorSpec]:
+        """The tensors of ``message``, by their place among the leaves of its value."""
+        value = self._crossings[message.microbatch_index].values[message.name]
+        if message.kind == "value":
+            return value.tensors
+        return {
+            position: spec
+            for position, spec in value.tensors.items()
+            if any(self._rank_of(r) == message.sender for r in value.gradient_readers[position])
+        }
+
+    def _says_what_is_there(self, message: Message) -> bool:
+        return (
+            message.kind == "gradient"
+            and self._crossings[message.microbatch_index].gradients_may_lack
+        )
+
+    def _release(self, peer: int, position: int) -> None:
+        """Let go of what ``peer`` needs up to ``position``; waits for it where it is not there yet.
+
+        That wait is not circular: what ``peer`` needs before has been sent, for it comes before.
+        """
+        sent = self._peers[peer].sent
+        while sent and sent[0].message.needed_before <= position:
+            self._wait_for(sent.popleft())
+
+    def _wait_for(self, sent: _Sent) -> None:
+        for wait in sent.waits:
+            wait()
+
+
+def compare_tensor(found: Any, expected: TensorSpec) -> None:
+    """Raise ``ValueError`` when ``found`` is not what shapes alone say."""
+    if not isinstance(found, Tensor):
+        raise ValueError(f"hands on a {type(found).__name__} where others expect a tensor")
+    if tuple(found.shape) != expected.shape:
+        raise ValueError(
+            f"hands on a tensor of shape {list(found.shape)} where shapes alone say "
+            f"{list(expected.shape)}: a hook changed it, or it depends on the data; place the layers "
+            "that make it, and all after them, on the last device, and have them return other shapes"
+        )
+    if found.dtype != expected.dtype:
+        raise ValueError(
+            f"hands on a tensor of {found.dtype} where others expect {expected.dtype}: a hook changed "
+            "it; convert in the model, before placer.compile"
+        )
+    if found.requires_grad != expected.requires_grad:
+        wants, expects = found.requires_grad, expected.requires_grad
+        raise ValueError(
+            f"hands on a tensor with requires_grad={wants} where others expect {expects}: a hook "
+            "changed it; detach or train in the model, before placer.compile"
+        )
+
+
+def _dense(gradient: Tensor | None) -> Tensor:
+    assert gradient is not None
+    return gradient.to_dense() if gradient.layout != torch.strided else gradient

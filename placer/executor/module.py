@@ -1,0 +1,490 @@
+"""PlacedModule: the emitted model as a plain ``nn.Module``, in one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from placer.emit import StagedModel
+from placer.executor.execute import PlacedMicrobatch, run_schedule
+from placer.executor.hooks import (
+    compile_error,
+    refuse_backward_hooks,
+    refuse_compile,
+    run_forward_hooks,
+    run_forward_pre_hooks,
+)
+from placer.executor.loss import FoundCombination, Normalizer, Reduction, StepLoss
+from placer.executor.pickled import ExampleCall, as_captured, emit_again, example_call
+from placer.executor.place import CALLER, Place
+from placer.executor.programs import Calls, Programs
+from placer.executor.replica import Replica
+from placer.executor.sampler import ReplicaSampler
+from placer.executor.scaling import scale_of
+from placer.executor.scatter import (
+    batch_size,
+    cut_batch,
+    join_results,
+    split_target,
+    unwrap_target,
+)
+from placer.executor.signature import ForwardOfOriginal
+from placer.executor.statistics import DeferredStatistics, defers_statistics, update_statistics
+from placer.executor.transfer import transfer
+from placer.executor.tree import write_back
+from placer.plan.types import Plan
+from placer.program import CallFormat, rebuild_call, unflatten_output
+from placer.schedule import linearize, make_schedule, merge_backward
+
+_TABLES = (
+    "_modules",
+    "_parameters",
+    "_buffers",
+    "_non_persistent_buffers_set",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_is_full_backward_hook",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+class PlacedModule(nn.Module):
+    """A model split over devices and replicated, with the original's names and the original's results.
+
+    Parameters and buffers are those of ``model`` (already on the places of the first replica) under
+    their own names: ``state_dict()`` has the original's keys. Other replicas read them through
+    copies; their gradients are summed into the one ``.grad``, their buffers are dropped after each
+    call, as with ``nn.DataParallel``.
+
+    A batch is cut along dim 0 into replicas, then micro-batches, by the sizes of ``torch.chunk``.
+    What depends on the whole batch (BatchNorm statistics in train mode) sees one slice at a time, but
+    with ``batch_norm: "deferred"`` running statistics are updated once, from all of it.
+    Hooks fire on the module itself (the original's own came along) and on all modules in it. A call
+    unlike the captured one (an optional argument, a cache) is captured when it first comes, and put
+    on the same stages. Plain attributes are those of ``model``, to be read and to be set: a call
+    after that computes what the model would. Pickled (``torch.save`` of the module) it is the model
+    and the plan, from which loading captures and emits anew.
+    """
+
+    _FIELDS = frozenset(
+        {
+            *("plan", "training", "_tree", "_staged", "_replicas", "_programs", "_calls"),
+            *("_statistics", "_combination"),
+        }
+    )  # its own, whatever the model's layers are called
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        plan: Plan,
+        staged: StagedModel,
+        places: Sequence[Sequence[Place]],
+    ) -> None:
+        super().__init__()
+        # The tables are shared, not copied: what is loaded, moved or swapped here is what runs.
+        for table in _TABLES:
+            self.__dict__[table] = model.__dict__[table]
+        self._tree = model  # not a submodule: its tables are this module's own
+        self.training = model.training
+        self.plan = plan
+        self._staged = staged
+        self._statistics = DeferredStatistics() if defers_statistics(plan) else None
+        self._replicas = tuple(
+            Replica(staged, row, places[0], plan.precision, self._statistics) for row in places
+        )
+        self._programs = Programs(model, plan, staged)
+        self._calls = Calls(self._programs)
+        self._combination = FoundCombination()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        made = {*_TABLES, *self._FIELDS} - {"training"}
+        others = {name: value for name, value in self.__dict__.items() if name not in made}
+        places = [replica.places for replica in self._replicas]
+        saved = self._tree, self.plan, example_call(self._staged), places
+        return _restore, (type(self), *saved), others
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlacedModule:
+        # Not through __reduce__: code and plan never change, so copies share them.
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
+
+    @property
+    def staged(self) -> StagedModel:
+        """The stages' code for the captured call, how it is called, and what it returns."""
+        return self._staged
+
+    @property
+    def output_device(self) -> torch.device:
+        """Where results are: the first replica's last stage."""
+        return self._replicas[0].output_place.device
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            tree = self.__dict__.get("_tree")
+            if not hasattr(tree, name):
+                raise
+            value = getattr(tree, name)
+            if getattr(value, "__self__", None) is not tree:
+                return value
+            hint = "it is a method of the original model, which was not placed: call it there"
+            raise AttributeError(f"{error}; {hint}", name=name, obj=self) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._FIELDS:
+            self.__dict__[name] = value
+        elif name in self.__dict__ or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._tree, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__ or not hasattr(self._tree, name):
+            super().__delattr__(name)
+        else:
+            delattr(self._tree, name)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """The original's module at the path ``target``; at ``""``, this one."""
+        return self._tree.get_submodule(target) if target else self
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """The parameter that the original has under this name."""
+        return self._tree.get_parameter(target)
+
+    def get_buffer(self, target: str) -> torch.Tensor:
+        """The buffer that the original has under this name."""
+        return self._tree.get_buffer(target)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Raises ``PlacerError``: a placed module is no one graph to compile."""
+        raise compile_error()
+
+    # Saving and loading are the original's own: its class may override either, its hooks run.
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """What the original's ``state_dict`` returns."""
+        return self._tree.state_dict(*args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As of the original."""
+        return self._tree.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        # What ``load_state_dict`` of a module around this one calls.
+        self._tree._load_from_state_dict(*args)
+
+    def train(self, mode: bool = True) -> PlacedModule:
+        """Set the mode of all modules; the next call runs the model's program of that mode."""
+        super().train(mode)
+        self._tree.train(mode)
+        self.broadcast()
+        return self
+
+    def broadcast(self) -> None:
+        """Have replicas read every parameter anew at the next call.
+
+        That happens by itself after an optimizer step, a load, or a change of mode; it is needed
+        only after weights were written through ``.data`` with no backward in between.
+        """
+        for replica in self._replicas:
+            replica.copies.forget()
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the original's ``forward`` returns for these arguments, on ``output_device``.
+
+        Inputs may be on any device. Results of the cuts of a batch are joined along dim 0; those
+        that the batch does not reach are whole. Backward goes through all stages, as on the
+        original. Raises ``CaptureError`` where a call unlike the captured one cannot be captured.
+        """
+        refuse_compile()
+        return self._run(*self._calls.find(args, kwargs))
+
+    _forward.__name__ = "forward"
+    forward = ForwardOfOriginal(_forward, lambda module: module._programs.call.signature)
+
+    def run_leaves(self, leaves: list[torch.Tensor]) -> Any:
+        """`forward` for inputs of the captured call that are flattened already."""
+        return self._run(self._programs, leaves)
+
+    def _run(self, programs: Programs, leaves: list[torch.Tensor]) -> Any:
+        home = self._replicas[0].output_place
+        pieces = []
+        with self._deferred_statistics():
+            for runs in self._runs(programs, self._scatter(programs.call, leaves)):
+                for run in runs:
+                    result = run.replica.forward(run.trees, run.leaves)
+                    pieces.append(transfer(result, run.replica.output_place, home))
+                self._write_back(runs)
+        return join_results(run.replica.staged, pieces)
+
+    def _runs(
+        self, programs: Programs, scattered: list[list[list[torch.Tensor]]]
+    ) -> list[list[PlacedMicrobatch]]:
+        """Per replica, its micro-batches with the stages and weights that each needs.
+
+        All replicas read the weights before any runs: the first one's forward may write buffers.
+        """
+        programs_of = iter(programs.find_all([inputs for row in scattered for inputs in row]))
+        runs: list[list[PlacedMicrobatch]] = []
+        for replica, microbatches in zip(self._replicas, scattered, strict=False):
+            runs.append([])
+            trees: dict[int, tuple[Replica, list[Any]]] = {}
+            for inputs in microbatches:
+                staged = next(programs_of)
+                if id(staged) not in trees:
+                    variant = replica.with_program(staged)
+                    trees[id(staged)] = variant, variant.trees(self._tree)
+                variant, found = trees[id(staged)]
+                runs[-1].append(
+                    PlacedMicrobatch(
+                        replica=variant,
+                        trees=found,
+                        leaves=inputs,
+                        inputs=dict(zip(staged.graph_inputs, inputs, strict=True)),
+                    )
+                )
+        return runs
+
+    def _write_back(self, runs: list[PlacedMicrobatch]) -> None:
+        """Keep what the first replica's modules put into their buffers and attributes."""
+        if runs[0].replica.copies is self._replicas[0].copies:
+            for run in runs:
+                for tree in run.trees:
+                    write_back(tree)
+
+    @contextmanager
+    def _deferred_statistics(self) -> Iterator[None]:
+        """Update running statistics at the end of this block, of all cuts that it runs together."""
+        statistics = self._statistics
+        if statistics is None:
+            yield
+            return
+        statistics.clear()
+        yield
+        statistics.set_counters(self._tree)
+        update_statistics(self._tree, statistics.take_moments())
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        loss_fn: Callable[..., torch.Tensor],
+        reduction: Reduction = "auto",
+        normalizer: Normalizer | None = None,
+        own_rows: bool = False,
+        scaler: torch.amp.GradScaler | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Forward and backward of one batch under the plan's schedule; gradients are accumulated.
+
+        ``loss_fn(output, target)``, or ``loss_fn(output)`` without a target, gives a scalar and is
+        called for every slice of the batch, outside of the autocast of the plan's ``precision``:
+        ``F.cross_entropy(output.float(), target)`` is what torch makes of it inside (or call all of
+        `step` under ``torch.autocast``). The gradient is that of ``loss_fn`` on the whole batch, also
+        when cuts are uneven. That needs to be known of it, where there is more than one cut:
+
+        * ``reduction="mean"``: it is a mean over rows.
+        * ``reduction="sum"``: it is a sum over rows.
+        * ``normalizer``: it is a mean over what ``normalizer(target)`` counts, for example
+          ``lambda target: (target != -100).sum()``. A cut of which nothing counts has no part in it.
+        * ``reduction="auto"``: as torch defines it for ``cross_entropy`` and ``nll_loss``, with
+          ``ignore_index`` and ``weight`` (the modules, the functions, ``functools.partial`` of the
+          functions). Any other function is called a few more times, on a few rows, once and again when
+          the target has values that were not there before; what is neither a mean nor a sum over rows
+          is an error that says what to pass. Nothing can be seen there of a loss that changes by
+          itself from step to step, or of a rare label between others of a target with more than 256.
+          What it draws, or writes to objects and lists that it holds, is put back; what it counts elsewhere
+          (in a global variable, in a file) has these calls in it.
+
+        What is given is tried too, once per function and shapes, and warned of where it does not hold.
+
+        Tensors of ``target`` are cut along dim 0 like the inputs; ``placer.Whole(value)`` goes to every
+        cut as it is. ``own_rows`` says that inputs and target are this process's rows only, where there
+        are several (`placer.executor.distributed`); ``scaler`` scales the gradients, as for fp16. Returns
+        the loss of the whole batch, unscaled: a detached scalar on ``output_device``. Raises
+        ``PlacerError`` before any gradient is there, when a tensor of ``target`` has another number of
+        rows than the batch, or when it cannot be told how ``loss_fn`` combines rows.
+        """
+        refuse_compile()
+        loss_of = StepLoss(
+            loss_fn, reduction=reduction, normalizer=normalizer, found=self._combination
+        )
+        refuse_backward_hooks(self)
+        args, kwargs = run_forward_pre_hooks(self, args, kwargs)
+        loss = self._step(
+            *self._calls.find(args, kwargs, step=True),
+            target=target,
+            loss_of=loss_of,
+            own_rows=own_rows,
+            scaler=scaler,
+        )
+        loss_of.require_graph()
+        return loss
+
+    def step_leaves(
+        self, leaves: list[torch.Tensor], *, loss_fn: Callable[..., torch.Tensor]
+    ) -> torch.Tensor:
+        """`step` for flattened inputs of the captured call, no target, and a loss that is a mean."""
+        return self._step(self._programs, leaves, loss_of=StepLoss(loss_fn, reduction="mean"))
+
+    def _step(
+        self,
+        programs: Programs,
+        leaves: list[torch.Tensor],
+        *,
+        loss_of: StepLoss,
+        target: Any = None,
+        own_rows: bool = False,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> torch.Tensor:
+        # One process has all rows, so its own are the whole batch.
+        call = programs.call
+        total = batch_size(call, leaves)
+        scattered = self._scatter(call, leaves)
+        targets = self._scatter_target(call, target, total, scattered)
+        counts = iter(self._count(loss_of, target, targets, total))
+        scale = 1.0 if scaler is None else scale_of(scaler, self.output_device)
+        losses = []
+        with self._deferred_statistics():
+            for runs, cuts in zip(self._runs(programs, scattered), targets, strict=True):
+                wanted = [(cut, next(counts)) for cut in cuts]
+                losses += self._replica_step(runs, wanted, loss_of, scale)
+                self._write_back(runs)
+        home = self._replicas[0].output_place
+        loss = torch.stack([loss.to(home.device) for loss in losses]).sum()
+        return loss if scale == 1.0 else loss / scale
+
+    @property
+    def own_share(self) -> tuple[int, int]:
+        """Which share of a batch's rows this process loads, of how many: all of them in one process."""
+        return 0, 1
+
+    def sampler(
+        self,
+        dataset: Sized,
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> ReplicaSampler:
+        """A ``batch_sampler`` for a ``DataLoader`` whose batches go into ``step(…, own_rows=True)``.
+
+        ``batch_size`` counts the rows of all replicas: training does not depend on how many there
+        are. Call ``set_epoch(epoch)`` on it before each epoch. Raises ``PlacerError`` when a batch
+        has fewer rows than there are replicas.
+        """
+        index, shares = self.own_share
+        return ReplicaSampler(
+            dataset,
+            batch_size,
+            num_replicas=shares,
+            replica_index=index,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+        )
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients so that their norm is at most ``max_norm``; returns the norm before."""
+        return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
+
+    def grad_scaler(self, **options: Any) -> torch.amp.GradScaler:
+        """A ``GradScaler`` to give to `step`, whose ranks agree where there are several processes."""
+        return torch.amp.GradScaler(self.output_device.type, **options)
+
+    def _replica_step(
+        self,
+        runs: list[PlacedMicrobatch],
+        wanted: list[tuple[Any, float | None]],
+        loss_of: StepLoss,
+        scale: float,
+    ) -> list[torch.Tensor]:
+        """The losses of ``runs``, for which the targets are ``wanted``, with what is counted in them."""
+
+        def scaled_loss(index: int, result: list[Any]) -> torch.Tensor:
+            inputs, call = runs[index].leaves, runs[index].replica.staged.call
+            output = unflatten_output(call, result)
+            if self._forward_hooks:
+                arguments = rebuild_call(call, inputs)
+                output = run_forward_hooks(self, *arguments, output)
+            target, counted = wanted[index]
+            target = transfer(target, CALLER, runs[index].replica.output_place)
+            loss = loss_of.of_cut(output, target, rows=batch_size(call, inputs), counted=counted)
+            return loss if scale == 1.0 else loss * scale
+
+        # One process gains nothing from splitting a backward into its halves.
+        schedule = merge_backward(
+            make_schedule(self.plan.schedule, len(self._staged.stages), len(runs))
+        )
+        return run_schedule(dict(enumerate(runs)), linearize(schedule), scaled_loss)
+
+    def _count(
+        self, loss_of: StepLoss, target: Any, targets: list[list[Any]], total: int | None
+    ) -> list[float | None]:
+        """Begin with the loss of a batch; what its normalizer counts in the target of each cut."""
+        cuts = [cut for row in targets for cut in row]
+        if len(cuts) == 1:
+            return [None]
+        whole, *counts = loss_of.count([unwrap_target(target), *cuts])
+        loss_of.begin(target, rows=total, total=total, counted=whole)
+        if whole is not None:
+            loss_of.require_count(sum(count or 0.0 for count in counts))
+        return counts
+
+    def _scatter(
+        self, call: CallFormat, leaves: list[torch.Tensor]
+    ) -> list[list[list[torch.Tensor]]]:
+        """Per replica that gets rows, per micro-batch: the input leaves."""
+        batch = cut_batch(
+            call, leaves, replicas=len(self._replicas), microbatches=self.plan.microbatches
+        )
+        replicas = range(len(batch.rows))
+        return [[batch.pieces[i] for i in batch.of_replica(replica)] for replica in replicas]
+
+    def _scatter_target(
+        self,
+        call: CallFormat,
+        target: Any,
+        total: int | None,
+        scattered: list[list[list[torch.Tensor]]],
+    ) -> list[list[Any]]:
+        """``target`` cut like the inputs."""
+        sizes = [[batch_size(call, leaves) for leaves in row] for row in scattered]
+        cut = iter(split_target(target, total, [size for row in sizes for size in row]))
+        return [[next(cut) for _ in row] for row in sizes]
+
+    def extra_repr(self) -> str:
+        """Devices per stage, and how a batch is cut."""
+        stages = ", ".join("/".join(stage.devices) for stage in self.plan.stages)
+        return f"stages=({stages}), replicas={self.plan.replicas}, microbatches={self.plan.microbatches}"
+
+
+def _restore(
+    kind: type[PlacedModule],
+    model: nn.Module,
+    plan: Plan,
+    call: ExampleCall,
+    places: Sequence[Sequence[Place]],
+) -> PlacedModule:
+    with as_captured(model, call):
+        return kind(model, plan=plan, staged=emit_again(model, plan, call), places=places)

@@ -1,0 +1,226 @@
+"""Running statistics updated once per batch, as if it had not been cut (``batch_norm: "deferred"``).
+
+Every micro-batch is normalised by its own statistics. What its norms would do to running statistics
+is kept, and done once when the last micro-batch of the last replica is through::
+
+    micro-batch 0   norm(x0) -> 4 values, mean, variance ─┐
+    micro-batch 1   norm(x1) -> 4 values, mean, variance ─┼─> 10 values, mean, variance -> one update
+    micro-batch 2   norm(x2) -> 2 values, mean, variance ─┘
+
+Kim et al., torchgpipe: On-the-fly Pipeline Parallelism for Training Giant Models (arXiv:2004.09910,
+2020), have a layer that does so; here any call of ``batch_norm`` or ``instance_norm`` with running
+statistics is met, of whatever module. Moments are put together by the pairwise formula of Chan,
+Golub and LeVeque (Algorithms for Computing the Sample Variance, The American Statistician 37(3),
+1983), which cancels nothing. Running the layers again in backward adds nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial, reduce
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from placer.executor.place import Place, on
+from placer.executor.transfer import transfer
+from placer.plan.types import Plan
+
+
+def defers_statistics(plan: Plan) -> bool:
+    """Are there cuts whose running statistics are updated together? (One alone updates its own.)"""
+    return plan.batch_norm == "deferred" and plan.replicas * plan.microbatches > 1
+
+
+class NormCall(NamedTuple):
+    """A call of a norm in one pass through the model: the buffers it updates, and which update of them."""
+
+    mean: str
+    var: str
+    number: int
+    per_instance: bool  # the mean of every row's own statistics, as ``instance_norm`` has it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moments:
+    """Mean and summed squared deviations per channel, of ``count`` values (rows, when per instance)."""
+
+    place: Place
+    count: int
+    mean: Tensor
+    deviations: Tensor
+    momentum: float  # how much of them a running statistic takes over
+
+    def joined(self, other: Moments, *, per_instance: bool) -> Moments:
+        """The moments of both together, where these are; the first ones' momentum."""
+        if not self.count or not other.count:
+            return other if other.count else self
+        mean, added = transfer((other.mean, other.deviations), other.place, self.place)
+        total = self.count + other.count
+        apart = mean - self.mean
+        if not per_instance:
+            added = added + apart.square() * (self.count * other.count / total)
+        return Moments(
+            place=self.place,
+            count=total,
+            mean=self.mean + apart * (other.count / total),
+            deviations=self.deviations + added,
+            momentum=self.momentum,
+        )
+
+
+def join_moments(call: NormCall, parts: Iterable[Moments]) -> Moments:
+    """The moments of all ``parts`` of what ``call`` normalised, where the first ones are."""
+    with torch.no_grad():
+        return reduce(lambda a, b: a.joined(b, per_instance=call.per_instance), parts)
+
+
+class DeferredStatistics:
+    """What one batch is to do to the running statistics of a model, and has not done yet."""
+
+    def __init__(self) -> None:
+        self._moments: dict[NormCall, dict[Place, Moments]] = {}
+        self._counters: dict[str, tuple[Place, Tensor]] = {}
+
+    def clear(self) -> None:
+        """Forget what is left of a batch that failed."""
+        self._moments.clear()
+        self._counters.clear()
+
+    @property
+    def calls(self) -> tuple[NormCall, ...]:
+        """The calls that were met, in order."""
+        return tuple(self._moments)
+
+    @contextmanager
+    def gathering(self, buffers: Mapping[str, Tensor], place: Place) -> Iterator[None]:
+        """Keep what norms would do to ``buffers``, which are on ``place``, in this block.
+
+        A block runs a stage, or the whole model, for one micro-batch.
+        """
+        with _NormWatch(buffers, partial(self._add, place)):
+            yield
+        for name, tensor in buffers.items():
+            # A batch counts once, so it is the first micro-batch of the first replica that does.
+            if name.rpartition(".")[2] == "num_batches_tracked" and name not in self._counters:
+                with on(place):
+                    self._counters[name] = place, tensor.detach().clone()
+
+    def _add(self, place: Place, call: NormCall, count: int, statistics: _Statistics) -> None:
+        with torch.no_grad():
+            mean, var, momentum = statistics
+            wide = torch.promote_types(mean.dtype, torch.float32)
+            freedom = count if call.per_instance else count - 1
+            var = var.to(wide) if freedom > 0 else torch.zeros_like(var, dtype=wide)
+            found = Moments(
+                place=place,
+                count=count,
+                mean=mean.to(wide),
+                deviations=var * freedom,
+                momentum=momentum,
+            )
+        here = self._moments.setdefault(call, {})
+        here[place] = join_moments(call, (here[place], found)) if place in here else found
+
+    def take_moments(self) -> dict[NormCall, Moments]:
+        """The moments of every call over all replicas here, on the first one's places; once."""
+        found = {call: join_moments(call, m.values()) for call, m in self._moments.items()}
+        self._moments.clear()
+        return found
+
+    def set_counters(self, model: nn.Module) -> None:
+        """Have the ``num_batches_tracked`` of ``model`` counted the batch, not its micro-batches; once."""
+        for name, (place, counted) in self._counters.items():
+            with on(place), torch.no_grad():
+                model.get_buffer(name).copy_(counted)
+        self._counters.clear()
+
+
+def update_statistics(model: nn.Module, moments: Mapping[NormCall, Moments]) -> None:
+    """Update the running statistics of ``model`` in place, by a layer's first call of a pass first."""
+    for call in sorted(moments, key=lambda call: call.number):
+        found = moments[call]
+        if not found.count:
+            continue
+        divisor = found.count if call.per_instance else found.count - 1
+        with on(found.place), torch.no_grad():
+            for name, value in ((call.mean, found.mean), (call.var, found.deviations / divisor)):
+                buffer = model.get_buffer(name)
+                buffer.lerp_(value.to(buffer.dtype), found.momentum)
+
+
+class _Statistics(NamedTuple):
+    """What a norm found in its input, and how much of it running statistics are to take over."""
+
+    mean: Tensor
+    var: Tensor
+    momentum: float
+
+
+class _NormWatch(TorchFunctionMode):
+    """Gives norms zeros to write their statistics to, and tells ``found`` what they wrote.
+
+    With a momentum of 1 these are the statistics of the input, as the norm itself computes them.
+    """
+
+    def __init__(
+        self,
+        buffers: Mapping[str, Tensor],
+        found: Callable[[NormCall, int, _Statistics], None],
+    ) -> None:
+        super().__init__()
+        self._names = {id(tensor): name for name, tensor in buffers.items()}
+        self._found = found
+        self._numbers: Counter[str] = Counter()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in _NORMS:
+            return func(*args, **kwargs)
+        learns, parameters = _NORMS[func]
+        given = {**_DEFAULTS, **dict(zip(parameters, args, strict=False)), **kwargs}
+        running = given["running_mean"], given["running_var"]
+        mean, var = (self._names.get(id(tensor)) for tensor in running)
+        if not given[learns] or mean is None or var is None:
+            return func(*args, **kwargs)
+        zeros = [torch.zeros_like(tensor) for tensor in running]
+        own = _Statistics(zeros[0], zeros[1], given["momentum"])
+        anew = {"running_mean": own.mean, "running_var": own.var, "momentum": 1.0}
+        result = func(**{name: {**given, **anew}[name] for name in parameters if name in given})
+        rows, *others = given["input"].shape
+        per_instance = learns == "use_input_stats"
+        call = NormCall(mean, var, self._numbers[mean], per_instance)
+        count = rows if per_instance else rows * prod(others[1:])
+        self._numbers[mean] += 1
+        self._found(call, count, own)
+        return result
+
+
+# The argument that says whether a norm takes (and learns) statistics of its input, and all in order.
+_COMMON = ("input", "running_mean", "running_var", "weight", "bias")
+_OPERATOR = ("input", "weight", "bias", "running_mean", "running_var")
+_NORMS: dict[Any, tuple[str, tuple[str, ...]]] = {
+    F.batch_norm: ("training", (*_COMMON, "training", "momentum", "eps")),
+    F.instance_norm: ("use_input_stats", (*_COMMON, "use_input_stats", "momentum", "eps")),
+    torch.batch_norm: ("training", (*_OPERATOR, "training", "momentum", "eps", "cudnn_enabled")),
+    torch.instance_norm: (
+        "use_input_stats",
+        (*_OPERATOR, "use_input_stats", "momentum", "eps", "cudnn_enabled"),
+    ),
+}
+_DEFAULTS = {
+    **dict.fromkeys(("running_mean", "running_var", "weight", "bias")),
+    "training": False,
+    "use_input_stats": True,
+    "momentum": 0.1,
+    "eps": 1e-5,
+}

@@ -1,0 +1,199 @@
+"""Which nodes share memory or draw random numbers: one run of the graph on fake tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from placer._torch import DispatchMode, storage_key
+from placer.operands import tensors_of_tree
+from placer.program.fake import FakeWorld
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aliasing:
+    """What the run found: state and inputs that nodes write, nodes that stay together or draw."""
+
+    mutated_state_of: dict[str, tuple[str, ...]]
+    mutated_inputs: tuple[str, ...]
+    together: tuple[tuple[str, ...], ...]
+    draws: tuple[str, ...]
+
+
+class NodeFailure(Exception):
+    """A node of the graph does not run; the cause is ``__cause__``."""
+
+    def __init__(self, node: fx.Node) -> None:
+        super().__init__(node.name)
+        self.node = node
+
+
+def analyze_aliasing(
+    model: nn.Module,
+    graph: fx.Graph,
+    constants: Mapping[str, Tensor],
+    inputs: Iterable[Tensor],
+    *,
+    guess: int = 1,
+) -> Aliasing:
+    """Run ``graph`` on fake twins of the inputs and of the model's state; nothing is allocated.
+
+    ::
+
+        y = conv(x)        storage S is born
+        v = y.view(-1)     a view: reads S, gives S
+        s = y.sum()        reads S
+        y.relu_()          writes S  -> {conv, v, s, relu_} stay together
+        t = y.mean()       reads S after the last write: free to go elsewhere
+
+    A write to an input, or to a parameter or buffer, ties all nodes that touch that storage,
+    later ones too, because each stage gets its own copy of those. Raises ``NodeFailure``.
+    """
+    world = FakeWorld()
+    twin = world.module(model)
+    state = {
+        storage_key(tensor): name
+        for name, tensor in (*twin.named_parameters(), *twin.named_buffers())
+    }
+    interpreter = _Watcher(twin, graph, {name: world.tensor(t) for name, t in constants.items()})
+    fakes = [world.tensor(tensor) for tensor in inputs]
+    with torch.enable_grad(), world.running(guess), interpreter.writes:
+        interpreter.run(*fakes)
+    mutated = {
+        name: tuple(sorted({state[key] for key in keys if key in state}))
+        for name, keys in interpreter.written.items()
+    }
+    return Aliasing(
+        mutated_state_of={name: names for name, names in mutated.items() if names},
+        mutated_inputs=tuple(
+            name
+            for name, keys in interpreter.inputs.items()
+            if any(keys & written for written in interpreter.written.values())
+        ),
+        together=_groups(graph, interpreter, set(state)),
+        draws=tuple(interpreter.draws),
+    )
+
+
+class _WriteLog(DispatchMode):
+    """Collects the storages that operators write, by their schemas; sees random numbers drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: set[int] = set()
+        self.drew = False
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        draws, written = _effects(func)
+        self.drew = self.drew or draws
+        for index, name in written:
+            value = args[index] if index < len(args) else kwargs.get(name)
+            self.written.update(_storages(value))
+        return func(*args, **kwargs)
+
+
+@functools.cache
+def _effects(func: Any) -> tuple[bool, tuple[tuple[int, str], ...]]:
+    """Does the operator draw random numbers, and which arguments does it write: position and name?"""
+    arguments = list(enumerate(func._schema.arguments))
+    written = [(i, a.name) for i, a in arguments if a.alias_info and a.alias_info.is_write]
+    if func._schema.name in _BATCH_NORMS:
+        # These write running statistics (arguments 3 and 4) although their schemas do not say so.
+        written += [(i, a.name) for i, a in arguments[3:5]]
+    return torch.Tag.nondeterministic_seeded in func.tags, tuple(written)
+
+
+_BATCH_NORMS = (
+    "aten::native_batch_norm",
+    "aten::cudnn_batch_norm",
+    "aten::miopen_batch_norm",
+)
+
+
+class _Watcher(fx.Interpreter):
+    """Runs the graph, noting per node the storages it touches and those it writes."""
+
+    def __init__(self, model: nn.Module, graph: fx.Graph, constants: Mapping[str, Tensor]) -> None:
+        # All values stay alive: a freed storage's address would be given to another one.
+        super().__init__(model, garbage_collect_values=False, graph=graph)
+        self.constants = constants
+        self.writes = _WriteLog()
+        self.touched: dict[str, set[int]] = {}
+        self.written: dict[str, set[int]] = {}
+        self.draws: list[str] = []
+        self.known: set[int] = set()
+        self.given: set[int] = set()
+        self.inputs: dict[str, set[int]] = {}
+        for tensor in (*model.parameters(), *model.buffers()):
+            self.known.add(storage_key(tensor))
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op == "get_attr" and n.name in self.constants:
+            value: Any = self.constants[n.name]
+            self.touched[n.name] = set(_storages(value))
+            self.known.update(self.touched[n.name])
+            self.given.update(self.touched[n.name])
+            return value
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        reads = set(_storages((args, kwargs)))
+        if n.op == "call_module":
+            module = self.fetch_attr(str(n.target))
+            reads.update(_storages([*module.parameters(), *module.buffers()]))
+        for module in (x for x in args if isinstance(x, nn.Module)):  # as `call_module` has it
+            reads.update(_storages([*module.parameters(), *module.buffers()]))
+        self.writes.written.clear()
+        self.writes.drew = False
+        try:
+            value = super().run_node(n)
+        except Exception as error:
+            raise NodeFailure(n) from error
+        if self.writes.drew:
+            self.draws.append(n.name)
+        gives = set(_storages(value))
+        if n.op == "placeholder":
+            self.given |= gives
+            self.inputs[n.name] = gives
+        if n.op not in ("placeholder", "output"):
+            self.touched[n.name] = reads | gives
+            self.written[n.name] = self.writes.written & self.known
+        self.known |= gives
+        return value
+
+
+def _groups(graph: fx.Graph, run: _Watcher, state: set[int]) -> tuple[tuple[str, ...], ...]:
+    order = list(run.touched)
+    last_write: dict[int, int] = {}
+    touching: dict[int, list[int]] = defaultdict(list)
+    for index, name in enumerate(order):
+        for key in run.touched[name]:
+            touching[key].append(index)
+        for key in run.written.get(name, ()):
+            last_write[key] = index
+    parent = list(range(len(order)))
+
+    def find(index: int) -> int:
+        while parent[index] != index:
+            parent[index] = parent[parent[index]]
+            index = parent[index]
+        return index
+
+    for key, last in sorted(last_write.items(), key=lambda item: item[1]):
+        everywhere = key in state or key in run.given
+        members = [i for i in touching[key] if everywhere or i <= last]
+        for member in members:
+            first, second = find(members[0]), find(member)
+            parent[max(first, second)] = min(first, second)
+    groups: dict[int, list[str]] = defaultdict(list)
+    for index, name in enumerate(order):
+        groups[find(index)].append(name)
+    return tuple(tuple(group) for group in groups.values() if len(group) > 1)
+
+
+def _storages(value: Any) -> Iterable[int]:
+    return [storage_key(x) for x in tensors_of_tree(value) if x.layout == torch.strided]

@@ -1,0 +1,131 @@
+"""Caches outside of the modules: a run on tensors without data neither reads nor fills them.
+
+A ``functools.lru_cache`` keeps results of earlier calls. In a recording, a size from there would be
+a plain number and a tensor a constant; and what is computed on fake tensors must not be found by
+the model later. So while a model runs on fakes, such functions are called through stand-ins, and
+global variables and containers lose the tensors and sizes that came in.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_iter, tree_map
+
+from placer.program.reach import Place, Reach
+from placer.program.sizes import SizeFloat, SizeInt, plain
+
+
+@contextmanager
+def caches_set_aside(reach: Reach) -> Iterator[None]:
+    """In this block and thread, cached functions and global variables keep nothing of what runs.
+
+    A cached function is not looked up for arguments that hold recorded sizes. Other calls use the
+    cache, as long as what comes back holds no tensor; one that does is computed once in this block.
+    A cache into which tensors of this block came is emptied.
+    """
+    stand_ins: dict[int, Any] = {}
+    replaced: list[tuple[Place, Any]] = []
+    containers: list[tuple[Any, Any]] = []  # with copies of what they hold
+    variables: list[tuple[Place, Any]] = []
+    try:
+        for place in reach.cached:
+            if place.read() is place.value:
+                if id(place.value) not in stand_ins:
+                    stand_ins[id(place.value)] = _stand_in(place.value)
+                stand_in = stand_ins[id(place.value)]
+                place.write(stand_in)
+                replaced.append((place, stand_in))
+        # Most are a module's own tables of hooks, which are empty.
+        containers += [(held, held.copy() if held else ()) for held in reach.containers]
+        variables += [(place, place.read()) for place in reach.variables]
+        yield
+    finally:
+        for place, before in reversed(variables):
+            _restore_variable(place, before)
+        for container, copy in reversed(containers):
+            _restore(container, copy)
+        for place, stand_in in reversed(replaced):
+            if place.read() is stand_in:  # else the code itself has put something there
+                place.write(place.value)
+
+
+def _restore(container: Any, before: Any) -> None:
+    if len(container) == len(before) and _items(container) == _items(before):
+        return
+    if not _is_of_a_run(container):
+        return
+    container.clear()
+    if isinstance(container, list):
+        container.extend(before)
+    else:
+        container.update(before)
+
+
+def _items(container: Any) -> list[Any]:
+    """The items by identity: ``==`` of tensors is no truth value."""
+    values = [*container.keys(), *container.values()] if isinstance(container, dict) else container
+    return [id(value) for value in values]
+
+
+def _restore_variable(place: Place, before: Any) -> None:
+    now = place.read()
+    if now is not before and _is_of_a_run(now):
+        place.write(before)
+
+
+def _is_of_a_run(value: Any) -> bool:
+    """Does ``value`` hold tensors, or sizes that a recording knows?"""
+    leaves = [*value] if isinstance(value, set) else list(tree_iter(value))
+    if isinstance(value, dict):
+        leaves += [leaf for key in value for leaf in tree_iter(key)]
+    return any(isinstance(leaf, Tensor | SizeInt | SizeFloat) for leaf in leaves)
+
+
+def _stand_in(cached: Any) -> Callable[..., Any]:
+    """What is called in the place of ``cached``, a function of ``functools.lru_cache``."""
+    thread = threading.get_ident()
+    function = cached.__wrapped__
+    computed: list[Any] = []  # what the call that is made has given already
+
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        return computed.pop() if computed else function(*args, **kwargs)
+
+    kept = functools.lru_cache(cached.cache_parameters()["maxsize"])(compute)  # for this block
+    gives_tensors = False
+    depth = 0
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal gives_tensors, depth
+        if threading.get_ident() != thread:
+            return cached(*args, **kwargs)
+        if any(isinstance(leaf, SizeInt | SizeFloat) for leaf in tree_iter((args, kwargs))):
+            if depth:  # it calls itself, which would take for ever if nothing were kept
+                args, kwargs = tree_map(plain, (args, kwargs))
+                return kept(*args, **kwargs)
+            depth += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                depth -= 1
+        if gives_tensors:
+            return kept(*args, **kwargs)
+        misses = cached.cache_info().misses
+        value = cached(*args, **kwargs)
+        if not _is_of_a_run(value):
+            return value
+        gives_tensors = True
+        if cached.cache_info().misses > misses:
+            computed.append(value)
+            cached.cache_clear()
+        return kept(*args, **kwargs)
+
+    functools.update_wrapper(call, function)
+    for name in ("cache_info", "cache_clear", "cache_parameters"):
+        setattr(call, name, getattr(kept, name))
+    return call

@@ -1,0 +1,253 @@
+"""The calling convention of a model: from ``forward``'s arguments to a flat list of tensors and back."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten_with_path, tree_unflatten
+
+from placer.errors import CaptureError, nearest
+from placer.program.result import ResultFormat
+from placer.program.types import TENSOR, CallFormat
+
+_RECAPTURE = "call it as it was captured, or compile it again with these arguments"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundCall:
+    """One call of ``forward``: its arguments bound to the signature and flattened."""
+
+    signature: inspect.Signature
+    in_spec: TreeSpec
+    given: Mapping[str, bool]
+    leaf_names: tuple[str, ...]
+    leaves: tuple[Any, ...]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The leaves that are tensors, in order."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+    @property
+    def constants(self) -> tuple[Any, ...]:
+        """Per leaf: its value, or ``TENSOR``."""
+        return tuple(TENSOR if isinstance(leaf, Tensor) else leaf for leaf in self.leaves)
+
+
+def bind_call(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+) -> BoundCall:
+    """Bind the arguments to ``model.forward``, defaults applied, and flatten them with pytree.
+
+    Raises ``CaptureError`` when they do not fit the signature.
+    """
+    try:
+        return bind_arguments(inspect.signature(model.forward), args, kwargs or {})
+    except CaptureError as error:
+        if args or kwargs:
+            raise
+        remedy = f"give an example input: placer.compile(model, spec, x); {error.remedy}"
+        raise CaptureError(error.where, error.problem, remedy) from None
+
+
+def describe_shapes(inputs: Sequence[Tensor | torch.Size]) -> str:
+    """Sizes as people write them: ``1x3x64x64, 1x64``."""
+    shapes = [x.shape if isinstance(x, Tensor) else x for x in inputs]
+    return ", ".join("x".join(map(str, shape)) or "a scalar" for shape in shapes)
+
+
+def placeholder_names(call: BoundCall | CallFormat) -> list[str]:
+    """A readable name per tensor input."""
+    return [n for n, c in zip(call.leaf_names, call.constants, strict=True) if c is TENSOR]
+
+
+def rebuild_arguments(
+    call: BoundCall | CallFormat, leaves: Sequence[Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The ``(args, kwargs)`` whose flattened leaves are ``leaves``; the inverse of flattening.
+
+    What the caller gave by keyword is given by keyword again, and defaults are left out: a decorator
+    of ``forward`` may look at that.
+    """
+    arguments = tree_unflatten(list(leaves), call.in_spec)
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for name, positional in call.given.items():
+        kind = call.signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            args += arguments[name]
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            kwargs |= arguments[name]
+        elif positional:
+            args.append(arguments[name])
+        else:
+            kwargs[name] = arguments[name]
+    return tuple(args), kwargs
+
+
+def make_call_format(bound: BoundCall, result: ResultFormat) -> CallFormat:
+    """The format of all calls like ``bound`` whose result has the format ``result``."""
+    tensors = bound.tensors
+    sizes = [tensor.size(0) for tensor in tensors if tensor.dim() > 0]
+    batch_size = sizes[0] if sizes else None
+    return CallFormat(
+        signature=bound.signature,
+        in_spec=bound.in_spec,
+        given=bound.given,
+        leaf_names=bound.leaf_names,
+        constants=bound.constants,
+        example_shapes=tuple(tensor.shape for tensor in tensors),
+        batch_size=batch_size,
+        batched=tuple(t.dim() > 0 and t.size(0) == batch_size for t in tensors),
+        result=result,
+    )
+
+
+def flatten_call(call: CallFormat, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensor leaves of a call, in the order of the graph's placeholders.
+
+    Raises ``CaptureError`` naming the argument when the call is unlike the captured one
+    (`call_difference`), or a tensor has another number of dimensions.
+    """
+    bound = bind_arguments(call.signature, args, kwargs)
+    if (difference := call_difference(call, bound)) is not None:
+        raise difference
+    return call_tensors(call, bound)
+
+
+def call_tensors(call: CallFormat, bound: BoundCall) -> list[Tensor]:
+    """The tensors of a call like ``call``, in the order of the graph's placeholders.
+
+    Raises ``CaptureError`` for one of another number of dimensions than was captured.
+    """
+    given = dict(zip(bound.leaf_names, bound.leaves, strict=True))
+    tensors = {
+        name: given[name] for name in placeholder_names(call)
+    }  # dicts may be in another order
+    for (name, tensor), shape in zip(tensors.items(), call.example_shapes, strict=True):
+        if tensor.dim() != len(shape):
+            raise CaptureError(
+                name,
+                f"a tensor of {tensor.dim()} dimensions is given; {len(shape)} were captured "
+                f"(shape {list(shape)})",
+                _RECAPTURE,
+            )
+    return list(tensors.values())
+
+
+def call_difference(call: CallFormat, bound: BoundCall) -> CaptureError | None:
+    """The first argument of ``bound`` that is unlike the captured call's, as an error.
+
+    One that is missing, unknown or of another structure; a tensor where a constant was captured, or
+    the other way round; another constant.
+    """
+    given = dict(zip(bound.leaf_names, bound.leaves, strict=True))
+    if missing := [name for name in call.leaf_names if name not in given]:
+        found = f"this argument is missing; the call has {sorted(given)}"
+        return CaptureError(missing[0], found, _RECAPTURE)
+    if extra := [name for name in given if name not in set(call.leaf_names)]:
+        found = f"the captured call had no such argument, only {list(call.leaf_names)}"
+        return CaptureError(extra[0], found, _RECAPTURE)
+    for name, constant in zip(call.leaf_names, call.constants, strict=True):
+        value = given[name]
+        if isinstance(value, Tensor) and constant is not TENSOR:
+            found = f"a tensor is given where {_spell(constant)} was captured"
+        elif type(value).__module__ == "numpy" and constant is TENSOR:
+            remedy = f"pass a tensor: torch.from_numpy({name})"
+            return CaptureError(name, "is a numpy array, not a tensor", remedy)
+        elif not isinstance(value, Tensor) and constant is TENSOR:
+            found = f"{_spell(value)} is given where a tensor was captured"
+        elif constant is not TENSOR and not _same_constant(value, constant):
+            found = (
+                f"{_spell(value)} is given, but {_spell(constant)} was captured and is part of the "
+                "program"
+            )
+        else:
+            continue
+        return CaptureError(name, found, _RECAPTURE)
+    return None
+
+
+def rebuild_call(
+    call: BoundCall | CallFormat, tensors: Sequence[Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The ``(args, kwargs)`` whose tensor leaves are ``tensors``; the inverse of `flatten_call`."""
+    remaining = iter(tensors)
+    return rebuild_arguments(call, [next(remaining) if c is TENSOR else c for c in call.constants])
+
+
+def unflatten_output(call: CallFormat, leaves: Sequence[Any]) -> Any:
+    """What ``forward`` would have returned, from the flat list of its leaves."""
+    return call.result.unflatten(leaves)
+
+
+def flat_forward(
+    bound: BoundCall, flatten_output: Callable[[Any], list[Any]]
+) -> Callable[..., list[Any]]:
+    """``forward`` as a function ``(root, *tensors) -> flat list of the result's leaves``."""
+
+    def forward(root: nn.Module, *tensors: Any) -> list[Any]:
+        args, kwargs = rebuild_call(bound, tensors)
+        return flatten_output(root.forward(*args, **kwargs))
+
+    return forward
+
+
+def bind_arguments(
+    signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> BoundCall:
+    """`bind_call` for a ``forward`` of which only the signature is at hand."""
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise _mismatch(signature, kwargs, error) from None
+    given = {name: name not in kwargs for name in bound.arguments}
+    bound.apply_defaults()
+    paths, in_spec = tree_flatten_with_path(dict(bound.arguments))
+    return BoundCall(
+        signature=signature,
+        in_spec=in_spec,
+        given=given,
+        leaf_names=tuple(_readable(path) for path, _ in paths),
+        leaves=tuple(leaf for _, leaf in paths),
+    )
+
+
+def _mismatch(
+    signature: inspect.Signature, kwargs: Mapping[str, Any], error: TypeError
+) -> CaptureError:
+    """That a call does not fit the signature; a keyword that it does not have comes first."""
+    parameters = signature.parameters.values()
+    unknown = [name for name in kwargs if name not in signature.parameters]
+    if not unknown or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        return CaptureError("arguments", f"{error}", f"forward takes {signature}")
+    close = nearest(unknown[0], signature.parameters)
+    hint = f"did you mean {close!r}? " if close else ""
+    problem = f"forward has no argument {unknown[0]!r}"
+    return CaptureError("arguments", problem, f"{hint}it takes {signature}")
+
+
+def _readable(path: Sequence[Any]) -> str:
+    """A key path such as ``['batch'][0]`` as ``batch.0``."""
+    return ".".join(re.sub(r"^[\[.]'?|'?\]$", "", str(key)) for key in path)
+
+
+def _spell(value: Any) -> str:
+    """``value`` in a few words: an array has many numbers."""
+    text = repr(value)
+    return text if len(text) <= 60 and "\n" not in text else f"a {type(value).__qualname__}"
+
+
+def _same_constant(value: Any, constant: Any) -> bool:
+    if value is constant:
+        return True
+    try:
+        return type(value) is type(constant) and bool(value == constant)
+    except Exception:  # an object whose == is not a truth value, such as an array
+        return False

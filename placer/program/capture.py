@@ -1,0 +1,319 @@
+"""Capture a model: record it, keep whole what cannot be recorded, check the graph by running it."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from placer.errors import CaptureError, causes
+from placer.program.alias import Aliasing, NodeFailure, analyze_aliasing
+from placer.program.call import BoundCall, bind_call, describe_shapes, make_call_format
+from placer.program.failure import ForwardFailure, TraceFailure, describe, locate_function
+from placer.program.fake import FakeWorld
+from placer.program.fingerprint import fingerprint_graph, spell_graph
+from placer.program.leaves import find_whole_modules, is_torch_leaf
+from placer.program.record import RecordedProgram, record_model
+from placer.program.settings import tensor_paths
+from placer.program.state import named_state
+from placer.program.types import Conditions, Program, WholeModule, training_flags
+from placer.program.whole import record_whole
+from placer.versions import require
+
+_CHECKPOINTED = "the model checkpoints its activations, so backward runs it again as a whole"
+
+_CHECK_INPUTS = "check the example inputs: shapes, dtypes, and the mode of the model"
+_NO_VALUES = (
+    "it looks at the values of tensors, which planning does not have (0 and 1 were tried): keep what "
+    "it needs of them in plain numbers"
+)
+
+
+def capture_model(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    ignore_device_moves: bool = False,
+) -> Program:
+    """The graph of ``model`` called with ``args`` and ``kwargs``, in its present mode (train or eval).
+
+    Allocates nothing and leaves the model alone: a fake copy of it is run. The model and the inputs
+    may be on any device, ``meta`` included. A submodule that cannot be recorded becomes one node
+    (``whole_modules`` says why) and the recording starts again, so there are at most as many
+    recordings as modules. A second recording with twice the batch finds out what depends on the
+    batch size. A model that was split by hand, whose forward moves tensors to several devices, is
+    refused unless ``ignore_device_moves``. Raises ``CaptureError``, and ``VersionError`` when the
+    installed torch cannot do this.
+    """
+    require("planning")
+    _check_model(model)
+    bound = bind_call(model, args, kwargs)
+    world = FakeWorld()
+    session = _Session(model, bound, world, world.module(model))
+    session.ignore_device_moves = ignore_device_moves
+    recording = session.record()
+    aliasing = session.check(recording)
+    return _assemble(model, recording, aliasing, bound, session)
+
+
+def _end_frames(failure: Exception) -> None:
+    """Let go of the variables of all functions that ``failure`` ended.
+
+    What they have entered would stay in force as long as the exception is referred to:
+    ``torch.utils.checkpoint`` enters its saved-tensor hooks in a generator, which it does not close
+    when the function fails (torch 2.11 and 2.12; the next recording was then saved by its hooks).
+    """
+    for cause in causes(failure, implicit=True):
+        traceback.clear_frames(cause.__traceback__)
+
+
+class _Session:
+    """One capture: which modules are whole so far, and why."""
+
+    def __init__(
+        self, model: nn.Module, bound: BoundCall, world: FakeWorld, twin: nn.Module
+    ) -> None:
+        self.model = model
+        self.bound = bound
+        self.world = world
+        self.twin = twin
+        self.inputs = [world.tensor(tensor) for tensor in bound.tensors]
+        self.whole = {module.layer: module for module in find_whole_modules(model)}
+        self.guess = 1
+        self.ignore_device_moves = False
+        self.fixed_batch = ""
+
+    def record(self) -> RecordedProgram:
+        """The finest recording there is, the same program for other batch sizes where possible."""
+        while True:
+            try:
+                recording = self._run(self.inputs)
+                self._compare_batches(recording)
+            except TraceFailure as failure:
+                _end_frames(failure)
+                self._keep_whole(failure)
+            else:
+                return recording
+
+    def check(self, recording: RecordedProgram) -> Aliasing:
+        """Run the graph by itself, which also finds out which nodes share memory."""
+        try:
+            return analyze_aliasing(
+                self.model,
+                recording.graph,
+                recording.constants,
+                self.bound.tensors,
+                guess=self.guess,
+            )
+        except NodeFailure as failure:
+            error = failure.__cause__
+            assert error is not None
+            raise CaptureError(
+                recording.layer_of.get(failure.node.name, "") or type(self.model).__name__,
+                f"the captured graph does not run at {failure.node.format_node()}: {describe(error)}",
+                "this is a defect of placer; please report it with the model",
+            ) from error
+
+    def _run(self, inputs: Sequence[Tensor], *, named: bool = True) -> RecordedProgram:
+        call = self.world, self.model, self.twin, self.bound, inputs
+        try:
+            if "" in self.whole:
+                return record_whole(*call, guess=self.guess)
+            return record_model(
+                *call,
+                frozenset(self.whole),
+                guess=self.guess,
+                ignore_device_moves=self.ignore_device_moves,
+                named=named,
+            )
+        except ForwardFailure as failure:
+            _end_frames(failure)
+            if failure.guessed and self.guess:
+                self.guess = 0
+                return self._run(inputs, named=named)
+            raise failure.as_error(
+                f"on these inputs ({describe_shapes(inputs)})",
+                _NO_VALUES if failure.guessed else _CHECK_INPUTS,
+            ) from failure.__cause__
+
+    def _keep_whole(self, failure: TraceFailure) -> None:
+        if failure.layer in self.whole:
+            raise CaptureError(
+                failure.layer or type(self.model).__name__,
+                f"its forward cannot be captured: {failure.reason}"
+                + (f" ({failure.location})" if failure.location else ""),
+                "move this code into a submodule, which is then kept whole on one device",
+            ) from failure.__cause__
+        self.whole[failure.layer] = WholeModule(
+            layer=failure.layer,
+            reason=failure.reason,
+            location=failure.location
+            or locate_function(type(self.model.get_submodule(failure.layer)).forward),
+        )
+
+    def _compare_batches(self, recording: RecordedProgram) -> None:
+        """Record with twice the batch: the same graph, or the module that makes it differ is named."""
+        doubled = self._doubled_inputs()
+        self.fixed_batch = ""
+        if doubled is None:
+            return
+        try:
+            other = self._run(doubled, named=False)
+        except CaptureError as error:
+            self.fixed_batch = error.problem
+            return
+        except TraceFailure as failure:
+            self.fixed_batch = f"{failure.layer}: {failure.reason} ({failure.location})"
+            return
+        first, second = spell_graph(recording.graph), spell_graph(other.graph)
+        if first == second:
+            return
+        nodes = list(recording.graph.nodes)
+        index = next(
+            (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b),
+            min(len(first), len(second)) - 1,
+        )
+        node = nodes[min(index, len(nodes) - 1)]
+        layer = recording.layer_of.get(node.name, "")
+        if node.op == "call_module" or layer in self.whole:
+            layer = layer.rpartition(".")[0]
+        location = recording.location_of.get(node.name, "")
+        reason = "it computes something else for another batch size"
+        if not layer or layer in self.whole:
+            self.fixed_batch = f"{layer or 'the model itself'}: {reason} ({location})"
+            return
+        raise TraceFailure(layer, reason, location)
+
+    def _doubled_inputs(self) -> list[Tensor] | None:
+        sizes = [tensor.size(0) for tensor in self.inputs if tensor.dim()]
+        if not sizes or sizes[0] == 0:
+            return None
+        with self.world.mode, torch.no_grad():
+            return [
+                torch.cat([x, x]).detach().requires_grad_(x.requires_grad)
+                if x.dim() and x.size(0) == sizes[0]
+                else x
+                for x in self.inputs
+            ]
+
+
+def _not_a_module(found: object) -> CaptureError:
+    name = getattr(found, "__name__", "")
+    if callable(found) and name.isidentifier():
+        kind = "class" if isinstance(found, type) else "function"
+        problem = f"is the {kind} {name!r}, not a torch.nn.Module"
+        return CaptureError("model", problem, f"call it: {name}()")
+    problem = f"is a {type(found).__name__}, not a torch.nn.Module"
+    return CaptureError("model", problem, "pass a module")
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise _not_a_module(model)
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                path or "the model",
+                "is TorchScript, whose tensors cannot be replaced by ones without data",
+                "use the Python module that it was made from",
+            )
+        if type(module).__name__ == "OptimizedModule" and "_orig_mod" in module._modules:
+            name = path or "model"
+            raise CaptureError(
+                path or "the model",
+                "is compiled already (torch.compile), which hides its layers",
+                f"give the module that it was made of: {name}._orig_mod in the place of {name}",
+            )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            raise CaptureError(
+                name,
+                "is not initialized yet, so the model's shapes are unknown (a lazy module)",
+                "run the model once on a small input before you hand it to placer",
+            )
+
+
+def _assemble(
+    model: nn.Module,
+    recording: RecordedProgram,
+    aliasing: Aliasing,
+    bound: BoundCall,
+    session: _Session,
+) -> Program:
+    graph = recording.graph
+    nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+    modules = dict(model.named_modules(remove_duplicate=False))
+    whole = {
+        path: WholeModule(layer=path, reason=_CHECKPOINTED, location=location)
+        for path, location in recording.checkpointed.items()
+    } | session.whole
+    called = {str(node.target) for node in nodes if node.op in ("call_module", "get_attr")}
+    return Program(
+        model=model,
+        graph=graph,
+        order=tuple(node.name for node in nodes),
+        layer_of={node.name: recording.layer_of[node.name] for node in nodes},
+        state_of={node.name: _state_of(node, modules, recording.constants) for node in nodes},
+        mutated_state_of=aliasing.mutated_state_of,
+        mutated_inputs=aliasing.mutated_inputs,
+        together=aliasing.together,
+        draws=aliasing.draws,
+        constants=recording.constants,
+        constant_paths=tensor_paths(
+            model, [(s.path, s.name) for s in recording.settings], recording.constants
+        ),
+        call=make_call_format(bound, recording.result),
+        whole_modules=tuple(
+            w
+            for w in whole.values()
+            if not w.layer or (w.layer in called and not is_torch_leaf(modules[w.layer]))
+        ),
+        fingerprint=fingerprint_graph(model, graph),
+        conditions=Conditions(
+            modes=training_flags(model),
+            shapes=tuple(tensor.shape for tensor in bound.tensors),
+            dtypes=tuple(tensor.dtype for tensor in bound.tensors),
+            any_batch=not session.fixed_batch,
+            whole=frozenset(session.whole),
+            guess=session.guess,
+            lines=tuple(spell_graph(graph)),
+            locations=tuple(recording.location_of.get(node.name, "") for node in graph.nodes),
+            settings=recording.settings,
+            ignore_device_moves=session.ignore_device_moves,
+        ),
+        training=model.training,
+        fixed_batch=session.fixed_batch,
+        location_of=recording.location_of,
+        notes=_side_effect_notes(recording),
+    )
+
+
+def _side_effect_notes(recording: RecordedProgram) -> tuple[str, ...]:
+    """That the program leaves out what forward sets on modules, by attribute."""
+    setters: dict[str, list[str]] = {}
+    for path, attribute in recording.side_effects:
+        setters.setdefault(attribute, []).append(path or "the model")
+    read = {setting.name for setting in recording.settings}
+    notes = []
+    for attribute, paths in setters.items():
+        others = f" and of {len(paths) - 1} more" if len(paths) > 1 else ""
+        stays = ": every call computes what the first would" if attribute in read else ""
+        notes.append(
+            f"forward of {paths[0]}{others} sets self.{attribute}; the placed model does not{stays}"
+        )
+    return tuple(notes)
+
+
+def _state_of(
+    node: fx.Node, modules: Mapping[str, nn.Module], constants: Mapping[str, Tensor]
+) -> tuple[str, ...]:
+    if node.op not in ("get_attr", "call_module") or node.name in constants:
+        return ()
+    path = str(node.target)
+    if path not in modules:
+        return (path,)
+    return tuple(name for name, _ in named_state(modules[path], prefix=path))

@@ -1,0 +1,335 @@
+"""Stand-ins on the CPU that have shapes but no data, so that a model can run without memory.
+
+A fake copy of a module is a deep copy whose tensors are fake: what the module shares (tied
+parameters, views of one storage) its copy shares too, and nothing is allocated.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from placer._torch import (
+    storage_key,
+    without_modes,
+    without_torch_function,
+)
+from placer.errors import CaptureError
+from placer.program.caches import caches_set_aside
+from placer.program.copying import copy_module, tensors_of
+from placer.program.failure import Untraceable
+from placer.program.fake_mode import FakeMode
+from placer.program.packed import PACKING, RECURRENT, run_recurrent
+from placer.program.reach import Reach, find_reach
+from placer.program.rng_nodes import keep_random
+
+_CPU = torch.device("cpu")
+
+
+class FakeWorld:
+    """One ``FakeTensorMode`` and the fake twin of every tensor seen so far; owns no real tensor's data.
+
+    All twins are on the CPU, whatever device (``meta`` included) the original is on. Tensors that
+    share a storage get twins that share one.
+    """
+
+    def __init__(self) -> None:
+        self.mode = FakeMode(allow_non_fake_inputs=True)
+        self._twins: dict[int, Tensor] = {}
+        self._originals: dict[int, Tensor] = {}  # by the twin's id; also keeps the ids in _twins
+        self._bases: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._sharing: dict[int, set[int]] = {}
+        self._reach = Reach()  # of the modules' code
+
+    def tensor(self, original: Tensor) -> Tensor:
+        """The fake twin of ``original``: same shape, strides, dtype, and ``requires_grad``."""
+        twin = self._twins.get(id(original))
+        if twin is None:
+            twin = self._make(original)
+            self._twins[id(original)] = twin
+            self._originals[id(twin)] = original
+        return twin
+
+    def stand_for(self, twin: Tensor, original: Tensor) -> None:
+        """Have ``twin``, which a run has computed, stand for a tensor of the model."""
+        self._twins[id(original)] = twin
+        self._originals[id(twin)] = original
+
+    def original(self, twin: Tensor) -> Tensor | None:
+        """The tensor that ``twin`` stands for, or None when it is not one of this world's twins."""
+        return self._originals.get(id(twin))
+
+    @contextmanager
+    def running(self, guess: int = 1) -> Iterator[None]:
+        """Run code on twins; the values of tensors that it looks at are guessed (`GuessData`)."""
+        with self.mode, GuessData(self.mode, guess), on_fakes(), self.caches_set_aside():
+            yield
+
+    def caches_set_aside(self) -> AbstractContextManager[None]:
+        """Have the code of the modules, in this block, keep nothing outside of them."""
+        return caches_set_aside(self._reach)
+
+    def tree(self, value: Any) -> Any:
+        """``value`` with every tensor in it (pytree) replaced by its twin."""
+        return tree_map_only(Tensor, self.tensor, value)
+
+    def module(self, model: nn.Module) -> nn.Module:
+        """A deep copy of ``model`` whose parameters, buffers and other tensors are twins.
+
+        Raises ``CaptureError`` when the model cannot be copied.
+        """
+        tensors = list(tensors_of(model))
+        for tensor in tensors:
+            self._note_storage(tensor)
+        memo: dict[int, Any] = {id(tensor): self.tensor(tensor) for tensor in tensors}
+        try:
+            twin = copy_module(model, memo)
+        except Exception as error:
+            raise CaptureError(
+                type(model).__name__,
+                f"the model cannot be copied ({type(error).__name__}: {error})",
+                "give the attribute that cannot be copied a __deepcopy__, or create it lazily",
+            ) from error
+        self._reach.extend(find_reach(twin))
+        return twin
+
+    def _note_storage(self, original: Tensor) -> None:
+        self._sharing.setdefault(_storage(original), set()).add(id(original))
+
+    def _make(self, original: Tensor) -> Tensor:
+        if len(self._sharing.get(_storage(original), ())) > 1 and original.layout == torch.strided:
+            return self._make_sharing(original)
+        # Not by operators on fake tensors, which take ten times as long.
+        with without_modes(), without_torch_function():
+            if original.layout == torch.strided:
+                size, stride = original.size(), original.stride()
+                data = torch.empty_strided(size, stride, dtype=original.dtype, device="meta")
+            else:
+                data = torch.empty(original.shape, dtype=original.dtype, device="meta")
+            data.requires_grad_(original.requires_grad)
+            twin = FakeTensor(self.mode, data, _CPU)
+        if isinstance(original, nn.Parameter):
+            twin._is_param = True  # as `nn.Parameter` says of a tensor of another class
+        return twin
+
+    def _make_sharing(self, original: Tensor) -> Tensor:
+        """A twin that is a view of that of the storage."""
+        with self.mode, torch.no_grad():
+            twin = self._base(original).as_strided(
+                original.size(), original.stride(), original.storage_offset()
+            )
+            if isinstance(original, nn.Parameter):
+                return nn.Parameter(twin, requires_grad=original.requires_grad)
+            return twin.requires_grad_(original.requires_grad)
+
+    def _base(self, original: Tensor) -> Tensor:
+        key = (_storage(original), original.dtype)
+        if key not in self._bases:
+            count = original.untyped_storage().nbytes() // original.element_size()
+            self._bases[key] = torch.empty(count, dtype=original.dtype, device="cpu")
+        return self._bases[key]
+
+
+@contextmanager
+def on_fakes() -> Iterator[None]:
+    """What code on fake tensors needs around it.
+
+    Torch logs a traceback of what fails on them, which is told once, by an error; and a module
+    cannot be converted in place, which code does to be sure of what is so already
+    (``self.to(x.dtype)``). Random numbers that Python code draws are not missing afterwards.
+    """
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level, convert = logger.level, nn.Module._apply
+
+    def convert_fakes(module: nn.Module, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = [*module.parameters(), *module.buffers()]
+        if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            return convert(module, fn, *args, **kwargs)
+        with without_torch_function():
+            if all(fn(tensor).dtype == tensor.dtype for tensor in tensors):
+                return module
+        raise Untraceable("it converts its own parameters to another type in forward")
+
+    logger.setLevel(logging.CRITICAL)
+    nn.Module._apply = convert_fakes  # type: ignore[method-assign, assignment]
+    try:
+        with keep_random():
+            yield
+    finally:
+        logger.setLevel(level)
+        nn.Module._apply = convert  # type: ignore[method-assign]
+
+
+class GuessData:
+    """Lets code that looks at the values of tensors run on fake ones of ``mode``, by guessing the values.
+
+    A scalar read is ``value``, 1 or 0 (True or False); as many elements are selected as there can
+    be; an array for numpy is full of ``value``. ``guessed`` says whether it happened, which makes the
+    run one of many that are possible. Packed sequences are all as long as can be; what is computed
+    from their lengths is then known.
+    """
+
+    def __init__(self, mode: FakeMode, value: int = 1) -> None:
+        self.value = value
+        self.guessed = False
+        self._mode = mode
+        self._before = mode.guess
+        self._reads = _GuessReads(self)
+        self._values = WeakTensorKeyDictionary()  # of fake tensors, where they are known
+
+    def __enter__(self) -> GuessData:
+        self._before, self._mode.guess = self._mode.guess, self
+        self._reads.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._reads.__exit__(*error)
+        self._mode.guess = self._before
+
+    def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What ``func`` makes of values that are known; ``NotImplemented`` where one is not."""
+        if not len(self._values):
+            return NotImplemented
+        if func._schema.is_mutable and args and isinstance(args[0], Tensor):
+            self._values.pop(args[0], None)
+        if not self._knows((args, kwargs)):
+            return NotImplemented
+        with without_modes():
+            args, kwargs = tree_map_only(Tensor, self._values.__getitem__, (args, kwargs))
+            known = func(*args, **kwargs)
+        with self._mode:
+            return tree_map_only(Tensor, self.tell, known)
+
+    def _knows(self, arguments: Any) -> bool:
+        tensors = [leaf for leaf in tree_iter(arguments) if isinstance(leaf, Tensor)]
+        return bool(tensors) and all(tensor in self._values for tensor in tensors)
+
+    def tell(self, value: Tensor) -> Tensor:
+        """A fake tensor that is known to have this value."""
+        fake = torch.empty_like(value)
+        self._values[fake] = value
+        return fake
+
+    def answer(self, func: Any, args: Any, kwargs: Any, refused: Exception) -> Any:
+        """What ``func``, which fake tensors have ``refused``, may give; else raises that."""
+        self.guessed = True
+        if isinstance(refused, DynamicOutputShapeException):
+            if (largest := _LARGEST_RESULT.get(func.name())) is not None:
+                with self._mode:
+                    return largest(func, *args, **kwargs)
+        elif func is torch.ops.aten._local_scalar_dense.default:
+            return _number(args[0].dtype, self.value)
+        elif func is torch.ops.aten.equal.default:
+            return bool(self.value)
+        raise refused
+
+
+_READ_AS_VALUES = ("numpy", "__array__", "tolist", "__format__")
+_EMBEDDINGS = (nn.functional.embedding, nn.functional.embedding_bag)
+_WATCHED = {*_READ_AS_VALUES, *(f.__name__ for f in _EMBEDDINGS), *PACKING, *RECURRENT}
+
+
+class _GuessReads(TorchFunctionMode):
+    """Reads that fake tensors refuse before an operator runs: as an array, as a list, in a text.
+
+    And a recurrent layer's own reads of how long packed sequences are. Embeddings get dense gradients
+    here: how many bytes a sparse one has depends on values.
+    """
+
+    def __init__(self, guess: GuessData) -> None:
+        super().__init__()
+        self.guess = guess
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name not in _WATCHED:
+            return func(*args, **(kwargs or {}))
+        if func in _EMBEDDINGS:
+            call = inspect.signature(func).bind(*args, **(kwargs or {}))
+            call.arguments["sparse"] = False
+            return func(*call.args, **call.kwargs)
+        if name in PACKING:
+            self.guess.guessed = True
+            data, counts = PACKING[name](*args)
+            with without_modes():
+                known = torch.tensor(counts)
+            return data, self.guess.tell(known)
+        if name in RECURRENT and isinstance(args[3], list | tuple):  # (data, batch sizes, state, …)
+            return run_recurrent(func, *args)
+        tensor = args[0] if args else None
+        if name not in _READ_AS_VALUES or not isinstance(tensor, FakeTensor):
+            return func(*args, **(kwargs or {}))
+        if name == "__format__":
+            return format(tensor.item(), args[1]) if not tensor.dim() else func(*args)
+        self.guess.guessed = True
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        values = np.full(tensor.shape, self.guess.value, dtype=dtype)
+        return values.tolist() if name == "tolist" else values
+
+
+def _indices(count: int, *others: int) -> Tensor:
+    return torch.zeros(count, *others, dtype=torch.int64)
+
+
+def _masked(func: Any, x: Tensor, mask: Tensor) -> Tensor:
+    return x.expand(torch.broadcast_shapes(x.shape, mask.shape)).reshape(-1)
+
+
+def _unique(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return x.reshape(-1), torch.zeros_like(x, dtype=torch.int64), _indices(x.numel())
+
+
+def _unique_rows(func: Any, x: Tensor, dim: int, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    return x, _indices(x.size(dim)), _indices(x.size(dim))
+
+
+# By operator: what it gives when as many elements as can be are selected, are different, are kept;
+# when each is repeated once. The last is torchvision's, which need not be there.
+_LARGEST_RESULT: dict[str, Callable[..., Any]] = {
+    "aten::nonzero": lambda func, x: _indices(x.numel(), x.dim()),
+    "aten::masked_select": _masked,
+    "aten::index.Tensor": lambda func, x, indices: func(x, _all_true(indices)),
+    "aten::_unique2": _unique,
+    "aten::_unique": lambda func, x, *args, **kwargs: _unique(func, x)[:2],
+    "aten::unique_consecutive": _unique,
+    "aten::unique_dim": _unique_rows,
+    "aten::repeat_interleave.Tensor": lambda func, repeats, output_size=None: torch.arange(
+        repeats.numel()
+    ),
+    "torchvision::nms": lambda func, boxes, scores, iou_threshold: _indices(boxes.size(0)),
+}
+
+
+def _number(dtype: torch.dtype, value: int) -> complex | bool:
+    if dtype == torch.bool:
+        return bool(value)
+    if dtype.is_complex:
+        return complex(value)
+    return float(value) if dtype.is_floating_point else value
+
+
+def _all_true(indices: Any) -> list[Any]:
+    """``indices`` with every boolean mask replaced by the index tensors of an all-true mask."""
+    positions: list[Any] = []
+    for index in indices:
+        if index is not None and index.dtype in (torch.bool, torch.uint8):
+            positions += [torch.zeros(index.numel(), dtype=torch.int64) for _ in range(index.dim())]
+        else:
+            positions.append(index)
+    return positions
+
+
+def _storage(tensor: Tensor) -> int:
+    return id(tensor) if tensor.layout != torch.strided else storage_key(tensor)

@@ -1,0 +1,288 @@
+"""Fake tensors faster than torch makes them: what an operator has made once is not found out again.
+
+A model's layers repeat, and placer runs a model on fake tensors several times. Torch's own cache of
+such results takes 130 us per hit and starts with Python kernels of 1 to 10 ms per miss.
+
+::
+
+    operator ── a view? ────────────► C++ finds its shape
+       │
+       ├── seen with such tensors? ─► the results' shapes as before        (_known)
+       ├── a shape rule? ───────────► the results' shapes                  (placer.program.shapes)
+       └── else ────────────────────► torch's fake kernel
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from placer._torch import (
+    READS_DEVICE,
+    FakeTensors,
+    as_meta,
+    without_modes,
+    without_torch_function,
+)
+from placer.operands import tensors_in
+from placer.program.shapes import SHAPE_RULES, Made, Recipe
+
+_CPU, _META = torch.device("cpu"), torch.device("meta")
+_OPERATOR = type(torch.ops.aten.clone.default)
+
+# Operators that C++ runs on tensors without data in some microseconds; a view shares its storage.
+QUICK_OPERATORS = {
+    getattr(getattr(torch.ops.aten, name), overload)
+    for name, overload in (
+        ("view", "default"),
+        ("_unsafe_view", "default"),
+        ("slice", "Tensor"),
+        ("select", "int"),
+        ("unsqueeze", "default"),
+        ("squeeze", "dim"),
+        ("permute", "default"),
+        ("transpose", "int"),
+        ("t", "default"),
+        ("expand", "default"),
+        ("as_strided", "default"),
+        ("detach", "default"),
+        ("alias", "default"),
+        ("unbind", "int"),
+        ("split", "Tensor"),
+        ("split_with_sizes", "default"),
+    )
+}
+
+# The same for operators that share no memory: these kernels are asked when there is no recipe.
+QUICK_KERNELS = {
+    getattr(torch.ops.aten, name).default for name in ("clone", "bmm", "mm", "_softmax")
+}
+
+# What operators have made so far, by `_spelled`. A pure function of shapes, and as torch's own cache
+# of fake results it is of the process: capture, costs and dry runs ask for the same.
+_known: dict[Hashable, Recipe] = {}
+
+
+class _NotKnownByShape(Exception):
+    """An argument whose result depends on more than shapes and plain values."""
+
+
+class Guess(Protocol):
+    """Answers where an operator's result depends on the values of fake tensors."""
+
+    def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What ``func`` makes of values that are known; ``NotImplemented`` where one is not."""
+
+    def answer(self, func: Any, args: Any, kwargs: Any, refused: Exception) -> Any:
+        """What ``func``, which fake tensors have ``refused``, may give; else raises that."""
+
+
+class FakeMode(FakeTensorMode):
+    """A ``FakeTensorMode`` that remembers what operators made, for fake tensors on the CPU.
+
+    ``guess``, if there is one, is asked where torch's kernels would need values.
+
+    ``torch.compile`` may look into it, as into a `placer._torch.DispatchMode`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.guess: Guess | None = None
+        self._tensors = FakeTensors(self, _CPU)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is READS_DEVICE:
+            return args[0].device
+        with without_torch_function():
+            return self._guess(func, types, args, kwargs or {})
+
+    def detach(self, tensor: Tensor) -> Tensor:
+        """``tensor.detach()`` of a fake tensor of this mode, which no dispatch mode hears of."""
+        with as_meta(self):
+            data = tensor.detach()
+        return self._tensors.make(data)
+
+    def _guess(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        guess = self.guess
+        if guess is None:
+            return self._run(func, types, args, kwargs)
+        # What a kernel computes on its way is its own business: nothing is guessed there.
+        self.guess = None
+        try:
+            known = guess.compute(func, args, kwargs)
+            return self._run(func, types, args, kwargs) if known is NotImplemented else known
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            return guess.answer(func, args, kwargs, error)
+        finally:
+            self.guess = guess
+
+    def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if func in QUICK_OPERATORS and all(map(self._is_plain, args)):
+            return self._run_in_cpp(func, args, kwargs)
+        if not _depends_on_shapes(func):
+            return self._ask_torch(func, types, args, kwargs)
+        try:
+            key = (
+                func,
+                torch.get_default_dtype(),
+                torch.is_inference_mode_enabled(),
+                *map(self._spelled, args),
+                *((name, self._spelled(value)) for name, value in kwargs.items()),
+            )
+        except _NotKnownByShape:
+            return self._ask_torch(func, types, args, kwargs)
+        recipe = _known.get(key)
+        if recipe is None:
+            rule = SHAPE_RULES.get(func)
+            found = None if rule is None else rule(*args, **kwargs)
+            if found is None:
+                return self._learn(key, func, types, args, kwargs)
+            recipe = _known[key] = found
+        return self._follow(recipe, args)
+
+    def _ask_torch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        result = self.dispatch(func, types, args, kwargs)
+        return _only_asked(result, args[-1]) if func in _UNASKED else result
+
+    def _run_in_cpp(self, func: Any, args: Any, kwargs: Any) -> Any:
+        with as_meta(self):
+            data = func(*args, **kwargs)
+        if isinstance(data, Tensor):
+            return self._tensors.make(data)
+        return [self._tensors.make(part) for part in data]
+
+    def _is_plain(self, argument: Any) -> bool:
+        """A fake tensor of this mode, on the CPU, that stands for no known value; or no tensor."""
+        if type(argument) is FakeTensor:
+            return (
+                argument.fake_mode is self
+                and argument.constant is None
+                and argument.fake_device == _CPU
+            )
+        return not isinstance(argument, Tensor)
+
+    def _spelled(self, argument: Any) -> Hashable:
+        """What a result can depend on; numbers with their types, for ``1 == 1.0 == True``."""
+        kind = type(argument)
+        if kind is FakeTensor:
+            if not self._is_plain(argument) or argument.layout is not torch.strided:
+                raise _NotKnownByShape
+            return (
+                argument.shape,
+                argument.stride(),
+                argument.storage_offset(),
+                argument.dtype,
+                argument.requires_grad,
+                argument.is_neg(),
+                argument.is_conj(),
+            )
+        if kind in _PLAIN:
+            return kind, argument
+        if kind is list or kind is tuple:
+            return kind, *map(self._spelled, argument)
+        raise _NotKnownByShape
+
+    def _learn(self, key: Hashable, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Ask torch, and remember what can be made again."""
+        given = tensors_in(args, kwargs)
+        before = [(x.shape, x.stride()) for x in given]
+        if func in QUICK_KERNELS:
+            result = self._run_in_cpp(func, args, kwargs)
+        else:
+            result = self._ask_torch(func, types, args, kwargs)
+        found = tensors_in(result)
+        if any(x.layout is not torch.strided for x in (*given, *found)):
+            return result
+        several = type(result) is tuple
+        storages = [x.untyped_storage() for x in given]
+        made = [self._describe(x, args, storages) for x in (result if several else (result,))]
+        unchanged = before == [(x.shape, x.stride()) for x in given]
+        apart = len({id(x.untyped_storage()) for x in found}) == len(found)
+        if unchanged and apart and _UNKNOWN not in made:
+            _known[key] = several, tuple(made)
+        return result
+
+    def _describe(self, result: Any, args: Any, storages: list[Any]) -> Any:
+        """How to make ``result`` again, `_UNKNOWN` if it shares memory or is no plain fake tensor."""
+        if result is None:
+            return None
+        for position, argument in enumerate(args):
+            if result is argument:
+                return position
+        if type(result) is not FakeTensor or not self._is_plain(result):
+            return _UNKNOWN
+        if result.is_neg() or result.is_conj():
+            return _UNKNOWN
+        storage = result.untyped_storage()
+        made = Made(tuple(result.shape), result.stride(), result.dtype)
+        if any(storage is other for other in storages) or result.requires_grad:
+            return _UNKNOWN
+        return made if storage.nbytes() == made.nbytes else _UNKNOWN
+
+    def _follow(self, recipe: Recipe, args: Any) -> Any:
+        several, made = recipe
+        results = tuple(
+            self._make(x) if type(x) is Made else x if x is None else args[x] for x in made
+        )
+        return results if several else results[0]
+
+    def _make(self, made: Made) -> Tensor:
+        data = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device=_META)
+        return self._tensors.make(data)
+
+
+# What torch 2.15 makes of these without data has results that were not asked for, which the kernels
+# do not compute. A backward that is split asks for the input's gradient first, and later for the rest.
+_UNASKED = {torch.ops.aten.native_batch_norm_backward.default}
+
+
+def _only_asked(results: Any, asked: Sequence[bool]) -> tuple[Any, ...]:
+    return tuple(x if wanted else None for x, wanted in zip(results, asked, strict=True))
+
+
+_UNKNOWN = object()
+_PLAIN = {
+    int,
+    float,
+    bool,
+    complex,
+    str,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+}
+
+
+@functools.cache
+def _depends_on_shapes(func: Any) -> bool:
+    """Do the results of ``func`` depend on shapes and plain values alone, and share no memory?"""
+    if type(func) is not _OPERATOR or func.namespace not in ("aten", "prims"):
+        return False
+    if func.is_view or "lift" in func.name():
+        return False
+    refused = {torch.Tag.data_dependent_output, torch.Tag.inplace_view}
+    if func is not torch.ops.aten.index.Tensor:  # which depends on values where an index is a mask
+        refused.add(torch.Tag.dynamic_output_shape)
+    return not refused & set(func.tags)
+
+
+def detach_fake(tensor: Tensor) -> Tensor:
+    """``tensor.detach()`` that no dispatch mode hears of, for a fake tensor in a tenth of the time."""
+    mode = tensor.fake_mode if isinstance(tensor, FakeTensor) else None
+    if isinstance(mode, FakeMode):
+        with without_torch_function():
+            return mode.detach(tensor)
+    with without_modes():
+        return tensor.detach()

@@ -1,0 +1,62 @@
+"""A digest of a captured graph and of the names, shapes and dtypes of its state."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+from torch import fx, nn
+
+
+def fingerprint_graph(model: nn.Module, graph: fx.Graph) -> str:
+    """Hex SHA-256, the same in every process: nodes are numbered, values spelled by their ``repr``.
+
+    It changes when an operation, an argument, or a name, shape or dtype of the state changes.
+    """
+    digest = hashlib.sha256("\n".join(spell_graph(graph)).encode())
+    for kind, named in (
+        ("parameter", model.named_parameters(remove_duplicate=False)),
+        ("buffer", model.named_buffers(remove_duplicate=False)),
+    ):
+        for name, tensor in named:
+            digest.update(f"{kind} {name} {list(tensor.shape)} {tensor.dtype}\n".encode())
+    return digest.hexdigest()
+
+
+def spell_graph(graph: fx.Graph) -> list[str]:
+    """One line per node: operation, target, arguments, with nodes by number."""
+    number = {node: index for index, node in enumerate(graph.nodes)}
+    return [
+        f"{node.op} {_target_name(node.target)} "
+        f"{_spell(node.args, number)} {_spell(node.kwargs, number)}"
+        for node in graph.nodes
+    ]
+
+
+def _target_name(target: str | Callable[..., Any]) -> str:
+    if isinstance(target, str):
+        return target
+    if getattr(target, "__module__", "") == "placer.program.targets":
+        return repr(target) if not isinstance(target, FunctionType) else target.__qualname__
+    module = getattr(target, "__module__", "")
+    return f"{module}.{getattr(target, '__qualname__', type(target).__qualname__)}"
+
+
+def _spell(value: Any, number: dict[fx.Node, int]) -> str:
+    if isinstance(value, fx.Node):
+        return f"%{number[value]}"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{k!r}:{_spell(v, number)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "(" + ",".join(_spell(item, number) for item in value) + ")"
+    if isinstance(value, slice):
+        return f"slice{_spell((value.start, value.stop, value.step), number)}"
+    if isinstance(value, (str, int, float, bool, complex, bytes)) or value is None or value is ...:
+        return repr(value)
+    if callable(value):
+        return _target_name(value)
+    # repr of a plain object would hold its address, which is another one in every process
+    text = repr(value)
+    return type(value).__qualname__ if " at 0x" in text else text

@@ -1,0 +1,165 @@
+"""Record what a model computes: run it once on fake tensors and write down every torch call.
+
+`placer.program.recorder` hears of every call, `placer.program.writer` writes it down. Here the run
+begins and ends: the modules are left as they were, and what went wrong is said of the innermost one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from placer.program.call import BoundCall
+from placer.program.failure import TraceFailure, describe, leads_to, locate
+from placer.program.fake import FakeWorld, on_fakes
+from placer.program.fingerprint import spell_graph
+from placer.program.leaves import is_in
+from placer.program.recorder import Recorder
+from placer.program.restore import Snapshot
+from placer.program.result import ResultFormat
+from placer.program.settings import Setting
+from placer.program.writer import CPU
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedProgram:
+    """What one run of a model on fake tensors did."""
+
+    graph: fx.Graph
+    layer_of: dict[str, str]
+    location_of: dict[str, str]
+    constants: dict[str, Tensor]
+    result: ResultFormat
+    side_effects: tuple[tuple[str, str], ...]  # (module path, attribute) that forward changes
+    settings: tuple[Setting, ...]  # the plain attributes that it read
+    checkpointed: dict[str, str]  # modules under activation checkpointing -> the line that says so
+
+
+def record_model(
+    world: FakeWorld,
+    model: nn.Module,
+    twin: nn.Module,
+    bound: BoundCall,
+    inputs: Sequence[Tensor],
+    whole: frozenset[str],
+    *,
+    guess: int = 1,
+    ignore_device_moves: bool = False,
+    named: bool = True,
+) -> RecordedProgram:
+    """Run ``twin``, the fake copy of ``model``, on fake ``inputs`` and write down what it does.
+
+    Modules whose paths are in ``whole`` become single nodes, and so do the layers of ``torch.nn``;
+    the values of tensors that they look at are guessed (``guess``).
+    Names of nodes are the same every time, unless not ``named``, for a program that is only compared.
+    The twin is as before afterwards. Raises ``TraceFailure`` naming the innermost module that
+    cannot be recorded, ``ForwardFailure`` when the model fails by itself, and ``CaptureError`` where
+    it moves tensors to several devices, unless ``ignore_device_moves``.
+    """
+    snapshot = Snapshot(twin)
+    make = partial(Recorder, ignore_device_moves=ignore_device_moves)
+    run = partial(_run, partial(make, world, model, twin, whole, guess), world, bound, inputs)
+    try:
+        recorder, leaves = run()
+        effects = _replace_buffers(recorder, model, twin, snapshot.changes())
+        cached = [recorder.keep_cached(_attribute(twin, *effect)) for effect in effects]
+        graph = recorder.writer.finish(leaves, named=named)
+        if effects:
+            # Does what forward left behind change the next one?
+            spelled = [spell_graph(graph), _spell_again(run)]
+            if any(cached):  # the second reads what the first has computed, as all later ones do
+                spelled = [spelled[1], _spell_again(run)]
+            for path, attribute in effects:
+                if path and spelled[0] != spelled[1]:
+                    raise TraceFailure(path, f"its forward changes its attribute {attribute!r}", "")
+    finally:
+        snapshot.restore()
+    writer = recorder.writer
+    names = {node.name for node in graph.nodes}
+    assert recorder.result is not None
+    return RecordedProgram(
+        graph=graph,
+        layer_of={k: v for k, v in writer.layer_of.items() if k in names},
+        location_of={k: v for k, v in writer.location_of.items() if k in names},
+        constants={k: v for k, v in writer.constants.items() if k in names},
+        result=recorder.result,
+        side_effects=tuple(effects),
+        settings=recorder.settings(),
+        checkpointed=recorder.checkpointed,
+    )
+
+
+def _run(
+    make_recorder: Callable[[], Recorder],
+    world: FakeWorld,
+    bound: BoundCall,
+    inputs: Sequence[Tensor],
+) -> tuple[Recorder, list[Any]]:
+    recorder = make_recorder()
+    try:
+        with ambient(world), recorder.watching():
+            return recorder, recorder.run(bound, inputs)
+    except TraceFailure:
+        raise
+    except Exception as error:
+        if recorder.devices.error is not None:
+            raise recorder.devices.error from None
+        if recorder.failed is not None and leads_to(error, recorder.failed.__cause__):
+            raise recorder.failed from error
+        if recorder.failed_in is not None and leads_to(error, recorder.failed_in[0]):
+            raise TraceFailure(recorder.failed_in[1], describe(error), locate(error)) from error
+        raise TraceFailure("", describe(error), locate(error)) from error
+
+
+def _spell_again(run: Callable[[], tuple[Recorder, list[Any]]]) -> list[str]:
+    recorder, leaves = run()
+    return spell_graph(recorder.writer.finish(leaves, named=False))
+
+
+def _attribute(twin: nn.Module, path: str, attribute: str) -> Any:
+    return twin.get_submodule(path).__dict__.get(attribute)
+
+
+def _replace_buffers(
+    recorder: Recorder, model: nn.Module, twin: nn.Module, changes: Iterable[tuple[str, str]]
+) -> list[tuple[str, str]]:
+    """Write down which buffers forward put other tensors in the place of; the other changes.
+
+    What changed in a module that stays whole is that module's own business.
+    """
+    others = []
+    for path, attribute in changes:
+        if is_in(recorder.kept, path):
+            continue
+        before = model.get_submodule(path)._buffers.get(attribute)
+        now = twin.get_submodule(path)._buffers.get(attribute)
+        if (
+            before is None
+            or now is None
+            or now.requires_grad
+            or (now.shape, now.dtype) != (before.shape, before.dtype)
+        ):
+            others.append((path, attribute))
+        else:
+            recorder.writer.replace_buffer(f"{path}.{attribute}".lstrip("."), now, path)
+    return others
+
+
+@contextmanager
+def ambient(world: FakeWorld) -> Iterator[None]:
+    """Gradients on (a capture inside ``torch.no_grad`` serves training too), fakes on the CPU."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(world.mode)
+        stack.enter_context(on_fakes())
+        stack.enter_context(world.caches_set_aside())
+        if torch.get_default_device() != CPU:  # a device context is asked at every torch function
+            stack.enter_context(CPU)
+        yield

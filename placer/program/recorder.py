@@ -1,0 +1,495 @@
+"""Hears of all that a model computes while it runs on fake tensors.
+
+Python runs as always, so control flow, containers and attributes need no care. Three things are
+watched: torch functions and methods (a ``TorchFunctionMode``), calls of modules (a layer of
+``torch.nn``, or a module that must stay whole, becomes one node), and arithmetic on sizes
+(``placer.program.sizes``).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
+from torch.utils._pytree import tree_iter
+
+from placer._torch import (
+    REENTRANT_CHECKPOINT,
+    DispatchMode,
+    is_checkpointing,
+    saved_tensor_hooks,
+    without_modes,
+    without_torch_function,
+)
+from placer.operands import tensors_of_tree
+from placer.program.call import BoundCall, flat_forward, placeholder_names
+from placer.program.constants import (
+    INDEXING,
+    copy_real,
+    data_of,
+    digest,
+    find_value,
+    index_by_tensors,
+    is_constant,
+    is_written,
+)
+from placer.program.failure import (
+    ForwardFailure,
+    TraceFailure,
+    Untraceable,
+    describe,
+    leads_to,
+    locate,
+    locate_caller,
+)
+from placer.program.fake import FakeWorld, GuessData
+from placer.program.leaves import is_in, is_torch_leaf
+from placer.program.moves import NamedDevices, set_device_aside
+from placer.program.result import ResultFormat, flatten_result
+from placer.program.rng_nodes import forbid_python_random, keep_random
+from placer.program.settings import Setting, read_settings, watch_attributes
+from placer.program.sizes import SizeFloat, SizeInt, plain
+from placer.program.targets import (
+    ApplyFunction,
+    CallMethod,
+    Checkpointed,
+    Modes,
+    UnderModes,
+    call_module,
+)
+from placer.program.watch import watch_calls
+from placer.program.writer import CPU, GraphWriter, executable
+
+# Names of tensor methods: those that give sizes, those that hand values to Python, and
+# those that reach into autograd, which a graph cannot express.
+_SIZES = ("size", "numel", "nelement", "stride", "storage_offset")
+_READS = (
+    "item",
+    "tolist",
+    "numpy",
+    "__array__",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__complex__",
+    "__index__",
+    "__contains__",
+)
+_HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "backward", "grad")
+_DIFFERENTIATORS = (torch.autograd.grad, torch.autograd.backward)
+_READS_VALUES = "its Python code depends on the value of a tensor"
+
+
+class Recorder(TorchFunctionMode):
+    """Hears of every call, runs it on fakes, and has it written down."""
+
+    def __init__(
+        self,
+        world: FakeWorld,
+        model: nn.Module,
+        twin: nn.Module,
+        whole: frozenset[str],
+        guess: int,
+        *,
+        ignore_device_moves: bool = False,
+    ) -> None:
+        super().__init__()
+        self.guess = guess
+        self.devices = NamedDevices(ignored=ignore_device_moves)
+        self.model = model
+        self.twin = twin
+        self.whole = whole
+        self.writer = GraphWriter(world, twin)
+        self.failed_in: tuple[Exception, str] | None = None  # the innermost module of an exception
+        self.failed: ForwardFailure | None = None  # what a module that is run as it is raised
+        self.refused: TraceFailure | None = None  # the first thing that a graph cannot express
+        self.paused = False
+        self.kept: set[str] = set()
+        self.result: ResultFormat | None = None
+        self.sizes: dict[tuple[fx.Node, str, Any], fx.Node] = {}
+        self.modes = Modes(True, False, ())
+        self.saved_hooks: Any = None
+        self.reentrant: Sequence[Any] | None = (
+            None  # the inputs of a reentrant checkpoint, inside one
+        )
+        self.checkpointed: dict[str, str] = {}
+        self.looked_at: dict[fx.Node, tuple[str, str]] = {}  # constants, and where
+        self.looked_at_tensors: list[Tensor] = []  # the same as the model has them
+        self.inside = False  # of a torch function, whose operators are its own
+        self.made: set[fx.Node] = set()  # constants that forward makes, of arrays of numpy
+        self.made_tensors: list[Tensor] = []  # keeps them alive
+        self.numbers: dict[fx.Node, Any] = {}  # what sizes are in this run
+        self.attributes: set[tuple[str, str]] = set()  # plain ones that were read, by module path
+        self.paths = {id(module): path for path, module in twin.named_modules()}
+        self.twins = dict(zip(map(id, model.modules()), twin.modules(), strict=True))
+        self.owned = {id(module): _state(module) for module in twin.modules()}
+
+    # -- running ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Modules, custom autograd functions and torch functions report here, in this thread."""
+        self.modes = Modes.current()
+        self.saved_hooks = saved_tensor_hooks()
+        looked_into = {
+            path: module
+            for path, module in self.twin.named_modules()
+            if not is_torch_leaf(module) and not is_in(self.whole, path)
+        }
+        watched = watch_attributes(looked_into, self.read_attribute)
+        with watch_calls(self), watched, self, _Unseen(self):
+            yield
+
+    def read_attribute(self, path: str, name: str) -> None:
+        """Code of the module at ``path`` looks at an attribute; what runs as a whole does so again."""
+        if not self.paused:
+            self.attributes.add((path, name))
+
+    def settings(self) -> tuple[Setting, ...]:
+        """The attributes of the model that were read."""
+        return read_settings(self.model, self.attributes, self.looked_at_tensors)
+
+    def run(self, bound: BoundCall, inputs: Sequence[Tensor]) -> list[Any]:
+        """The result leaves of one run, as arguments of the graph's output."""
+        for name, tensor in zip(placeholder_names(bound), inputs, strict=True):
+            self.writer.placeholder(name, tensor)
+
+        def flatten(result: Any) -> list[Any]:
+            leaves, self.result = flatten_result(
+                result, lambda leaf: isinstance(leaf, SizeInt | SizeFloat)
+            )
+            return [self.writer.argument(leaf) for leaf in leaves]
+
+        with forbid_python_random():
+            leaves = flat_forward(bound, flatten)(self.twin, *inputs)
+        if self.devices.error is not None:
+            raise self.devices.error
+        if self.refused is not None:  # forward caught the exception, and went another way
+            raise self.refused
+        self.check_constants()
+        return leaves
+
+    # -- what reports ----------------------------------------------------------------------------
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
+        before, self.inside = self.inside, True
+        try:
+            with self.refusing():
+                return self.run_function(func, args, kwargs)
+        finally:
+            self.inside = before
+
+    def run_unseen(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operator that no torch function called: ``torch.from_numpy``, ``Variable``, old constructors."""
+        if self.paused or self.inside:
+            return func(*args, **kwargs)
+        with self.refusing(), without_torch_function():
+            if func is torch.ops.aten.lift_fresh.default and not isinstance(args[0], FakeTensor):
+                return self.make_constant(copy_real(args[0]))
+            value = func(*args, **kwargs)
+            if self.is_recorded(value, args, kwargs):
+                self.record("call_function", func, args, kwargs, value)
+            return value
+
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Remember what cannot be recorded, for code of forward may catch the exception."""
+        try:
+            yield
+        except (Untraceable, DataDependentOutputException, DynamicOutputShapeException) as error:
+            if self.refused is None:
+                self.refused = TraceFailure(self.writer.layer, describe(error), locate_caller())
+            raise
+
+    def run_function(self, func: Any, args: Any, kwargs: Any) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            return self.get_property(func, args[0])
+        if name == "__set__":
+            return self.set_property(func, *args)
+        method = is_tensor_method_or_property(func)
+        if method and name in _READS:
+            return self.read(func, args, kwargs)
+        if method and name in _HOOKS:
+            raise Untraceable(f"it calls {name}() on an intermediate tensor")
+        if func in _DIFFERENTIATORS:
+            raise Untraceable(f"it differentiates a part of itself (torch.autograd.{name})")
+        if method and name in _SIZES:
+            return self.size(func, name, args, kwargs)
+        if (data := data_of(func, args, kwargs)) is not None:
+            return self.make_constant(data)
+        if func in INDEXING:
+            args = (args[0], index_by_tensors(args[1], self.make_constant), *args[2:])
+        args, kwargs, device = set_device_aside(name, args, kwargs)
+        if device is not None:
+            self.devices.note(device, self.writer.layer, locate_caller())
+        if method and name == "cuda":
+            args, kwargs, func, name = (args[0], CPU), {}, torch.Tensor.to, "to"
+        value = func(*executable(args), **executable(kwargs))
+        if value is NotImplemented or not self.is_recorded(value, args, kwargs):
+            return value
+        if method:
+            self.record("call_method", name, args, kwargs, value)
+        elif func is torch.Tensor.__getitem__:
+            self.record("call_function", operator.getitem, args, kwargs, value)
+        else:
+            self.record("call_function", func, args, kwargs, value)
+        return value
+
+    def is_recorded(self, value: Any, args: Any, kwargs: Any) -> bool:
+        if tensors_of_tree(value):
+            return True
+        # Without a result it was called for its effect, on a tensor if the effect concerns us.
+        return value is None and bool(tensors_of_tree((args, kwargs)))
+
+    def record(
+        self, op: str, target: Any, args: Any, kwargs: Any, value: Any, *, layer: str | None = None
+    ) -> None:
+        """Write a node under the modes (gradients, autocast) of this moment; it made ``value``."""
+        if not isinstance(target, Checkpointed):
+            self.check_saving()
+        modes = Modes.current()
+        if modes != self.modes:
+            if modes.inference:
+                raise Untraceable("it computes under torch.inference_mode")
+            function = CallMethod(target) if op == "call_method" else target
+            op, target = "call_function", UnderModes(function, modes, self.modes)
+        self.writer.bind(value, self.writer.node(op, target, args, kwargs, layer=layer))
+
+    def checkpointing(self) -> Checkpointed | None:
+        """How the program checkpoints activations here, if it does."""
+        if self.reentrant is not None:
+            return Checkpointed(use_reentrant=True)
+        if saved_tensor_hooks() != self.saved_hooks and is_checkpointing(saved_tensor_hooks()):
+            return Checkpointed(use_reentrant=False)
+        return None
+
+    def check_saving(self) -> None:
+        """Refuse an operation that saves activations in a way of its own, which a node cannot."""
+        if self.checkpointing() is not None:
+            if self.writer.layer:
+                raise Untraceable("it checkpoints activations of its own code")
+        elif saved_tensor_hooks() != self.saved_hooks:
+            raise Untraceable("it computes under saved-tensor hooks")
+
+    def call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        module = self.twins.get(id(module), module)
+        path = self.paths.get(id(module))
+        if path is None:  # made in forward, such as nn.Softmax(dim=1)(x): a part of its caller
+            return original(module, *args, **kwargs)
+        leaf = is_torch_leaf(module)
+        checkpointed = not leaf and self.checkpointing() is not None
+        one_node = path in self.whole or leaf or checkpointed
+        if one_node and _state(module) != self.owned[id(module)]:
+            if path in self.whole or checkpointed:
+                with self.refusing():
+                    raise Untraceable(f"it runs {path} with other parameters than its own")
+            leaf = False
+        if path in self.whole or leaf or checkpointed:
+            self.kept.add(path)
+            if checkpointed:
+                self.checkpointed.setdefault(path, locate_caller())
+            return self.call_whole(original, path, module, args, kwargs)
+        caller, self.writer.layer = self.writer.layer, path
+        try:
+            with forbid_python_random():
+                return original(module, *args, **kwargs)
+        except Exception as error:
+            if self.failed_in is None or not leads_to(error, self.failed_in[0]):
+                self.failed_in = error, path
+            raise
+        finally:
+            self.writer.layer = caller
+
+    def call_whole(
+        self, original: Callable[..., Any], path: str, module: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
+        node_args, node_kwargs = self.writer.argument(args), self.writer.argument(kwargs)
+        guess = GuessData(self.writer.world.mode, self.guess)
+        self.paused = True
+        try:
+            # Layers of torch draw no numbers but torch's, and none without data.
+            with guess, nullcontext() if is_torch_leaf(module) else keep_random():
+                value = original(module, *executable(args), **executable(kwargs))
+        except Exception as error:
+            location = locate(error) or locate_caller()
+            self.failed = ForwardFailure(path, location, guessed=guess.guessed)
+            self.failed.__cause__ = error
+            raise
+        finally:
+            self.paused = False
+        if guess.guessed and any(isinstance(x, bool | int | float) for x in tree_iter(value)):
+            with self.refusing():
+                raise Untraceable(f"{path} returns a number that depends on the values of tensors")
+        function: Any = None if is_torch_leaf(module) else self.checkpointing()
+        if function is not None and self.reentrant is not None:
+            own = set(map(id, tree_iter((args, kwargs))))
+            others = [x for x in self.reentrant if isinstance(x, Tensor) and id(x) not in own]
+            if any(x.requires_grad for x in others):
+                function = Checkpointed(use_reentrant=True, differentiated=True)
+        if function is None and Modes.current() != self.modes:
+            function = call_module
+        if function is not None:
+            reference = self.writer.node("get_attr", path, layer=path)
+            node_args = (reference, *node_args)
+            self.record("call_function", function, node_args, node_kwargs, value, layer=path)
+        else:
+            self.record("call_module", path, node_args, node_kwargs, value, layer=path)
+        return value
+
+    def apply(self, original: Callable[..., Any], cls: Any, args: Any, kwargs: Any) -> Any:
+        if cls is REENTRANT_CHECKPOINT:
+            function, _, *inputs = args
+            return self.apply_checkpoint(function, inputs)
+        if kwargs:
+            raise Untraceable(f"it applies {cls.__name__} with keyword arguments")
+        node_args = self.writer.argument(args)
+        self.paused = True
+        try:
+            value = original(*executable(args))
+        finally:
+            self.paused = False
+        self.record("call_function", ApplyFunction(cls), node_args, {}, value)
+        return value
+
+    def seed(self) -> None:
+        with self.refusing():
+            raise Untraceable("it seeds torch's random numbers")
+
+    def apply_checkpoint(self, function: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+        before, self.reentrant = self.reentrant, inputs
+        try:
+            return function(*inputs)
+        finally:
+            self.reentrant = before
+
+    def get_property(self, func: Any, tensor: Tensor) -> Any:
+        value, name = func(tensor), func.__self__.__name__
+        if name == "shape":
+            return self.shape(tensor, value)
+        if isinstance(value, Tensor) and name not in ("grad", "_base"):
+            self.record("call_function", getattr, (tensor, name), {}, value)
+        return value
+
+    def set_property(self, func: Any, tensor: Tensor, value: Any) -> None:
+        name = func.__self__.__name__
+        if name != "requires_grad":
+            raise Untraceable(f"it assigns to the attribute {name!r} of a tensor")
+        func(tensor, value)
+        self.record("call_method", "requires_grad_", (tensor, value), {}, tensor)
+
+    def read(self, func: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return func(*executable(args), **executable(kwargs))
+        except Exception as error:
+            return self.read_constant(func, args, kwargs, error)
+
+    def read_constant(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
+        node, constants = self.writer.node_of(args[0]), self.writer.constants
+        known = find_value(node, constants, self.numbers)
+        if known is None:
+            raise Untraceable(_READS_VALUES) from error
+        for constant in known.constants:
+            if constant not in self.made:
+                self.looked_at.setdefault(constant, (self.writer.layer, locate_caller()))
+                self.looked_at_tensors.append(constants[constant.name])
+        with without_torch_function(), without_modes():
+            return func(*executable((known.value, *args[1:])), **executable(kwargs))
+
+    def make_constant(self, value: Tensor) -> Tensor:
+        """A tensor that forward made from numbers; every run gets a copy, which it may write to."""
+        if value.requires_grad:
+            raise Untraceable("it makes a tensor that requires a gradient")
+        self.made_tensors.append(value)
+        fake = self.writer.world.tensor(value)
+        self.made.add(self.writer.constant(fake, f"_constant_{digest(value)}", value))
+        copied = fake.clone()
+        self.record("call_method", "clone", (fake,), {}, copied)
+        return copied
+
+    def keep_cached(self, value: Any) -> bool:
+        """Are tensors in ``value``, an attribute that forward has set, a cache of constants?
+
+        They are when they are computed from constants and sizes alone, such as a grid of positions.
+        The next run may read them then; this program computes them anew in every call.
+        """
+        writer = self.writer
+        made = [t for t in tree_iter(value) if isinstance(t, Tensor) and writer.makes(t)]
+        for tensor in made:
+            if not is_constant(writer.node_of(tensor), writer.constants, self.numbers):
+                return False
+        for tensor in made:
+            writer.world.stand_for(tensor, torch.empty_like(tensor, device="meta"))
+        return bool(made)
+
+    def check_constants(self) -> None:
+        """Refuse a program that looked at a constant and wrote to it later: the next run sees that."""
+        for constant, (layer, location) in self.looked_at.items():
+            if is_written(constant):
+                raise TraceFailure(layer, _READS_VALUES, location)
+
+    # -- sizes -----------------------------------------------------------------------------------
+
+    def shape(self, tensor: Tensor, shape: torch.Size) -> torch.Size:
+        return torch.Size([self.dimension(tensor, "size", i, n) for i, n in enumerate(shape)])
+
+    def size(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        tensor = args[0]
+        value = func(*executable(args), **executable(kwargs))
+        if isinstance(value, torch.Size):
+            return self.shape(tensor, value)
+        if isinstance(value, tuple):
+            return tuple(self.dimension(tensor, name, i, n) for i, n in enumerate(value))
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        dim = dim % tensor.dim() if isinstance(dim, int) and tensor.dim() else None
+        return self.dimension(tensor, name, dim, value)
+
+    def dimension(self, tensor: Tensor, name: str, dim: Any, value: int) -> int:
+        source = self.writer.node_of(tensor)
+        if source.op == "get_attr":  # the shape of a parameter is a fact of the model
+            return value
+        key = source, name, dim
+        if key not in self.sizes:
+            args = (tensor,) if dim is None else (tensor, plain(dim))
+            self.sizes[key] = self.writer.node("call_method", name, args, pure=True)
+        size: int = self.number(self.sizes[key], value)
+        return size
+
+    def record_number(self, function: Callable[..., Any], args: tuple[Any, ...], value: Any) -> Any:
+        if self.paused or isinstance(value, bool) or not isinstance(value, int | float):
+            return value
+        return self.number(self.writer.node("call_function", function, args, pure=True), value)
+
+    def number(self, node: fx.Node, value: Any) -> Any:
+        number: Any = SizeInt(value) if isinstance(value, int) else SizeFloat(value)
+        number.node, number.recorder = node, self
+        self.numbers[node] = value
+        return number
+
+
+class _Unseen(DispatchMode):
+    """Tells the recorder of operators; most are those of torch functions that it heard of."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return self._recorder.run_unseen(func, args, kwargs)
+
+
+def _state(module: nn.Module) -> tuple[int, ...]:
+    """The identities of the parameters of ``module``, which ``functional_call`` replaces."""
+    if not module._modules:  # most are; the walk of `parameters` takes ten times as long
+        return tuple(map(id, module._parameters.values()))
+    return tuple(map(id, module.parameters()))

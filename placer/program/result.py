@@ -1,0 +1,133 @@
+"""The structure of what ``forward`` returns: from any Python value to a flat list of leaves and back."""
+
+from __future__ import annotations
+
+import enum
+import io
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from placer.program.failure import Untraceable
+
+PLAIN = (  # types of values that a graph may hold as they are
+    str,
+    int,
+    float,
+    bool,
+    complex,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.layout,
+    torch.memory_format,
+    enum.Enum,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedObject:
+    """An object that pytree does not look into, such as a cache of keys and values.
+
+    It is kept as pickle keeps it, without its tensors and sizes: these are leaves of their own.
+    ``classes`` are those that pickle would not find by their names, made inside of functions.
+    """
+
+    data: bytes
+    leaves: int
+    classes: tuple[type, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResultFormat:
+    """How a flat list of leaves becomes what ``forward`` returned."""
+
+    spec: TreeSpec
+    objects: tuple[PackedObject | None, ...]  # per leaf of ``spec``: what it is, None for itself
+
+    def visible(self, leaves: Sequence[Any]) -> list[Any]:
+        """The leaves that pytree finds in the result, which are those that a loss can."""
+        found, rest = [], list(leaves)
+        for packed in self.objects:
+            count = 1 if packed is None else packed.leaves
+            found += rest[:1] if packed is None else []
+            rest = rest[count:]
+        return found
+
+    def unflatten(self, leaves: Sequence[Any]) -> Any:
+        """The result with these leaves."""
+        values, rest = [], list(leaves)
+        for packed in self.objects:
+            count = 1 if packed is None else packed.leaves
+            values.append(rest[0] if packed is None else _Unpickler(packed, rest[:count]).load())
+            rest = rest[count:]
+        return tree_unflatten(values, self.spec)
+
+
+def flatten_result(result: Any, is_leaf: Callable[[Any], bool]) -> tuple[list[Any], ResultFormat]:
+    """The leaves of ``result``, and their format; in objects, tensors and what ``is_leaf`` says.
+
+    Raises ``Untraceable`` for an object that cannot be pickled.
+    """
+    found, spec = tree_flatten(result)
+    leaves: list[Any] = []
+    objects: list[PackedObject | None] = []
+    for leaf in found:
+        if isinstance(leaf, (Tensor, torch.device, *PLAIN)):
+            leaves.append(leaf)
+            objects.append(None)
+            continue
+        pickler = _Pickler(is_leaf)
+        try:
+            pickler.dump(leaf)
+        except Exception as error:
+            raise Untraceable(
+                f"it returns an object of type {type(leaf).__qualname__} that cannot be pickled "
+                f"({error})"
+            ) from error
+        data, classes = pickler.file.getvalue(), tuple(pickler.classes)
+        objects.append(PackedObject(data=data, leaves=len(pickler.leaves), classes=classes))
+        leaves += pickler.leaves
+    return leaves, ResultFormat(spec=spec, objects=tuple(objects))
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, is_leaf: Callable[[Any], bool]) -> None:
+        self.file = io.BytesIO()
+        super().__init__(self.file)
+        self.is_leaf = is_leaf
+        self.leaves: list[Any] = []
+        self.classes: list[type] = []
+        self._number: dict[int, int] = {}
+
+    def persistent_id(self, value: Any) -> int | str | tuple[str, int] | None:
+        if isinstance(value, type) and "<locals>" in value.__qualname__:
+            if value not in self.classes:
+                self.classes.append(value)
+            return "class", self.classes.index(value)
+        if isinstance(value, Tensor) or self.is_leaf(value):
+            if id(value) not in self._number:
+                self._number[id(value)] = len(self.leaves)
+                self.leaves.append(value)
+            return self._number[id(value)]
+        return "device" if isinstance(value, torch.device) else None
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, packed: PackedObject, leaves: Sequence[Any]) -> None:
+        super().__init__(io.BytesIO(packed.data))
+        self.leaves = leaves
+        self.classes = packed.classes
+
+    def persistent_load(self, number: Any) -> Any:
+        if isinstance(number, tuple):
+            return self.classes[number[1]]
+        if number == "device":  # the object's tensors are all where the results are
+            tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+            return tensors[0].device if tensors else torch.device("cpu")
+        return self.leaves[number]

@@ -1,0 +1,267 @@
+"""Shapes of what common operators make, where they are plain, without torch's Python kernels.
+
+A rule says nothing (None) unless its tensors are dense and of one floating type; then torch's fake
+kernel is asked, which takes 1 to 15 ms. `tests/program/test_fake_mode.py` compares every rule with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A new tensor on the CPU with a storage of its own."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Of its storage."""
+        if 0 in self.shape:
+            return 0
+        last = sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
+        return (last + 1) * self.dtype.itemsize
+
+
+Recipe = tuple[bool, tuple[Made | int | None, ...]]
+"""Is it a tuple; per result what is made, the position of the argument that it is, or None."""
+
+_FLOATS = (torch.float32, torch.float64)
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _new(shape: Sequence[int], dtype: torch.dtype) -> Made:
+    return Made(tuple(shape), _strides(shape), dtype)
+
+
+def _alone(made: Made) -> Recipe:
+    return False, (made,)
+
+
+def _are_dense(*tensors: Tensor) -> bool:
+    """Are they all contiguous, not empty, and of one floating type?"""
+    dtype = tensors[0].dtype
+    return dtype in _FLOATS and all(
+        x.dtype == dtype and x.stride() == _strides(x.shape) and 0 not in x.shape for x in tensors
+    )
+
+
+def _elementwise(*args: Any, **kwargs: Any) -> Recipe | None:
+    """Of tensors, one of which the others are broadcast to, and of real numbers."""
+    tensors = [x for x in args if isinstance(x, Tensor)]
+    if any(isinstance(x, complex) for x in args) or not _are_dense(*tensors):
+        return None
+    shape = max((x.shape for x in tensors), key=len)
+    if any(x.shape != shape for x in tensors):
+        # Where a dimension has one element, its stride says nothing about the order of the others.
+        shape = torch.broadcast_shapes(*(x.shape for x in tensors))
+        if 1 in shape or all(x.shape != shape for x in tensors):
+            return None
+    return _alone(_new(shape, tensors[0].dtype))
+
+
+def _addmm(bias: Tensor, a: Tensor, b: Tensor, **kwargs: Any) -> Recipe | None:
+    if not _are_dense(bias, a) or (a.dim(), b.dim(), bias.dim()) != (2, 2, 1):
+        return None
+    if a.dtype != b.dtype or a.shape[1] != b.shape[0] or bias.shape[0] != b.shape[1]:
+        return None
+    return _alone(_new((a.shape[0], b.shape[1]), a.dtype))
+
+
+def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Recipe | None:
+    first = tensors[0]
+    if not _are_dense(*tensors) or not -first.dim() <= dim < first.dim():
+        return None
+    dim %= first.dim()
+    shape = list(first.shape)
+    shape[dim] = sum(x.shape[dim] if x.dim() > dim else 0 for x in tensors)
+    if any(_without(x, dim) != _without(first, dim) for x in tensors):
+        return None
+    return _alone(_new(shape, first.dtype))
+
+
+def _without(x: Tensor, dim: int) -> tuple[int, ...]:
+    """The other sizes."""
+    return (*x.shape[:dim], *x.shape[dim + 1 :])
+
+
+def _sum(
+    x: Tensor, dims: Sequence[int] | None, keepdim: bool = False, *, dtype: Any = None
+) -> Recipe | None:
+    if not _are_dense(x) or not dims or dtype not in (None, x.dtype):
+        return None
+    if not all(-x.dim() <= d < x.dim() for d in dims):
+        return None
+    gone = {d % x.dim() for d in dims}
+    if len(gone) != len(dims):
+        return None
+    sizes = [1 if i in gone else n for i, n in enumerate(x.shape)]
+    shape = sizes if keepdim else [n for i, n in enumerate(x.shape) if i not in gone]
+    return _alone(_new(shape, x.dtype))
+
+
+def _slice_backward(grad: Tensor, sizes: Sequence[int], *args: Any) -> Recipe | None:
+    """The gradient of the whole, which is zero elsewhere."""
+    return _alone(_new(sizes, grad.dtype)) if grad.dtype in _FLOATS else None
+
+
+def _layer_norm(
+    x: Tensor, normalized: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Recipe | None:
+    """The result, and per row a mean and a standard deviation."""
+    given = [tensor for tensor in (x, weight, bias) if tensor is not None]
+    split = x.dim() - len(normalized)
+    if not _are_dense(*given) or split < 0 or x.shape[split:] != tuple(normalized):
+        return None
+    if any(tensor.shape != tuple(normalized) for tensor in given[1:]):
+        return None
+    rows = _new([*x.shape[:split], *(1 for _ in normalized)], x.dtype)
+    return True, (_new(x.shape, x.dtype), rows, rows)
+
+
+def _layer_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    normalized: Sequence[int],
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    wanted: Sequence[bool],
+) -> Recipe | None:
+    """The gradients that are wanted, of the input, the weight and the bias."""
+    given = [tensor for tensor in (weight, bias) if tensor is not None]
+    if not _are_dense(grad, x, mean, rstd, *given) or grad.shape != x.shape:
+        return None
+    if len(given) != 2 or len(normalized) >= x.dim() or not all(wanted):
+        return None
+    weights = _new(normalized, x.dtype)
+    return True, (_new(x.shape, x.dtype), weights, weights)
+
+
+def _convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> Recipe | None:
+    given = [tensor for tensor in (x, weight, bias) if tensor is not None]
+    dims = weight.dim() - 2
+    if (
+        transposed
+        or not _are_dense(*given)
+        or x.dim() != weight.dim()
+        or not _is_ordered(x, weight)
+    ):
+        return None
+    if any(len(setting) != dims for setting in (stride, padding, dilation)):
+        return None
+    if x.shape[1] != weight.shape[1] * groups or (bias is not None and bias.dim() != 1):
+        return None
+    sizes = [
+        (n + 2 * pad - step * (k - 1) - 1) // hop + 1
+        for n, k, hop, pad, step in zip(
+            x.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True
+        )
+    ]
+    if min(sizes) < 1:
+        return None
+    return _alone(_new((x.shape[0], weight.shape[0], *sizes), x.dtype))
+
+
+def _is_ordered(*tensors: Tensor) -> bool:
+    """Can none of them be taken for one with the channels last, too?"""
+    return all(x.shape[1] > 1 and max(x.shape[2:], default=1) > 1 for x in tensors)
+
+
+def _batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    variance: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Recipe | None:
+    """In training: the result, and per channel a mean and a standard deviation."""
+    given = [tensor for tensor in (weight, bias, mean, variance) if tensor is not None]
+    if not training or not _are_dense(x, *given) or x.dim() < 3 or not _is_ordered(x):
+        return None
+    if any(tensor.shape != x.shape[1:2] for tensor in given):
+        return None
+    channels = _new(x.shape[1:2], x.dtype)
+    return True, (_new(x.shape, x.dtype), channels, channels)
+
+
+def _cudnn_batch_norm_backward(
+    x: Tensor, grad: Tensor, weight: Tensor, *args: Any
+) -> Recipe | None:
+    if (
+        not _are_dense(x, grad, weight)
+        or x.shape != grad.shape
+        or x.dim() < 3
+        or not _is_ordered(x)
+    ):
+        return None
+    channels = _new(weight.shape, x.dtype)
+    return True, (_new(x.shape, x.dtype), channels, channels)
+
+
+aten = torch.ops.aten
+_ELEMENTWISE = (
+    aten.add.Tensor,
+    aten.sub.Tensor,
+    aten.mul.Tensor,
+    aten.div.Tensor,
+    aten.mul.Scalar,
+    aten.div.Scalar,
+    aten.neg.default,
+    aten.relu.default,
+    aten.threshold_backward.default,
+    aten.gelu.default,
+    aten.gelu_backward.default,
+    aten.silu.default,
+    aten.silu_backward.default,
+    aten.sigmoid.default,
+    aten.sigmoid_backward.default,
+    aten.tanh.default,
+    aten.tanh_backward.default,
+)
+SHAPE_RULES: dict[Any, Callable[..., Recipe | None]] = {
+    **dict.fromkeys(_ELEMENTWISE, _elementwise),
+    aten.addmm.default: _addmm,
+    aten.convolution.default: _convolution,
+    aten.native_batch_norm.default: _batch_norm,
+    aten.cudnn_batch_norm_backward.default: _cudnn_batch_norm_backward,
+    aten.cat.default: _cat,
+    aten.sum.dim_IntList: _sum,
+    aten.slice_backward.default: _slice_backward,
+    aten.select_backward.default: _slice_backward,
+    aten.native_layer_norm.default: _layer_norm,
+    aten.native_layer_norm_backward.default: _layer_norm_backward,
+    aten._softmax_backward_data.default: lambda grad, output, dim, dtype: (
+        _elementwise(grad, output) if dtype == grad.dtype else None
+    ),
+}

@@ -1,0 +1,210 @@
+"""Callables that stand in a graph for what a plain function call cannot express."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch.utils._pytree import TreeSpec, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from placer._torch import without_modes
+from placer.program.copying import tensors_of
+from placer.program.restore import Snapshot
+from placer.program.result import flatten_result
+
+
+@dataclass(frozen=True, slots=True)
+class Modes:
+    """The thread-wide modes that a ``with`` block in forward may switch."""
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]  # device type, enabled, dtype
+
+    @classmethod
+    def current(cls) -> Modes:
+        return cls(
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            tuple(
+                (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+                for kind in ("cpu", "cuda")
+            ),
+        )
+
+
+class UnderModes:
+    """``function`` called with gradients or autocast switched as they were at that point of forward.
+
+    A region ``torch.autocast(x.device.type)`` is recorded on the CPU; it must act on the device
+    that the stage really is on. So what the program switched for the CPU is switched for CUDA too.
+    """
+
+    def __init__(self, function: Callable[..., Any], inside: Modes, outside: Modes) -> None:
+        self.function = function
+        self.grad = inside.grad if inside.grad != outside.grad else None
+        changed = [
+            now for now, was in zip(inside.autocast, outside.autocast, strict=True) if now != was
+        ]
+        self.autocast = tuple(changed)
+        if [kind for kind, _, _ in changed] == ["cpu"]:
+            _, enabled, dtype = changed[0]
+            default = {kind: dtype for kind, _, dtype in outside.autocast}
+            self.autocast += (
+                ("cuda", enabled, default["cuda"] if dtype == default["cpu"] else dtype),
+            )
+        self.__name__ = self.__qualname__ = f"{getattr(function, '__name__', 'call')}_under_modes"
+        self.__module__ = __name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            if self.grad is not None:
+                stack.enter_context(torch.set_grad_enabled(self.grad))
+            for kind, enabled, dtype in self.autocast:
+                if kind == "cuda" and not torch.cuda.is_available():
+                    continue  # it would only warn
+                stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))
+            return self.function(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        name = getattr(self.function, "__qualname__", repr(self.function))
+        return f"UnderModes({name}, grad={self.grad}, autocast={self.autocast})"
+
+
+class CallMethod:
+    """``x.name(*args)`` as a function of ``x``."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = self.__qualname__ = name
+        self.__module__ = __name__
+
+    def __call__(self, value: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return getattr(value, self.__name__)(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"CallMethod({self.__name__})"
+
+
+def call_module(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    """``module(*args)`` where the module itself is an argument."""
+    return module(*args, **kwargs)
+
+
+class Checkpointed:
+    """``module(*args)`` under activation checkpointing, as ``torch.utils.checkpoint`` was asked to.
+
+    ``differentiated``: the program gave the reentrant checkpoint an input that requires a gradient
+    besides those of the module, often a dummy parameter. So the module's parameters get gradients
+    even if no input of its own requires one, which reentrant checkpointing cannot do.
+    """
+
+    def __init__(self, *, use_reentrant: bool, differentiated: bool = False) -> None:
+        self.use_reentrant = use_reentrant
+        self.differentiated = differentiated
+        self.__name__ = self.__qualname__ = "checkpoint"
+        self.__module__ = __name__
+
+    def __call__(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        function = partial(module, **kwargs) if kwargs else module
+        reentrant = self.use_reentrant
+        if self.differentiated and not any(_requires_grad(arg) for arg in args):
+            reentrant = False
+        return checkpoint(function, *args, use_reentrant=reentrant)
+
+    def __repr__(self) -> str:
+        more = ", differentiated=True" if self.differentiated else ""
+        return f"Checkpointed(use_reentrant={self.use_reentrant}{more})"
+
+
+def _requires_grad(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+class ApplyFunction:
+    """``Function.apply`` of a custom ``torch.autograd.Function``, one node with its own backward."""
+
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
+        self.function = function
+        self.__name__ = self.__qualname__ = f"{function.__name__}_apply"
+        self.__module__ = __name__
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function.apply(*args)
+
+    def __repr__(self) -> str:
+        return f"ApplyFunction({self.function.__module__}.{self.function.__qualname__})"
+
+
+class BuildTree:
+    """A dataclass or other pytree made from its leaves."""
+
+    def __init__(self, spec: TreeSpec, kind: type[Any]) -> None:
+        self.spec = spec
+        self.__name__ = self.__qualname__ = f"build_{kind.__name__}"
+        self.__module__ = __name__
+
+    def __call__(self, *leaves: Any) -> Any:
+        return tree_unflatten(list(leaves), self.spec)
+
+    def __repr__(self) -> str:
+        return f"BuildTree({self.spec})"
+
+
+class WholeRoot:
+    """The whole model as one function of its inputs and its state.
+
+    For a model whose own ``forward`` cannot be recorded. ``skeleton`` is the model without data
+    (its tensors are on ``meta``); the parameters and buffers come in as arguments, ``names`` first
+    and in this order, and writes to buffers go into the tensors given.
+    """
+
+    def __init__(
+        self,
+        skeleton: nn.Module,
+        names: tuple[str, ...],
+        rebuild: Callable[[list[Any]], tuple[tuple[Any, ...], dict[str, Any]]],
+    ) -> None:
+        self.skeleton = skeleton
+        self.names = names
+        self.rebuild = rebuild
+        self.__name__ = self.__qualname__ = f"whole_{type(skeleton).__name__}"
+        self.__module__ = __name__
+
+    def __call__(self, *values: Any) -> list[Any]:
+        state: Mapping[str, Tensor] = dict(zip(self.names, values, strict=False))
+        args, kwargs = self.rebuild(list(values[len(self.names) :]))
+        dry = any(isinstance(value, FakeTensor) for value in values)
+        with _unchanged(self.skeleton) if dry else nullcontext():
+            result = torch.func.functional_call(
+                self.skeleton, dict(state), args, kwargs, tie_weights=False
+            )
+        return flatten_result(result, lambda _: False)[0]
+
+    def __repr__(self) -> str:
+        return f"WholeRoot({type(self.skeleton).__qualname__}, {self.names})"
+
+
+@contextmanager
+def _unchanged(module: nn.Module) -> Iterator[None]:
+    """What a forward on tensors without data leaves in attributes is not for the next one."""
+    snapshot = Snapshot(module)
+    with without_modes():
+        kept = [
+            (tensor, tensor.detach().clone())
+            for tensor in tensors_of(module)
+            if tensor.device.type != "meta" and not isinstance(tensor, FakeTensor)
+        ]
+    try:
+        yield
+    finally:
+        snapshot.restore()
+        with without_modes(), torch.no_grad():
+            for tensor, value in kept:
+                tensor.copy_(value)

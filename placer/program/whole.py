@@ -1,0 +1,94 @@
+"""A model whose own forward cannot be recorded, as a graph of one node: coarse is better than none."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from placer.program.call import BoundCall, placeholder_names, rebuild_call
+from placer.program.copying import copy_module
+from placer.program.failure import ForwardFailure, locate
+from placer.program.fake import FakeWorld, GuessData
+from placer.program.record import RecordedProgram, ambient
+from placer.program.restore import Snapshot
+from placer.program.result import flatten_result
+from placer.program.settings import read_settings, watch_attributes
+from placer.program.state import named_state
+from placer.program.targets import WholeRoot
+from placer.program.writer import GraphWriter
+
+
+def record_whole(
+    world: FakeWorld,
+    model: nn.Module,
+    twin: nn.Module,
+    bound: BoundCall,
+    inputs: Sequence[Tensor],
+    *,
+    guess: int,
+) -> RecordedProgram:
+    """The graph that calls all of ``model`` in one node, a function of its inputs and its state.
+
+    Raises ``ForwardFailure`` when the model fails by itself.
+    """
+    snapshot = Snapshot(twin)
+    guesses = GuessData(world.mode, guess)
+    attributes: set[tuple[str, str]] = set()
+
+    def read(path: str, name: str) -> None:
+        attributes.add((path, name))
+
+    try:
+        with ambient(world), guesses, watch_attributes(dict(twin.named_modules()), read):
+            args, kwargs = rebuild_call(bound, inputs)
+            leaves, result = flatten_result(twin.forward(*args, **kwargs), lambda _: False)
+    except Exception as error:
+        raise ForwardFailure("", locate(error), guessed=guesses.guessed) from error
+    finally:
+        snapshot.restore()
+    writer = GraphWriter(world, twin)
+    for name, tensor in zip(placeholder_names(bound), inputs, strict=True):
+        writer.placeholder(name, tensor)
+    names = [name for name, _ in named_state(model)]
+    state = [writer.node("get_attr", name) for name in names]
+    form = replace(bound, leaves=bound.constants)  # keeps no tensor of the caller's
+    call = WholeRoot(_skeleton(model), tuple(names), partial(rebuild_call, form))
+    node = writer.node("call_function", call, (*state, *inputs))
+    graph = writer.finish(
+        [
+            writer.node("call_function", operator.getitem, (node, i))
+            if isinstance(leaf, Tensor | int | float)
+            else leaf
+            for i, leaf in enumerate(leaves)
+        ]
+    )
+    return RecordedProgram(
+        graph=graph,
+        layer_of=dict.fromkeys(writer.layer_of, ""),
+        location_of=dict.fromkeys(writer.location_of, ""),
+        constants={},
+        result=result,
+        side_effects=(),
+        settings=read_settings(model, attributes),
+        checkpointed={},
+    )
+
+
+def _skeleton(model: nn.Module) -> nn.Module:
+    """``model`` with its parameters and buffers on ``meta``, without hooks (they are run around it)."""
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        empty = torch.empty_like(tensor, device="meta")
+        if isinstance(tensor, nn.Parameter):
+            empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = empty
+    skeleton = copy_module(model, memo)
+    for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+        getattr(skeleton, hooks).clear()
+    return skeleton

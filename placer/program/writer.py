@@ -1,0 +1,240 @@
+"""Writes the graph of a recording: which node made which tensor, number or container.
+
+Tensors are known by identity: each has the node that made it. A tensor that no node made is a
+parameter, a buffer, or a constant, and gets its node when it is first used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import keyword
+import operator
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import SUPPORTED_NODES, tree_flatten
+
+from placer.program.failure import Untraceable, locate_caller
+from placer.program.fake import FakeWorld
+from placer.program.result import PLAIN
+from placer.program.sizes import SizeFloat, SizeInt, plain
+from placer.program.targets import BuildTree
+
+CPU = torch.device("cpu")
+
+
+class GraphWriter:
+    """The graph so far, and tables by node: its layer, its line, the constant it stands for.
+
+    ``layer`` is the path of the module whose code is running.
+    """
+
+    def __init__(self, world: FakeWorld, twin: nn.Module) -> None:
+        self.world = world
+        self.graph = fx.Graph()
+        self.layer = ""
+        self.layer_of: dict[str, str] = {}
+        self.location_of: dict[str, str] = {}
+        self.constants: dict[str, Tensor] = {}
+        self._node_of: dict[int, fx.Node] = {}
+        self._alive: list[Tensor] = []  # keeps the ids in _node_of valid
+        self._pure: set[fx.Node] = set()
+        self._taken: set[str] = set()
+        self._state = {
+            id(tensor): name for name, tensor in (*twin.named_buffers(), *twin.named_parameters())
+        }
+        self._attributes = {
+            id(value): f"{path}.{name}".lstrip(".")
+            for path, module in twin.named_modules()
+            for name, value in module.__dict__.items()
+            if isinstance(value, Tensor)
+        }
+
+    def placeholder(self, leaf_name: str, tensor: Tensor) -> None:
+        """The next input of the graph, named after ``leaf_name``."""
+        name = re.sub(r"\W", "_", leaf_name, flags=re.ASCII)
+        if not name.isidentifier() or keyword.iskeyword(name):
+            name = f"arg_{name}"
+        while name in self._taken:
+            name += "_"
+        self._taken.add(name)
+        self.bind(tensor, self.graph.placeholder(name))
+
+    def node(
+        self,
+        op: str,
+        target: Any,
+        args: Any = (),
+        kwargs: Any = None,
+        *,
+        pure: bool = False,
+        layer: str | None = None,
+    ) -> fx.Node:
+        """A new node; a ``pure`` one, or a ``get_attr``, goes again if nothing uses it."""
+        node_args, node_kwargs = self.argument(tuple(args)), self.argument(dict(kwargs or {}))
+        node = self.graph.create_node(op, target, node_args, node_kwargs)
+        if pure or op == "get_attr":
+            self._pure.add(node)
+        self.layer_of[node.name] = self.layer if layer is None else layer
+        self.location_of[node.name] = locate_caller()
+        return node
+
+    def replace_buffer(self, name: str, value: Tensor, layer: str) -> None:
+        """Forward put ``value`` in the place of the buffer ``name``: copy it there at the end.
+
+        What read the buffer reads a copy of it instead, so that the old values are there for
+        backward.
+        """
+        for read in self.graph.find_nodes(op="get_attr", target=name):
+            with self.graph.inserting_after(read):
+                kept = self.graph.call_method("clone", (read,))
+            read.replace_all_uses_with(
+                kept, delete_user_cb=lambda user, kept=kept: user is not kept
+            )
+            self._pure.add(kept)
+            self.layer_of[kept.name] = self.layer_of[read.name]
+        self.node("call_method", "copy_", (self.node("get_attr", name), value), layer=layer)
+
+    def finish(self, leaves: list[Any], *, named: bool = True) -> fx.Graph:
+        """The graph, with these results, without pure nodes that nothing uses.
+
+        Names are of use only if it is kept: without ``named`` they are as they came.
+        """
+        self.graph.output(leaves)
+        for node in reversed(self.graph.nodes):
+            if node in self._pure and not node.users:
+                self.graph.erase_node(node)
+        if not named:
+            return self.graph
+        self.graph.lint()
+        self.graph, names = _named_anew(self.graph)
+        self.layer_of = {names[k]: v for k, v in self.layer_of.items() if k in names}
+        self.location_of = {names[k]: v for k, v in self.location_of.items() if k in names}
+        self.constants = {names[k]: v for k, v in self.constants.items() if k in names}
+        return self.graph
+
+    # -- which node made what --------------------------------------------------------------------
+
+    def bind(self, value: Any, node: fx.Node) -> None:
+        """Remember that ``node`` made every tensor in ``value``."""
+        if isinstance(value, Tensor):
+            self._node_of[id(value)] = node
+            self._alive.append(value)
+        elif isinstance(value, Mapping):
+            for key, item in value.items():
+                self._bind_item(item, node, operator.getitem, key)
+        elif isinstance(value, tuple | list):
+            for index, item in enumerate(value):
+                self._bind_item(item, node, operator.getitem, index)
+        elif dataclasses.is_dataclass(value):
+            for field in dataclasses.fields(value):
+                self._bind_item(getattr(value, field.name), node, getattr, field.name)
+
+    def _bind_item(self, item: Any, node: fx.Node, function: Callable[..., Any], key: Any) -> None:
+        if isinstance(item, Tensor | Mapping | tuple | list) or dataclasses.is_dataclass(item):
+            child = self.graph.call_function(function, (node, key))
+            self._pure.add(child)
+            self.layer_of[child.name] = self.layer_of.get(node.name, "")
+            self.location_of[child.name] = self.location_of.get(node.name, "")
+            self.bind(item, child)
+
+    def makes(self, tensor: Tensor) -> bool:
+        """Is there a node that made ``tensor``?"""
+        return id(tensor) in self._node_of
+
+    def node_of(self, tensor: Tensor) -> fx.Node:
+        """The node that made ``tensor``, or a new one that reads it from the model.
+
+        Every use of a parameter or buffer reads it anew, so that each stage reads its own copy.
+        """
+        if id(tensor) in self._node_of:
+            return self._node_of[id(tensor)]
+        if id(tensor) in self._state:
+            return self.node("get_attr", self._state[id(tensor)])
+        original = self.world.original(tensor)
+        if original is None:
+            if type(tensor) not in (Tensor, nn.Parameter):
+                raise Untraceable("it uses a tensor from code that cannot be recorded")
+            original = tensor  # a real tensor from outside the model, such as a global
+        path = self._attributes.get(id(tensor), f"_constant_{len(self.constants)}")
+        return self.constant(tensor, path, original)
+
+    def constant(self, tensor: Tensor, path: str, original: Tensor) -> fx.Node:
+        """A node that gives ``original``, for which ``tensor`` stands, and is called ``path``."""
+        node = self.node("get_attr", path)
+        self.constants[node.name] = original
+        self.bind(tensor, node)
+        return node
+
+    # -- arguments -------------------------------------------------------------------------------
+
+    def argument(self, value: Any) -> Any:
+        """``value`` as an argument of a node: tensors and recorded numbers become their nodes."""
+        if isinstance(value, fx.Node):
+            return value
+        if isinstance(value, SizeInt | SizeFloat):
+            return value.node if value.node.graph is self.graph else plain(value)
+        if isinstance(value, Tensor):
+            return self.node_of(value)
+        if isinstance(value, np.generic):  # some are Python numbers too, but print as numpy's own
+            return value.item()
+        if isinstance(value, (*PLAIN, type(...))):
+            return value
+        if isinstance(value, torch.device):
+            return CPU  # stands for the device of the stage, see Program.graph
+        if isinstance(value, slice):
+            return slice(*map(self.argument, (value.start, value.stop, value.step)))
+        if type(value) in (list, dict) or type(value) in (tuple, torch.Size):
+            return self._container(value)
+        if isinstance(value, range):
+            return value
+        if type(value) in SUPPORTED_NODES or isinstance(value, tuple):
+            leaves, spec = tree_flatten(value)
+            target = BuildTree(spec, type(value))
+            return self.node("call_function", target, tuple(leaves), pure=True)
+        raise Untraceable(f"it passes an object of type {type(value).__qualname__} to an operation")
+
+    def _container(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: self.argument(item) for key, item in value.items()}
+        items = [self.argument(item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+
+
+def executable(value: Any) -> Any:
+    """``value`` for the run on fakes: plain numbers, and every device is the CPU."""
+    if isinstance(value, SizeInt | SizeFloat):
+        return plain(value)
+    if isinstance(value, torch.device):
+        return CPU
+    if type(value) in (tuple, list):
+        return type(value)(map(executable, value))
+    if isinstance(value, torch.Size):
+        return tuple(map(executable, value))
+    if type(value) is dict:
+        return {
+            key: CPU if key == "device" and item is not None else executable(item)
+            for key, item in value.items()
+        }
+    if isinstance(value, slice):
+        return slice(*map(executable, (value.start, value.stop, value.step)))
+    return value
+
+
+def _named_anew(graph: fx.Graph) -> tuple[fx.Graph, dict[str, str]]:
+    """The same graph with names that count only the nodes it has, and old name -> new name.
+
+    Erased nodes took numbers too, and how many there were may differ from run to run (einops works
+    a pattern out once per process). The same graph must always have the same names.
+    """
+    fresh = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
+        name = node.name if node.op == "placeholder" else None
+        copies[node] = fresh.create_node(node.op, node.target, args, kwargs, name, node.type)
+    return fresh, {old.name: new.name for old, new in copies.items()}

@@ -1,0 +1,204 @@
+"""A placed model called in other ways than it was captured, and with hooks put on it since."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from oracle import assert_close, mean_square
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_flatten_with_path
+
+import placer
+from placer import PlacedModule
+from placer.executor import programs
+
+D = torch.float64
+
+
+class Reader(nn.Module):
+    """Attends over what it has seen before (a cache), under a mask, and may compute its own loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 8)
+        self.read = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+        self.aux = nn.Linear(8, 2)
+        self.head = nn.Linear(8, 11)
+
+    def forward(
+        self,
+        ids: Tensor,
+        past: tuple[Tensor, ...] | None = None,
+        *,
+        mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        with_aux: bool = False,
+        scale: float = 1.0,
+    ) -> dict[str, Any]:
+        x, cache = self.table(ids) * scale, []
+        for i, read in enumerate(self.read):
+            seen = x if past is None else torch.cat([past[i], x], 1)
+            cache.append(seen)
+            scores = x @ seen.transpose(1, 2)
+            if mask is not None:
+                scores = scores.masked_fill(~mask[:, None], -1e9)
+            x = x + read(scores.softmax(-1) @ seen)
+        logits = self.head(x)
+        loss = None if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        aux = {"aux": self.aux(x)} if with_aux else {}
+        return {"logits": logits, "loss": loss, "cache": tuple(cache), **aux}
+
+
+def _ids(rows: int = 4, length: int = 5) -> Tensor:
+    return torch.randint(0, 11, (rows, length))
+
+
+def _pair(**fields: Any) -> tuple[PlacedModule, nn.Module]:
+    torch.manual_seed(0)
+    model = Reader().double()
+    layers = {"table": "cpu:0", "read.0": "cpu:0", "read.1": "cpu:1", "head": "cpu:1"}
+    spec = {"devices": ["cpu:0", "cpu:1"], "layers": layers, **fields}
+    return placer.compile(model, spec, (_ids(),)), model
+
+
+def _same(placed: PlacedModule, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    results = []
+    for module in (model, placed):
+        module.zero_grad()
+        results.append(module(*args, **kwargs))
+        mean_square(results[-1]).backward()
+    plain, ours = results
+    values = [tree_flatten_with_path(result) for result in (plain, ours)]
+    assert values[0][1] == values[1][1]
+    for (path, expected), (_, found) in zip(values[0][0], values[1][0], strict=True):
+        assert_close(found, expected, str(path))
+    for (name, a), b in zip(placed.named_parameters(), model.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None), name
+        if b.grad is not None:
+            assert_close(a.grad, b.grad, name)
+    return ours
+
+
+def _doubled(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output * 2
+
+
+@pytest.mark.parametrize("fields", [{}, {"replicas": 2, "microbatches": 2}], ids=["one", "cut"])
+def test_arguments_that_were_not_given_when_it_was_captured(fields: dict[str, Any]) -> None:
+    placed, model = _pair(**fields)
+    ids = _ids()
+    mask = torch.rand(4, 5) < 0.7
+    _same(placed, model, ids, mask=mask)
+    _same(placed, model, ids=ids, with_aux=True)
+    cache = _same(placed, model, ids)["cache"]
+    past = tuple(x.detach() for x in cache)
+    _same(placed, model, _ids(4, 1), past)
+    past = tuple(torch.cat([x, x], 1) for x in past)  # a longer one is the same call
+    _same(placed, model, _ids(4, 2), past)
+    if not fields:  # of a mean, cuts give the mean
+        _same(placed, model, ids, labels=ids)
+
+
+def test_a_step_with_other_arguments() -> None:
+    placed, model = _pair(microbatches=2, schedule="1F1B")
+    ids, mask = _ids(), torch.rand(4, 5) < 0.7
+    loss = placed.step(ids, mask=mask, loss_fn=lambda out: out["logits"].square().mean())
+    expected = model(ids, mask=mask)["logits"].square().mean()
+    expected.backward()
+    assert_close(loss, expected.detach(), "loss")
+    for (name, a), b in zip(placed.named_parameters(), model.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None), name
+        if b.grad is not None:
+            assert_close(a.grad, b.grad, name)
+
+
+def test_a_number_that_changes_with_every_call_is_told_to_be_a_tensor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(programs, "_MOST_CALLS", 2)
+    placed, model = _pair()
+    for scale in (0.5, 0.25, 0.5):
+        _same(placed, model, _ids(), scale=scale)
+    with pytest.raises(placer.CaptureError, match=r"scale: 0\.1 is given(.|\n)*as a tensor"):
+        placed(_ids(), scale=0.1)
+
+
+def test_objects_and_other_dimensions_are_errors_that_name_the_argument() -> None:
+    placed, _ = _pair()
+    with pytest.raises(placer.CaptureError, match="past: <object"):
+        placed(_ids(), object())
+    with pytest.raises(placer.CaptureError, match="ids: a tensor of 1 dimensions"):
+        placed(_ids()[0])
+
+
+def test_a_numpy_array_is_told_to_be_a_tensor() -> None:
+    placed, _ = _pair()
+    with pytest.raises(placer.CaptureError, match=r"ids: is a numpy array(.|\n)*from_numpy\(ids\)"):
+        placed(_ids().numpy())
+
+
+def test_keywords_of_the_loss_or_of_step_are_told_where_they_belong() -> None:
+    placed, _ = _pair()
+    with pytest.raises(placer.CaptureError) as refused:
+        placed.step(_ids(), loss_fn=lambda out: out["logits"].mean(), ignore_index=255)
+    assert "forward has no argument 'ignore_index'" in str(refused.value)
+    assert "functools.partial(loss_fn, ignore_index=255)" in str(refused.value)
+    with pytest.raises(placer.CaptureError, match="inference takes the whole batch"):
+        placed(_ids(), own_rows=True)
+
+
+def test_hooks_put_on_a_module_that_was_looked_into() -> None:
+    placed, model = _pair()
+    ids, shapes = _ids(), []
+    _same(placed, model, ids)
+    handles = []
+    for part in (placed, model):
+        handles.append(part.read[0].register_forward_hook(_doubled))
+        part.read[1].register_full_backward_hook(lambda m, gi, go: shapes.append(go[0].shape))
+    _same(placed, model, ids)
+    assert shapes == [(4, 5, 8)] * 2
+    twin = copy.deepcopy(placed)
+    for handle in handles:
+        handle.remove()
+    _same(placed, model, ids)
+    assert not torch.allclose(twin(ids)["logits"], model(ids)["logits"])
+
+
+def test_hooks_come_back_with_a_pickled_module() -> None:
+    placed, model = _pair()
+    for part in (placed, model):
+        part.read[0].register_forward_hook(_doubled)
+        part.head.register_forward_hook(_doubled)
+    loaded = pickle.loads(pickle.dumps(placed.eval()))
+    _same(loaded, model.eval(), _ids())
+    for module in (loaded.read[0], loaded.head):
+        module._forward_hooks.clear()
+    assert not torch.allclose(loaded(_ids())["logits"], model(_ids())["logits"])
+
+
+def test_a_parametrization_put_on_a_module_that_was_looked_into() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, dtype=D))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(x * self.weight)
+
+    class Twice(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2
+
+    model = nn.Sequential(nn.Linear(3, 4), Scaled(), nn.Linear(4, 2)).double()
+    placed = placer.compile(model, {"devices": ["cpu:0", "cpu:1"]}, torch.ones(2, 3, dtype=D))
+    x = torch.randn(2, 3, dtype=D)
+    assert_close(placed(x), model(x), "before")
+    for part in (model, placed):
+        module = part.get_submodule("1")
+        nn.utils.parametrize.register_parametrization(module, "weight", Twice())
+    assert_close(placed(x), model(x), "after")

@@ -1,0 +1,88 @@
+"""Expandable segments are turned on where a plan counts on them and nobody else has chosen."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from plans import make_plan
+
+from placer.executor import cuda_allocator
+from placer.executor.cuda_allocator import VARIABLES, AllocatorWarning, prepare_allocator
+from placer.executor.place import Place
+from placer.plan.types import Plan
+
+GIB = 2**30
+GPU = [Place("cuda:0", torch.device("cuda:0"))]
+
+
+class Torch:
+    """Stands for torch's allocator on a machine that has a GPU."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, can: bool = True, reserved: int = 0):
+        self.expandable, self.can, self.asked = False, can, 0
+        monkeypatch.setattr(cuda_allocator, "has_expandable_segments", lambda: self.expandable)
+        monkeypatch.setattr(cuda_allocator, "set_expandable_segments", self._turn_on)
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
+        for name in VARIABLES:
+            monkeypatch.delenv(name, raising=False)
+
+    def _turn_on(self) -> None:
+        self.asked += 1
+        self.expandable = self.can
+
+
+def plan(allocator: str | None = "expandable") -> Plan:
+    made = make_plan(budget=16 * GIB)
+    devices = tuple(replace(d, allocator=allocator, reserved=13 * GIB) for d in made.devices)
+    return replace(made, devices=devices)
+
+
+def test_they_are_turned_on_where_nothing_was_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Torch(monkeypatch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        prepare_allocator(plan(), GPU)
+        prepare_allocator(plan(), GPU)
+    assert fake.expandable and fake.asked == 1
+
+
+@pytest.mark.parametrize("allocator", ["default", None])
+def test_a_plan_that_does_not_count_on_them_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, allocator: str | None
+) -> None:
+    fake = Torch(monkeypatch)
+    prepare_allocator(plan(allocator), GPU)
+    assert not fake.asked
+
+
+def test_on_a_cpu_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Torch(monkeypatch)
+    prepare_allocator(plan(), [Place("cuda:0", torch.device("cpu"))])
+    assert not fake.asked
+
+
+def test_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Torch(monkeypatch)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")
+    with pytest.warns(
+        AllocatorWarning, match="PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:128 is set"
+    ):
+        prepare_allocator(plan(), GPU)
+    assert not fake.asked
+
+
+def test_memory_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Torch(monkeypatch, reserved=3 * GIB)
+    with pytest.warns(AllocatorWarning, match=r"3.00 GiB of cuda:0 were taken before") as told:
+        prepare_allocator(plan(), GPU)
+    assert "13.00 GiB on cuda:0, with 2.00 GiB to spare" in str(told[0].message)
+    assert not fake.asked
+
+
+def test_what_has_no_effect_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    Torch(monkeypatch, can=False)
+    with pytest.warns(AllocatorWarning, match="this platform has none"):
+        prepare_allocator(plan(), GPU)

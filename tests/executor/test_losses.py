@@ -1,0 +1,562 @@
+"""The loss of a batch that is cut is that of the whole batch, whatever the loss function is a mean of."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from oracle import assert_close, gradient_noise
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import placer
+from placer import PlacedModule, PlacerError
+from placer.executor.loss.values import SeenValues
+
+D = torch.float64
+CLASSES, LENGTH = 4, 6
+
+
+class Tokens(nn.Module):
+    """Classes per token; no row sees another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(3, 5)
+        self.norm = nn.LayerNorm(5)
+        self.head = nn.Linear(5, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(torch.tanh(self.embed(x))))  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _placed(replicas: int, microbatches: int, schedule: str) -> tuple[PlacedModule, nn.Module]:
+    torch.manual_seed(0)
+    model = Tokens().double()
+    spec = placer.PlacementSpec(
+        devices=["cpu:0", "cpu:1"], replicas=replicas, microbatches=microbatches, schedule=schedule
+    )
+    return placer.compile(model, spec, _input(8)), model
+
+
+def _pair(
+    replicas: int = 2, microbatches: int = 2, schedule: str = "GPipe"
+) -> tuple[PlacedModule, nn.Module]:
+    placed, model = _placed(replicas, microbatches, schedule)
+    placed, plain = copy.deepcopy(placed), copy.deepcopy(model)
+    return placed, plain
+
+
+def _input(rows: int) -> Tensor:
+    return torch.randn(rows, LENGTH, 3, dtype=D, generator=torch.Generator().manual_seed(rows))
+
+
+def _labels(rows: int, ignored: int = -100) -> Tensor:
+    """Labels of which the first row keeps all, the next one label less and so on; the last none."""
+    found = torch.randint(0, CLASSES, (rows, LENGTH), generator=torch.Generator().manual_seed(1))
+    for row in range(rows):
+        found[row, LENGTH - row :] = ignored
+    found[-1] = ignored
+    return found
+
+
+def _flat(output: Tensor, target: Tensor, **options: Any) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten(), **options)
+
+
+def _kept(target: Tensor) -> Tensor:
+    return (target != -100).sum()
+
+
+def _masked_mean(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+    wanted, mask = target
+    return ((output - wanted).square().mean(-1) * mask).sum() / mask.sum()
+
+
+def _assert_equal(
+    placed: PlacedModule, plain: nn.Module, x: Tensor, target: Any, loss_fn: Any, **options: Any
+) -> None:
+    loss = placed.step(x, target=target, loss_fn=loss_fn, **options)
+    expected = loss_fn(plain(x), target) if target is not None else loss_fn(plain(x))
+    expected.backward()
+    assert_close(loss, expected.detach(), "loss")
+    floor = gradient_noise(plain)
+    for (name, ours), theirs in zip(placed.named_parameters(), plain.parameters(), strict=True):
+        assert_close(ours.grad, theirs.grad, name, floor=floor)
+
+
+WEIGHTS = torch.tensor([1.0, 0.5, 3.0, 0.1], dtype=D)
+
+Case = tuple[Callable[..., Tensor], Callable[[int], Any], dict[str, Any]]
+
+
+def _classes_first(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda output, target: loss(output.transpose(1, 2), target)
+
+
+CASES: dict[str, Case] = {
+    "mean": (F.mse_loss, lambda n: torch.randn(n, LENGTH, CLASSES, dtype=D), {}),
+    "mean of labels": (_flat, lambda n: _labels(n, 0), {}),
+    "no target": (lambda output: output.square().mean(), lambda n: None, {}),
+    "sum": (
+        functools.partial(_flat, reduction="sum"),
+        _labels,
+        {},
+    ),
+    "sum over a fixed number": (
+        lambda output, target: _flat(output, target, reduction="sum") / 32,
+        _labels,
+        {},
+    ),
+    "sum of a module": (
+        nn.MSELoss(reduction="sum"),
+        lambda n: torch.randn(n, LENGTH, CLASSES, dtype=D),
+        {},
+    ),
+    "kept labels": (_flat, _labels, {"normalizer": _kept}),
+    "said to be a mean": (
+        lambda output: output.square().mean(),
+        lambda n: None,
+        {"reduction": "mean"},
+    ),
+}
+
+
+@pytest.mark.parametrize("rows", [8, 5])
+@pytest.mark.parametrize(
+    ("replicas", "microbatches"),
+    [(r, m) for r in (1, 2, 3) for m in (1, 2, 3, 4)],
+)
+def test_step_equals_the_loss_of_the_whole_batch(
+    replicas: int, microbatches: int, rows: int
+) -> None:
+    for loss_fn, make_target, options in CASES.values():
+        pair = _pair(replicas, microbatches, "1F1B")
+        _assert_equal(*pair, _input(rows), make_target(rows), loss_fn, **options)
+
+
+class ByClass(nn.Module):
+    """Classes along dim 1, as torch's losses want them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Conv1d(3, 5, 3, padding=1)
+        self.norm = nn.GroupNorm(1, 5)
+        self.head = nn.Conv1d(5, CLASSES, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(torch.tanh(self.mix(x)))).log_softmax(1)  # type: ignore[no-any-return]
+
+
+LABEL_LOSSES: dict[str, Callable[..., Tensor]] = {
+    "module": nn.CrossEntropyLoss(),
+    "module, weights": nn.CrossEntropyLoss(weight=WEIGHTS),
+    "module, weights, smoothing": nn.CrossEntropyLoss(weight=WEIGHTS, label_smoothing=0.2),
+    "nll": nn.NLLLoss(weight=WEIGHTS),
+    "sum": nn.CrossEntropyLoss(reduction="sum"),
+    "function": F.cross_entropy,
+    "partial": functools.partial(F.nll_loss, weight=WEIGHTS),
+}
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("name", LABEL_LOSSES)
+def test_torchs_losses_of_labels_are_known(name: str, replicas: int) -> None:
+    torch.manual_seed(0)
+    model, x = ByClass().double(), torch.randn(5, 3, LENGTH, dtype=D)
+    spec = {"devices": ["cpu:0", "cpu:1"], "replicas": replicas, "microbatches": 4}
+    placed = placer.compile(model, spec, x)
+    _assert_equal(placed, model, x, _labels(5), LABEL_LOSSES[name])
+
+
+def test_labels_ignored_under_another_number_and_probabilities_of_classes() -> None:
+    torch.manual_seed(0)
+    model, x = ByClass().double(), torch.randn(5, 3, LENGTH, dtype=D)
+    placed = placer.compile(model, {"devices": ["cpu:0"], "microbatches": 4}, x)
+    _assert_equal(placed, model, x, _labels(5, 2), nn.CrossEntropyLoss(ignore_index=2))
+    chances = torch.rand(5, CLASSES, LENGTH, dtype=D).softmax(1)
+    placed.zero_grad()
+    model.zero_grad()
+    _assert_equal(placed, model, x, chances, nn.CrossEntropyLoss(weight=WEIGHTS))
+
+
+def test_nothing_counts_in_the_whole_batch() -> None:
+    """The mean over nothing is NaN, as it is uncut."""
+    placed, plain = _pair()
+    target = torch.full((8, LENGTH), -100)
+    loss = placed.step(_input(8), target=target, loss_fn=_flat, normalizer=_kept)
+    _flat(plain(_input(8)), target).backward()
+    assert loss.isnan()
+    for ours, theirs in zip(placed.parameters(), plain.parameters(), strict=True):
+        assert ours.grad is not None and torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
+
+
+REFUSED: dict[str, tuple[Callable[..., Tensor], Any]] = {
+    "ignored labels": (_flat, _labels(8)),
+    "one ignored label": (_flat, torch.where(torch.arange(48).view(8, 6) == 40, -100, 1)),
+    "class weights": (functools.partial(_flat, weight=WEIGHTS), _labels(8, 0)),
+    "a mask": (
+        _masked_mean,
+        (torch.randn(8, LENGTH, CLASSES, dtype=D), torch.arange(48).view(8, LENGTH) % 5 > 1),
+    ),
+    "weights of rows, all alike": (
+        _masked_mean,
+        (torch.randn(8, LENGTH, CLASSES, dtype=D), torch.ones(8, LENGTH, dtype=D)),
+    ),
+    "zeros that are missing": (
+        lambda output, target: (output[..., 0] - target)[target > 0].square().mean(),
+        torch.rand(8, LENGTH, dtype=D).sub(0.1).clamp(min=0),
+    ),
+    "all rows together": (
+        lambda output, target: 1 - (output.sigmoid() * target).sum() / target.sum(),
+        torch.rand(8, LENGTH, CLASSES, dtype=D),
+    ),
+    "the largest row": (lambda output: output.square().mean((1, 2)).max(), None),
+    "the spread of rows": (lambda output: output.var(0).mean(), None),
+    "a penalty for every cut": (lambda output: output.square().sum() + WEIGHTS.sum(), None),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_mean_over_rows_is_refused_before_any_gradient(name: str) -> None:
+    placed, _ = _pair()
+    loss_fn, target = REFUSED[name]
+    with pytest.raises(PlacerError, match=r"loss_fn: is neither a mean nor a sum") as error:
+        placed.step(_input(8), target=target, loss_fn=loss_fn)
+    assert "normalizer=" in str(error.value) and "reduction='sum'" in str(error.value)
+    assert all(p.grad is None for p in placed.parameters())
+    one, plain = _pair(1, 1)
+    _assert_equal(one, plain, _input(8), target, loss_fn)  # uncut there is nothing to combine
+
+
+def test_a_label_that_comes_later_is_tried_when_it_comes() -> None:
+    placed, plain = _pair()
+    target = _labels(8, 0)
+    _assert_equal(placed, plain, _input(8), target, _flat)
+    target[3, 2] = -100
+    with pytest.raises(PlacerError, match=r"targets -100 in the first.*a mean before"):
+        placed.step(_input(8), target=target, loss_fn=_flat)
+    placed.step(_input(8), target=target, loss_fn=_flat, normalizer=_kept)
+
+
+def test_a_label_between_others_that_comes_later_is_tried_when_it_comes() -> None:
+    placed, _ = _pair()
+    loss_fn = functools.partial(_flat, ignore_index=1)
+    target = torch.where(_labels(8, 0) == 1, 2, _labels(8, 0))
+    placed.step(_input(8), target=target, loss_fn=loss_fn)
+    target[3, 2] = 1
+    with pytest.raises(PlacerError, match=r"targets 1 in the first"):
+        placed.step(_input(8), target=target, loss_fn=loss_fn)
+
+
+@pytest.mark.parametrize("scale", [0.0, float("nan")])
+def test_losses_that_show_nothing_are_tried_again(scale: float) -> None:
+    placed, _ = _pair()
+    factor = torch.tensor(scale, dtype=D)
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return _flat(output, target, weight=WEIGHTS) * factor
+
+    placed.step(_input(8), target=_labels(8, 0), loss_fn=loss_fn)
+    factor.fill_(1.0)
+    with pytest.raises(PlacerError, match="neither a mean nor a sum"):
+        placed.step(_input(8), target=_labels(8, 0), loss_fn=loss_fn)
+
+
+def test_which_values_of_a_target_are_new() -> None:
+    labels, numbers = SeenValues(), SeenValues()
+
+    def news(seen: SeenValues, *values: float) -> list[float]:
+        found = seen.news(torch.tensor(values))
+        seen.add(found)
+        return found
+
+    assert news(labels, 3, 1, 3) == [1, 3]
+    assert news(labels, 1, 3) == []
+    assert news(labels, 2, -100) == [-100, 2]
+    many = news(labels, *range(2000))
+    assert 256 <= len(many) <= 258 and many[-1] == 1999  # not all of them
+    assert news(labels, 1999, 1000, 17) == []
+    assert news(labels, 2000, -1) == [2000]
+    assert news(numbers, 0.5, 2.0) == [0.5, 2.0]
+    assert news(numbers, 1.0, 0.75) == []
+    assert news(numbers, 0.0, 1.0) == [0.0, 0.0]
+    assert str(news(numbers, float("nan"), 1.0)) == "[nan]"
+    assert news(numbers, float("nan"), 0.0, 3.0) == [3.0]
+
+
+CALLS: list[int] = []
+
+
+def test_how_often_the_loss_function_is_called() -> None:
+    """Once per cut; some more when it, or a label, is new; a lambda of every step is not new."""
+    placed, _ = _pair()
+    target = _labels(8, 0)
+
+    def step(**options: Any) -> int:
+        CALLS.clear()
+
+        def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+            CALLS.append(len(output))  # a global one: what it holds would be put back
+            return _flat(output, target)
+
+        placed.step(_input(8), target=target, loss_fn=loss_fn, **options)
+        return len(CALLS)
+
+    first = step()
+    assert 4 < first <= 4 + 3 * 3
+    assert step() == 4
+    for said in ({"reduction": "mean"}, {"normalizer": _kept}):
+        assert step(**said) == 4 + 2 * 3  # tried, and tried again with other random numbers
+        assert step(**said) == 4
+
+
+class Counting(nn.Module):
+    """A loss with state: a buffer, a counter and a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.seen: list[int] = []
+        self.number = 0
+
+    def forward(self, output: Tensor) -> Tensor:
+        assert isinstance(self.calls, Tensor)
+        self.calls += 1
+        self.number += 1
+        self.seen.append(len(output))
+        torch.rand(3)
+        return output.square().mean()
+
+
+class Metrics:
+    def __init__(self) -> None:
+        self.number = 0
+        self.losses: list[float] = []
+
+    def loss(self, output: Tensor, seen: list[float]) -> Tensor:
+        loss = output.square().mean()
+        self.number += 1
+        self.losses.append(loss.item())
+        seen.append(loss.item())
+        return loss
+
+
+def test_metrics_that_a_loss_collects_have_no_more_in_them() -> None:
+    placed, _ = _pair()
+    metrics, seen = Metrics(), list[float]()
+
+    def loss_fn(output: Tensor, seen: list[float] = seen) -> Tensor:
+        return metrics.loss(output, seen)
+
+    placed.step(_input(8), loss_fn=loss_fn)
+    assert metrics.number == len(metrics.losses) == len(seen) == 4
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["itself", "in a closure"])
+def test_trying_a_loss_leaves_no_trace(held: bool) -> None:
+    placed, _ = _pair()
+    loss_fn = Counting()
+    torch.manual_seed(3)
+    placed.step(_input(8), loss_fn=(lambda output: loss_fn(output)) if held else loss_fn)
+    assert (int(loss_fn.calls), loss_fn.number, loss_fn.seen) == (4, 4, [2] * 4)
+    state = torch.get_rng_state()
+    torch.manual_seed(3)
+    torch.rand(4, 3)
+    for _ in range(4):
+        torch.rand(3)
+    torch.manual_seed(3)
+    for _ in range(4):
+        torch.rand(3)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+class Flat(Tokens):
+    """Tokens of all rows one after the other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).flatten(0, 1)
+
+
+def test_an_output_with_several_entries_for_every_row() -> None:
+    torch.manual_seed(0)
+    model, x = Flat().double(), _input(5)
+    placed = placer.compile(model, {"devices": ["cpu:0"], "microbatches": 4}, x)
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target.flatten())
+
+    _assert_equal(placed, model, x, _labels(5, 0), loss_fn)
+    with pytest.raises(PlacerError, match="neither a mean nor a sum"):
+        placed.step(x, target=_labels(5), loss_fn=loss_fn)
+
+
+@pytest.mark.parametrize("microbatches", [2, 4])
+def test_losses_of_16_bit_outputs(microbatches: int) -> None:
+    """They are tried in float32: 16 bits would not show what is to be seen."""
+    torch.manual_seed(0)
+    model, x = Tokens().bfloat16(), _input(4).bfloat16()
+    placed = placer.compile(model, {"devices": ["cpu:0"], "microbatches": microbatches}, x)
+    placed.step(x, target=_labels(4, 0), loss_fn=_flat)
+    with pytest.raises(PlacerError, match="neither a mean nor a sum"):
+        placed.step(x, target=_labels(4), loss_fn=_flat)
+
+
+def test_a_penalty_in_the_loss_counts_once() -> None:
+    placed, plain = _pair(3, 3)
+
+    def loss_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
+        return lambda output: (
+            output.square().mean() + sum(p.square().sum() for p in module.parameters())
+        )
+
+    loss = placed.step(_input(8), loss_fn=loss_of(placed))
+    expected = loss_of(plain)(plain(_input(8)))
+    expected.backward()
+    assert_close(loss, expected.detach(), "loss")
+    for (name, a), b in zip(placed.named_parameters(), plain.parameters(), strict=True):
+        assert_close(a.grad, b.grad, name)
+
+
+def test_a_loss_with_parameters_of_its_own() -> None:
+    placed, plain = _pair(2, 2)
+    ours, theirs = (nn.Linear(CLASSES, 1).double() for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    placed.step(_input(8), loss_fn=lambda output: ours(output).square().mean())
+    theirs(plain(_input(8))).square().mean().backward()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert_close(a.grad, b.grad, "of the loss")
+
+
+@pytest.mark.parametrize("rows", [7, 16, 48])
+def test_a_target_with_other_rows_is_refused(rows: int) -> None:
+    placed, _ = _pair()
+    with pytest.raises(PlacerError, match=rf"target.*: has {rows} rows, the batch has 8") as error:
+        placed.step(_input(8), target={"y": torch.zeros(rows)}, loss_fn=F.mse_loss)
+    assert "'y'" in str(error.value) and "placer.Whole" in str(error.value)
+    assert ("unflatten(0, (8, 6))" in str(error.value)) == (rows == 48)
+
+
+def test_part_of_a_target_is_given_whole_to_every_cut() -> None:
+    placed, plain = _pair(2, 3)
+    scale = torch.arange(8.0, dtype=D)  # as many as rows, by chance
+
+    def loss_fn(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+        labels, scale = target
+        assert len(scale) == 8
+        return (output.mean(-1) - labels).square().mean() * scale.mean()
+
+    labels = torch.randn(8, LENGTH, dtype=D)
+    loss = placed.step(_input(8), target=(labels, placer.Whole(scale)), loss_fn=loss_fn)
+    expected = loss_fn(plain(_input(8)), (labels, scale))
+    expected.backward()
+    assert_close(loss, expected.detach(), "loss")
+    assert_close(placed.head.weight.grad, plain.head.weight.grad, "gradient")  # type: ignore[union-attr]
+
+
+class OwnLoss(Tokens):
+    """It computes its loss itself, as language models of transformers do."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        logits = super().forward(x)
+        return {"loss": _flat(logits, labels), "logits": logits}
+
+
+def test_a_loss_that_the_model_computes() -> None:
+    torch.manual_seed(0)
+    model, x, labels = OwnLoss().double(), _input(8), _labels(8)
+    placed = placer.compile(model, {"devices": ["cpu:0"], "microbatches": 3}, (x, labels))
+
+    def loss_fn(output: dict[str, Tensor], *_: Any) -> Tensor:
+        return output["loss"]
+
+    with pytest.raises(PlacerError, match="has no rows, such as") as error:
+        placed.step(x, labels, loss_fn=loss_fn)
+    assert "normalizer=" in str(error.value)
+    loss = placed.step(x, labels, target=labels, loss_fn=loss_fn, normalizer=_kept)
+    expected = model(x, labels)["loss"]
+    expected.backward()
+    assert_close(loss, expected.detach(), "loss")
+    assert_close(placed.head.weight.grad, model.head.weight.grad, "gradient")  # type: ignore[union-attr]
+    placed.step(x, labels, loss_fn=lambda output: output["logits"].square().mean())
+
+
+OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown": ({"reduction": "none"}, "use 'auto', 'mean' or 'sum'"),
+    "both": ({"reduction": "sum", "normalizer": _kept}, "leave one of them out"),
+    "raises": ({"normalizer": lambda t: t["x"]}, "normalizer: raised"),
+    "no count": ({"normalizer": lambda t: -1.0}, "normalizer: counts -1.0"),
+    "a share": ({"normalizer": lambda t: (t != 0).double().mean()}, "normalizer: counts .* together"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_wrong_options_are_said(name: str) -> None:
+    placed, _ = _pair()
+    options, said = OPTIONS[name]
+    with pytest.raises(PlacerError, match=said):
+        placed.step(_input(8), target=_labels(8, 0), loss_fn=_flat, **options)
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.main, self.other = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.main(x), self.other(x)
+
+
+def _two_means(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    """A sum of means over different counts: the second leaves out more."""
+    main, other = output
+    fewer = torch.where(target == 0, -100, target)
+    return F.cross_entropy(main, target) + F.cross_entropy(other, fewer)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "said", "options"),
+    [
+        (_two_means, "by the given normalizer", {"normalizer": lambda y: (y != -100).sum()}),
+        (_two_means, "by the given reduction='mean'", {"reduction": "mean"}),
+        (lambda o, y: F.cross_entropy(o[0], y, reduction="sum"), "'mean'", {"reduction": "mean"}),
+        (lambda o, y: F.cross_entropy(o[0], y), "reduction='sum'", {"reduction": "sum"}),
+    ],
+)
+def test_what_is_said_of_a_loss_and_does_not_hold_is_warned_of_once(
+    loss_fn: Any, said: str, options: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 4), torch.tensor([1, 0, 2, 1, 0, 0, 0, 2])
+    spec = {"devices": ["cpu"], "microbatches": 2}
+    placed = placer.compile(TwoHeads(), spec, x)
+    with pytest.warns(UserWarning, match=said):
+        placed.step(x, target=y, loss_fn=loss_fn, **options)
+    placed.step(x, target=y, loss_fn=loss_fn, **options)  # a warning would be an error
+
+
+def test_what_is_said_of_a_loss_and_holds_is_not_warned_of() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 4), torch.tensor([0, -100, 0, 1, -100, 2, 1, 2])
+    model = TwoHeads().double()
+    placed = placer.compile(
+        copy.deepcopy(model), {"devices": ["cpu"], "microbatches": 2}, x.double()
+    )
+
+    def loss_fn(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+        return F.cross_entropy(output[0], target)
+
+    loss = placed.step(
+        x.double(), target=y, loss_fn=loss_fn, normalizer=lambda y: (y != -100).sum()
+    )
+    torch.testing.assert_close(loss, loss_fn(model(x.double()), y))
+
+    def draws(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+        return F.cross_entropy(F.dropout(output[0]), target)
+
+    placed.step(x.double(), target=y, loss_fn=draws, reduction="mean")

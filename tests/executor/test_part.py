@@ -1,0 +1,39 @@
+"""The part of a model that a rank holds."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import placer
+from placer.emit import emit_stages
+from placer.executor.distributed.ownership import build_part, find_ownership
+from placer.program import capture_model
+
+
+class RegisteredTwice(nn.Module):
+    """Its first block is called as ``first`` and stands in ``blocks``, too, as in MONAI's DynUNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        self.blocks = nn.ModuleList([self.first])
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.first(x))
+        return result
+
+
+def test_a_module_under_two_paths_keeps_what_is_called_by_one_of_them() -> None:
+    model, x = RegisteredTwice(), torch.randn(2, 4)
+    spec = placer.PlacementSpec(
+        devices=["cpu:0", "cpu:1"], layers={"first": "cpu:0", "head": "cpu:1"}
+    )
+    program = capture_model(model, (x,))
+    staged = emit_stages(program, *placer.make_plan(model, spec, x).parts)
+    ownership = find_ownership(model, staged, 2)
+    parts = [build_part(model, staged, ownership, i, torch.device("cpu")) for i in (0, 1)]
+    assert [name for name, _ in parts[0].first.named_children()] == ["0", "1", "2"]
+    assert parts[0].blocks[0] is parts[0].first
+    assert [name for name, _ in parts[1].named_children()] == ["head"]

@@ -1,0 +1,198 @@
+"""A placed model in another mode, and on inputs of other sizes than the captured ones."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from models import ConvNet
+from oracle import assert_close, mean_square, run_cuts
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import placer
+from placer import PlacementSpec
+from placer.executor import programs
+
+D = torch.float64
+
+
+class TwoFaces(nn.Module):
+    """Functional dropout, a branch on the mode, and another structure of the result in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(4, 8)
+        self.mid = nn.Linear(8, 8)
+        self.aux = nn.Linear(8, 2)
+        self.out = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        x = F.dropout(self.inp(x), 0.4, self.training)
+        if self.training:
+            x = x + torch.randn_like(x)
+        aux = self.aux(x)
+        x = self.out(torch.relu(self.mid(x)))
+        return {"out": x, "aux": aux} if self.training else x
+
+
+class Windows(nn.Module):
+    """Pads to a multiple of four in Python, as window attention does, and mixes positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Conv1d(2, 4, 3, padding=1)
+        self.mix = nn.Linear(4, 4)
+        self.out = nn.Conv1d(4, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.inp(x))
+        length = x.shape[-1]
+        if length % 4:
+            x = F.pad(x, (0, 4 - length % 4))
+        rows, width = x.shape[:2]
+        x = self.mix(x.reshape(rows, width, -1, 4)).reshape(rows, width, -1)
+        total = x.new_zeros(rows, width, 1)
+        for part in range(x.shape[-1] // 4):  # as many operations as there are windows
+            total = total + x[..., part * 4 : part * 4 + 4].mean(-1, keepdim=True)
+        return self.out(torch.relu(x + total))[..., :length]
+
+
+class ByBatch(nn.Module):
+    """Computes something else for every batch size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(4, 4)
+        self.out = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.inp(x))
+        for row in range(len(x)):
+            x = x * (1 + row / 10)
+        return self.out(x)
+
+
+def _place(model: nn.Module, x: Tensor, **fields: Any) -> placer.PlacedModule:
+    fields = {"devices": ["cpu:0", "cpu:1"]} | fields
+    return placer.compile(model, PlacementSpec(**fields), x)
+
+
+def _same(placed: placer.PlacedModule, plain: nn.Module, x: Tensor) -> None:
+    """One training step without update: results and gradients, called and under a schedule."""
+    cuts = placed.plan.replicas, placed.plan.microbatches
+    expected = copy.deepcopy(plain)
+    torch.manual_seed(1)
+    loss = mean_square(run_cuts(expected, (x,), {}, *cuts))
+    loss.backward()
+    placed.zero_grad()
+    torch.manual_seed(1)
+    found = mean_square(placed(x))
+    found.backward()
+    assert_close(found, loss, "loss")
+    for (name, a), b in zip(placed.named_parameters(), expected.parameters(), strict=True):
+        assert_close(a.grad, b.grad, name)
+    if max(cuts) == 1:
+        placed.zero_grad()
+        torch.manual_seed(1)
+        assert_close(placed.step(x, loss_fn=mean_square), loss.detach(), "loss of step()")
+        for (name, a), b in zip(placed.named_parameters(), expected.parameters(), strict=True):
+            assert_close(a.grad, b.grad, f"step(), {name}")
+
+
+@pytest.mark.parametrize("captured_in_training", [True, False])
+def test_train_and_eval_are_two_programs(captured_in_training: bool) -> None:
+    torch.manual_seed(0)
+    model = TwoFaces().double().train(captured_in_training)
+    x = torch.randn(6, 4, dtype=D)
+    placed = _place(model, x)
+    for training in (True, False, True):
+        placed.train(training)
+        model.train(training)
+        _same(placed, model, x)
+    assert isinstance(placed(x), dict)
+
+
+def test_a_submodule_in_another_mode() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), TwoFaces()).double()
+    x = torch.randn(6, 4, dtype=D)
+    placed = _place(model, x)
+    for part in (placed, model):
+        part[1].eval() if isinstance(part, nn.Sequential) else part.get_submodule("1").eval()
+    _same(placed, model, x)
+    twin = copy.deepcopy(placed)
+    twin.train()
+    assert isinstance(twin(x), dict)
+    assert isinstance(placed(x), Tensor)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_other_lengths(replicas: int) -> None:
+    torch.manual_seed(0)
+    model = Windows().double()
+    placed = _place(model, torch.randn(4, 2, 12, dtype=D), replicas=replicas, microbatches=replicas)
+    for rows, length in ((4, 8), (4, 12), (3, 9), (1, 16)):
+        _same(placed, model, torch.randn(rows, 2, length, dtype=D))
+
+
+def test_a_program_that_depends_on_the_batch() -> None:
+    torch.manual_seed(0)
+    model = ByBatch().double()
+    placed = _place(model, torch.randn(4, 4, dtype=D), microbatches=2)
+    for rows in (4, 5, 1):  # in micro-batches of 2 + 2, 3 + 2, and 1
+        _same(placed, model, torch.randn(rows, 4, dtype=D))
+
+
+def test_sizes_that_change_nothing_share_the_captured_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(programs, "capture_model", None)  # a second capture would fail
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 2)
+    ).double()
+    placed = _place(model, torch.randn(4, 1, 16, 16, dtype=D))
+    for shape in ((4, 1, 16, 16), (2, 1, 16, 16), (4, 1, 24, 20), (1, 1, 9, 9)):
+        _same(placed, model, torch.randn(shape, dtype=D))
+
+
+@pytest.mark.parametrize("sizes", [(8, 1, 9, 9), (8, 2, 8, 8)])
+def test_sizes_that_the_model_cannot_do_are_one_clear_error(sizes: tuple[int, ...]) -> None:
+    placed = _place(ConvNet().double(), torch.randn(8, 1, 8, 8, dtype=D))
+    if sizes[1] == 1:
+        placed(torch.randn(sizes, dtype=D))  # 9 // 2 // 2 is 8 // 2 // 2
+        sizes = (8, 1, 16, 16)
+    with pytest.raises(placer.CaptureError) as error:
+        placed(torch.randn(sizes, dtype=D))
+    assert "models.py:" in str(error.value)
+    assert "fake" not in str(error.value).lower()
+
+
+BRANCHES = 4
+
+
+class RandomBranches(nn.Module):
+    """Branches that draw: whichever device they are on, they draw in the program's order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(4, 4)
+        self.branches = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)) for _ in range(BRANCHES)
+        )
+        self.out = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        return self.out(sum(branch(x) * (i + 1) for i, branch in enumerate(self.branches)))
+
+
+@pytest.mark.parametrize("order", ["0101", "1010", "1100", "0110"])
+def test_random_numbers_are_drawn_in_order_whatever_the_pins(order: str) -> None:
+    torch.manual_seed(0)
+    model = RandomBranches().double()
+    x = torch.randn(6, 4, dtype=D)
+    layers = {f"branches.{i}": f"cpu:{device}" for i, device in enumerate(order)}
+    _same(_place(model, x, layers={"inp": "cpu:0"} | layers), model, x)

@@ -1,0 +1,343 @@
+"""Plain attributes set, and modules put in, after a model was placed: the next call goes by them."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from oracle import assert_close
+from torch import Tensor, nn
+
+import placer
+from placer.executor import programs
+
+D = torch.float64
+_CUTS: list[dict[str, Any]] = [
+    {},
+    {"replicas": 2, "microbatches": 2, "replica_devices": [["cpu:2", "cpu:3"]]},
+]
+
+
+@dataclass
+class Config:
+    power: float = 1.0
+    gates: dict[str, list[bool]] = field(default_factory=lambda: {"use": [True, False]})
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.drop = nn.Dropout(0.0)
+        self.scale = 1.0
+        self.act: Callable[[Tensor], Tensor] = torch.tanh
+        self.shift = torch.zeros(6, dtype=D)  # no buffer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.drop(self.linear(x))) * self.scale + self.shift
+
+
+class Whole(Block):
+    """It looks at what it computes, so it stays whole."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y if y.sum() > 0 else -y
+
+
+class Net(nn.Module):
+    temperature = 1.0
+
+    def __init__(self, block: type[Block] = Block) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([block(), block()])
+        self.config = Config()
+        self.choice = torch.tensor([0.0, 1.0], dtype=D)
+        self._weight = 1.0
+        self.epoch = 0
+
+    @property
+    def weight(self) -> float:
+        return 2 * self._weight
+
+    @weight.setter
+    def weight(self, value: float) -> None:
+        self._weight = value
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        if self.config.gates["use"][1]:
+            x = x + 1
+        if self.choice[0] > 0:
+            x = x.square()
+        if getattr(self, "bonus", None) is not None:
+            x = x * self.bonus
+        return x * self.config.power * self.weight / self.temperature
+
+
+def _first(model: nn.Module) -> Any:
+    return model.get_submodule("blocks.0")
+
+
+def _set(name: str, value: Any) -> Callable[[nn.Module], None]:
+    return lambda model: setattr(model, name, value)
+
+
+def _gate(model: Any) -> None:
+    model.config.gates["use"][1] = True
+
+
+def _choose(model: Any) -> None:
+    model.choice[0] = 1.0
+
+
+def _replace(model: nn.Module) -> None:
+    torch.manual_seed(7)
+    model.set_submodule("blocks.1", nn.Sequential(nn.Linear(6, 6), nn.ReLU()).double())
+
+
+def _append(model: Any) -> None:
+    torch.manual_seed(7)
+    model.get_submodule("blocks").append(Block().double())
+
+
+_CHANGES: dict[str, Callable[[nn.Module], None]] = {
+    "a number of a submodule": lambda model: setattr(_first(model), "scale", 3.0),
+    "a number of a layer": lambda model: setattr(_first(model).drop, "p", 0.5),
+    "a function": lambda model: setattr(_first(model), "act", torch.relu),
+    "a tensor in place": lambda model: _first(model).shift.add_(2.0),
+    "another tensor": lambda model: setattr(_first(model), "shift", torch.ones(6, dtype=D)),
+    "a tensor of another shape": lambda m: setattr(_first(m), "shift", torch.ones((), dtype=D)),
+    "a tensor that is looked at": _choose,
+    "a number of the class": _set("temperature", 4.0),
+    "a property": _set("weight", 3.0),
+    "one that was missing": _set("bonus", 0.5),
+    "a field of a config": lambda model: setattr(model.config, "power", 2.0),
+    "an entry deep in a config": _gate,
+    "a module": _replace,
+    "one module more": _append,
+}
+
+
+def _place(model: nn.Module, fields: dict[str, Any]) -> tuple[placer.PlacedModule, Tensor]:
+    layers = {"blocks.0": "cpu:0", "blocks.1": "cpu:1"}
+    x = torch.randn(4, 6, dtype=D)
+    spec = {"devices": ["cpu:0", "cpu:1"], "layers": layers, **fields}
+    return placer.compile(copy.deepcopy(model), spec, x), x
+
+
+def _same(placed: placer.PlacedModule, model: nn.Module, x: Tensor) -> None:
+    with torch.random.fork_rng():
+        _compare(placed, model, x)
+
+
+def _compare(placed: placer.PlacedModule, model: nn.Module, x: Tensor) -> None:
+    results = []
+    for module in (placed, model):
+        torch.manual_seed(3)
+        module.zero_grad()
+        results.append(module(x))
+        results[-1].square().mean().backward()
+    assert_close(*results, "output")
+    named = dict(placed.named_parameters())
+    assert list(named) == [name for name, _ in model.named_parameters()]
+    for name, parameter in model.named_parameters():
+        assert_close(named[name].grad, parameter.grad, name)
+    if not any(isinstance(m, nn.Dropout) and m.p for m in model.modules()):
+        placed.zero_grad()
+        placed.step(x, loss_fn=lambda out: out.square().mean())
+        for name, parameter in model.named_parameters():
+            assert_close(named[name].grad, parameter.grad, f"{name}, step")
+
+
+@pytest.mark.parametrize("block", [Block, Whole])
+@pytest.mark.parametrize("change", _CHANGES)
+def test_changes_after_compile(change: str, block: type[Block]) -> None:
+    torch.manual_seed(0)
+    model = Net(block).double()
+    placed, x = _place(model, {})
+    before = placed(x)
+    for module in (model, placed):
+        _CHANGES[change](module)
+    assert not torch.equal(model(x), before)
+    _same(placed, model, x)
+    _same(copy.deepcopy(placed), model, x)
+
+
+@pytest.mark.parametrize("change", ["a number of a submodule", "a tensor in place", "a module"])
+def test_changes_reach_every_replica(change: str) -> None:
+    torch.manual_seed(0)
+    model = Net().double()
+    placed, x = _place(model, _CUTS[1])
+    _same(placed, model, x)
+    for module in (model, placed):
+        _CHANGES[change](module)
+    _same(placed, model, x)
+
+
+def test_copies_have_attributes_of_their_own() -> None:
+    model = Net().double()
+    placed, x = _place(model, {})
+    twin, other = copy.deepcopy(placed), copy.deepcopy(model)
+    for module in (twin, other):
+        module.config.power = 5.0
+        _first(module).shift.add_(1.0)
+    _same(twin, other, x)
+    _same(placed, model, x)
+
+
+def test_a_pickled_module_keeps_what_was_set() -> None:
+    model = Net().double()
+    placed, x = _place(model, {})
+    for module in (model, placed):
+        _first(module).scale, module.temperature = 3.0, 2.0  # type: ignore[assignment]
+    file = io.BytesIO()
+    torch.save(placed, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert loaded.temperature == 2.0
+    _same(loaded, model, x)
+
+
+class HeldTensors(nn.Module):
+    """Its forward uses tensors that are no buffers: under two names, in a list, in an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first_layer, self.last_layer = nn.Linear(6, 6), nn.Linear(6, 6)
+        one, two = torch.ones(6, dtype=D), torch.full((6,), 2.0, dtype=D)
+        self.name = self.other_name = one
+        self.listed = [one * 3, {"two": two}]
+        self.config = Config()
+        self.config.gates = {"scale": two}  # type: ignore[dict-item]
+        self.signs = self.other_signs = torch.ones(2, dtype=D)
+        self.listed_signs = [torch.ones(1, dtype=D)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first_layer(x) * self.name + self.listed[0]
+        if self.signs[0] > 0:
+            x = x.sin()
+        if self.listed_signs[0] > 0:
+            x = x.cos()
+        x = self.last_layer(x) * self.other_name + self.listed[1]["two"]  # type: ignore[index]
+        return x * self.config.gates["scale"]  # type: ignore[operator]
+
+
+_NEW = torch.arange(1.0, 7.0, dtype=D)
+_HELD: dict[str, Callable[[Any], None]] = {
+    "the one name": lambda model: setattr(model, "name", _NEW),
+    "the other name": lambda model: setattr(model, "other_name", _NEW),
+    "both names": lambda model: (_set("name", _NEW)(model), _set("other_name", _NEW)(model))[0],
+    "in place": lambda model: model.name.mul_(_NEW),
+    "in a list": lambda model: model.listed.__setitem__(0, _NEW),
+    "in a list, in place": lambda model: model.listed[0].mul_(_NEW),
+    "in a dict in a list": lambda model: model.listed[1].update(two=_NEW),
+    "one of two that were one": lambda model: model.config.gates.update(scale=_NEW),
+    "a list": lambda model: setattr(model, "listed", [_NEW, {"two": _NEW * 2}]),
+    "looked at": lambda model: setattr(model, "signs", -torch.ones(2, dtype=D)),
+    "not looked at": lambda model: setattr(model, "other_signs", -torch.ones(2, dtype=D)),
+    "looked at, in a list": lambda model: model.listed_signs[0].neg_(),
+}
+
+
+@pytest.mark.parametrize("change", _HELD)
+def test_changes_of_tensors_that_are_no_buffers(change: str) -> None:
+    torch.manual_seed(0)
+    model = HeldTensors().double()
+    x = torch.randn(4, 6, dtype=D)
+    layers = {"first_layer": "cpu:0", "last_layer": "cpu:1"}
+    placed = placer.compile(model, {"devices": ["cpu:0", "cpu:1"], "layers": layers}, x)
+    plain = copy.deepcopy(model)
+    _same(placed, plain, x)
+    _HELD[change](placed)
+    _HELD[change](plain)
+    _same(placed, plain, x)
+    _same(placer.compile(model, placed.plan, x), model, x)  # the caller's is as it was
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one each time that a placed model's program is looked for again."""
+    found: list[int] = []
+    find = programs.find_difference
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        found.append(1)
+        return find(*args, **kwargs)
+
+    monkeypatch.setattr(programs, "find_difference", count)
+    return found
+
+
+def test_a_tensor_of_two_names_of_which_one_is_looked_at_costs_no_capture(
+    captured: list[int],
+) -> None:
+    class TwoNames(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.same = self.choice
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.same[1]  # and super() looks at self.choice
+
+    placed, x = _place(TwoNames().double(), {})
+    for _ in range(2):
+        placed(x)
+    assert not captured
+
+
+def test_what_forward_does_not_read_costs_no_capture(captured: list[int]) -> None:
+    placed, x = _place(Net().double(), {})
+    placed(x)
+    for epoch in range(3):
+        placed.epoch = epoch
+        placed(x)
+    assert placed.epoch == 2 and not captured
+    for power in (2.0, 3.0, 2.0):
+        placed.config.power = power
+        placed(x)
+    assert len(captured) == 2
+
+
+def test_an_attribute_is_deleted_where_it_is() -> None:
+    model = Net().double()
+    model.bonus = 2.0  # type: ignore[assignment]
+    placed, x = _place(model, {})
+    for module in (model, placed):
+        del module.bonus
+    _same(placed, model, x)
+
+
+def test_plain_attributes_are_read_through_and_methods_are_not() -> None:
+    placed, _ = _place(Net().double(), {})
+    assert placed.config == Config() and placed.weight == 2.0
+    with pytest.raises(AttributeError, match=r"'wieght'$"):
+        _ = placed.wieght
+
+
+class Counting(nn.Module):
+    """Its third call is another program, by a number that the calls before have changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(4, 4), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.layer(x) * (10 if self.calls > 2 else 1)
+
+
+def test_a_number_that_forward_changes_is_told_of_where_plans_are_read() -> None:
+    """A graph cannot express it; `placer check` and the plan say what is left out."""
+    model = nn.Sequential(Counting(), Counting())
+    plan = placer.make_plan(model, {"devices": ["cpu:0", "cpu:1"]}, torch.randn(2, 4))
+    said = (
+        "forward of 0 and of 1 more sets self.calls; the placed model does not: every call computes"
+    )
+    assert any(note.startswith(said) for note in plan.notes), plan.notes

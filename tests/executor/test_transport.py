@@ -1,0 +1,172 @@
+"""The transport between ranks, over a channel that is stricter than any real one."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_structure
+
+from placer.executor.distributed.crossings import Crossings, CrossingValue, TensorSpec
+from placer.executor.distributed.transport import Messages, compare_tensor
+from placer.executor.place import Place
+from placer.schedule import Action, find_messages, linearize, make_schedule
+
+STAGES = 4
+
+
+class StrictChannels:
+    """A pair of ranks handles its messages one by one; a message moves when both have come to it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._queues: dict[tuple[tuple[int, int], int], list[Tensor]] = defaultdict(list)
+
+    def of(self, rank: int) -> Any:
+        channels = self
+
+        class Channel:
+            def send(self, tensor: Tensor, peer: int) -> Any:
+                return channels._add(tensor, rank, peer, sends=True)
+
+            def receive(self, tensor: Tensor, peer: int) -> Any:
+                return channels._add(tensor, rank, peer, sends=False)
+
+        return Channel()
+
+    def _add(self, tensor: Tensor, rank: int, peer: int, *, sends: bool) -> Any:
+        pair = (min(rank, peer), max(rank, peer))
+        with self._changed:
+            mine, others = self._queues[pair, rank], self._queues[pair, peer]
+            place = len(mine)
+            mine.append(tensor)
+            if len(others) > place:
+                source, target = (tensor, others[place]) if sends else (others[place], tensor)
+                assert source.shape == target.shape
+                target.copy_(source)
+                self._changed.notify_all()
+
+        def wait() -> None:
+            with self._changed:
+                there = lambda: len(self._queues[pair, peer]) > place  # noqa: E731
+                assert self._changed.wait_for(there, timeout=20), "waits for ever"
+
+        return wait
+
+
+class Numbers:
+    """Stands in for the run of a micro-batch: values and gradients are numbers that tell what they are."""
+
+    def __init__(self, microbatch: int) -> None:
+        self.microbatch = microbatch
+        self.outputs: dict[str, Any] = {}
+        self.values: dict[str, float] = {}
+        self.gradients: dict[tuple[str, int], list[float]] = defaultdict(list)
+        self.taken: list[str] = []
+
+    def put(self, name: str, value: Any, place: Place) -> None:
+        self.values[name] = value[0].item()
+
+    def take_gradient(self, key: tuple[str, int]) -> Tensor | None:
+        self.taken.append(key[0])
+        return torch.full((2,), 100.0 + self.microbatch) if key[0] != "lacks" else None
+
+    def add_gradient(self, key: tuple[str, int], gradient: Tensor, place: Place) -> None:
+        self.gradients[key].append(float(gradient[0]))
+
+
+def crossings(*, may_lack: bool) -> Crossings:
+    """A chain of values, one that skips two stages, and one whose gradient lacks."""
+    spec = TensorSpec((2,), torch.float32, True)
+    named = {f"chain {s}": (s, (s + 1,)) for s in range(STAGES - 1)}
+    named |= {"skip": (0, (2, 3)), "lacks": (1, (3,))}
+    values = {
+        name: CrossingValue(
+            name=name,
+            maker=maker,
+            readers=readers,
+            spec=tree_structure(torch.empty(0)),
+            leaves=(spec,),
+            gradient_readers=(frozenset(readers),),
+        )
+        for name, (maker, readers) in sorted(named.items(), key=lambda item: item[1][0])
+    }
+    staged: Any = None
+    return Crossings(staged=staged, values=values, result=(spec,) * (1 + may_lack), norms=())
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble"])
+def test_ranks_bring_each_other_what_they_need(schedule: str, ranks: int) -> None:
+    count = 4
+    known = crossings(may_lack=True)
+    order = linearize(make_schedule(schedule, STAGES, count, num_ranks=ranks))
+    messages = find_messages(order, lambda _: known.flows, lambda s: s % ranks)
+    channels = StrictChannels()
+    runs = [{m: Numbers(m) for m in range(count)} for _ in range(ranks)]
+    errors: list[BaseException] = []
+
+    def run_rank(rank: int) -> None:
+        transport = Messages(
+            messages,
+            dict.fromkeys(range(count), known),
+            order,
+            lambda s: s % ranks,
+            rank=rank,
+            place=Place("here", torch.device("cpu")),
+            channel=channels.of(rank),
+        )
+        try:
+            for action in order:
+                if action.stage_index % ranks == rank:
+                    run: Any = runs[rank][action.microbatch_index]
+                    transport.receive(action, run)
+                    _do(action, run, known)
+                    transport.check(action, run)
+                    transport.send(action, run)
+            transport.finish()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+    for rank in range(ranks):
+        for microbatch, run in runs[rank].items():
+            for name, value in known.values.items():
+                maker = value.maker % ranks
+                readers = {reader % ranks for reader in value.readers} - {maker}
+                if rank in readers:
+                    assert run.values[name] == microbatch
+                if rank == maker:
+                    expected = [] if name == "lacks" else [100.0 + microbatch] * len(readers)
+                    assert run.gradients[name, 0] == expected, name
+
+
+def _do(action: Action, run: Numbers, known: Crossings) -> None:
+    run.outputs = {}
+    if action.kind == "F":
+        made = torch.full((2,), float(run.microbatch), requires_grad=True)
+        run.outputs = {n: made for n, v in known.values.items() if v.maker == action.stage_index}
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (torch.zeros(3), "of shape [3] where shapes alone say [2]"),
+        (torch.zeros(2, dtype=torch.float64), "of torch.float64 where others expect torch.float32"),
+        (torch.zeros(2, requires_grad=True), "with requires_grad=True where others expect False"),
+        (1.5, "a float where others expect a tensor"),
+    ],
+)
+def test_what_is_not_as_shapes_say_is_an_error(found: Any, said: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        compare_tensor(found, TensorSpec((2,), torch.float32, False))
+    assert said in str(raised.value)

@@ -1,0 +1,155 @@
+"""Gradients of skip connections wait where they were made, and come when their value's turn comes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from oracle import assert_close
+from placements import estimated_plan
+from torch import Tensor, nn
+from unet3d import unet3d
+
+import placer
+from placer.executor.place import Place
+from placer.executor.transfer import WaitingGradients
+from placer.simulation.ledger import Ledger
+
+TWO = {"devices": ["cpu:0", "cpu:1"]}
+
+
+class Skip(nn.Module):
+    """Three readers of ``first``'s result, on three stages; one of them as a part of a cat."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+        self.third = nn.Linear(8, 4)
+        self.fourth = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = torch.tanh(self.first(x))
+        hidden = torch.tanh(self.second(kept)) + kept
+        hidden = torch.tanh(self.third(torch.cat([hidden, kept], dim=1)))
+        return self.fourth(hidden * kept)
+
+
+SKIP_SPEC = {
+    "devices": ["cpu:0", "cpu:1", "cpu:2"],
+    "layers": {"first": "cpu:0", "second": "cpu:0", "third": "cpu:1", "fourth": "cpu:2"},
+}
+
+
+@pytest.fixture
+def skip() -> tuple[Skip, Tensor]:
+    torch.manual_seed(0)
+    return Skip().double(), torch.randn(3, 4, dtype=torch.float64)
+
+
+def test_gradients_of_gradients_take_the_same_way(skip: tuple[Skip, Tensor]) -> None:
+    model, x = skip
+    placed = placer.compile(copy.deepcopy(model), SKIP_SPEC, (x,), run_on="cpu")
+
+    def penalty(call: nn.Module) -> list[Tensor]:
+        inputs = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(call(inputs).square().sum(), inputs, create_graph=True)
+        slope.square().sum().backward()
+        return [p.grad for p in call.parameters() if p.grad is not None]
+
+    found, expected = penalty(placed), penalty(model)
+    assert len(found) == len(expected) == 8
+    for a, b in zip(found, expected, strict=True):
+        assert_close(a, b, "gradient of a gradient")
+
+
+def test_a_graph_that_is_kept_can_be_run_twice(skip: tuple[Skip, Tensor]) -> None:
+    model, x = skip
+    placed = placer.compile(copy.deepcopy(model), SKIP_SPEC, (x,), run_on="cpu")
+    for call in (placed, model):
+        loss = call(x).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    for (name, a), b in zip(placed.named_parameters(), model.parameters(), strict=True):
+        assert_close(a.grad, b.grad, name)
+
+
+def _peaks(run: Callable[[], object]) -> dict[str, int]:
+    ledger = Ledger()  # weights and inputs, which it did not see come, do not count
+    with ledger:
+        run()
+    return {d: m.nbytes for d, m in ledger.timeline().peaks().items() if d.startswith("cpu:")}
+
+
+def test_calling_the_module_holds_what_step_holds() -> None:
+    model, x = unet3d(width=4, depth=2), torch.randn(1, 1, 16, 16, 16)
+    decoder = {"encoder": "cpu:0", "bottleneck": "cpu:0", "decoder": "cpu:1", "head": "cpu:1"}
+    placed = placer.compile(model, {**TWO, "layers": decoder}, (x,), run_on="cpu")
+    stepped = _peaks(lambda: placed.step(x, loss_fn=lambda y: y.square().mean()))
+    placed.zero_grad()
+    called = _peaks(lambda: placed(x).square().mean().backward())
+    assert called["cpu:0"] == pytest.approx(stepped["cpu:0"], rel=0.01)
+    assert called["cpu:1"] == pytest.approx(stepped["cpu:1"], rel=0.01)
+
+
+def test_a_part_of_a_larger_gradient_waits_alone() -> None:
+    here, there = (Place(name, torch.device("cpu")) for name in ("cpu:0", "cpu:1"))
+    value = torch.zeros(4, 2)
+    waiting = WaitingGradients(here, value)
+    whole = torch.arange(16.0).reshape(4, 4)
+    ones = torch.ones(4, 2)
+    ledger = Ledger()
+    ledger.add(whole, there)
+    ledger.add(ones, here)
+    with ledger, torch.no_grad():
+        waiting.hold(there, whole[:, 2:])
+        expected = whole[:, 2:].clone() + 1
+        del whole
+        live = dict(ledger.live)
+        found = waiting.add_to(ones)
+    assert live["cpu:1"] == 2 * 4 * 2 * 4  # the part, and ``expected``; not the whole
+    assert found is not None and torch.equal(found, expected)
+    assert not waiting
+
+
+def test_all_that_waits_is_added_up_in_one_tensor() -> None:
+    """Autograd holds the gradient that was at home; what comes second comes piece by piece."""
+    home, *readers = (Place(f"cpu:{i}", torch.device("cpu")) for i in range(3))
+    own, *others = (torch.randn(2**20 + 3, dtype=torch.float64) for _ in range(3))
+    expected = own + sum(others)
+    waiting = WaitingGradients(home, own)
+    ledger = Ledger()
+    ledger.add(own, home)
+    for place, gradient in zip(readers, others, strict=True):
+        ledger.add(gradient, place)
+        waiting.hold(place, gradient)
+    with ledger, torch.no_grad():
+        found = waiting.add_to(own)
+    assert found is not None and torch.allclose(found, expected, rtol=1e-15)
+    assert 2 * own.nbytes < ledger.timeline().peaks()["cpu:0"].nbytes < 2.2 * own.nbytes
+
+
+def test_what_waits_at_home_itself_is_not_written_to() -> None:
+    """Others may read it: the sum is a tensor of its own, and the next is added to that."""
+    home = Place("cpu:0", torch.device("cpu"))
+    own, *others = (torch.full((4, 3), float(i)) for i in range(3))
+    waiting = WaitingGradients(home, own)
+    for gradient in others:
+        waiting.hold(home, gradient)
+    with torch.no_grad():
+        found = waiting.add_to(own)
+    assert found is not None and (found == 3).all()
+    assert [float(x[0, 0]) for x in (own, *others)] == [0, 1, 2]
+
+
+def test_the_three_dimensional_unet_on_two_devices() -> None:
+    """128^3, no recomputation: the skip's gradient is not on the encoder's device at its peak."""
+    with torch.device("meta"):
+        model, x = unet3d(width=32, depth=4), torch.empty(1, 1, 128, 128, 128)
+    spec = {"devices": ["cuda:0", "cuda:1"], "objective": "memory"}
+    report = placer.simulate(model, estimated_plan(model, spec, (x,)), (x,))
+    for device in report.devices:
+        assert device.peak <= 2.21 * 2**30
+        assert device.predicted == pytest.approx(device.peak, rel=0.001)

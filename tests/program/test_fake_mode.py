@@ -1,0 +1,305 @@
+"""`placer.program.fake_mode.FakeMode` gives what torch's own fake tensor mode gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor, FakeTensorMode
+
+from placer._torch import DispatchMode
+from placer.program.fake import FakeWorld
+from placer.program.fake_mode import QUICK_KERNELS, QUICK_OPERATORS, FakeMode, detach_fake
+from placer.program.shapes import SHAPE_RULES
+
+aten = torch.ops.aten
+_X, _ROW = (4, 6, 8), (8,)
+_MEANS = (4, 6, 1)
+_IMAGE, _C, _STRIDE = (2, 4, 6, 7), (4,), ([2, 1], [0, 1], [1, 2])
+CALLS: dict[Any, tuple[Any, ...]] = {
+    aten.view.default: (_X, [24, 8]),
+    aten._unsafe_view.default: (_X, [4, 48]),
+    aten.slice.Tensor: (_X, 1, 1, 5, 2),
+    aten.select.int: (_X, 1, -1),
+    aten.unsqueeze.default: (_X, 1),
+    aten.squeeze.dim: ((4, 1, 8), 1),
+    aten.permute.default: (_X, [2, 0, 1]),
+    aten.transpose.int: (_X, 0, 2),
+    aten.t.default: ((4, 6),),
+    aten.expand.default: ((4, 1, 8), [4, 3, 8]),
+    aten.as_strided.default: ((4, 6), [2, 2], [1, 2], 3),
+    aten.detach.default: ((4, 6),),
+    aten.alias.default: ((4, 6),),
+    aten.unbind.int: (_X, 1),
+    aten.split.Tensor: (_X, 4, 1),
+    aten.split_with_sizes.default: (_X, [1, 3, 2], 1),
+    aten.clone.default: ((4, 6),),
+    aten.bmm.default: ((3, 4, 5), (3, 5, 6)),
+    aten.mm.default: ((4, 5), (5, 6)),
+    aten._softmax.default: ((4, 6), -1, False),
+    aten.add.Tensor: (_X, _X),
+    aten.sub.Tensor: (_X, _X),
+    aten.mul.Tensor: (_X, _X),
+    aten.div.Tensor: (_X, _X),
+    aten.mul.Scalar: (_X, 2),
+    aten.div.Scalar: (_X, 2),
+    aten.neg.default: (_X,),
+    aten.relu.default: (_X,),
+    aten.threshold_backward.default: (_X, _X, 0),
+    aten.gelu.default: (_X,),
+    aten.gelu_backward.default: (_X, _X),
+    aten.silu.default: (_X,),
+    aten.silu_backward.default: (_X, _X),
+    aten.sigmoid.default: (_X,),
+    aten.sigmoid_backward.default: (_X, _X),
+    aten.tanh.default: (_X,),
+    aten.tanh_backward.default: (_X, _X),
+    aten.convolution.default: (_IMAGE, (8, 4, 3, 3), _ROW, *_STRIDE, False, [0, 0], 1),
+    aten.native_batch_norm.default: (_IMAGE, _C, _C, _C, _C, True, 0.1, 1e-5),
+    aten.cudnn_batch_norm_backward.default: (_IMAGE, _IMAGE, *(_C for _ in range(5)), 1e-5, (0,)),
+    aten.addmm.default: (_ROW, (4, 6), (6, 8)),
+    aten.cat.default: ([_X, (4, 1, 8), _X], 1),
+    aten.sum.dim_IntList: (_X, [0, -1], True),
+    aten.slice_backward.default: ((4, 2, 8), [4, 6, 8], 1, 1, 5, 2),
+    aten.select_backward.default: ((4, 8), [4, 6, 8], 1, -1),
+    aten.native_layer_norm.default: (_X, [8], _ROW, _ROW, 1e-5),
+    aten.native_layer_norm_backward.default: (
+        *(_X, _X, [8], _MEANS, _MEANS, _ROW, _ROW),
+        [True, True, True],
+    ),
+    aten._softmax_backward_data.default: (_X, _X, -1, torch.float32),
+}
+# Where a rule has to hold its tongue, or could be wrong: nothing, one row, dimensions of one,
+# broadcasting, other types, parts of an answer.
+CORNERS: list[tuple[Any, tuple[Any, ...]]] = [
+    *((op, ((0, 3), (0, 3))) for op in (aten.add.Tensor, aten.mul.Tensor)),
+    *((op, ((1, 4, 1, 1), (1, 4, 1, 1))) for op in (aten.add.Tensor, aten.gelu_backward.default)),
+    *((op, (_X, _ROW)) for op in (aten.add.Tensor, aten.div.Tensor)),
+    *((op, (_X, 2)) for op in (aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor)),
+    *((op, (_X, 2j)) for op in (aten.add.Tensor, aten.mul.Tensor, aten.mul.Scalar)),
+    (aten.add.Tensor, ((), ())),
+    (aten.add.Tensor, ((), _X)),
+    (aten.addmm.default, ((1,), (1, 6), (6, 1))),
+    (aten.addmm.default, ((4, 8), (4, 6), (6, 8))),
+    (aten.addmm.default, ((1,), (4, 6), (6, 8))),
+    (aten.cat.default, ([(0,), _X], 0)),
+    (aten.cat.default, ([(1, 1), (1, 1)], -1)),
+    (aten.cat.default, ([(4, 2, 3, 3), (4, 1, 3, 3)], -3)),
+    (aten.sum.dim_IntList, (_X, [0, -1])),
+    (aten.sum.dim_IntList, (_X, [])),
+    (aten.sum.dim_IntList, (_X, None, True)),
+    (aten.sum.dim_IntList, ((1, 6, 1), [1], True)),
+    (aten.native_layer_norm.default, (_X, [6, 8], (6, 8), (6, 8), 1e-5)),
+    (aten.native_layer_norm.default, (_X, [8], None, None, 1e-5)),
+    (aten.native_layer_norm.default, ((8,), [8], _ROW, None, 1e-5)),
+    (
+        aten.native_layer_norm_backward.default,
+        (_X, _X, [8], _MEANS, _MEANS, _ROW, _ROW, [True, False, True]),
+    ),
+    (
+        aten.native_layer_norm_backward.default,
+        (_X, _X, [8], _MEANS, _MEANS, None, None, [True, False, False]),
+    ),
+    *(
+        (aten.convolution.default, (x, weight, None, *_STRIDE, transposed, [0, 0], groups))
+        for x, weight, transposed, groups in (
+            (_IMAGE, (8, 4, 3, 3), True, 1),
+            (_IMAGE, (8, 1, 3, 3), False, 4),
+            (_IMAGE, (8, 2, 3, 3), False, 2),
+            (_IMAGE, (8, 4, 1, 1), False, 1),
+            ((2, 1, 6, 7), (8, 1, 3, 3), False, 1),
+            ((1, 4, 6, 7), (1, 4, 3, 3), False, 1),
+            ((2, 4, 1, 1), (8, 4, 1, 1), False, 1),
+            (_IMAGE, (8, 3, 3, 3), False, 1),
+            (_IMAGE, (8, 4, 9, 9), False, 1),
+        )
+    ),
+    (
+        aten.convolution.default,
+        ((2, 4, 5, 6, 7), (8, 4, 3, 3, 3), _ROW, [2] * 3, [1] * 3, [1] * 3, False, [0] * 3, 1),
+    ),
+    (aten.convolution.default, ((2, 4, 9), (8, 4, 3), _ROW, [2], [1], [1], False, [0], 1)),
+    (aten.native_batch_norm.default, (_IMAGE, _C, _C, _C, _C, False, 0.1, 1e-5)),
+    (aten.native_batch_norm.default, (_IMAGE, None, None, None, None, True, 0.1, 1e-5)),
+    (aten.native_batch_norm.default, ((2, 4, 5, 6, 7), _C, _C, _C, _C, True, 0.1, 1e-5)),
+    (aten.native_batch_norm.default, ((9, 4), _C, _C, _C, _C, True, 0.1, 1e-5)),
+    *((op, (_X, (4, 6, 1))) for op in (aten.add.Tensor, aten.mul.Tensor)),
+    *((op, ((4, 1, 8), _X)) for op in (aten.add.Tensor, aten.mul.Tensor)),
+    *((op, ((4, 1, 1), (1, 6, 8))) for op in (aten.add.Tensor, aten.mul.Tensor)),
+    (aten.mul.Tensor, ((4, 1, 8), (1, 1, 8))),
+    (aten.mul.Tensor, ((4, 6), (3, 4, 6))),
+    (aten.slice_backward.default, ((0, 3), [4, 3], 0, 2, 2, 1)),
+]
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return [_described(item) for item in value]
+    if value is None:
+        return None
+    assert isinstance(value, FakeTensor)
+    x, storage = value, value.untyped_storage().nbytes()
+    return x.shape, x.stride(), x.storage_offset(), x.dtype, x.device, storage, x.requires_grad
+
+
+def _made(mode: FakeTensorMode, op: Any, call: tuple[Any, ...], kind: str) -> Any:
+    """What ``op`` makes the second time, of tensors of ``kind``."""
+
+    def make(shape: tuple[int, ...]) -> Tensor:
+        if kind == "transposed" and len(shape) > 1:
+            return torch.empty(shape).mT.clone().mT
+        if kind == "channels last" and len(shape) == 4:
+            return torch.empty(shape).to(memory_format=torch.channels_last)
+        dtype = {"double": torch.float64, "half": torch.float16, "int": torch.int64}.get(kind)
+        return torch.empty(shape, dtype=dtype, requires_grad=kind == "trained")
+
+    def given(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return make(value)
+        is_list = isinstance(value, list) and value and isinstance(value[0], tuple)
+        return [make(shape) for shape in value] if is_list else value
+
+    with mode:
+        arguments = [given(value) for value in call]
+        try:
+            op(*arguments)
+        except RuntimeError as error:
+            return type(error)
+        return op(*arguments)
+
+
+_KINDS = ("trained", "plain", "transposed", "channels last", "double", "half", "int")
+
+
+@pytest.mark.parametrize("op", sorted(CALLS, key=str), ids=str)
+@pytest.mark.parametrize("kind", _KINDS)
+def test_operators_give_the_same(op: Any, kind: str) -> None:
+    call = CALLS[op]
+    if kind == "transposed" and op in (aten.view.default, aten._unsafe_view.default):
+        call = (call[0], [4, 6, 4, 2] if op is aten.view.default else [2, 2, 6, 8])
+    expected = _made(FakeTensorMode(), op, call, kind)
+    assert _described_or_error(_made(FakeMode(), op, call, kind)) == _described_or_error(expected)
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_operators_give_the_same_in_the_corners(kind: str) -> None:
+    for op, call in CORNERS:
+        if kind == "half" and 2j in call:  # torch warns of complex halves
+            continue
+        expected = _described_or_error(_made(FakeTensorMode(), op, call, kind))
+        assert _described_or_error(_made(FakeMode(), op, call, kind)) == expected, (op, call)
+
+
+def _described_or_error(value: Any) -> Any:
+    return value if isinstance(value, type) else _described(value)
+
+
+def test_every_operator_that_is_quick_is_tried() -> None:
+    assert set(CALLS) == QUICK_OPERATORS | QUICK_KERNELS | SHAPE_RULES.keys()
+
+
+def test_what_an_operator_made_is_not_asked_of_torch_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    ask = FakeTensorMode.dispatch
+
+    def dispatch(mode: Any, func: Any, *rest: Any) -> Any:
+        asked.append(func)
+        return ask(mode, func, *rest)
+
+    monkeypatch.setattr(FakeTensorMode, "dispatch", dispatch)
+    for _ in range(2):
+        with FakeMode():
+            x = torch.empty(3, 5, 7, 11)
+            made = nn.functional.interpolate(x, scale_factor=2.0)
+            assert made.untyped_storage().nbytes() == 3 * 5 * 14 * 22 * 4
+            counts = len(asked)
+    assert 0 < len(asked) == counts
+    with FakeMode():
+        x = torch.empty(3, 5, 7, 11)
+        first, second = (nn.functional.interpolate(x, scale_factor=2.0) for _ in range(2))
+        assert first is not second
+        assert first.untyped_storage() is not second.untyped_storage()
+
+
+def test_an_operator_that_writes_gives_what_it_wrote_to() -> None:
+    for _ in range(2):
+        with FakeMode():
+            x = torch.empty(4, 6)
+            version = x._version
+            assert x.add_(1) is x and x._version == version + 1
+            assert torch.add(x, 1, out=x) is x
+
+
+def test_a_tensor_is_not_taken_for_one_of_another_shape_that_it_had() -> None:
+    for _ in range(2):
+        with FakeMode():
+            x = torch.empty(4, 6)
+            assert (x + x).shape == (4, 6)
+            x.resize_(2, 3)
+            assert (x + x).shape == (2, 3)
+            assert torch.empty(0).set_(x).shape == (2, 3)
+            x.unsqueeze_(0)
+            assert (x + x).shape == (1, 2, 3)
+
+
+def test_the_default_type_counts() -> None:
+    with FakeMode():
+        ints = torch.empty(3, dtype=torch.int64)
+        assert (ints / ints).dtype == torch.float32
+        torch.set_default_dtype(torch.float64)
+        try:
+            assert (ints / ints).dtype == torch.float64
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+def test_what_cannot_be_viewed_so_is_an_error() -> None:
+    with FakeMode(), pytest.raises(RuntimeError, match="invalid for input of size"):
+        torch.empty(4, 6).view(5, 5)
+
+
+def test_a_known_value_stays_known() -> None:
+    with FakeMode(allow_non_fake_inputs=True):
+        assert torch.tensor([4])[0].item() == 4
+
+
+class _Heard(DispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[str] = []
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self.operators.append(str(func))
+        return func(*args, **kwargs)
+
+
+def test_no_mode_hears_of_a_fake_tensor_that_is_detached() -> None:
+    with FakeMode(), _Heard() as heard:
+        x = torch.empty(4, 6, requires_grad=True)[1:]
+        heard.operators.clear()
+        detached = detach_fake(x)
+        assert heard.operators == []
+        assert detached.grad_fn is None and not detached.requires_grad
+        assert detached.untyped_storage() is x.untyped_storage()
+        assert (detached.shape, detached.stride()) == (x.shape, x.stride())
+        assert (detached.device, detached.storage_offset()) == (x.device, 6)
+
+
+def test_twins_are_made_without_operators() -> None:
+    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5))
+    model[0].weight.requires_grad_(False)
+    with _Heard() as heard:
+        twin = FakeWorld().module(model)
+    assert not [name for name in heard.operators if "empty" in name or "detach" in name]
+    for name, original in model.named_parameters():
+        copy = twin.get_parameter(name)
+        assert isinstance(copy, nn.Parameter) and isinstance(copy, FakeTensor) and copy.is_leaf
+        assert (copy.shape, copy.stride(), copy.dtype) == (
+            original.shape,
+            original.stride(),
+            original.dtype,
+        )
+        assert copy.requires_grad == original.requires_grad
+    assert twin.get_buffer("1.running_mean").device.type == "cpu"

@@ -1,0 +1,157 @@
+"""What forwards do that a recording must notice: each computes the same when it is placed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import placer
+from placer.program import capture_model
+
+SPEC = {"devices": ["cuda:0", "cuda:1", "cuda:2"], "objective": "memory", "reserve": 0}
+
+
+class Net(nn.Module):
+    """Three layers; ``middle`` is what each case does between the first and the last."""
+
+    def __init__(self, middle: Callable[[Net, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = (nn.Linear(8, 8) for _ in range(3))
+        self.middle = middle
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(self, self.first(x)))
+
+
+def other_parameters(net: Net, x: Tensor) -> Tensor:
+    scaled = {name: value * 1.5 for name, value in net.inner.named_parameters()}
+    return torch.func.functional_call(net.inner, scaled, (x,))
+
+
+def second_try(net: Net, x: Tensor) -> Tensor:
+    try:
+        return net.inner(x[:, :5])
+    except RuntimeError:
+        return net.inner(x)
+
+
+def caught_read(net: Net, x: Tensor) -> Tensor:
+    try:
+        return net.inner(x) if x.sum() > -1e9 else x
+    except Exception:  # a recording that goes this way would be another program
+        return x * 100
+
+
+def seeded(net: Net, x: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        noise = torch.randn_like(x)
+    return net.inner(x + noise) * torch.rand_like(x)
+
+
+def differentiated(net: Net, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        energy = net.inner(x.requires_grad_()).tanh().sum()
+        (slope,) = torch.autograd.grad(energy, x, create_graph=True)
+    return x + slope
+
+
+CASES = {
+    other_parameters: True,
+    second_try: True,
+    caught_read: False,
+    seeded: False,
+    differentiated: False,
+}
+
+
+@pytest.mark.parametrize("middle", CASES, ids=lambda middle: middle.__name__)
+def test_equal_when_placed(middle: Callable[[Net, Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    model = Net(middle).double()
+    x = torch.randn(4, 8, dtype=torch.float64)
+    result = placer.verify(model, SPEC, (x,), run_on="cpu")
+    assert result.ok, result.summary
+    placed = placer.compile(model, SPEC, (x,), run_on="cpu")
+    assert (len(placed.plan.stages) > 1) == CASES[middle]
+    with torch.no_grad():  # also where the forward differentiates
+        torch.manual_seed(1)
+        expected = model(x)
+        torch.manual_seed(1)
+        assert torch.equal(placed(x), expected)
+
+
+class Sequences(nn.Module):
+    def __init__(self, cell: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.core = cell(8, 8, batch_first=True, bidirectional=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(
+            x, lengths, batch_first=True, enforce_sorted=False
+        )
+        result, state = self.core(packed)
+        state = state[0] if isinstance(state, tuple) else state
+        padded, _ = nn.utils.rnn.pad_packed_sequence(result, batch_first=True, total_length=6)
+        return padded + torch.cat([state[0], state[1]], -1)[:, None]
+
+
+class Reader(nn.Module):
+    def __init__(self, cell: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.words = nn.Embedding(11, 8, sparse=True)
+        self.core = Sequences(cell)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, words: Tensor, lengths: Tensor) -> Tensor:
+        return self.head(self.core(self.words(words), lengths))
+
+
+@pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU])
+def test_packed_sequences_and_sparse_gradients(cell: type[nn.RNNBase]) -> None:
+    torch.manual_seed(0)
+    args = torch.randint(11, (4, 6)), torch.tensor([3, 6, 1, 5])
+    model = Reader(cell).double()
+    assert [whole.layer for whole in capture_model(model, args).whole_modules] == ["core"]
+    result = placer.verify(model, SPEC, args, run_on="cpu")
+    assert result.ok, result.summary
+
+
+def sparse(net: Net, x: Tensor) -> Tensor:
+    return torch.sparse.mm(torch.eye(len(x)).to_sparse(), net.inner(x))
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda: Net(sparse), "makes a tensor of layout torch.sparse_coo"),
+        (lambda: nn.Sequential(torch.jit.script(nn.Linear(8, 8))), "0: is TorchScript"),
+    ],
+    ids=["sparse", "script"],
+)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_what_cannot_be_planned_says_so(model: Any, message: str) -> None:
+    with pytest.raises(placer.CaptureError, match=message):
+        placer.make_plan(model(), SPEC, (torch.randn(4, 8),))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ((torch.ones(4, 8), torch.ones(4, 8)), r"write several inputs as one tuple: \(x, y\)"),
+        (({"x": torch.ones(4, 8)},), "pass a dict as kwargs="),
+        ((3,), r"args: is a int, not a tuple of inputs\n  -> write \(x,\)"),
+    ],
+    ids=["two tensors", "a dict", "a number"],
+)
+def test_inputs_given_in_another_form_are_told_how(inputs: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(placer.CaptureError, match=message):
+        placer.make_plan(nn.Linear(8, 8), SPEC, *inputs)
+
+
+def test_one_tensor_stands_for_itself() -> None:
+    assert placer.verify(nn.Linear(8, 8), SPEC, torch.randn(4, 8), run_on="cpu").ok
