@@ -292,7 +292,8 @@ class MicrobatchRun:
         for name, leaf in self._inputs.items():
             waiting = self._gradients.pop((name, 0), None)
             if waiting:
-                torch.autograd.backward(leaf, waiting.add_to(None))
+                with on(self._places[name]):
+                    torch.autograd.backward(leaf, waiting.add_to(None))
 
 
 def _differentiable(value: Any) -> list[tuple[int, torch.Tensor]]:

@@ -142,3 +142,14 @@ def _measured_peak(placed: nn.Module, x: torch.Tensor, target: torch.Tensor) -> 
             live += event.nbytes()
             most = max(most, live)
     return before + most
+
+
+def test_inputs_that_require_gradients_get_them_where_the_caller_has_them() -> None:
+    """Each micro-batch's is a part of the whole gradient, of which autograd makes the rest."""
+    model = nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 6))
+    x = torch.randn(64, 6, requires_grad=True)
+    spec = {"devices": ["cuda:0", "cuda:1"], "layers": {"0": "cuda:0", "2": "cuda:1"}}
+    for microbatches in (1, 2):
+        plan = estimated_plan(model, {**spec, "microbatches": microbatches}, (x,))
+        for device in placer.simulate(model, plan, (x,)).devices:
+            assert device.peak == pytest.approx(device.predicted, rel=0.02)
