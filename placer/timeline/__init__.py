@@ -2,7 +2,8 @@
 
 Bytes: `Timeline` has what a device is given and gives back. A peak is a sweep over it
 (`Timeline.peaks`), and so is what torch's allocator reserves of the driver for it
-(`placer.timeline.allocator`). Seconds: a `Clock` says when each computation and transfer runs, as `Span`s.
+(`placer.timeline.allocator`). Seconds: a `Clock` says when each computation and transfer runs
+(`placer.plan.step_spans` has those of a plan's step).
 """
 
 from placer.timeline.allocator import CachingAllocator, OutOfMemory, Usage, device_usage
