@@ -333,13 +333,13 @@ def _place(chain: Sequence[Sequence[str]], lengths: Iterable[int]) -> Placement:
 
 
 def _parameter_bytes(chain: Sequence[Sequence[str]], costs: CostTable) -> list[int]:
+    """Per group of the chain the bytes of the parameters that it is the first to read."""
     position = {name: i for i, name in enumerate(costs.names)}
-    seen: set[str] = set()
-    found = []
-    for names in chain:
-        tensors = {costs.alias_of[p] for n in names for p in costs.parameters_of[position[n]]}
-        found.append(sum(costs.state_nbytes[t] for t in tensors - seen))
-        seen |= tensors
+    group_of = {position[name]: i for i, names in enumerate(chain) for name in names}
+    found = [0] * len(chain)
+    for tensor in costs.state:
+        if tensor.readers and not tensor.is_buffer:
+            found[min(group_of[node] for node in tensor.readers)] += tensor.nbytes
     return found
 
 

@@ -253,9 +253,7 @@ class Search:
         """
         if not method.sharded:
             return peaks
-        state = 4 * sum(
-            self.case(edge).costs.state_nbytes[p] for p in self.case(edge).costs.trained
-        )
+        state = 4 * self.case(edge).costs.trained_nbytes
         (peak,) = peaks
         return [max(peak - state, 0) + state // devices]
 

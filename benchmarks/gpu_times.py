@@ -117,7 +117,7 @@ def recorded_operations(case: GPUCase) -> tuple[dict[Any, tuple[Operation, ...]]
             precision=case.fields.get("precision", "fp32"),
             kernels="cuda",
         )
-    return found, sum(costs.state_nbytes[name] for name in costs.trained)
+    return found, costs.trained_nbytes
 
 
 def _key(name: str, shapes: Sequence[Sequence[int]]) -> Any:
@@ -324,7 +324,7 @@ def _step(case: Case, rates: Rates) -> float:
     kind = replace(CATALOGUE["h100"], rates=rates)
     found = costs.work.seconds(kind)
     passes = [max(p.device.sum(), p.host.sum()) for p in (found.forward, found.backward)]
-    trained = sum(costs.state_nbytes[name] for name in costs.trained)
+    trained = costs.trained_nbytes
     return float(sum(passes)) + optimizer_seconds(trained, "adam", kind)
 
 

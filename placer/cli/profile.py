@@ -221,7 +221,6 @@ def layer_costs(program: Program, costs: CostTable, depth: int | None) -> dict[s
         parts = program.layer_of[name].split(".")
         homes.append(".".join(parts[:depth]))
     rows: dict[str, dict[str, int]] = {}
-    counted: set[str] = set()
     for i, home in enumerate(homes):
         row = rows.setdefault(home, dict.fromkeys(_COLUMNS, 0))
         node = costs.nodes[i]
@@ -230,11 +229,9 @@ def layer_costs(program: Program, costs: CostTable, depth: int | None) -> dict[s
         row["backward_flops"] += node.backward_flops
         live = max(node.forward_transient, node.backward_transient)
         row["transient"] = max(row["transient"], live)
-        for name in costs.parameters_of[i]:
-            kept = costs.alias_of[name]
-            if kept not in counted:
-                counted.add(kept)
-                row["parameters"] += costs.state_nbytes[kept]
+    for tensor in costs.state:
+        if tensor.readers and not tensor.is_buffer:
+            rows[homes[tensor.readers[0]]]["parameters"] += tensor.nbytes
     for value in costs.values:
         savers = [node for node in value.savers if node < len(homes)]
         if savers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,7 @@ from placer.cost.gradients import backward_needs, pending_gradients
 from placer.cost.record import NodeFailed, Recording, record_run
 from placer.cost.rows import with_fewer_rows
 from placer.cost.storages import RecordedStorage
-from placer.cost.types import CostTable, NodeCost, StoredValue
+from placer.cost.types import CostTable, NodeCost, StateTensor, StoredValue
 from placer.cost.work import Work
 from placer.errors import CaptureError
 from placer.precision import precision_context
@@ -248,10 +249,7 @@ def _table(
     forward = [s for s in recording.storages if not s.backward]
     number = {id(s): i for i, s in enumerate(forward)}
     needs = backward_needs(recording)
-    trained, nbytes, alias = _state(program.model)
     readers, input_readers = _readers(program)
-    buffers = {name for name, _ in program.model.named_buffers(remove_duplicate=False)}
-    state_of = [program.state_of.get(name, ()) for name in program.order]
     return CostTable(
         names=program.order,
         nodes=tuple(
@@ -289,12 +287,8 @@ def _table(
         readers=readers,
         input_readers=input_readers,
         input_nbytes=tuple(t.numel() * t.element_size() for t in inputs),
-        parameters_of=tuple(tuple(n for n in used if n not in buffers) for used in state_of),
-        buffers_of=tuple(tuple(n for n in used if n in buffers) for used in state_of),
-        state_nbytes=nbytes,
-        alias_of=alias,
+        state=_state(program, training=training),
         saving=recording.saving if training else frozenset(),
-        trained=frozenset(n for n in trained if training and trained[n]),
         work=Work(
             program.order,
             [tally.forward for tally in recording.tallies],
@@ -340,10 +334,21 @@ def _parts(stored: RecordedStorage) -> tuple[tuple[int, int], ...]:
     )
 
 
-def _state(model: nn.Module) -> tuple[dict[str, bool], dict[str, int], dict[str, str]]:
-    """Per name of the state: is it trained; its bytes (once per tensor); the name that stands for it."""
-    alias = first_names(model)
-    kept = [(name, tensor) for name, tensor in named_state(model) if alias[name] == name]
-    trained = {n: isinstance(t, nn.Parameter) and t.requires_grad for n, t in kept}
-    nbytes = {n: t.numel() * t.element_size() for n, t in kept}
-    return trained, nbytes, alias
+def _state(program: Program, *, training: bool) -> tuple[StateTensor, ...]:
+    """The parameters and buffers of the model, in its order."""
+    alias = first_names(program.model)
+    readers = defaultdict[str, set[int]](set)
+    for node, name in enumerate(program.order):
+        for used in program.state_of.get(name, ()):
+            readers[alias[used]].add(node)
+    return tuple(
+        StateTensor(
+            name=name,
+            nbytes=tensor.numel() * tensor.element_size(),
+            readers=tuple(sorted(readers[name])),
+            is_buffer=not isinstance(tensor, nn.Parameter),
+            trained=training and isinstance(tensor, nn.Parameter) and tensor.requires_grad,
+        )
+        for name, tensor in named_state(program.model)
+        if alias[name] == name
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from placer.cost.work import Work
@@ -80,6 +79,17 @@ class NodeCost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StateTensor:
+    """A parameter or buffer of the model, once, also where several names stand for it (tied weights)."""
+
+    name: str
+    nbytes: int
+    readers: tuple[int, ...]  # the nodes that read it, by position; ascending
+    is_buffer: bool
+    trained: bool  # it gets a gradient
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CostTable:
     """The costs of all nodes for one micro-batch of one replica; owns no placement.
 
@@ -96,11 +106,12 @@ class CostTable:
     readers: tuple[tuple[int, ...], ...]  # per node: positions of the nodes that read its result
     input_readers: tuple[tuple[int, ...], ...]  # per tensor input of the model
     input_nbytes: tuple[int, ...]
-    parameters_of: tuple[tuple[str, ...], ...]  # per node
-    buffers_of: tuple[tuple[str, ...], ...]
-    state_nbytes: Mapping[str, int]  # parameter or buffer -> bytes (tied names: one of them)
-    alias_of: Mapping[str, str]  # every name of the state -> the name that stands for its tensor
+    state: tuple[StateTensor, ...]
     saving: frozenset[int]  # nodes whose backward needs something saved, be it only a weight
-    trained: frozenset[str]  # parameters that get gradients
     work: Work  # what the nodes run, for their seconds
     keys: tuple[RegionKey | None, ...] = ()  # per node; (): every saved activation is kept
+
+    @property
+    def trained_nbytes(self) -> int:
+        """Bytes of the parameters that get gradients."""
+        return sum(tensor.nbytes for tensor in self.state if tensor.trained)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +30,7 @@ from placer.partition.stage_cost.score import (
     replica_peak_bytes,
     saved_bytes,
     stage_seconds,
+    updating_bytes,
 )
 from placer.partition.stage_cost.tables import IntervalTables
 from placer.partition.types import DeviceSlot, Partition, PlanningOptions
@@ -239,13 +241,12 @@ def _device_peaks(
     """Peak bytes per device, in the first replica and in another one."""
     t = best.tables
     trained_on = _training_devices(best, used)
-    # Bytes during the optimizer's step:
     updating = dict.fromkeys((slot.name for slot in best.slots), 0.0)
     for q, x, y in used:
         name = best.slots[q].name
         optimizer = optimizer_on(options, [name] if options.processes else trained_on)
-        updating[name] += float(t.parameters[x, y] + t.buffers[x, y])
-        updating[name] += float((1 + optimizer.state + optimizer.together) * t.owned[x, y])
+        # One parameter after the other: what that makes is in the peak of a stage.
+        updating[name] += float(updating_bytes(t, replace(optimizer, each=0.0))[x, y])
     peaks = _per_device([(stage, stage.memory.peak) for stage in stages])
     if len(peaks) < len(stages) and may_be_noncontiguous(options, best.slots):
         spans = {

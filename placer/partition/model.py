@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -139,22 +138,18 @@ def state_bytes(model: ModelUnits, costs: CostTable, options: PlanningOptions) -
     copies, static, gradients = np.zeros(count), np.zeros(count), np.zeros(count)
     own: list[list[tuple[int, int]]] = [[] for _ in range(count)]
     state = optimizer_bytes(options.optimizer).state
-    for names_of in (costs.parameters_of, costs.buffers_of):
-        uses: dict[str, list[int]] = defaultdict(list)
-        for node, names in enumerate(names_of):
-            for name in {costs.alias_of[name] for name in names}:
-                uses[name].append(node)
-        for name, nodes in uses.items():
-            units, nbytes = {int(model.unit_of[i]) for i in nodes}, costs.state_nbytes[name]
-            for unit in units:
-                copies[unit] += nbytes
+    for tensor in costs.state:
+        units, nbytes = {int(model.unit_of[i]) for i in tensor.readers}, tensor.nbytes
+        for unit in units:
+            copies[unit] += nbytes
+        if units:
             static[min(units)] += nbytes
-            if options.training and name in costs.trained and len(units) == 1:
-                (unit,) = units
-                static[unit] += state * nbytes
-                copies[unit] += state * nbytes
-                gradients[unit] += nbytes
-                own[unit].append((min(nodes), nbytes))
+        if options.training and tensor.trained and len(units) == 1:
+            (unit,) = units
+            static[unit] += state * nbytes
+            copies[unit] += state * nbytes
+            gradients[unit] += nbytes
+            own[unit].append((tensor.readers[0], nbytes))
     return StateBytes(copies=copies, static=static, gradients=gradients, own=own)
 
 

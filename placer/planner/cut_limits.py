@@ -187,8 +187,8 @@ def _top(program: Program, node: int) -> str:
 def _rough_size(costs: CostTable, members: Sequence[int]) -> int:
     """Parameters, what is saved for the members' backward, and their largest transient."""
     inside = set(members)
-    names = {costs.alias_of[name] for i in members for name in costs.parameters_of[i]}
-    state = sum(costs.state_nbytes[name] for name in names)
+    parameters = (t for t in costs.state if not t.is_buffer and inside.intersection(t.readers))
+    state = sum(tensor.nbytes for tensor in parameters)
     saved = sum(v.nbytes for v in costs.values if inside.intersection(v.savers))
     nodes = [costs.nodes[i] for i in members]
     return 4 * state + saved + max(max(n.forward_transient, n.backward_transient) for n in nodes)

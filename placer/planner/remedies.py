@@ -99,15 +99,16 @@ def find_largest_node(
         precision=spec.precision,
         kernels=likely_kernels(spec),
     )
-    sizes = []
-    for node, cost in enumerate(costs.nodes[: len(costs.names)]):
-        names = {costs.alias_of[name] for name in costs.parameters_of[node]}
-        copies = 2 if spec.training else 1  # with their gradients
-        state = copies * sum(costs.state_nbytes[name] for name in names)
-        needed = max(cost.forward_transient, cost.backward_transient if spec.training else 0)
-        sizes.append((state + needed, -node))
-    nbytes, index = max(sizes)
-    name = costs.names[-index]
+    sizes = [
+        max(cost.forward_transient, cost.backward_transient if spec.training else 0)
+        for cost in costs.nodes[: len(costs.names)]
+    ]
+    for tensor in costs.state:
+        if not tensor.is_buffer:
+            for node in tensor.readers:
+                sizes[node] += tensor.nbytes * (2 if spec.training else 1)  # with its gradient
+    nbytes = max(sizes)
+    name = costs.names[sizes.index(nbytes)]
     return LargestNode(node=name, layer=program.layer_of[name], nbytes=nbytes)
 
 

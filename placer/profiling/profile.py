@@ -120,7 +120,7 @@ def _with_profile(
         )
     )
     rates = dict(base.rates.table)
-    trained = sum(costs.state_nbytes[name] for name in costs.trained)
+    trained = costs.trained_nbytes
     if trained and times.optimizer:
         key = ("optimizer", "float32")
         bandwidth = optimizer_passes("adam") * trained / times.optimizer

@@ -56,12 +56,8 @@ def _costs(draw: random.Random, count: int) -> CostTable:
         readers=((),) * count,
         input_readers=(),
         input_nbytes=(),
-        parameters_of=((),) * count,
-        buffers_of=((),) * count,
-        state_nbytes={},
-        alias_of={},
+        state=(),
         saving=frozenset(node for value in values for node in value.savers),
-        trained=frozenset(),
         work=Work(
             [f"n{i}" for i in range(count)],
             [*([Operation("product", "float32", n, 0, 0)] for n in flops), []],

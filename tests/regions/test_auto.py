@@ -197,7 +197,7 @@ def test_the_choice_is_the_best_of_all(share: float) -> None:
     plain, _ = judge([])
     budget = share * plain
     best = min((seconds for peak, seconds in ways if peak <= budget), default=None)
-    static = float(sum(costs.state_nbytes.values()))
+    static = float(sum(tensor.nbytes for tensor in costs.state))
     limits = StageLimits(static=static, budget=budget, held=1, all_gradients=False)
     stage = PolicySearch(costs, range(n), (), _everywhere(n), {}, kind, all_gradients=False)
     found = choose_stage_policy(stage, [recompute], limits)

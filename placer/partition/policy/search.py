@@ -104,15 +104,13 @@ class PolicySearch:
         for change in pending_gradients(costs, place, add):
             if end <= change.sender:
                 add(change.first, change.last, change.begin, change.until, change.nbytes)
-        uses: dict[str, int] = {}
-        for t, node in enumerate(nodes):
-            for name in costs.parameters_of[node] if node < len(costs.names) else ():
-                uses.setdefault(costs.alias_of[name], t)
-        for name, t in uses.items():
-            if name in costs.trained:
-                steps[0] += costs.state_nbytes[name]
+        at = {node: t for t, node in enumerate(nodes)}
+        for tensor in costs.state:
+            uses = [at[node] for node in tensor.readers if node in at] if tensor.trained else []
+            if uses:
+                steps[0] += tensor.nbytes
                 if not self.all_gradients:
-                    steps[t] -= costs.state_nbytes[name]
+                    steps[min(uses)] -= tensor.nbytes
         return list(accumulate(steps[:-1]))
 
     @cached_property

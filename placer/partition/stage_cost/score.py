@@ -106,7 +106,7 @@ def peak_bytes(
     ``received_from`` are the bytes of the values that it reads from the first, second, … stage. If None,
     all values are assumed to come from the stage with the most pending gradients: an upper bound.
     """
-    static = tables.parameters + tables.buffers + optimizer.state * tables.owned
+    static = state_bytes(tables, optimizer)
     if not training:
         # Results of all micro-batches are kept, and joined in the end.
         before, last = in_flight.microbatches - 1, in_flight.last_share
@@ -140,8 +140,22 @@ def peak_bytes(
                 tables.owned + _running(tables, share) + pending(in_flight.pending_at_forwards)
             )
             peak = np.maximum(peak, waiting(others, share) + forward)
-    step = (1 + optimizer.together) * tables.owned + optimizer.each * tables.updating
-    return static + np.maximum(peak, step)
+    return np.maximum(static + peak, updating_bytes(tables, optimizer))
+
+
+def state_bytes(tables: IntervalTables, optimizer: OptimizerMemory | None = None) -> Table:
+    """Bytes of parameters, buffers and the optimizer's state, which are there all the time.
+
+    No ``optimizer``: those of a replica other than the first.
+    """
+    own = tables.parameters + tables.buffers
+    return own if optimizer is None else own + optimizer.state * tables.owned
+
+
+def updating_bytes(tables: IntervalTables, optimizer: OptimizerMemory) -> Table:
+    """Bytes during the optimizer's step: the state, all gradients, and what the step makes."""
+    made = optimizer.together * tables.owned + optimizer.each * tables.updating
+    return state_bytes(tables, optimizer) + tables.owned + made
 
 
 def saved_bytes(tables: IntervalTables, count: float) -> Table:
@@ -185,7 +199,7 @@ def replica_peak_bytes(
     parameters were copied before the stages ran, so that a micro-batch's parameter gradients accumulate
     in the replica until its backward ends.
     """
-    static = tables.parameters + tables.buffers
+    static = state_bytes(tables)
     if not training:
         return static + tables.forward_live
     pending = partial(_pending_gradients, tables, received_from)

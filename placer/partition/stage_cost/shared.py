@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from placer.cost import CostTable
 from placer.partition.stage_cost.live_through import LiveThrough, Span
-from placer.partition.stage_cost.score import OptimizerMemory
+from placer.partition.stage_cost.score import OptimizerMemory, state_bytes
 from placer.partition.stage_cost.tables import LOSS_NBYTES, IntervalTables
 
 Table = NDArray[np.float64]
@@ -38,10 +38,8 @@ class SharedPeaks:
         nodes: Sequence[int],
         optimizer: OptimizerMemory | None,
     ) -> None:
-        static = tables.parameters + tables.buffers
-        kept = np.zeros_like(static)
-        if optimizer is not None:
-            static, kept = static + optimizer.state * tables.owned, tables.owned
+        static = state_bytes(tables, optimizer)
+        kept = np.zeros_like(static) if optimizer is None else tables.owned
         self._static = static
         self._forward = static + tables.forward_live
         self._optimizer = optimizer

@@ -7,7 +7,7 @@ Building takes O(C * n + users) time and memory for C cuts and n nodes; each que
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -121,7 +121,7 @@ def build_tables(
         + received,
         backward_live_growing=growing,
         backward_live_grown=grown,
-        updating=build.running_max(_updating(costs, state.uses_of, build)),
+        updating=build.running_max(_updating(state.trained_at, build)),
         work=costs.work,
         nodes=np.argsort(place),
         hosted=_by_position(place, [c.host_nbytes for c in costs.nodes]),
@@ -224,34 +224,35 @@ class _State:
     trained: _Rectangles
     owned: _Rectangles
     sent_home: _Rectangles
-    uses_of: Mapping[str, Sequence[int]]  # parameter -> positions of the nodes that read it
+    trained_at: Sequence[
+        tuple[int, int]
+    ]  # of those with gradients the first use and bytes, in order
 
 
 def _state(costs: CostTable, place: NDArray[np.int64], build: _Builder) -> _State:
     parameters, buffers = build.rectangles(), build.rectangles()
     trained, owned, sent_home = build.rectangles(), build.rectangles(), build.rectangles()
-    uses_of = _uses(costs, costs.parameters_of, place)
-    for name, uses in uses_of.items():
-        nbytes = costs.state_nbytes[name]
-        parameters.some(uses, nbytes)
-        if name in costs.trained:
-            trained.some(uses, nbytes)
-            owned.add(0, uses[0], uses[0], nbytes)
+    trained_at: list[tuple[int, int]] = []
+    for tensor in costs.state:
+        uses = _at(place, tensor.readers)
+        held = buffers if tensor.is_buffer else parameters
+        if not uses:  # it is on the first stage
+            held.add(0, 0, 0, tensor.nbytes)
+            continue
+        held.some(uses, tensor.nbytes)
+        if tensor.trained:
+            trained_at.append((uses[0], tensor.nbytes))
+            trained.some(uses, tensor.nbytes)
+            owned.add(0, uses[0], uses[0], tensor.nbytes)
             # A later stage's copy sends its gradient before this stage's backward.
-            sent_home.add(0, uses[0], uses[0], nbytes, until=uses[-1])
-    for name, uses in _uses(costs, costs.buffers_of, place).items():
-        buffers.some(uses, costs.state_nbytes[name])
-    used = {costs.alias_of[x] for group in (*costs.parameters_of, *costs.buffers_of) for x in group}
-    for name, nbytes in costs.state_nbytes.items():
-        if name not in used:  # no node reads it: it is on the first stage
-            (buffers if name not in costs.trained else parameters).add(0, 0, 0, nbytes)
+            sent_home.add(0, uses[0], uses[0], tensor.nbytes, until=uses[-1])
     return _State(
         parameters=parameters,
         buffers=buffers,
         trained=trained,
         owned=owned,
         sent_home=sent_home,
-        uses_of=uses_of,
+        trained_at=trained_at,
     )
 
 
@@ -283,27 +284,14 @@ def _at(place: NDArray[np.int64], nodes: Iterable[int]) -> list[int]:
     return sorted({int(place[i]) for i in nodes})
 
 
-def _uses(
-    costs: CostTable, names_of: Iterable[tuple[str, ...]], place: NDArray[np.int64]
-) -> dict[str, list[int]]:
-    uses: dict[str, set[int]] = {}
-    for node, names in enumerate(names_of):
-        for name in names:
-            uses.setdefault(costs.alias_of[name], set()).add(int(place[node]))
-    return {name: sorted(positions) for name, positions in uses.items()}
-
-
-def _updating(costs: CostTable, uses_of: Mapping[str, Sequence[int]], build: _Builder) -> Table:
+def _updating(trained_at: Iterable[tuple[int, int]], build: _Builder) -> Table:
     """Per start and position the temporary bytes of Adam's loop for a parameter first used there.
 
     A square root and a quotient; the quotient of the parameter before is freed when they are computed.
     """
     table = np.zeros((len(build.starts), build.width))
     before: tuple[int, int] | None = None  # its position and bytes
-    for name, nbytes in costs.state_nbytes.items():
-        if name not in costs.trained or name not in uses_of:
-            continue
-        at = uses_of[name][0]
+    for at, nbytes in trained_at:
         found = [(at, at, 2 * nbytes)]
         if before is not None:
             found.append((min(at, before[0]), max(at, before[0]), 2 * nbytes + before[1]))
