@@ -229,17 +229,6 @@ def compile_unlike_the_others(what: str) -> str:
     return "no error"
 
 
-def compile_out_of_turn() -> str:
-    """The message with which compile fails when the stages go a, b, a."""
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-    layers = {"0": "cpu:0", "1": "cpu:1", "2": "cpu:0"}
-    try:
-        placer.compile(model, make_spec(2, 1, 1, layers=layers), torch.randn(2, 4))
-    except placer.PlacerError as error:
-        return str(error)
-    return "no error"
-
-
 class SkippingChain(nn.Sequential):
     """Four blocks; what the first returns goes to the last as well, past two stages."""
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from placer.plan.types import Plan, StagePlan, Transfer
-from placer.schedule import Action, linearize, make_schedule, merge_backward
+from placer.schedule import Action, linearize, make_schedule, merge_backward, schedule_on
 from placer.timeline import Clock, Span, end_of
 
 
@@ -58,8 +58,8 @@ def lay_out_step(
         moved = _moved(transfers, devices)
         order = _order(
             schedule if training else "GPipe",
+            tuple(map(list(dict.fromkeys(devices)).index, devices)) if processes else None,
             len(stages),
-            len(set(devices)) if processes else None,
             microbatches,
             training,
         )
@@ -75,17 +75,19 @@ def lay_out_step(
 
 @functools.lru_cache(maxsize=64)
 def _order(
-    schedule: str, stages: int, ranks: int | None, microbatches: int, training: bool
+    schedule: str, rank_of: tuple[int, ...] | None, stages: int, microbatches: int, training: bool
 ) -> tuple[Action, ...]:
-    """A replica's actions in the order in which they are launched: by ``ranks`` processes, or one (None)."""
-    if ranks is None and not training:  # micro-batch by micro-batch
+    """A replica's actions in the order in which they are launched; ``rank_of`` None: by one process."""
+    if rank_of is None and not training:  # micro-batch by micro-batch
         return tuple(
             Action(stage_index=stage, kind="F", microbatch_index=microbatch)
             for microbatch in range(microbatches)
             for stage in range(stages)
         )
-    table = make_schedule(schedule, stages, microbatches, num_ranks=ranks)
-    order = linearize(table if ranks is not None else merge_backward(table))
+    if rank_of is None:
+        order = linearize(merge_backward(make_schedule(schedule, stages, microbatches)))
+    else:
+        order = linearize(schedule_on(schedule, rank_of, microbatches))
     return order if training else tuple(action for action in order if action.kind == "F")
 
 

@@ -206,6 +206,12 @@ class Plan:
         return tuple(s.nodes for s in self.stages), tuple(s.regions for s in self.stages)
 
     @property
+    def device_of(self) -> tuple[int, ...]:
+        """Per stage which of a replica's devices it is on, numbered in the order of their first stages."""
+        number: dict[str, int] = {}
+        return tuple(number.setdefault(s.devices[0], len(number)) for s in self.stages)
+
+    @property
     def tightest(self) -> DevicePeak:
         """The device with the least headroom."""
         return min(self.devices, key=lambda device: device.headroom or 0)

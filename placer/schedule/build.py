@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+from placer.schedule.order import linearize
 from placer.schedule.types import Action, Schedule
 
 Maker = Callable[[int, int, int, int], list[Action]]
@@ -36,10 +38,37 @@ def make_schedule(
         name=name,
         num_stages=num_stages,
         num_microbatches=num_microbatches,
+        rank_of=tuple(stage % ranks for stage in range(num_stages)),
         actions=tuple(
             tuple(make(rank, ranks, num_stages, num_microbatches)) for rank in range(ranks)
         ),
     )
+
+
+def schedule_on(name: str, rank_of: Sequence[int], num_microbatches: int) -> Schedule:
+    """The schedule called ``name`` where each stage is on the rank that ``rank_of`` has for it.
+
+    Stages that are dealt out in turn, in rounds of micro-batches that come out even, get the order of
+    the paper. For others there is none: each rank does its actions in the order of the schedule with a
+    rank per stage, as one process does them all. That order keeps every dependency, so no rank waits
+    for itself.
+
+    >>> for actions in schedule_on("1F1B", (0, 1, 0), 2).actions:
+    ...     print(*actions)
+    0F0 2F0 2B0 0F1 2F1 0B0 2B1 0B1
+    1F0 1F1 1B0 1B1
+    """
+    ranks, stages = max(rank_of) + 1, len(rank_of)
+    try:
+        in_turn = make_schedule(name, stages, num_microbatches, num_ranks=ranks)
+    except ValueError:  # they do not come out even
+        in_turn = None
+    if in_turn is not None and in_turn.rank_of == tuple(rank_of):
+        return in_turn
+    whole = make_schedule(name, stages, num_microbatches)
+    order = linearize(whole)
+    actions = (tuple(a for a in order if rank_of[a.stage_index] == rank) for rank in range(ranks))
+    return replace(whole, rank_of=tuple(rank_of), actions=tuple(actions))
 
 
 def _gpipe(rank: int, num_ranks: int, num_stages: int, num_microbatches: int) -> list[Action]:

@@ -48,12 +48,12 @@ class Message:
 def find_messages(
     order: Sequence[Action],
     flows: Callable[[int], Iterable[Flow]],
-    rank_of: Callable[[int], int],
+    rank_of: Sequence[int],
 ) -> tuple[Message, ...]:
     """The messages of a step whose actions run in ``order``, sorted by when they are sent.
 
     ``flows(microbatch_index)`` are the values of a micro-batch, in an order that all ranks agree on;
-    ``rank_of(stage_index)`` is the rank that runs a stage. A value is sent to a rank once, before the
+    ``rank_of`` has the rank of every stage. A value is sent to a rank once, before the
     first of its stages that reads it. Its gradient is sent back once, after the backward (or the
     first half of it) of the last of them. Linear in actions and flows.
     """
@@ -65,7 +65,7 @@ def find_messages(
     found = []
     for microbatch in dict.fromkeys(action.microbatch_index for action in order):
         for flow in flows(microbatch):
-            maker = rank_of(flow.maker)
+            maker = rank_of[flow.maker]
             for rank, readers in _by_rank(flow.readers, rank_of).items():
                 if rank == maker:
                     continue
@@ -100,8 +100,8 @@ def find_messages(
     return tuple(sorted(found, key=lambda message: message.sent_after))
 
 
-def _by_rank(stages: Iterable[int], rank_of: Callable[[int], int]) -> Mapping[int, list[int]]:
+def _by_rank(stages: Iterable[int], rank_of: Sequence[int]) -> Mapping[int, list[int]]:
     found: dict[int, list[int]] = {}
     for stage in stages:
-        found.setdefault(rank_of(stage), []).append(stage)
+        found.setdefault(rank_of[stage], []).append(stage)
     return found

@@ -46,8 +46,9 @@ def linearize(schedule: Schedule) -> tuple[Action, ...]:
         done.add(_key(action))
         order.append(action)
         # Only this rank and those of the neighbouring stages can have waited for the action.
-        for stage in (action.stage_index - 1, action.stage_index, action.stage_index + 1):
-            queue_if_ready(stage % ranks)
+        at = action.stage_index
+        for neighbour in schedule.rank_of[max(0, at - 1) : at + 2]:
+            queue_if_ready(neighbour)
     assert len(order) == sum(map(len, schedule.actions)), "the schedule waits for itself"
     return tuple(order)
 
@@ -78,7 +79,7 @@ def bubble(schedule: Schedule) -> float:
     """
     clock, ends = Clock(), dict[tuple[int, str, int], float]()
     for action in linearize(schedule):
-        rank = str(action.stage_index % len(schedule.actions))
+        rank = str(schedule.rank_of[action.stage_index])
         seconds = 2 if action.kind == "B" else 1
         after = [ends[key] for key in _needs(action, schedule)]
         ends[_key(action)] = clock.run("compute", str(action), [rank], seconds, after=after)

@@ -28,11 +28,11 @@ class Action:
 class Schedule:
     """What every rank does, in order; without times and devices.
 
-    ``actions[rank]`` are the actions of that rank. It runs the stages ``s`` with
-    ``s % num_ranks == rank``: one, or several where stages are interleaved.
+    ``rank_of`` has the rank of each stage, and ``actions[rank]`` are the actions of its stages.
     """
 
     name: str
     num_stages: int
     num_microbatches: int
+    rank_of: tuple[int, ...]
     actions: tuple[tuple[Action, ...], ...]

@@ -68,14 +68,11 @@ class Planner:
         self._runs: list[tuple[Plan, _DryRun]] = []
 
     def __call__(self, spec: PlacementSpec) -> Plan:
-        """As `placer.planner.build.PlanMaker` says.
-
-        Raises ``PlacerError`` when the stages cannot be dealt out to ranks in turn.
-        """
+        """As `placer.planner.build.PlanMaker` says."""
         return self._plan(spec)
 
     def try_out(self, spec: PlacementSpec) -> Plan:
-        """As `placer.planner.build.PlanMaker` says; raises as a call does."""
+        """As `placer.planner.build.PlanMaker` says."""
         return self._plan(spec, enough=_CLEAR_SHARE, second_look=False)
 
     def guess(self, spec: PlacementSpec) -> Plan:

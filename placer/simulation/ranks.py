@@ -145,7 +145,7 @@ def _simulate_rank(
     world = FakeWorld()
     fake_model = world.module(program.model)
     leaves = [world.tensor(tensor) for tensor in inputs]
-    ownership = find_ownership(fake_model, staged, assignment.num_devices)
+    ownership = find_ownership(fake_model, staged, assignment.device_of)
     finder = CrossingFinder(program.model, plan, staged, _CPU)
     attribution = Attribution(staged.stages, program.layer_of)
     ledger = RankLedger(attribution.where, kernels=lambda _: device_type(name))
@@ -191,7 +191,7 @@ def _pipeline(
         schedule=plan.schedule,
         microbatches=plan.microbatches,
         rank=assignment.device_index,
-        num_ranks=assignment.num_devices,
+        rank_of=assignment.device_of,
         channel=NoChannel(),
     )
 

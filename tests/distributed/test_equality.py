@@ -62,6 +62,28 @@ def test_what_splitting_gets_wrong_easily(job_of: Callable[[int], Job], name: st
     check(job_of, name, (2, 2), SCHEDULES)
 
 
+@pytest.mark.parametrize(
+    ("layers", "stages"),
+    [
+        ({"**": "cpu:0", "bottleneck": "cpu:1"}, [(0, 2), (1,)]),
+        ({"**": "cpu:0", "pool": "cpu:1", "bottleneck": "cpu:1", "head": "cpu:1"}, None),
+    ],
+    ids=["a U-Net's bottleneck elsewhere", "back and forth"],
+)
+def test_a_device_may_have_any_stages(
+    job_of: Callable[[int], Job], layers: dict[str, str], stages: list[tuple[int, ...]] | None
+) -> None:
+    """Stages that are not dealt out in turn, under every schedule; the skips stay on their device."""
+    model, args, kwargs = cases.make_case("3D U-Net", 8)
+    spec = cases.make_spec(2, 1, 4, layers=layers)
+    plan = placer.make_plan(model, spec, args, kwargs, processes=True)
+    found = job_of(2).run(cases.check_equality, "3D U-Net", plan, SCHEDULES, (8, 5, 3))
+    if stages is not None:
+        assert [rank["stages"] for rank in found] == stages
+    assert sum(len(rank["stages"]) for rank in found) == len(plan.stages) > 2
+    assert {name for rank in found for name in rank["names"]} == set(model.state_dict())
+
+
 def test_a_replica_without_rows_has_the_buffers_and_gradients_of_the_others(
     job_of: Callable[[int], Job],
 ) -> None:

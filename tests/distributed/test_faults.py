@@ -210,13 +210,6 @@ def test_other_launchers_than_torchrun_make_a_job_too(monkeypatch: pytest.Monkey
     assert find_job() is None
 
 
-def test_stages_that_cannot_be_dealt_out_are_refused(
-    job_of: Callable[[int], Job],
-) -> None:
-    messages = job_of(2).run(cases.compile_out_of_turn)
-    assert all("3 stages cannot be dealt out evenly to 2 devices" in m for m in messages)
-
-
 @pytest.mark.parametrize(
     ("stages", "replicas", "schedule", "frozen"), [(2, 1, "1F1B", True), (1, 2, "GPipe", False)]
 )

@@ -32,7 +32,7 @@ def test_a_module_under_two_paths_keeps_what_is_called_by_one_of_them() -> None:
     )
     program = capture_model(model, (x,))
     staged = emit_stages(program, *placer.make_plan(model, spec, x).parts)
-    ownership = find_ownership(model, staged, 2)
+    ownership = find_ownership(model, staged, (0, 1))
     parts = [build_part(model, staged, ownership, i, torch.device("cpu")) for i in (0, 1)]
     assert [name for name, _ in parts[0].first.named_children()] == ["0", "1", "2"]
     assert parts[0].blocks[0] is parts[0].first

@@ -104,8 +104,9 @@ def crossings(*, may_lack: bool) -> Crossings:
 def test_ranks_bring_each_other_what_they_need(schedule: str, ranks: int) -> None:
     count = 4
     known = crossings(may_lack=True)
-    order = linearize(make_schedule(schedule, STAGES, count, num_ranks=ranks))
-    messages = find_messages(order, lambda _: known.flows, lambda s: s % ranks)
+    table = make_schedule(schedule, STAGES, count, num_ranks=ranks)
+    order, rank_of = linearize(table), table.rank_of
+    messages = find_messages(order, lambda _: known.flows, rank_of)
     channels = StrictChannels()
     runs = [{m: Numbers(m) for m in range(count)} for _ in range(ranks)]
     errors: list[BaseException] = []
@@ -115,7 +116,7 @@ def test_ranks_bring_each_other_what_they_need(schedule: str, ranks: int) -> Non
             messages,
             dict.fromkeys(range(count), known),
             order,
-            lambda s: s % ranks,
+            rank_of,
             rank=rank,
             place=Place("here", torch.device("cpu")),
             channel=channels.of(rank),

@@ -25,12 +25,21 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankAssignment:
-    """What one rank runs of a plan: ``num_devices`` devices per replica, stages dealt out in turn."""
+    """What one rank runs of a plan; ``device_of`` has each stage's device, numbered in its replica."""
 
     replica_index: int
     device_index: int
-    num_devices: int
-    stage_indices: tuple[int, ...]
+    device_of: tuple[int, ...]
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices a replica has."""
+        return max(self.device_of) + 1
+
+    @property
+    def stage_indices(self) -> tuple[int, ...]:
+        """The stages that this rank runs."""
+        return tuple(s for s, device in enumerate(self.device_of) if device == self.device_index)
 
     @property
     def rank(self) -> int:
@@ -66,7 +75,7 @@ def assign_rank(plan: Plan, job: Job) -> RankAssignment:
 
     >>> from placer.plan.types import Plan  # rank r * P + p is device p of replica r
     """
-    num_devices = len(dict.fromkeys(stage.devices[0] for stage in plan.stages))
+    num_devices = max(plan.device_of) + 1
     needed = plan.replicas * num_devices
     if job.world_size != needed:
         raise PlacerError(
@@ -77,27 +86,10 @@ def assign_rank(plan: Plan, job: Job) -> RankAssignment:
             "devices and replicas of the spec",
         )
     replica_index, device_index = divmod(job.rank, num_devices)
-    columns = list(dict.fromkeys(stage.devices[0] for stage in plan.stages))
-    for stage in plan.stages:
-        if columns.index(stage.devices[0]) != stage.index % num_devices:
-            raise PlacerError(
-                f"stage {stage.index}",
-                f"is on {stage.devices[0]}; with several stages per device, one process per device "
-                f"runs stage s on device s % {num_devices}",
-                "plan for it (processes=True, placer plan --processes), or give the devices their "
-                "stages in turn",
-            )
-    if len(plan.stages) % num_devices:
-        raise PlacerError(
-            "stages",
-            f"{len(plan.stages)} stages cannot be dealt out evenly to {num_devices} devices",
-            "give every device the same number of stages",
-        )
     return RankAssignment(
         replica_index=replica_index,
         device_index=device_index,
-        num_devices=num_devices,
-        stage_indices=tuple(range(device_index, len(plan.stages), num_devices)),
+        device_of=plan.device_of,
     )
 
 

@@ -59,7 +59,7 @@ def launch(
     own = plan.stages[assignment.stage_indices[0]].devices[assignment.replica_index]
     prepare_allocator(plan, [Place(own, device)])
     staged = emit_stages(program, *plan.parts)
-    ownership = find_ownership(model, staged, assignment.num_devices)
+    ownership = find_ownership(model, staged, assignment.device_of)
     build = partial(
         build_part,
         model,

@@ -113,7 +113,7 @@ class DistributedModule(PartialModule):
             schedule=plan.schedule,
             microbatches=plan.microbatches,
             rank=assignment.device_index,
-            num_ranks=assignment.num_devices,
+            rank_of=assignment.device_of,
             channel=GroupChannel(self._groups.pp),
         )
         self._placeholder = nn.Parameter(torch.empty(0, device=device))
@@ -187,7 +187,7 @@ class DistributedModule(PartialModule):
     @property
     def _last_device(self) -> int:
         """Which device of a replica has the last stage."""
-        return (len(self._staged.stages) - 1) % self.assignment.num_devices
+        return self.assignment.device_of[-1]
 
     def _run(self, programs: Programs, leaves: list[Tensor]) -> Any:
         """The whole batch in, the whole result out."""

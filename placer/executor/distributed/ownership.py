@@ -22,30 +22,33 @@ class Ownership:
     first of its names; the first device of the tuple owns it.
     """
 
+    device_of: tuple[int, ...]  # per stage its device in the replica
     names: tuple[tuple[str, ...], ...]  # per device of the replica: the names it has, in order
     first_name: Mapping[str, str]  # any name -> the first of that tensor's names
     holders: Mapping[str, tuple[int, ...]]  # first name -> devices that have it, the owner first
 
 
-def find_ownership(model: nn.Module, staged: StagedModel, num_devices: int) -> Ownership:
-    """Who holds what, when stage ``s`` is on device ``s % num_devices``.
+def find_ownership(model: nn.Module, staged: StagedModel, device_of: tuple[int, ...]) -> Ownership:
+    """Who holds what, where ``device_of`` has for each stage its device in the replica.
 
     A device has the names that its stages read; names that no stage reads go to their owner.
     """
     first_name = first_names(model)
     read = {name for stage in staged.stages for name in stage.state}
-    have: list[set[str]] = [set() for _ in range(num_devices)]
+    devices = range(max(device_of) + 1)
+    have: list[set[str]] = [set() for _ in devices]
     for stage in staged.stages:
-        have[stage.index % num_devices].update(stage.state)
+        have[device_of[stage.index]].update(stage.state)
     for name, owner in staged.state_stage.items():
         if name not in read:
-            have[owner % num_devices].add(name)
+            have[device_of[owner]].add(name)
     holders: dict[str, tuple[int, ...]] = {}
     for name, first in first_name.items():
-        owner = staged.state_stage[name] % num_devices
-        others = [d for d in range(num_devices) if name in have[d]]
+        owner = device_of[staged.state_stage[name]]
+        others = [d for d in devices if name in have[d]]
         holders[first] = tuple(dict.fromkeys((*holders.get(first, (owner,)), *others)))
     return Ownership(
+        device_of=device_of,
         names=tuple(tuple(name for name in first_name if name in own) for own in have),
         first_name=first_name,
         holders=holders,
@@ -71,8 +74,7 @@ def build_part(
     only = {ownership.first_name[name] for name in names}
     part = materialize(model, homes, weights=weights, initialize=initialize, only=only)
     _drop_tensors(part, set(names))
-    num_devices = len(ownership.names)
-    stages = [s for s in staged.stages if s.index % num_devices == device_index]
+    stages = [s for s in staged.stages if ownership.device_of[s.index] == device_index]
     called = {path for stage in stages for path in stage.modules}
     owners = {name.rpartition(".")[0] for name in names}
     _drop_modules(part, called, called | owners)

@@ -14,7 +14,7 @@ from placer.executor.distributed.transport import Channel, Messages, compare_ten
 from placer.executor.execute import MicrobatchRun, PlacedMicrobatch, run_schedule
 from placer.executor.replica import Replica
 from placer.program import unflatten_output
-from placer.schedule import Action, Message, find_messages, linearize, make_schedule
+from placer.schedule import Action, Message, find_messages, linearize, schedule_on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class Results:
 class Pipeline:
     """This rank's stages under one schedule. Every rank of a replica has one; all are called alike.
 
-    ``part`` has the rank's modules. Stage ``s`` is run by rank ``s % num_ranks`` of the replica.
+    ``part`` has the rank's modules, ``rank_of`` for each stage which rank of the replica runs it.
     """
 
     def __init__(
@@ -58,19 +58,17 @@ class Pipeline:
         schedule: str,
         microbatches: int,
         rank: int,
-        num_ranks: int,
+        rank_of: Sequence[int],
         channel: Channel,
     ) -> None:
         self._replica = replica
         self._part = part
         self._rank = rank
-        self._num_ranks = num_ranks
+        self._rank_of = tuple(rank_of)
         self._channel = channel
-        stages = len(replica.staged.stages)
-        table = make_schedule(schedule, stages, microbatches, num_ranks=num_ranks)
-        forward_only = make_schedule("GPipe", stages, microbatches, num_ranks=num_ranks)
-        self._order = linearize(table)
-        self._order_of_inference = [a for a in linearize(forward_only) if a.kind == "F"]
+        forward_only = linearize(schedule_on("GPipe", rank_of, microbatches))
+        self._order = linearize(schedule_on(schedule, rank_of, microbatches))
+        self._order_of_inference = [a for a in forward_only if a.kind == "F"]
         self._known: dict[Any, tuple[list[Crossings], list[Action], tuple[Message, ...]]] = {}
 
     def run(
@@ -110,7 +108,7 @@ class Pipeline:
         order, messages = self._plan(microbatches, training=loss_of is not None)
         run_schedule(
             {index: self._placed(given) for index, given in enumerate(microbatches)},
-            [action for action in order if self._rank_of(action.stage_index) == self._rank],
+            [action for action in order if self._rank_of[action.stage_index] == self._rank],
             finish,
             transport=Messages(
                 messages,
@@ -124,9 +122,6 @@ class Pipeline:
             explain=explain,
         )
         return results
-
-    def _rank_of(self, stage_index: int) -> int:
-        return stage_index % self._num_ranks
 
     def _plan(
         self, microbatches: Sequence[Microbatch], *, training: bool

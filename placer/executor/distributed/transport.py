@@ -108,7 +108,7 @@ class Messages:
         messages: Sequence[Message],
         crossings: Mapping[int, Crossings],
         order: Sequence[Action],
-        rank_of: Callable[[int], int],
+        rank_of: Sequence[int],
         *,
         rank: int,
         place: Place,
@@ -122,7 +122,7 @@ class Messages:
         # Of a rank that sends something itself, that tells how far it has come.
         self._answering = {message.sender for message in messages if message.receiver == rank}
         self._at = {action: position for position, action in enumerate(order)}
-        own = [action for action in order if rank_of(action.stage_index) == rank]
+        own = [action for action in order if rank_of[action.stage_index] == rank]
         # When this rank does an action, it is ready for what the next one needs.
         self._next = {a: self._at[b] for a, b in itertools.pairwise(own)}
         self._peers: dict[int, _Peer] = {}
@@ -249,7 +249,7 @@ class Messages:
         return {
             position: spec
             for position, spec in value.tensors.items()
-            if any(self._rank_of(r) == message.sender for r in value.gradient_readers[position])
+            if any(self._rank_of[r] == message.sender for r in value.gradient_readers[position])
         }
 
     def _says_what_is_there(self, message: Message) -> bool:
