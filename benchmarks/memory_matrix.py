@@ -72,7 +72,7 @@ WAYS: dict[str, dict[str, list[str]]] = {
     "offloaded": {"offload": ["*"]},
     "recomputed and offloaded": {"checkpoint": ["*"], "offload": ["*"]},
 }
-_MODES = (
+MODES = (
     *(
         (training, precision, "kept")
         for training in (True, False)
@@ -91,16 +91,28 @@ def _video(build: Callable[..., nn.Module]) -> Case:
     return build(num_classes=4), (torch.randn(4, 3, 8, 32, 32),), {}
 
 
-def differences(case: Case, *, training: bool, precision: str, way: str = "kept") -> list[float]:
-    """Simulated / predicted - 1 of every stage of every cell."""
+def cells_of(way: str) -> list[tuple[int, int, int]]:
+    """The cells of a model in one mode: their numbers, stages and micro-batches."""
+    counts = (1, 2, 3, 4)
+    cells = itertools.product(counts, counts if way == "kept" else (1, 2))
+    return [(number, *cell) for number, cell in enumerate(cells)]
+
+
+def differences(
+    case: Case,
+    *,
+    training: bool,
+    precision: str,
+    way: str = "kept",
+    cells: Sequence[tuple[int, int, int]] = (),
+) -> list[float]:
+    """Simulated / predicted - 1 of every stage of ``cells``, all of `cells_of` if none are given."""
     model, args, kwargs = case
     model.train(training)
     program = capture_model(model, args, kwargs)
     inputs = flatten_call(program.call, args, kwargs)
     found: list[float] = []
-    counts = (1, 2, 3, 4)
-    cells = itertools.product(counts, counts if way == "kept" else (1, 2))
-    for number, (stages, microbatches) in enumerate(cells):
+    for number, stages, microbatches in cells or cells_of(way):
         spec = load_spec(
             {
                 "devices": [f"cuda:{i}" for i in range(stages)],
@@ -124,7 +136,7 @@ def rows(names: Collection[str]) -> Iterator[list[object]]:
     for name, build in MODELS.items():
         torch.manual_seed(0)
         case = build()
-        for training, precision, way in _MODES:
+        for training, precision, way in MODES:
             key = f"{name}, {'training' if training else 'inference'}, {precision}, {way}"
             if name in names or key not in known:
                 found = differences(case, training=training, precision=precision, way=way)

@@ -16,7 +16,14 @@ Output = Annotated[
 Page = Annotated[
     Path | None, typer.Option("--html", metavar="PAGE", help="Write the plan as a page here.")
 ]
-
+Trace = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace",
+        metavar="TRACE",
+        help="Write when everything in a step runs, for ui.perfetto.dev.",
+    ),
+]
 Explain = Annotated[
     bool, typer.Option("--explain", help="Say for every boundary why the stage ends there.")
 ]
@@ -30,6 +37,7 @@ def plan(
     spec: Spec,
     output: Output = None,
     html: Page = None,
+    trace: Trace = None,
     explain: Explain = False,
     processes: Processes = False,
     profile: Profile = None,
@@ -41,13 +49,13 @@ def plan(
 
     wanted = load_spec(spec)
     subject.check()
-    check_writable(output, html)
+    check_writable(output, html, trace)
     console = people(as_json=as_json)
     with progress(console, "importing torch and the model"):
         from placer.cli.fit import report_misfit
         from placer.cli.measured import with_kind_file
         from placer.plan.store import plan_to_json, save_plan
-        from placer.report import plan_table, write_html
+        from placer.report import plan_table, write_html, write_trace
         from placer.simulation.judge import plan_maker
 
         wanted = with_kind_file(wanted, profile)
@@ -66,6 +74,9 @@ def plan(
     if html is not None:
         write_html(made, html)
         console.print(f"page written to {html}")
+    if trace is not None:
+        write_trace(made, trace)
+        console.print(f"trace written to {trace}")
     if as_json:
         print_json(plan_to_json(made))
     if not made.fits:

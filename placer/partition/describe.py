@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from placer.cost import CostTable
+from placer.cost import CostTable, device_type
 from placer.partition.candidate import (
     Candidate,
     boundary_alternatives,
@@ -18,23 +18,26 @@ from placer.partition.candidate import (
     optimizer_on,
     peak_share,
     reference_bytes,
+    seconds_on,
 )
 from placer.partition.noncontiguous import NoncontiguousChains, device_peaks, may_be_noncontiguous
 from placer.partition.stage_cost.score import (
     OptimizerMemory,
+    launch_seconds,
     optimizer_seconds,
     peak_bytes,
     replica_peak_bytes,
     saved_bytes,
     stage_seconds,
-    transfer_seconds,
 )
 from placer.partition.stage_cost.tables import IntervalTables
 from placer.partition.types import DeviceSlot, Partition, PlanningOptions
-from placer.plan.types import Boundary, Optimality, StageMemory, StagePlan
+from placer.plan.step_spans import lay_out_step
+from placer.plan.types import Boundary, Optimality, StageMemory, StagePlan, Transfer
 from placer.program import Program
 from placer.regions import find_regions
 from placer.schedule import InFlight
+from placer.timeline import end_of
 
 SLOWEST_SECONDS = "seconds of the slowest stage"
 TOTAL_SECONDS = "seconds of all stages"
@@ -72,17 +75,26 @@ def describe_partition(
     fits = all(
         slot.budget is None or peaks[slot.name] + slot.reserve <= slot.budget for slot in slots
     )
-    moved = _transfer_seconds(best, used, options)
-    loads = [s.forward_seconds + s.backward_seconds + m for s, m in zip(stages, moved, strict=True)]
-    busy = dict.fromkeys(peaks, 0.0)
-    for slot, load in zip(slots, loads, strict=True):
-        busy[slot.name] += load
-    seconds = max(busy.values()) * (options.microbatches - 1) + sum(loads)
-    if not options.processes:
-        seconds = max(seconds, options.microbatches * _host_seconds(best, used, options))
+    transfers = _find_transfers(program, costs, stages, slots)
     optimizer = _optimizer_seconds(best, used, options)
+    step = lay_out_step(
+        stages,
+        transfers,
+        schedule=options.schedule,
+        microbatches=options.microbatches,
+        training=options.training,
+        processes=options.processes,
+        optimizer_seconds=optimizer,
+    )
+    loads = [
+        float(seconds_on(best.tables, slot, options)[x, y])
+        for slot, (_, x, y) in zip(slots, used, strict=True)
+    ]
     criterion = _criterion(best, options)
     if criterion != TOTAL_SECONDS:
+        busy = dict.fromkeys(peaks, 0.0)
+        for slot, load in zip(slots, loads, strict=True):
+            busy[slot.name] += load
         loads = [busy[slot.name] for slot in slots]
     measured = [
         _measure(criterion, slot, peaks[slot.name], load, best)
@@ -95,7 +107,8 @@ def describe_partition(
         peaks=peaks,
         replica_peaks=replica_peaks,
         fits=fits,
-        seconds=seconds + optimizer,
+        transfers=transfers,
+        seconds=end_of(step),
         optimizer_seconds=optimizer,
         optimality=Optimality(
             criterion=criterion,
@@ -125,6 +138,9 @@ def _stages(
         received = received_from[index, :index].tolist()
         peaks = peak_bytes(t, count, optimizer, training=options.training, received_from=received)
         forward, backward = stage_seconds(t, slot.kind, own_host=options.processes)
+        launching = launch_seconds(t, slot.kind)
+        if device_type(slot.name) == "cpu":  # what a CPU runs, the process runs
+            launching = forward, backward
         inside = best.nodes[t.cuts[x] : t.cuts[y + 1]]  # the order that its peak is of
         names = tuple(program.order[i] for i in inside)
         layers = dict.fromkeys(program.layer_of[name] for name in names)
@@ -141,42 +157,31 @@ def _stages(
                 reserve=slot.reserve,
                 forward_seconds=float(forward[x, y]),
                 backward_seconds=float(backward[x, y]) if options.training else 0.0,
+                forward_launch_seconds=float(launching[0][x, y]),
+                backward_launch_seconds=float(launching[1][x, y]) if options.training else 0.0,
                 regions=find_regions(names, key_of),
             )
         )
     return stages
 
 
-def _transfer_seconds(
-    best: Candidate, used: Sequence[_Used], options: PlanningOptions
-) -> list[float]:
-    """Per stage the seconds that values take to cross its boundaries."""
-    moved = [
-        (transfer_seconds(best.tables, best.slots[q].kind, training=options.training), x, y)
-        for q, x, y in used
-    ]
-    return [float(seconds[x, y]) for seconds, x, y in moved]
-
-
-def _host_seconds(best: Candidate, used: Sequence[_Used], options: PlanningOptions) -> float:
-    """Seconds of a micro-batch as one process launches all of it, for all devices.
-
-    On a single device every pass takes the longer of device and host.
-    """
-    t = best.tables
-    hosts, devices = np.zeros(2), np.zeros(2)
-    for q, x, y in used:
-        kind = best.slots[q].kind
-        seconds = t.work.seconds(kind)
-        end = t.cuts[y + 1] if y + 2 < len(t.cuts) else None  # the last stage has the loss
-        span = slice(t.cuts[x], end)
-        moved = t.hosted[span].sum() / kind.host_bandwidth
-        passes = (seconds.forward, seconds.backward)
-        for i, part in enumerate(passes[: 1 + options.training]):
-            hosts[i] += part.host[t.nodes[span]].sum()
-            devices[i] += part.device[t.nodes[span]].sum() + moved
-    single = len({best.slots[q].name for q, _, _ in used}) == 1
-    return float((np.maximum(hosts, devices) if single else hosts).sum())
+def _find_transfers(
+    program: Program, costs: CostTable, stages: Sequence[StagePlan], slots: Sequence[DeviceSlot]
+) -> tuple[Transfer, ...]:
+    stage_of = {name: s for s, stage in enumerate(stages) for name in stage.nodes}
+    last = len(stages) - 1
+    found = []
+    for node, readers in enumerate(costs.readers):
+        name, nbytes = program.order[node], costs.nodes[node].output_nbytes
+        source = stage_of[name]
+        targets = {stage_of[program.order[r]] if r < len(program.order) else last for r in readers}
+        for target in sorted(targets - {source}):
+            bandwidth = min(slots[s].kind.link_bandwidth for s in (source, target))
+            seconds = nbytes / bandwidth if slots[source].name != slots[target].name else 0.0
+            found.append(
+                Transfer(value=name, source=source, target=target, nbytes=nbytes, seconds=seconds)
+            )
+    return tuple(found)
 
 
 def _optimizer_seconds(best: Candidate, used: Sequence[_Used], options: PlanningOptions) -> float:

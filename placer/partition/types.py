@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from placer.catalogue import DeviceKind
-from placer.plan.types import Boundary, Optimality, StagePlan
+from placer.plan.types import Boundary, Optimality, StagePlan, Transfer
 from placer.spec.fields import AllocatorName
 
 
@@ -52,6 +52,7 @@ class Partition:
     # The same for the devices that have its stages in other replicas.
     replica_peaks: Mapping[str, int]
     fits: bool
+    transfers: tuple[Transfer, ...]
     seconds: float  # a step, estimated
     optimizer_seconds: float  # of these, the optimizer's
     optimality: Optimality

@@ -56,6 +56,9 @@ class StagePlan:
     reserve: Bytes  # what is kept free of it
     forward_seconds: Seconds
     backward_seconds: Seconds
+    # Seconds that a process is busy with a pass: on a GPU with launching it, on a CPU with running it.
+    forward_launch_seconds: Seconds = 0.0
+    backward_launch_seconds: Seconds = 0.0
     regions: tuple[Region, ...] = ()  # in the order of nodes; they do not overlap
 
     def __repr__(self) -> str:
@@ -72,6 +75,7 @@ class Transfer:
     source: Annotated[Index, Field(alias="from")]  # stage index
     target: Annotated[Index, Field(alias="to")]  # stage index
     nbytes: Annotated[Bytes, Field(alias="bytes")]  # of one micro-batch
+    seconds: Seconds = 0.0  # on the slower of the two devices' links
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from placer.cost import CostTable
 from placer.partition import Partition, PlanningOptions
-from placer.plan.types import DevicePeak, Optimality, Plan, Transfer
+from placer.plan.types import DevicePeak, Optimality, Plan
 from placer.planner.activation_policy import PolicyChoice
 from placer.planner.notes import placement_notes
 from placer.program import Program
@@ -47,7 +46,7 @@ def assemble_plan(
             for stage, slot in zip(partition.stages, partition.slots, strict=True)
         ),
         devices=peaks,
-        transfers=_transfers(program, costs, partition),
+        transfers=partition.transfers,
         checkpoint=_labels(costs.keys, "recompute"),
         offload=_labels(costs.keys, "offload"),
         notes=(
@@ -121,20 +120,3 @@ def _device_peaks(
                 )
             )
     return tuple(peaks)
-
-
-def _transfers(program: Program, costs: CostTable, partition: Partition) -> tuple[Transfer, ...]:
-    stage_of = {name: s for s, stage in enumerate(partition.stages) for name in stage.nodes}
-    last = len(partition.stages) - 1
-    found = []
-    for node, readers in enumerate(costs.readers):
-        name = program.order[node]
-        source = stage_of[name]
-        targets = {stage_of[program.order[r]] if r < len(program.order) else last for r in readers}
-        found += [
-            Transfer(
-                value=name, source=source, target=target, nbytes=costs.nodes[node].output_nbytes
-            )
-            for target in sorted(targets - {source})
-        ]
-    return tuple(found)

@@ -11,6 +11,7 @@ from placer.report.figures import (
 )
 from placer.report.html import write_html
 from placer.report.text import plan_table
+from placer.report.timeline import write_trace
 
 __all__ = [
     "LARGEST_HEADERS",
@@ -22,4 +23,5 @@ __all__ = [
     "relative_difference",
     "unknown_memory_text",
     "write_html",
+    "write_trace",
 ]

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from placer.plan.step_spans import step_spans
 from placer.plan.types import DevicePeak, Plan, StageMemory, Transfer
+from placer.timeline import idle_share
 from placer.units import format_bytes
 
 if TYPE_CHECKING:
@@ -42,16 +44,11 @@ def memory_parts(memory: StageMemory) -> dict[str, int]:
 
 
 def bubble(plan: Plan) -> float:
-    """Share of the step in which the devices of a replica compute nothing; transfers count as such.
+    """Share of the step, up to the optimizer, in which its devices compute nothing.
 
-    One minus the sum over stages of micro-batches x (forward + backward), over devices x step, without
-    the optimizer's part of the step. The micro-batches are those that the example's rows make.
+    The micro-batches are those that the example's rows make.
     """
-    microbatches = plan.example_microbatches or plan.microbatches
-    devices = len({stage.devices[0] for stage in plan.stages})
-    work = sum(stage.forward_seconds + stage.backward_seconds for stage in plan.stages)
-    room = devices * (plan.step_seconds - plan.optimizer_seconds)
-    return max(0.0, 1.0 - microbatches * work / room) if room else 0.0
+    return idle_share(step_spans(plan))
 
 
 def needs_device_table(plan: Plan) -> bool:

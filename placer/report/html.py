@@ -26,6 +26,7 @@ from placer.report.figures import (
 )
 from placer.report.layers import compact_layers, stage_layers
 from placer.report.style import STYLE
+from placer.report.timeline import timeline_bars
 from placer.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def page(plan: Plan, *, simulation: SimulationReport | Mapping[str, Any] | None 
         memory_bars(plan),
         "<h2>Stages, with estimated times</h2>",
         _stages(plan),
+        _timeline(plan),
         "<h2>Devices</h2>",
         _devices(plan, simulated),
         _moments(simulation),
@@ -101,6 +103,11 @@ def _facts(plan: Plan) -> str:
     }
     items = (f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in facts.items())
     return f'<dl class="facts">{"".join(items)}</dl>'
+
+
+def _timeline(plan: Plan) -> str:
+    bars = timeline_bars(plan)
+    return f"<h2>A step in time, estimated</h2>{bars}" if bars else ""
 
 
 def _stages(plan: Plan) -> str:

@@ -4,11 +4,13 @@ STYLE = """
 :root { --ink: #1d2129; --dim: #667085; --page: #ffffff; --line: #e2e5ea; --panel: #f6f7f9;
   --good: #12703f; --bad: #b42318; --good-back: #e7f5ec; --bad-back: #fdecea;
   --parameters: #2f5fb3; --gradients: #7aa3e5; --optimizer: #b9cdf0; --buffers: #8a93a3;
-  --saved: #e08a1e; --boundary: #2a9d8f; --transient: #d8c3a5; }
+  --saved: #e08a1e; --boundary: #2a9d8f; --transient: #d8c3a5;
+  --forward: #7aa3e5; --backward: #2f5fb3; --transfer: #2a9d8f; --step: #e08a1e; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e8ec; --dim: #98a2b3; --page: #14171c;
   --line: #2c323b; --panel: #1c2027; --good: #5fd394; --bad: #ff8f83; --good-back: #14301f;
   --bad-back: #3a1916; --parameters: #5b8def; --gradients: #3e62a8; --optimizer: #2c4474;
-  --buffers: #7b8494; --saved: #f0a345; --boundary: #3fb8a9; --transient: #7d6c50; } }
+  --buffers: #7b8494; --saved: #f0a345; --boundary: #3fb8a9; --transient: #7d6c50;
+  --forward: #3e62a8; --backward: #5b8def; --transfer: #3fb8a9; --step: #f0a345; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--ink);
   font: 15px/1.5 system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
@@ -40,6 +42,9 @@ h2 { font-size: 17px; margin: 32px 0 10px; }
 .k-saved { background: var(--saved); }
 .k-boundary { background: var(--boundary); }
 .k-transient { background: var(--transient); }
+.t-forward { background: var(--forward); } .t-backward { background: var(--backward); }
+.t-transfer { background: var(--transfer); } .t-optimizer { background: var(--step); }
+.bar .t-forward, .bar .t-backward { border-right: 1px solid var(--page); }
 .bar .reserve, .legend .k-reserve { background: repeating-linear-gradient(45deg, var(--dim) 0 1.5px,
   transparent 1.5px 4px); }
 .legend .k-budget { width: 2px; height: 14px; background: var(--bad); vertical-align: -2px; }

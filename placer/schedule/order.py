@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from placer.schedule.types import Action, Schedule
+from placer.timeline import Clock, idle_share
 
 
 def linearize(schedule: Schedule) -> tuple[Action, ...]:
@@ -75,17 +76,13 @@ def bubble(schedule: Schedule) -> float:
     >>> bubble(make_schedule("GPipe", 4, 8)) == 3 / 11
     True
     """
-    ends: dict[tuple[int, str, int], int] = {}
-    clocks = [0] * len(schedule.actions)
-    busy = 0
+    clock, ends = Clock(), dict[tuple[int, str, int], float]()
     for action in linearize(schedule):
-        rank = action.stage_index % len(clocks)
-        waits = [ends[key] for key in _needs(action, schedule)]
+        rank = str(action.stage_index % len(schedule.actions))
         seconds = 2 if action.kind == "B" else 1
-        clocks[rank] = max([clocks[rank], *waits]) + seconds
-        ends[_key(action)] = clocks[rank]
-        busy += seconds
-    return 1 - busy / (len(clocks) * max(clocks))
+        after = [ends[key] for key in _needs(action, schedule)]
+        ends[_key(action)] = clock.run("compute", str(action), [rank], seconds, after=after)
+    return idle_share(clock.spans)
 
 
 def _is_ready(action: Action, done: set[tuple[int, str, int]], schedule: Schedule) -> bool:

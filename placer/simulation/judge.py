@@ -231,6 +231,8 @@ def _without_costs(plan: Plan) -> Plan:
             reserve=0,
             forward_seconds=0.0,
             backward_seconds=0.0,
+            forward_launch_seconds=0.0,
+            backward_launch_seconds=0.0,
         )
         for stage in plan.stages
     )

@@ -1,23 +1,30 @@
-"""Timeline: what a device is given and gives back during a training step, in order; nothing of torch.
+"""Timeline: what happens on devices during a training step, in order; nothing of torch.
 
-A peak is a sweep over it (`Timeline.peaks`), and so is what torch's allocator reserves of the driver
-for it (`placer.timeline.allocator`).
+Bytes: `Timeline` has what a device is given and gives back. A peak is a sweep over it
+(`Timeline.peaks`), and so is what torch's allocator reserves of the driver for it
+(`placer.timeline.allocator`). Seconds: a `Clock` says when each computation and transfer runs
+(`placer.plan.step_spans` has those of a plan's step).
 """
 
 from placer.timeline.allocator import CachingAllocator, OutOfMemory, Usage, device_usage
+from placer.timeline.clock import Clock, Span, end_of, idle_share
 from placer.timeline.repeat import repeat_parts
 from placer.timeline.types import Block, Event, Moment, Recorder, Timeline, Where
 
 __all__ = [
     "Block",
     "CachingAllocator",
+    "Clock",
     "Event",
     "Moment",
     "OutOfMemory",
     "Recorder",
+    "Span",
     "Timeline",
     "Usage",
     "Where",
     "device_usage",
+    "end_of",
+    "idle_share",
     "repeat_parts",
 ]

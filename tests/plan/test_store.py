@@ -100,7 +100,9 @@ def test_every_field_survives(tmp_path: Path) -> None:
 
 def test_json_has_the_documented_shape() -> None:
     data = plan_to_json(make_plan())
-    assert data["transfers"] == [{"value": "relu_0", "from": 0, "to": 1, "bytes": 64}]
+    assert data["transfers"] == [
+        {"value": "relu_0", "from": 0, "to": 1, "bytes": 64, "seconds": 0.0}
+    ]
     assert list(data["stages"][0]["memory"]) == [
         "parameters", "gradients", "optimizer", "buffers", "saved", "boundary", "transient", "peak",
     ]  # fmt: skip
@@ -216,7 +218,8 @@ def test_missing_figures_of_how_good_it_is_are_refused(key: str) -> None:
 def test_a_file_that_an_earlier_placer_wrote_is_read_whole() -> None:
     """It has all that a plan had then: replicas, a region, a skip, boundaries, extra time.
 
-    What its placer did not know of a device (what torch's allocator takes) is written as not known.
+    What its placer did not know (what torch's allocator takes, the seconds of launching and of
+    transfers) is written as not known.
     """
     path = Path(__file__).with_name("plan_version_1.json")
     plan = load_plan(path)
@@ -225,6 +228,9 @@ def test_a_file_that_an_earlier_placer_wrote_is_read_whole() -> None:
         unknown = {key: device.pop(key) for key in ("workspaces", "context", "starved")}
         assert not any(unknown.values())
         assert device.pop("reserved") is None and device.pop("allocator") is None
+    for stage in now["stages"]:
+        assert not stage.pop("forward_launch_seconds") and not stage.pop("backward_launch_seconds")
+    assert not any(transfer.pop("seconds") for transfer in now["transfers"])
     assert now == before
     assert plan.stages[1].regions[0].recompute
     assert plan.extra_time is not None and plan.extra_time.proven

@@ -53,7 +53,7 @@ def test_it_tells_the_plan(tmp_path: Path) -> None:
         "0.0%",
     ):
         assert word in text
-    assert text.count('class="row"') == 2  # a bar per stage
+    assert text.count('class="row"') == 2 * 2  # a bar per stage
 
 
 def _simulated(peak: int) -> dict[str, object]:

@@ -103,9 +103,10 @@ def test_compact_layers(layers: list[str], most: int, text: str) -> None:
 
 def test_bubble_is_the_idle_share() -> None:
     assert bubble(make_plan()) == pytest.approx(0.5)  # one micro-batch, two stages
-    assert bubble(dataclasses.replace(make_plan(), step_seconds=0.0)) == 0.0
-    longer = dataclasses.replace(make_plan(), step_seconds=8.0, optimizer_seconds=2.0)
-    assert bubble(longer) == pytest.approx(0.5)
+    longer = dataclasses.replace(make_plan(), optimizer_seconds=2.0)
+    assert bubble(longer) == pytest.approx(0.5)  # the optimizer comes after it
+    more = dataclasses.replace(make_plan(), microbatches=4)
+    assert bubble(more) == pytest.approx(1 / 5)
 
 
 def test_bubble_counts_the_microbatches_that_there_are_rows_for() -> None:

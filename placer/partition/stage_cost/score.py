@@ -204,19 +204,25 @@ def stage_seconds(
     ``own_host`` a stage takes at least as long as a process takes to launch its operations; else one
     process launches those of all stages, and where they end does not change how long that takes.
     """
-    ends = [*tables.cuts[1:-1], len(tables.hosted)]
-
-    def intervals(of_nodes: Table) -> Table:
-        return _between(np.concatenate([[0.0], np.cumsum(of_nodes)])[[0, *ends]])
-
     moved = tables.hosted / kind.host_bandwidth
     seconds = tables.work.seconds(kind)
-    found = []
-    for part in (seconds.forward, seconds.backward):
-        found.append(intervals(part.device[tables.nodes] + moved))
-        if own_host:
-            found[-1] = np.maximum(found[-1], intervals(part.host[tables.nodes]))
-    return found[0], found[1]
+    forward, backward = (
+        _intervals(tables, part.device[tables.nodes] + moved)
+        for part in (seconds.forward, seconds.backward)
+    )
+    if own_host:
+        launching = launch_seconds(tables, kind)
+        return np.maximum(forward, launching[0]), np.maximum(backward, launching[1])
+    return forward, backward
+
+
+def launch_seconds(tables: IntervalTables, kind: DeviceKind) -> tuple[Table, Table]:
+    """Seconds that a process takes to launch every interval's operations, forward and backward."""
+    seconds = tables.work.seconds(kind)
+    return (
+        _intervals(tables, seconds.forward.host[tables.nodes]),
+        _intervals(tables, seconds.backward.host[tables.nodes]),
+    )
 
 
 def unit_seconds(
@@ -241,5 +247,9 @@ def transfer_seconds(tables: IntervalTables, kind: DeviceKind, *, training: bool
     return (tables.received + tables.sent) * (2 if training else 1) / kind.link_bandwidth
 
 
-def _between(prefix: Table) -> Table:
-    return prefix[None, 1:] - prefix[:-1, None]
+def _intervals(tables: IntervalTables, of_nodes: Table) -> Table:
+    """Sums over all intervals of what ``of_nodes`` has per node."""
+    ends = [*tables.cuts[1:-1], len(tables.hosted)]
+    prefix = np.concatenate([[0.0], np.cumsum(of_nodes)])[[0, *ends]]
+    found: Table = prefix[None, 1:] - prefix[:-1, None]
+    return found

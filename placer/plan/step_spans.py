@@ -1,0 +1,165 @@
+"""When everything in a step runs, by the seconds of a plan's stages and transfers."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from placer.plan.types import Plan, StagePlan, Transfer
+from placer.schedule import Action, linearize, make_schedule, merge_backward
+from placer.timeline import Clock, Span, end_of
+
+
+class _Moved(NamedTuple):
+    """What one stage sends another in a forward: the same comes back in backward, as gradients."""
+
+    source: int
+    target: int
+    seconds: float
+    nbytes: int
+
+
+def step_spans(plan: Plan) -> tuple[Span, ...]:
+    """The spans of a step under ``plan``, on all its devices, in the order in which they are launched."""
+    return lay_out_step(
+        plan.stages,
+        plan.transfers,
+        schedule=plan.schedule,
+        microbatches=plan.example_microbatches or plan.microbatches,
+        training=plan.training,
+        processes=plan.processes,
+        optimizer_seconds=plan.optimizer_seconds,
+    )
+
+
+def lay_out_step(
+    stages: Sequence[StagePlan],
+    transfers: Sequence[Transfer],
+    *,
+    schedule: str,
+    microbatches: int,
+    training: bool,
+    processes: bool,
+    optimizer_seconds: float,
+) -> tuple[Span, ...]:
+    """The spans of a step of ``stages`` in the order of ``schedule``.
+
+    In one process, one after the other is launched, replica by replica, and a copy keeps both its
+    devices busy; with ``processes`` every device has its own, and messages travel beside the
+    computations. Half of a split backward takes half of its seconds. Gradients of replicas are taken to
+    travel while backward goes on.
+    """
+    clock = Clock()
+    replicas = len(stages[0].devices)
+    for replica in range(replicas):
+        devices = [stage.devices[replica] for stage in stages]
+        moved = _moved(transfers, devices)
+        order = _order(
+            schedule if training else "GPipe",
+            len(stages),
+            len(set(devices)) if processes else None,
+            microbatches,
+            training,
+        )
+        _run(clock, order, stages, devices, moved, processes=processes)
+    if optimizer_seconds:
+        trained = {
+            stage.devices[i] for stage in stages for i in range(replicas if processes else 1)
+        }
+        after = [end_of(clock.spans)]
+        clock.run("optimizer", "optimizer", sorted(trained), optimizer_seconds, after=after)
+    return tuple(clock.spans)
+
+
+@functools.lru_cache(maxsize=64)
+def _order(
+    schedule: str, stages: int, ranks: int | None, microbatches: int, training: bool
+) -> tuple[Action, ...]:
+    """A replica's actions in the order in which they are launched: by ``ranks`` processes, or one (None)."""
+    if ranks is None and not training:  # micro-batch by micro-batch
+        return tuple(
+            Action(stage_index=stage, kind="F", microbatch_index=microbatch)
+            for microbatch in range(microbatches)
+            for stage in range(stages)
+        )
+    table = make_schedule(schedule, stages, microbatches, num_ranks=ranks)
+    order = linearize(table if ranks is not None else merge_backward(table))
+    return order if training else tuple(action for action in order if action.kind == "F")
+
+
+def _moved(transfers: Sequence[Transfer], devices: Sequence[str]) -> Sequence[_Moved]:
+    """Per pair of stages what travels: a value goes to a device once, to the first stage there."""
+    found: dict[tuple[int, int], _Moved] = {}
+    sent: set[tuple[str, int, str]] = set()
+    for transfer in sorted(transfers, key=lambda transfer: transfer.target):
+        source, target = transfer.source, transfer.target
+        key = transfer.value, source, devices[target]
+        if devices[source] == devices[target] or key in sent:
+            continue
+        sent.add(key)
+        before = found.get((source, target), _Moved(source, target, 0.0, 0))
+        found[source, target] = before._replace(
+            seconds=before.seconds + transfer.seconds, nbytes=before.nbytes + transfer.nbytes
+        )
+    return list(found.values())
+
+
+def _run(
+    clock: Clock,
+    order: Sequence[Action],
+    stages: Sequence[StagePlan],
+    devices: Sequence[str],
+    moved: Sequence[_Moved],
+    *,
+    processes: bool,
+) -> None:
+    """Add one replica's step to ``clock``."""
+    ends: dict[tuple[str, int, int], float] = {}  # pass, stage, micro-batch
+    received, sent = defaultdict[int, list[_Moved]](list), defaultdict[int, list[_Moved]](list)
+    for found in moved:
+        received[found.target].append(found)
+        sent[found.source].append(found)
+
+    def move(way: str, source: int, target: int, microbatch: int, what: _Moved) -> float:
+        """When the result of ``source``, or its gradient, has come to the stage ``target``."""
+        pair = devices[source], devices[target]
+        return clock.run(
+            "transfer",
+            f"{way}{microbatch} from {source} to {target}",
+            [f"{pair[0]} to {pair[1]}"] if processes else pair,
+            what.seconds,
+            after=[ends[way, source, microbatch]],
+            nbytes=what.nbytes,
+        )
+
+    for action in order:
+        stage, microbatch = action.stage_index, action.microbatch_index
+        forward = action.kind == "F"
+        if forward:
+            came = [move("F", m.source, stage, microbatch, m) for m in received[stage]]
+        elif action.kind == "W":
+            came = []
+        else:
+            came = [move("B", m.target, stage, microbatch, m) for m in sent[stage]]
+        seconds, launching = _seconds(stages[stage], action)
+        end = clock.run(
+            "compute",
+            str(action),
+            [devices[stage]],
+            seconds,
+            after=came,
+            process=f"process of {devices[stage]}" if processes else "process",
+            launching=launching,
+        )
+        if action.kind != "W":  # nothing waits for the gradients of weights
+            ends["F" if forward else "B", stage, microbatch] = end
+
+
+def _seconds(stage: StagePlan, action: Action) -> tuple[float, float]:
+    """Seconds of ``action`` on the device, and in the process."""
+    if action.kind == "F":
+        return stage.forward_seconds, stage.forward_launch_seconds
+    share = 1.0 if action.kind == "B" else 0.5
+    return share * stage.backward_seconds, share * stage.backward_launch_seconds

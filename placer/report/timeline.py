@@ -1,0 +1,97 @@
+"""When each device computes during a step: bars for the page, and a trace for a trace viewer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from placer.errors import PlanError
+from placer.files import writing
+from placer.plan.step_spans import step_spans
+from placer.plan.types import Plan
+from placer.timeline import Span, end_of
+from placer.units import format_bytes, format_seconds
+
+_KINDS = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
+_MOST = 4000  # spans that a page shows
+
+
+def timeline_bars(plan: Plan) -> str:
+    """A bar per device with what it computes, over one step; "" where there are too many to be seen."""
+    spans = [span for span in step_spans(plan) if span.end > span.start]
+    end = end_of(spans)
+    if not end or len(spans) > _MOST:
+        return ""
+    rows = "".join(
+        f'<div class="row"><span><b>{escape(device)}</b></span>'
+        f'<div class="bar">{"".join(_piece(span, end) for span in found)}</div>'
+        f"<span>{sum(s.end - s.start for s in found if s.kind != 'transfer') / end:.0%} busy</span></div>"
+        for device, found in _by_device(spans, plan).items()
+    )
+    kinds = dict.fromkeys(_style(span) for span in spans if not _is_beside(span, plan))
+    legend = "".join(f'<span><i class="t-{kind}"></i>{kind}</span>' for kind in kinds)
+    label = f"What each device does in a step of {format_seconds(end)}"
+    return f'<p class="legend">{legend}</p><div class="bars" role="img" aria-label="{label}">{rows}</div>'
+
+
+def write_trace(plan: Plan, path: str | Path) -> None:
+    """Write `step_trace` of ``plan`` to ``path``. Raises ``PlanError`` when it cannot be written."""
+    with writing(Path(path), PlanError):
+        Path(path).write_text(json.dumps(step_trace(plan)) + "\n", encoding="utf-8")
+
+
+def step_trace(plan: Plan) -> dict[str, Any]:
+    """The step in the Trace Event Format, for https://ui.perfetto.dev and chrome://tracing.
+
+    A row per device and per link; times are in microseconds there.
+    """
+    spans = step_spans(plan)
+    rows = {
+        name: number for number, name in enumerate(dict.fromkeys(n for s in spans for n in s.on))
+    }
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "pid": 0, "tid": number, "name": "thread_name", "args": {"name": name}}
+        for name, number in rows.items()
+    ]
+    for span in spans:
+        for name in span.on:
+            event = {
+                "ph": "X",
+                "pid": 0,
+                "tid": rows[name],
+                "name": span.name,
+                "cat": _style(span),
+                "ts": span.start * 1e6,
+                "dur": (span.end - span.start) * 1e6,
+            }
+            events.append({**event, "args": {"bytes": span.nbytes}} if span.nbytes else event)
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def _by_device(spans: Sequence[Span], plan: Plan) -> Mapping[str, list[Span]]:
+    """The spans of every device; messages that travel beside its computations are not among them."""
+    found: dict[str, list[Span]] = {device.device: [] for device in plan.devices}
+    for span in spans:
+        for name in () if _is_beside(span, plan) else span.on:
+            found[name].append(span)
+    return found
+
+
+def _is_beside(span: Span, plan: Plan) -> bool:
+    return span.kind == "transfer" and plan.processes
+
+
+def _style(span: Span) -> str:
+    if span.kind != "compute":
+        return span.kind
+    return _KINDS[span.name.lstrip("0123456789")[0]]
+
+
+def _piece(span: Span, end: float) -> str:
+    size = f", {format_bytes(span.nbytes)}" if span.nbytes else ""
+    title = f"{span.name}: {format_seconds(span.end - span.start)}{size}"
+    style = f"left:{100 * span.start / end:.3f}%;width:{100 * (span.end - span.start) / end:.3f}%"
+    return f'<i class="t-{_style(span)}" style="{style}" title="{escape(title)}"></i>'

@@ -1,0 +1,22 @@
+"""What the planner estimates is held to the timeline: a part of the matrix that the benchmark has whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.memory_matrix import MODELS, MODES, cells_of, differences
+
+
+@pytest.mark.parametrize("number", range(len(MODELS)), ids=list(MODELS))
+def test_estimated_peaks_are_those_of_the_timeline(number: int) -> None:
+    """Two of the ways to run each model, a cell of each: over all models each way comes up."""
+    torch.manual_seed(0)
+    case = list(MODELS.values())[number]()
+    for turn in (0, 1):
+        training, precision, way = MODES[(2 * number + turn) % len(MODES)]
+        cells = cells_of(way)
+        cell = cells[len(cells) // 2 + (3 * number + turn + 1) % (len(cells) // 2)]
+        found = differences(case, training=training, precision=precision, way=way, cells=[cell])
+        assert len(found) == cell[1]
+        assert max(map(abs, found)) < 0.01, (training, precision, way, cell, found)

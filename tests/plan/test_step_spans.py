@@ -1,0 +1,145 @@
+"""When everything in a step runs: schedules drawn in time, by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from placements import estimated_plan
+from plans import make_plan
+from torch import nn
+
+import placer
+from placer.plan.step_spans import step_spans
+from placer.plan.types import Plan, Transfer
+from placer.timeline import Span, end_of, idle_share
+
+
+def stages_of(count: int, *, devices: int = 0, **fields: Any) -> tuple[Any, ...]:
+    """Stages of 1 s forward and 2 s backward, dealt out to the devices in turn."""
+    first = make_plan().stages[0]
+    return tuple(
+        dataclasses.replace(first, index=i, devices=(f"cuda:{i % (devices or count)}",), **fields)
+        for i in range(count)
+    )
+
+
+def plan_of(count: int, *, seconds: float = 0.0, devices: int = 0, **fields: Any) -> Plan:
+    """A chain of such stages, each handing a value to the next that takes ``seconds`` to get there."""
+    launching = {key: fields.pop(key) for key in list(fields) if key.endswith("launch_seconds")}
+    transfers = tuple(
+        Transfer(value=f"x{i}", source=i, target=i + 1, nbytes=8, seconds=seconds)
+        for i in range(count - 1)
+    )
+    stages = stages_of(count, devices=devices, **launching)
+    return dataclasses.replace(make_plan(), stages=stages, transfers=transfers, **fields)
+
+
+def drawing(spans: tuple[Span, ...], device: str) -> str:
+    """What the device computes: an action and when it starts."""
+    found = [s for s in spans if s.kind == "compute" and s.on == (device,)]
+    return " ".join(f"{s.name}@{s.start:g}" for s in found)
+
+
+@pytest.mark.parametrize("processes", [False, True])
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (2, 4), (4, 8)])
+def test_the_known_bubble(schedule: str, stages: int, microbatches: int, processes: bool) -> None:
+    """(S - 1) / (M + S - 1): Huang et al. 2019, arXiv:1811.06965; Narayanan et al. 2021."""
+    plan = plan_of(stages, microbatches=microbatches, schedule=schedule, processes=processes)
+    spans = step_spans(plan)
+    known = 3 * (microbatches + stages - 1)
+    if schedule == "1F1B" and stages > 1 and not processes:
+        # A copy waits for what was launched before it on both of its devices.
+        assert known < end_of(spans) <= 3 * microbatches * stages
+        return
+    assert end_of(spans) == pytest.approx(known)
+    assert idle_share(spans) == pytest.approx((stages - 1) / (microbatches + stages - 1))
+
+
+def test_1f1b_drawn_in_time() -> None:
+    spans = step_spans(plan_of(2, microbatches=3, schedule="1F1B", processes=True))
+    assert drawing(spans, "cuda:0") == "0F0@0 0F1@1 0B0@4 0F2@6 0B1@7 0B2@10"
+    assert drawing(spans, "cuda:1") == "1F0@1 1B0@2 1F1@4 1B1@5 1F2@7 1B2@8"
+
+
+def test_a_split_backward_fills_the_bubble() -> None:
+    whole, split = (
+        idle_share(step_spans(plan_of(4, microbatches=8, schedule=name, processes=True)))
+        for name in ("1F1B", "InterleavedZeroBubble")
+    )
+    assert split < whole
+
+
+def test_messages_travel_beside_computations_and_copies_do_not() -> None:
+    """A message of 1 s delays only what waits for it; a copy stops both of its devices."""
+    processes, one = (
+        step_spans(plan_of(2, seconds=1.0, microbatches=2, processes=processes))
+        for processes in (True, False)
+    )
+    assert drawing(processes, "cuda:0") == "0F0@0 0F1@1 0B0@7 0B1@9"
+    assert drawing(processes, "cuda:1") == "1F0@2 1F1@3 1B0@4 1B1@6"
+    assert drawing(one, "cuda:0") == "0F0@0 0F1@2 0B0@8 0B1@11"
+    assert drawing(one, "cuda:1") == "1F0@2 1F1@4 1B0@5 1B1@8"
+    assert {s.on for s in processes if s.kind == "transfer"} == {
+        ("cuda:0 to cuda:1",),
+        ("cuda:1 to cuda:0",),
+    }
+
+
+def test_a_value_goes_to_a_device_once() -> None:
+    """Two stages on a device read it: it travels to the first, and its gradient from there."""
+    plan = plan_of(4, devices=2, processes=True)
+    again = Transfer(value="x0", source=0, target=3, nbytes=8, seconds=5.0)
+    with_skip = dataclasses.replace(plan, transfers=(*plan.transfers, again))
+    assert step_spans(with_skip) == step_spans(plan)
+    other = dataclasses.replace(plan, transfers=(*plan.transfers, again.__class__(
+        value="y", source=0, target=3, nbytes=8, seconds=5.0)))  # fmt: skip
+    assert end_of(step_spans(other)) > end_of(step_spans(plan))
+
+
+def test_one_process_launches_for_all_devices() -> None:
+    """1 s of launching for each pass: 8 passes one after the other, however many devices compute."""
+    launching = {"forward_launch_seconds": 2.0, "backward_launch_seconds": 2.0}
+    one = end_of(step_spans(plan_of(2, microbatches=4, **launching)))
+    assert one == pytest.approx(2.0 * 2 * 2 * 4, abs=2.0)
+    several = end_of(step_spans(plan_of(2, microbatches=4, processes=True, **launching)))
+    assert several < 0.7 * one
+
+
+def test_replicas_in_one_process_wait_for_it() -> None:
+    plan = plan_of(1, microbatches=2)
+    two = tuple(dataclasses.replace(s, devices=("cuda:0", "cuda:1")) for s in plan.stages)
+    side_by_side = dataclasses.replace(plan, stages=two, replicas=2)
+    assert end_of(step_spans(side_by_side)) == end_of(step_spans(plan)) == 6.0
+    busy = tuple(
+        dataclasses.replace(s, forward_launch_seconds=1.0, backward_launch_seconds=2.0) for s in two
+    )
+    assert end_of(step_spans(dataclasses.replace(side_by_side, stages=busy))) == 12.0
+
+
+def test_inference_has_forwards_only_and_an_optimizer_comes_last() -> None:
+    spans = step_spans(plan_of(2, microbatches=2, training=False))
+    assert [s.name for s in spans if s.kind == "compute"] == ["0F0", "1F0", "0F1", "1F1"]
+    last = step_spans(plan_of(2, microbatches=2, optimizer_seconds=0.5))[-1]
+    assert (last.kind, last.end - last.start) == ("optimizer", 0.5)
+    assert last.on == ("cuda:0", "cuda:1")
+
+
+@pytest.mark.parametrize("processes", [False, True])
+def test_a_plans_step_is_its_spans(processes: bool) -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    spec = {"devices": ["cuda:0", "cuda:1"], "microbatches": 4, "schedule": "1F1B"}
+    spec["layers"] = {"0": "cuda:0", "1": "cuda:0", "2": "cuda:1", "3": "cuda:1"}
+    plan = placer.make_plan(model, spec, (torch.empty(64, 64),), processes=processes)
+    assert plan.step_seconds == end_of(step_spans(plan)) > plan.optimizer_seconds > 0
+    (transfer,) = plan.transfers
+    assert transfer.seconds > 0
+    # What the devices of a CPU compute, one process computes, one thing after the other.
+    cpus = {**spec, "devices": ["cpu:0", "cpu:1"], "layers": {"0": "cpu:0", "1": "cpu:0", "2": "cpu:1",
+            "3": "cpu:1"}}  # fmt: skip
+    on_cpu = estimated_plan(model, cpus, (torch.empty(64, 64),))
+    work = 4 * sum(s.forward_seconds + s.backward_seconds for s in on_cpu.stages)
+    assert on_cpu.step_seconds >= work + on_cpu.optimizer_seconds - 1e-12
