@@ -12,9 +12,12 @@ from typing import Any
 
 
 def is_plain(path: str) -> bool:
-    """Can ``path`` (names with dots between them) be written in source text as it is?"""
+    """Can ``path`` (names with dots between them) be written in source text as it is?
+
+    Numbers, such as those of a ``Sequential``, are written as strings there.
+    """
     return all(
-        part.isascii() and part.isidentifier() and not keyword.iskeyword(part)
+        part.isascii() and (part.isdecimal() or part.isidentifier()) and not keyword.iskeyword(part)
         for part in path.split(".")
     )
 

@@ -39,7 +39,7 @@ from placer.executor.transfer import transfer
 from placer.executor.tree import write_back
 from placer.plan.types import Plan
 from placer.program import CallFormat, rebuild_call, unflatten_output
-from placer.schedule import linearize, make_schedule, merge_backward
+from placer.schedule import one_process_order
 
 _TABLES = (
     "_modules",
@@ -432,11 +432,8 @@ class PlacedModule(nn.Module):
             loss = loss_of.of_cut(output, target, rows=batch_size(call, inputs), counted=counted)
             return loss if scale == 1.0 else loss * scale
 
-        # One process gains nothing from splitting a backward into its halves.
-        schedule = merge_backward(
-            make_schedule(self.plan.schedule, len(self._staged.stages), len(runs))
-        )
-        return run_schedule(dict(enumerate(runs)), linearize(schedule), scaled_loss)
+        actions = one_process_order(self.plan.schedule, len(self._staged.stages), len(runs))
+        return run_schedule(dict(enumerate(runs)), actions, scaled_loss)
 
     def _count(
         self, loss_of: StepLoss, target: Any, targets: list[list[Any]], total: int | None

@@ -104,7 +104,9 @@ class Programs:
         What the model is like is looked up once, and micro-batches of one size get one answer.
         """
         replaced = any(tuple(m._modules.values()) != children for m, children in self._parents)
-        if replaced or any(_table_sizes(m) != sizes for m, sizes in self._leaves):
+        # What a parametrization or an old ``spectral_norm`` changes of a layer of torch.
+        changed = any(len(m._buffers) != b or len(m._modules) != c for m, b, c in self._leaves)
+        if replaced or changed:
             self._structure += 1
             self._note_modules()
         modes = tuple(module.training for module in self._modules)
@@ -150,7 +152,8 @@ class Programs:
         self._module_at = dict(self._model.named_modules())
         self._modules = list(self._module_at.values())
         self._buffers = {name for name, _ in self._model.named_buffers(remove_duplicate=False)}
-        self._leaves = [(m, _table_sizes(m)) for m in self._modules if is_torch_leaf(m)]
+        leaves = [module for module in self._modules if is_torch_leaf(module)]
+        self._leaves = [(m, len(m._buffers), len(m._modules)) for m in leaves]
         self._containers = [m for m in self._modules[1:] if not is_torch_leaf(m)]
         lists = nn.ModuleList, nn.ModuleDict
         parents = [m for m in self._modules if isinstance(m, lists) or not is_torch_leaf(m)]
@@ -225,11 +228,6 @@ def _as_in_compile() -> Iterator[None]:
     anew = torch.inference_mode(False), torch.enable_grad()
     with without_modes(), without_transforms(), own_saving, anew[0], anew[1]:
         yield
-
-
-def _table_sizes(module: nn.Module) -> tuple[int, int]:
-    """What a parametrization or an old ``spectral_norm`` changes of a layer of torch."""
-    return len(module._buffers), len(module._modules)
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from placer.plan.types import Plan, StagePlan, Transfer
-from placer.schedule import Action, linearize, make_schedule, merge_backward, schedule_on
+from placer.schedule import Action, linearize, one_process_order, schedule_on
 from placer.timeline import Clock, Span, end_of
 
 
@@ -85,9 +85,8 @@ def _order(
             for stage in range(stages)
         )
     if rank_of is None:
-        order = linearize(merge_backward(make_schedule(schedule, stages, microbatches)))
-    else:
-        order = linearize(schedule_on(schedule, rank_of, microbatches))
+        return one_process_order(schedule, stages, microbatches)
+    order = linearize(schedule_on(schedule, rank_of, microbatches))
     return order if training else tuple(action for action in order if action.kind == "F")
 
 

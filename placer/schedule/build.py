@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from placer.schedule.order import linearize
+from placer.schedule.order import linearize, merge_backward
 from placer.schedule.types import Action, Schedule
 
 Maker = Callable[[int, int, int, int], list[Action]]
@@ -69,6 +70,15 @@ def schedule_on(name: str, rank_of: Sequence[int], num_microbatches: int) -> Sch
     order = linearize(whole)
     actions = (tuple(a for a in order if rank_of[a.stage_index] == rank) for rank in range(ranks))
     return replace(whole, rank_of=tuple(rank_of), actions=tuple(actions))
+
+
+@functools.lru_cache(maxsize=64)
+def one_process_order(name: str, num_stages: int, num_microbatches: int) -> tuple[Action, ...]:
+    """All actions of the schedule called ``name`` in the order in which one process does them.
+
+    It gains nothing from splitting a backward into its halves.
+    """
+    return linearize(merge_backward(make_schedule(name, num_stages, num_microbatches)))
 
 
 def _gpipe(rank: int, num_ranks: int, num_stages: int, num_microbatches: int) -> list[Action]:
