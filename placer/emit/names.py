@@ -11,15 +11,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 
-def is_plain(path: str) -> bool:
-    """Can ``path`` (names with dots between them) be written in source text as it is?
+def is_plain(name: str) -> bool:
+    """Can ``name`` be written in source text as it is?"""
+    return name.isascii() and name.isidentifier() and not keyword.iskeyword(name)
 
-    Numbers, such as those of a ``Sequential``, are written as strings there.
-    """
-    return all(
-        part.isascii() and (part.isdecimal() or part.isidentifier()) and not keyword.iskeyword(part)
-        for part in path.split(".")
-    )
+
+def is_plain_path(path: str) -> bool:
+    """Can fx write ``path`` (names with dots between them)? It puts numbers in quotes."""
+    return all(is_plain(p) or (p.isascii() and p.isdecimal()) for p in path.split("."))
 
 
 class ReadPath:

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from placer._torch import compile_graph
 from placer.emit.boxed import BoxedCodeGen
-from placer.emit.names import ReadPath, WithKeywords, is_plain
+from placer.emit.names import ReadPath, WithKeywords, is_plain, is_plain_path
 from placer.emit.results import find_batched_results
 from placer.emit.types import SegmentCode, StageCode, StagedModel
 from placer.errors import PlanError
@@ -216,7 +216,7 @@ def _emit_segment(
 def _is_plain(node: fx.Node) -> bool:
     """Can the names of layers and keywords in ``node`` be written in source text?"""
     target = str(node.target) if node.op in ("call_module", "get_attr") else ""
-    return (not target or is_plain(target)) and all(map(is_plain, node.kwargs))
+    return (not target or is_plain_path(target)) and all(map(is_plain, node.kwargs))
 
 
 def _copy_without_names(
