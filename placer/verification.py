@@ -169,7 +169,7 @@ def _run_plain(
         output = _run_cuts(plain, placed.staged, batch, statistics)
     loss = loss_fn(output)
     loss.backward()
-    return _collect(plain, output, loss, (args, kwargs)), len(batch.pieces)
+    return _collect(plain, output, loss, (args, kwargs)), len(batch.slices)
 
 
 def _run_cuts(
@@ -185,7 +185,7 @@ def _run_cuts(
     """
     call = staged.call
     buffers = dict(plain.named_buffers())
-    pieces = iter(batch.pieces)
+    slices = iter(batch.slices)
     outputs = []
     start = {name: b.detach().clone() for name, b in plain.named_buffers()}
     kept: dict[str, Tensor] = {}
@@ -193,7 +193,7 @@ def _run_cuts(
         for name, buffer in plain.named_buffers():
             buffer.data = start[name].clone()
         for _ in row:
-            args, kwargs = rebuild_call(call, next(pieces))
+            args, kwargs = rebuild_call(call, next(slices))
             with nullcontext() if statistics is None else statistics.gathering(buffers, CALLER):
                 outputs.append(plain(*args, **kwargs))
         if number == 0:

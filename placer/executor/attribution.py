@@ -21,8 +21,8 @@ class Attribution:
     """
 
     def __init__(self, stages: Iterable[StageCode], layer_of: Mapping[str, str]) -> None:
-        pieces = [piece for stage in stages for piece in stage.segments]
-        self._lines = {piece.forward.__code__: node_lines(piece) for piece in pieces}
+        segments = [segment for stage in stages for segment in stage.segments]
+        self._lines = {segment.forward.__code__: node_lines(segment) for segment in segments}
         self._layer_of = layer_of
         self._numbers: list[int] = []
         self._nodes: list[str] = []

@@ -211,7 +211,7 @@ class PlacedModule(nn.Module):
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the original's ``forward`` returns for these arguments, on ``output_device``.
 
-        Inputs may be on any device. Results of the cuts of a batch are joined along dim 0; those
+        Inputs may be on any device. Results of the slices of a batch are joined along dim 0; those
         that the batch does not reach are whole. Backward goes through all stages, as on the
         original. Raises ``CaptureError`` where a call unlike the captured one cannot be captured.
         """
@@ -227,14 +227,14 @@ class PlacedModule(nn.Module):
 
     def _run(self, programs: Programs, leaves: list[torch.Tensor]) -> Any:
         home = self._replicas[0].output_place
-        pieces = []
+        results = []
         with self._deferred_statistics():
             for runs in self._runs(programs, self._scatter(programs.call, leaves)):
                 for run in runs:
                     result = run.replica.forward(run.trees, run.leaves)
-                    pieces.append(transfer(result, run.replica.output_place, home))
+                    results.append(transfer(result, run.replica.output_place, home))
                 self._write_back(runs)
-        return join_results(run.replica.staged, pieces)
+        return join_results(run.replica.staged, results)
 
     def _runs(
         self, programs: Programs, scattered: list[list[list[torch.Tensor]]]
@@ -273,7 +273,7 @@ class PlacedModule(nn.Module):
 
     @contextmanager
     def _deferred_statistics(self) -> Iterator[None]:
-        """Update running statistics at the end of this block, of all cuts that it runs together."""
+        """Update running statistics at the end of this block, of all slices that it runs together."""
         statistics = self._statistics
         if statistics is None:
             yield
@@ -300,12 +300,12 @@ class PlacedModule(nn.Module):
         called for every slice of the batch, outside of the autocast of the plan's ``precision``:
         ``F.cross_entropy(output.float(), target)`` is what torch makes of it inside (or call all of
         `step` under ``torch.autocast``). The gradient is that of ``loss_fn`` on the whole batch, also
-        when cuts are uneven. That needs to be known of it, where there is more than one cut:
+        when slices are uneven. That needs to be known of it, where there is more than one slice:
 
         * ``reduction="mean"``: it is a mean over rows.
         * ``reduction="sum"``: it is a sum over rows.
         * ``normalizer``: it is a mean over what ``normalizer(target)`` counts, for example
-          ``lambda target: (target != -100).sum()``. A cut of which nothing counts has no part in it.
+          ``lambda target: (target != -100).sum()``. A slice of which nothing counts has no part in it.
         * ``reduction="auto"``: as torch defines it for ``cross_entropy`` and ``nll_loss``, with
           ``ignore_index`` and ``weight`` (the modules, the functions, ``functools.partial`` of the
           functions). Any other function is called a few more times, on a few rows, once and again when
@@ -318,7 +318,7 @@ class PlacedModule(nn.Module):
         What is given is tried too, once per function and shapes, and warned of where it does not hold.
 
         Tensors of ``target`` are cut along dim 0 like the inputs; ``placer.Whole(value)`` goes to every
-        cut as it is. ``own_rows`` says that inputs and target are this process's rows only, where there
+        slice as it is. ``own_rows`` says that inputs and target are this process's rows only, where there
         are several (`placer.executor.distributed`); ``scaler`` scales the gradients, as for fp16. Returns
         the loss of the whole batch, unscaled: a detached scalar on ``output_device``. Raises
         ``PlacerError`` before any gradient is there, when a tensor of ``target`` has another number of
@@ -365,8 +365,8 @@ class PlacedModule(nn.Module):
         scale = 1.0 if scaler is None else scale_of(scaler, self.output_device)
         losses = []
         with self._deferred_statistics():
-            for runs, cuts in zip(self._runs(programs, scattered), targets, strict=True):
-                wanted = [(cut, next(counts)) for cut in cuts]
+            for runs, row in zip(self._runs(programs, scattered), targets, strict=True):
+                wanted = [(part, next(counts)) for part in row]
                 losses += self._replica_step(runs, wanted, loss_of, scale)
                 self._write_back(runs)
         home = self._replicas[0].output_place
@@ -429,7 +429,7 @@ class PlacedModule(nn.Module):
                 output = run_forward_hooks(self, *arguments, output)
             target, counted = wanted[index]
             target = transfer(target, CALLER, runs[index].replica.output_place)
-            loss = loss_of.of_cut(output, target, rows=batch_size(call, inputs), counted=counted)
+            loss = loss_of.of_slice(output, target, rows=batch_size(call, inputs), counted=counted)
             return loss if scale == 1.0 else loss * scale
 
         actions = one_process_order(self.plan.schedule, len(self._staged.stages), len(runs))
@@ -438,11 +438,11 @@ class PlacedModule(nn.Module):
     def _count(
         self, loss_of: StepLoss, target: Any, targets: list[list[Any]], total: int | None
     ) -> list[float | None]:
-        """Begin with the loss of a batch; what its normalizer counts in the target of each cut."""
-        cuts = [cut for row in targets for cut in row]
-        if len(cuts) == 1:
+        """Begin with the loss of a batch; what its normalizer counts in the target of each slice."""
+        parts = [part for row in targets for part in row]
+        if len(parts) == 1:
             return [None]
-        whole, *counts = loss_of.count([unwrap_target(target), *cuts])
+        whole, *counts = loss_of.count([unwrap_target(target), *parts])
         loss_of.begin(target, rows=total, total=total, counted=whole)
         if whole is not None:
             loss_of.require_count(sum(count or 0.0 for count in counts))
@@ -456,7 +456,7 @@ class PlacedModule(nn.Module):
             call, leaves, replicas=len(self._replicas), microbatches=self.plan.microbatches
         )
         replicas = range(len(batch.rows))
-        return [[batch.pieces[i] for i in batch.of_replica(replica)] for replica in replicas]
+        return [[batch.slices[i] for i in batch.of_replica(replica)] for replica in replicas]
 
     def _scatter_target(
         self,

@@ -102,7 +102,7 @@ class Replica:
         with on(place), precision:
             if self.statistics is None:
                 return run_segments(stage, tree, place, inputs)
-            written = [name for piece in stage.segments for name in piece.written]
+            written = [name for segment in stage.segments for name in segment.written]
             with self.statistics.gathering(dict(tensors_at(tree, written)), place):
                 return run_segments(stage, tree, place, inputs)
 

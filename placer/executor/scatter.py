@@ -64,11 +64,11 @@ class CutBatch:
 
     total: int | None
     rows: tuple[tuple[int, ...], ...]
-    pieces: Sequence[list[torch.Tensor]]
+    slices: Sequence[list[torch.Tensor]]
 
     @property
     def sizes(self) -> list[int]:
-        """Rows of every micro-batch, in the order of ``pieces``."""
+        """Rows of every micro-batch, in the order of ``slices``."""
         return [size for row in self.rows for size in row]
 
     @property
@@ -85,13 +85,13 @@ class CutBatch:
 def cut_batch(
     call: CallFormat, leaves: Sequence[torch.Tensor], *, replicas: int, microbatches: int
 ) -> CutBatch:
-    """The batch of these inputs, cut; a call without a batch is one cut, of the first replica."""
+    """The batch of these inputs, cut; a call without a batch is one slice, of the first replica."""
     total = batch_size(call, leaves)
     if total is None:
-        return CutBatch(total=None, rows=((1,),), pieces=[list(leaves)])
+        return CutBatch(total=None, rows=((1,),), slices=[list(leaves)])
     rows = split_batch(total, replicas, microbatches)
-    pieces = split_rows(call, leaves, [size for row in rows for size in row])
-    return CutBatch(total=total, rows=rows, pieces=pieces)
+    slices = split_rows(call, leaves, [size for row in rows for size in row])
+    return CutBatch(total=total, rows=rows, slices=slices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,16 +152,16 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, Whole)
 
 
-def join_results(staged: StagedModel, pieces: Sequence[Sequence[Any]]) -> Any:
-    """What ``forward`` returns for the whole batch, from the result leaves of its pieces.
+def join_results(staged: StagedModel, slices: Sequence[Sequence[Any]]) -> Any:
+    """What ``forward`` returns for the whole batch, from the result leaves of its slices.
 
     Tensors are concatenated along dim 0, scalar tensors stacked into a vector (as
     ``nn.DataParallel`` gathers them); what is no tensor, or does not depend on the batch, is taken
-    from the first piece.
+    from the first slice.
     """
-    leaves = list(pieces[0])
-    if len(pieces) > 1:
-        columns = zip(*pieces, strict=True)
+    leaves = list(slices[0])
+    if len(slices) > 1:
+        columns = zip(*slices, strict=True)
         cut = staged.batched_results
         leaves = [_join(c) if b else c[0] for c, b in zip(columns, cut, strict=True)]
     return unflatten_output(staged.call, leaves)

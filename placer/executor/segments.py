@@ -1,4 +1,4 @@
-"""Run a stage piece by piece: as it is, recomputed in backward, or with its activations on the host."""
+"""Run a stage segment by segment: as it is, recomputed in backward, or with its activations on the host."""
 
 from __future__ import annotations
 
@@ -19,49 +19,50 @@ from placer.executor.place import Place, on
 def run_segments(stage: StageCode, tree: Any, place: Place, inputs: list[Any]) -> tuple[Any, ...]:
     """The outputs of ``stage`` for ``inputs``, which are on ``place`` already; the list is emptied.
 
-    A value is dropped after its last reader. Where no gradients are recorded every piece is run as
+    A value is dropped after its last reader. Where no gradients are recorded every segment is run as
     it is, and so it is under ``torch.func``, which allows no saved-tensor hooks.
     """
     if len(stage.segments) == 1 and stage.segments[0].inputs == stage.inputs:
-        (piece,) = stage.segments
-        if piece.outputs == stage.outputs:
-            return _run(piece, tree, place, inputs)
+        (segment,) = stage.segments
+        if segment.outputs == stage.outputs:
+            return _run(segment, tree, place, inputs)
     values = dict(zip(stage.inputs, inputs, strict=True))
     inputs.clear()
-    for piece in stage.segments:
+    for segment in stage.segments:
         arguments = [
-            values.pop(name) if name in piece.released else values[name] for name in piece.inputs
+            values.pop(name) if name in segment.released else values[name]
+            for name in segment.inputs
         ]
-        values.update(zip(piece.outputs, _run(piece, tree, place, arguments), strict=True))
+        values.update(zip(segment.outputs, _run(segment, tree, place, arguments), strict=True))
     return tuple(values[name] for name in stage.outputs)
 
 
-def _run(piece: SegmentCode, tree: Any, place: Place, inputs: list[Any]) -> tuple[Any, ...]:
+def _run(segment: SegmentCode, tree: Any, place: Place, inputs: list[Any]) -> tuple[Any, ...]:
     if not torch.is_grad_enabled() or is_transformed():
-        return piece.forward(tree, place.device, inputs)
-    waiting = nullcontext() if not piece.offload else offload_saved(_state(piece, tree), place)
+        return segment.forward(tree, place.device, inputs)
+    waiting = nullcontext() if not segment.offload else offload_saved(_state(segment, tree), place)
     with waiting:
-        if piece.recompute:
-            return _run_recomputed(piece, tree, place, inputs)
-        return piece.forward(tree, place.device, inputs)
+        if segment.recompute:
+            return _run_recomputed(segment, tree, place, inputs)
+        return segment.forward(tree, place.device, inputs)
 
 
 def _run_recomputed(
-    piece: SegmentCode, tree: Any, place: Place, inputs: list[Any]
+    segment: SegmentCode, tree: Any, place: Place, inputs: list[Any]
 ) -> tuple[Any, ...]:
-    """Run the piece so that only its inputs are kept, and run it again when backward needs more.
+    """Run the segment so that only its inputs are kept, and run it again when backward needs more.
 
-    The second run has the first one's random numbers and autocast. State that the piece writes is
+    The second run has the first one's random numbers and autocast. State that the segment writes is
     written once: the second run works on copies of what the first one found.
     """
-    found = {name: tensor.detach().clone() for name, tensor in tensors_at(tree, piece.written)}
+    found = {name: tensor.detach().clone() for name, tensor in tensors_at(tree, segment.written)}
     runs = 0
 
     def run(*arguments: Any) -> tuple[Any, ...]:
         nonlocal runs
         runs += 1
         with on(place), _swapped(tree, found) if runs > 1 else nullcontext():
-            return piece.forward(tree, place.device, list(arguments))
+            return segment.forward(tree, place.device, list(arguments))
 
     arguments = tuple(inputs)
     inputs.clear()
@@ -99,14 +100,14 @@ def _table(tree: Any, name: str) -> tuple[dict[str, Any], str]:
     return next((table for table in tables if leaf in table), vars(value)), leaf
 
 
-def _state(piece: SegmentCode, tree: Any) -> Iterator[Tensor]:
-    """The weights that the piece reads: they stay where they are."""
-    for path in piece.modules:
+def _state(segment: SegmentCode, tree: Any) -> Iterator[Tensor]:
+    """The weights that the segment reads: they stay where they are."""
+    for path in segment.modules:
         module = tree
         for part in path.split("."):
             module = getattr(module, part)
         yield from _all_tensors(module)
-    for _, tensor in tensors_at(tree, piece.attributes):
+    for _, tensor in tensors_at(tree, segment.attributes):
         if isinstance(tensor, Tensor):
             yield tensor
 

@@ -35,7 +35,7 @@ from placer.plan.types import Plan
 
 
 def defers_statistics(plan: Plan) -> bool:
-    """Are there cuts whose running statistics are updated together? (One alone updates its own.)"""
+    """Are there slices whose running statistics are updated together? (One alone updates its own.)"""
     return plan.batch_norm == "deferred" and plan.replicas * plan.microbatches > 1
 
 

@@ -18,13 +18,13 @@ from placer.units import format_seconds
 def assemble_plan(
     program: Program,
     spec: PlacementSpec,
-    light: PolicyChoice,
+    choice: PolicyChoice,
     options: PlanningOptions,
     rows: Sequence[Sequence[str]],
     microbatches: int,
 ) -> Plan:
-    """The plan that has the stages of ``light``, on the devices of ``rows`` (one row per replica)."""
-    costs, partition = light.costs, light.partition
+    """The plan that has the stages of ``choice``, on the devices of ``rows`` (one row per replica)."""
+    costs, partition = choice.costs, choice.partition
     index_of = {device.name: i for i, device in enumerate(spec.devices)}
     peaks = _device_peaks(partition, rows, index_of)
     return Plan(
@@ -50,11 +50,11 @@ def assemble_plan(
         checkpoint=_labels(costs.keys, "recompute"),
         offload=_labels(costs.keys, "offload"),
         notes=(
-            *_light_notes(spec, light),
+            *_policy_notes(spec, choice),
             *placement_notes(program, spec, options, replicas=len(rows), microbatches=microbatches),
         ),
         optimality=partition.optimality,
-        extra_time=_extra_time(light),
+        extra_time=_extra_time(choice),
         boundaries=partition.boundaries,
         node_layers=dict(program.layer_of),
         example_microbatches=(
@@ -63,34 +63,34 @@ def assemble_plan(
     )
 
 
-def _light_notes(spec: PlacementSpec, light: PolicyChoice) -> list[str]:
+def _policy_notes(spec: PlacementSpec, choice: PolicyChoice) -> list[str]:
     """What the regions that the compiler chose cost, and how much less it could be."""
-    if not light.extra_seconds:
+    if not choice.extra_seconds:
         return []
     words = [
         w for w, f in (("checkpoint", spec.checkpoint), ("offload", spec.offload)) if f == "auto"
     ]
-    least = format_seconds(light.least_seconds)
-    known = _extra_time(light)
+    least = format_seconds(choice.least_seconds)
+    known = _extra_time(choice)
     if known is None or known.proven:
         bound = ", which is the least possible for these stages"
     else:
         bound = f"; no choice for these stages adds less than {least}, {known.gap:.1%} less"
-    if not light.least_seconds:
+    if not choice.least_seconds:
         bound = "; how little it could be is not known"
     return [
-        f"{' and '.join(words)} 'auto' adds {format_seconds(light.extra_seconds)} per micro-batch, "
+        f"{' and '.join(words)} 'auto' adds {format_seconds(choice.extra_seconds)} per micro-batch, "
         f"all stages together{bound}."
     ]
 
 
-def _extra_time(light: PolicyChoice) -> Optimality | None:
-    if not light.extra_seconds:
+def _extra_time(choice: PolicyChoice) -> Optimality | None:
+    if not choice.extra_seconds:
         return None
     return Optimality(
         criterion="extra seconds of a micro-batch, recomputing and offloading",
-        value=light.extra_seconds,
-        lower_bound=min(light.least_seconds, light.extra_seconds),
+        value=choice.extra_seconds,
+        lower_bound=min(choice.least_seconds, choice.extra_seconds),
     )
 
 

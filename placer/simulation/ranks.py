@@ -155,8 +155,8 @@ def _simulate_rank(
         batch = cut_batch(
             staged.call, leaves, replicas=plan.replicas, microbatches=plan.microbatches
         )
-        pieces = [batch.pieces[position] for position in batch.of_replica(0)]
-        crossings = [finder.find(piece, grad=True) for piece in pieces]
+        slices = [batch.slices[position] for position in batch.of_replica(0)]
+        crossings = [finder.find(slice_, grad=True) for slice_ in slices]
         pipeline = _pipeline(plan, staged, part, assignment)
         trained = [p for p in part.parameters() if p.requires_grad]
         optimizer = make_optimizer(plan.optimizer, trained, foreach=updates_together([name]))
@@ -165,14 +165,14 @@ def _simulate_rank(
             find_shared(part, staged, ownership, assignment.stage_indices, group_of)
         )
         ledger.add_state((*part.parameters(), *part.buffers()))
-        for leaf in (*leaves, *(tensor for piece in pieces for tensor in piece)):
+        for leaf in (*leaves, *(tensor for slice_ in slices for tensor in slice_)):
             ledger.add(leaf, CALLER, kind="input")
-        microbatches = _microbatches(staged, pieces, crossings, name)
+        microbatches = _microbatches(staged, slices, crossings, name)
         loss_of = loss_fn or stand_in_loss
         with ledger, running_kernels(plan, name):
             for _ in range(steps):
-                reducer.prepare(len(pieces))
-                pipeline.run(microbatches, lambda _, output: loss_of(output) * (1 / len(pieces)))
+                reducer.prepare(len(slices))
+                pipeline.run(microbatches, lambda _, output: loss_of(output) * (1 / len(slices)))
                 reducer.finish()
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
@@ -198,16 +198,16 @@ def _pipeline(
 
 def _microbatches(
     staged: StagedModel,
-    pieces: Sequence[Sequence[Tensor]],
+    slices: Sequence[Sequence[Tensor]],
     crossings: Sequence[Crossings],
     name: str,
 ) -> list[Microbatch]:
     """The first replica's micro-batches on the device ``name``."""
     return [
         Microbatch(
-            inputs=dict(zip(staged.graph_inputs, piece, strict=True)),
+            inputs=dict(zip(staged.graph_inputs, slice_, strict=True)),
             crossings=crossing,
             inputs_here=torch.device(name).type == "cpu",
         )
-        for piece, crossing in zip(pieces, crossings, strict=True)
+        for slice_, crossing in zip(slices, crossings, strict=True)
     ]

@@ -92,26 +92,26 @@ def take_share(
         mine = assignment.replica_index
         batch = cut_batch(call, leaves, replicas=plan.replicas, microbatches=plan.microbatches)
     inputs = InputGradients(leaves, call.batched)
-    sizes, pieces = batch.sizes, batch.pieces
+    sizes, slices = batch.sizes, batch.slices
     own, largest = batch.of_replica(mine), batch.largest
-    some = {sizes[position]: pieces[position] for position in (*own, largest)}
-    crossings = {size: finder.find(piece, grad=grad) for size, piece in some.items()}
+    some = {sizes[position]: slices[position] for position in (*own, largest)}
+    crossings = {size: finder.find(slice_, grad=grad) for size, slice_ in some.items()}
     needed = {
         size: _inputs_needed(c.staged, assignment.stage_indices) for size, c in crossings.items()
     }
     targets = split_target(target, batch.total, sizes) if own else []
-    here = is_on(finder.device, pieces[largest])
+    here = is_on(finder.device, slices[largest])
     given = [
         Microbatch(
             inputs=inputs.read(
                 crossings[sizes[position]].staged.graph_inputs,
-                pieces[position],
+                slices[position],
                 first_row=sum(sizes[:position]),
                 needed=needed[sizes[position]],
             ),
             crossings=crossings[sizes[position]],
             inputs_here=here,
-            leaves=pieces[position],
+            leaves=slices[position],
             target=targets[position],
             rows=sizes[position],
         )
@@ -145,7 +145,7 @@ def gather_result(
     for replica in range(len(batch.rows)):
         source = replica * assignment.num_devices + last_device
         for index, position in enumerate(batch.of_replica(replica)):
-            crossings = finder.find(batch.pieces[position], grad=False)
+            crossings = finder.find(batch.slices[position], grad=False)
             given = results.leaves.get(index) if source == dist.get_rank() else None
             gathered.append(_broadcast(crossings.result, given, source, finder.device, world))
     return join_results(crossings.staged, gathered)

@@ -64,7 +64,7 @@ def _failing_node(code: StageCode, error: BaseException) -> str:
 
     In backward such lines are run by what is recomputed.
     """
-    lines = {piece.forward.__code__: node_lines(piece) for piece in code.segments}
+    lines = {segment.forward.__code__: node_lines(segment) for segment in code.segments}
     for cause in causes(error):
         for frame, number in traceback.walk_tb(cause.__traceback__):
             found = lines.get(frame.f_code)

@@ -28,16 +28,16 @@ class InputGradients:
     def read(
         self,
         names: Sequence[str],
-        pieces: Sequence[Tensor],
+        leaves: Sequence[Tensor],
         *,
         first_row: int,
         needed: Collection[str],
     ) -> dict[str, Tensor]:
         """What the stages of this rank read of a micro-batch: the ``needed`` inputs, without their past."""
         read = {}
-        for index, (name, piece) in enumerate(zip(names, pieces, strict=True)):
+        for index, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
             if name in needed:
-                read[name] = part = piece.detach()
+                read[name] = part = leaf.detach()
                 if index in self._wanted:
                     self._parts.append((index, first_row, part.requires_grad_()))
         return read

@@ -409,7 +409,7 @@ class DistributedModule(PartialModule):
         target_here = is_on(self.device, unwrap_target(whole_target))
         counts: dict[int, float | None] = {}
 
-        def loss_of_cut(given: Microbatch, output: Any) -> Tensor:
+        def loss_of_slice(given: Microbatch, output: Any) -> Tensor:
             if self._forward_hooks:
                 arguments = rebuild_call(given.crossings.staged.call, given.leaves)
                 output = run_forward_hooks(self, *arguments, output)
@@ -426,12 +426,12 @@ class DistributedModule(PartialModule):
                 )
             before = gradient_nodes(output)
             rows = None if total is None else given.rows
-            loss = loss_of.of_cut(output, target, rows=rows, counted=counts[id(given)])
+            loss = loss_of.of_slice(output, target, rows=rows, counted=counts[id(given)])
             if dist.get_world_size(self._job_group) > 1:
                 refuse_other_leaves(loss, before, self, whole=self.assignment.num_devices == 1)
             return loss
 
-        return loss_of_cut
+        return loss_of_slice
 
     def _execute(
         self, microbatches: Sequence[Microbatch], loss_of: LossOf | None, *, scale: float = 1.0

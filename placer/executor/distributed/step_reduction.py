@@ -19,7 +19,7 @@ class LossReduction:
 
     ``source`` is the rank that alone has all ``losses``, where there is but one last stage. With it go
     what else became of `StepLoss` there: whether any rank has losses without a graph, how ranks found
-    that losses combine, and what was counted in the cuts.
+    that losses combine, and what was counted in the slices.
     """
 
     def __init__(
@@ -31,8 +31,8 @@ class LossReduction:
         world: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        # The loss, and what is counted in the cuts; then numbers of ranks: losses without a graph, of
-        # cuts, means of cuts, sums of cuts, and in each data type.
+        # The loss, and what is counted in the slices; then numbers of ranks: losses without a graph, of
+        # slices, means of slices, sums of slices, and in each data type.
         self._message = torch.zeros(6 + len(_DTYPES), dtype=torch.float64, device=device)
         if losses:
             loss = torch.stack(list(losses)).sum()

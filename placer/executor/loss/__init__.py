@@ -1,6 +1,6 @@
 """The loss of a step, the same in one process and under torchrun.
 
-``call`` calls the function, ``reduction`` says how losses of cuts make that of the batch, ``trial``
+``call`` calls the function, ``reduction`` says how losses of slices make that of the batch, ``trial``
 finds it out on a few rows, with the ``values`` that a target has held; ``found`` keeps that between
 steps, and ``step`` puts it together.
 """

@@ -1,4 +1,4 @@
-"""The user's loss function, called for one cut of the batch."""
+"""The user's loss function, called for one slice of the batch."""
 
 from __future__ import annotations
 

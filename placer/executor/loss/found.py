@@ -59,7 +59,7 @@ class FoundCombination:
     ) -> Combination | None:
         """How ``loss_fn`` combines rows; None where nothing shows it, for all losses are zero or NaN.
 
-        ``output`` is of a cut with ``rows`` rows, ``target`` that of the whole batch with ``total``.
+        ``output`` is of a slice with ``rows`` rows, ``target`` that of the whole batch with ``total``.
         Raises ``PlacerError`` when it is neither a mean over rows nor a sum, or cannot be tried.
         """
         key = (_identity(loss_fn), _shapes(output, rows), _shapes(target, total))

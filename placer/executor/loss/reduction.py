@@ -1,6 +1,6 @@
-"""How the losses of the cuts of a batch make the loss of the whole batch.
+"""How the losses of the slices of a batch make the loss of the whole batch.
 
-With ``L(c)`` the loss of cut ``c`` and ``n(c)`` what the normalizer counts in its target (rows, where
+With ``L(c)`` the loss of slice ``c`` and ``n(c)`` what the normalizer counts in its target (rows, where
 there is none), the loss of the whole batch is
 
     mean:  sum over c of  n(c) / n(batch) * L(c)
@@ -27,7 +27,7 @@ Normalizer = Callable[[Any], "Tensor | float"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossRule:
-    """How losses of cuts are combined; ``normalizer`` counts what a mean is over, None: rows."""
+    """How losses of slices are combined; ``normalizer`` counts what a mean is over, None: rows."""
 
     combination: Combination
     normalizer: Normalizer | None = None

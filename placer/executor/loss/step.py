@@ -1,4 +1,4 @@
-"""The loss of one step: called per cut, weighted so that the cuts' losses make that of the batch."""
+"""The loss of one step: called per slice, weighted so that the slices' losses make that of the batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from placer.executor.loss.reduction import (
 class StepLoss:
     """A loss function, what is said or known of how it combines rows, and what became of it in a step.
 
-    `count` and `begin` come first, then `of_cut` for every cut. Raises ``PlacerError`` for options
+    `count` and `begin` come first, then `of_slice` for every slice. Raises ``PlacerError`` for options
     that do not go together.
     """
 
@@ -49,7 +49,7 @@ class StepLoss:
         self._total: int | None = None
         self._counted: float | None = None
         self.combination: Combination | None = self._rule.combination if self._rule else None
-        # Of the cuts so far: is the batch cut, and what did the normalizer count in them?
+        # Of the slices so far: is the batch cut, and what did the normalizer count in them?
         self.is_cut = False
         self.counts = 0.0
 
@@ -69,10 +69,10 @@ class StepLoss:
         """
         self._target, self._rows, self._total, self._counted = target, rows, total, counted
 
-    def of_cut(
+    def of_slice(
         self, output: Any, target: Any, *, rows: int | None, counted: float | None = None
     ) -> Tensor:
-        """The part of the batch's loss that a cut with ``rows`` rows has.
+        """The part of the batch's loss that a slice with ``rows`` rows has.
 
         ``counted`` is what the normalizer counts in its target, from `count`. Raises ``PlacerError`` when
         the loss is not one number, or when it cannot be found out how it combines rows.
@@ -118,7 +118,7 @@ class StepLoss:
             raise without_graph()
 
     def require_count(self, counts: float) -> None:
-        """Raise ``PlacerError`` when ``counts``, of all cuts, is not what is counted in the batch."""
+        """Raise ``PlacerError`` when ``counts``, of all slices, is not what is counted in the batch."""
         whole = self._counted
         if whole is not None and abs(counts - whole) > 1e-4 * max(abs(counts), whole):
             raise PlacerError(

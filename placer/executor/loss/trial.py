@@ -143,7 +143,7 @@ def depends_on_rowless(loss_fn: Callable[..., Tensor], rows: Rows) -> bool:
 
 
 def _least(rows: Rows) -> int:
-    """Rows in a group at least: as few as in a cut, but one only where it must be."""
+    """Rows in a group at least: as few as in a slice, but one only where it must be."""
     return 1 if _widest(rows) > _MOST_ELEMENTS else min(rows.rows, 2)
 
 
