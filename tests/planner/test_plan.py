@@ -15,7 +15,7 @@ from torch import nn
 import placer
 from placer import BudgetError, CaptureError, PlacementSpec, PlanError, SpecError
 from placer.planner.activation_policy import PolicyChoice
-from placer.planner.assemble import _light_notes
+from placer.planner.assemble import _policy_notes
 from placer.report.figures import verdict
 from placer.units import parse_bytes
 
@@ -155,7 +155,7 @@ def test_budget_comes_from_the_named_kind() -> None:
 def test_how_good_a_choice_of_recomputed_layers_is(least: float, said: str) -> None:
     nothing: Any = None
     light = PolicyChoice(costs=nothing, partition=nothing, extra_seconds=0.02, least_seconds=least)
-    (note,) = _light_notes(PlacementSpec(devices=["cpu"], checkpoint="auto"), light)
+    (note,) = _policy_notes(PlacementSpec(devices=["cpu"], checkpoint="auto"), light)
     assert note == f"checkpoint 'auto' adds 20.00 ms per micro-batch, all stages together{said}"
 
 
