@@ -111,10 +111,8 @@ def write(results: Mapping[str, list[dict[str, Any]]]) -> None:
     for name, found in results.items():
         for row in found:
             starved = f"{row['starved']} per step" if row["starved"] else "none"
-            lines.append(
-                [name, row["method"], row["devices"], row["tensors"], row["edge"], starved]
-                + [row["unstarved"]]
-            )
+            known = (row[key] for key in ("method", "devices", "tensors", "edge"))
+            lines.append([name, *known, starved, row["unstarved"]])
     header = ["model", "method", "devices", "edge by tensors", "edge by torch's allocator",
               "kernels that starve there", "edge where none does"]  # fmt: skip
     note = (

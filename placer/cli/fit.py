@@ -14,6 +14,7 @@ from torch import Tensor
 from placer.cli.main import EXIT_NO_FIT
 from placer.cli.output import print_json, progress
 from placer.errors import BudgetError, Tried
+from placer.plan.check import host_error
 from placer.plan.types import Plan
 from placer.planner.build import PlanMaker
 from placer.planner.remedies import find_largest_node, lacks_room, memory_needed, misfit_error
@@ -38,6 +39,12 @@ def report_misfit(
     ``make`` plans a changed spec. ``error`` has the tries, if they were made already. With
     ``as_json`` it goes to stdout.
     """
+    if plan.fits_devices:  # the host has too little
+        error = host_error(plan)
+        console.print(f"what would make it fit:\n  - {error.remedy}", markup=False)
+        if as_json:
+            print_json(_misfit(error, error.remedy))
+        raise typer.Exit(EXIT_NO_FIT)
     no_room = lacks_room(spec)
     if not no_room:
         largest = find_largest_node(program, spec, inputs, make.costs)

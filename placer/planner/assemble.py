@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from placer.cost import CostTable
 from placer.partition import Partition, PlanningOptions
-from placer.plan.types import DevicePeak, Optimality, Plan, Transfer
+from placer.plan.types import DevicePeak, HostPeak, Optimality, Plan, Transfer
 from placer.planner.activation_policy import PolicyChoice
 from placer.planner.notes import placement_notes
 from placer.program import Program
@@ -28,8 +28,9 @@ def assemble_plan(
     costs, partition = light.costs, light.partition
     index_of = {device.name: i for i, device in enumerate(spec.devices)}
     peaks = _device_peaks(partition, rows, index_of)
+    host = _host_peak(costs, spec, copies=len(rows) * microbatches)
     return Plan(
-        fits=all(peak.fits for peak in peaks),
+        fits=all(peak.fits for peak in peaks) and (host is None or host.fits),
         objective=spec.objective,
         processes=options.processes,
         replicas=len(rows),
@@ -61,6 +62,7 @@ def assemble_plan(
         example_microbatches=(
             options.microbatches if options.microbatches < microbatches else None
         ),
+        host=host,
     )
 
 
@@ -121,6 +123,14 @@ def _device_peaks(
                 )
             )
     return tuple(peaks)
+
+
+def _host_peak(costs: CostTable, spec: PlacementSpec, copies: int) -> HostPeak | None:
+    """What waits on the host if so many micro-batches do at once; None where nothing is offloaded."""
+    if not any(key is not None and key.offload for key in costs.keys):
+        return None
+    nbytes = copies * sum(node.host_nbytes for node in costs.nodes)
+    return HostPeak(peak=nbytes, reserved=None, budget=spec.host_memory)
 
 
 def _transfers(program: Program, costs: CostTable, partition: Partition) -> tuple[Transfer, ...]:

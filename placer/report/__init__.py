@@ -2,6 +2,8 @@
 
 from placer.report.figures import (
     LARGEST_HEADERS,
+    host_text,
+    host_verdict,
     largest_rows,
     moment_text,
     needs_text,
@@ -14,6 +16,8 @@ from placer.report.text import plan_table
 
 __all__ = [
     "LARGEST_HEADERS",
+    "host_text",
+    "host_verdict",
     "largest_rows",
     "moment_text",
     "needs_text",

@@ -219,6 +219,11 @@ class PlacementSpec(BaseModel):
         description="Bytes that a process takes of a device before it makes a tensor (the CUDA "
         "context); by default by device kind.",
     )
+    host_memory: DeviceMemory | None = Field(
+        default=None,
+        description="Bytes of host memory that offloaded activations may take, those of all processes "
+        "together; without it they are counted, and not limited.",
+    )
     objective: Literal["throughput", "memory", "latency"] = Field(
         default="throughput",
         description="Least time with micro-batches flowing, lowest maximum peak, or least time of "
@@ -240,7 +245,7 @@ class PlacementSpec(BaseModel):
             raise SpecError(source, problems)
         return spec
 
-    @field_serializer("reserve", "context")
+    @field_serializer("reserve", "context", "host_memory")
     def _spelled_bytes(self, value: int | None) -> str | int | None:
         return None if value is None else spell_bytes(value)
 
