@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from placer.versions import ALLOCATOR_VARIABLES, PYTHON, RANGES, Range, found_release, repair_command
+from placer.versions import (
+    ALLOCATOR_VARIABLES,
+    PYTHON,
+    RANGES,
+    Range,
+    found_release,
+    repair_command,
+)
 
 _ALLOCATOR_VARIABLES = (*ALLOCATOR_VARIABLES, "PYTORCH_NO_CUDA_MEMORY_CACHING")
 _EXTRAS = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -39,7 +39,9 @@ def run_segments(stage: StageCode, tree: Any, place: Place, inputs: list[Any]) -
 def _run(piece: SegmentCode, tree: Any, place: Place, inputs: list[Any]) -> tuple[Any, ...]:
     if not torch.is_grad_enabled() or is_transformed():
         return piece.forward(tree, place.device, inputs)
-    waiting = nullcontext() if not piece.offload else offload_saved(_state(piece, tree), place)
+    waiting: AbstractContextManager[Any] = nullcontext()
+    if piece.offload:
+        waiting = offload_saved(_state(piece, tree), place, overlapped=piece.overlapped)
     with waiting:
         if piece.recompute:
             return _run_recomputed(piece, tree, place, inputs)

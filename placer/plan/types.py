@@ -242,6 +242,11 @@ class Plan:
         return max(0, -(self.tightest.headroom or 0), -host)
 
     @property
+    def overlaps(self) -> bool:
+        """Are offloaded activations copied beside the kernels?"""
+        return any(region.overlapped for stage in self.stages for region in stage.regions)
+
+    @property
     def fits_devices(self) -> bool:
         """Does every device have what the plan needs of it, whatever it needs of the host?"""
         return all(device.fits for device in self.devices)

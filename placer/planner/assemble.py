@@ -11,7 +11,7 @@ from placer.plan.types import DevicePeak, HostPeak, Optimality, Plan, Transfer
 from placer.planner.activation_policy import PolicyChoice
 from placer.planner.notes import placement_notes
 from placer.program import Program
-from placer.regions import RegionKey
+from placer.regions import RegionKey, with_overlap
 from placer.spec import PlacementSpec
 from placer.units import format_seconds
 
@@ -44,7 +44,11 @@ def assemble_plan(
         optimizer_seconds=partition.optimizer_seconds,
         fingerprint=program.fingerprint,
         stages=tuple(
-            replace(stage, devices=tuple(row[index_of[slot.name]] for row in rows))
+            replace(
+                stage,
+                devices=tuple(row[index_of[slot.name]] for row in rows),
+                regions=with_overlap(stage.regions) if spec.offload_overlap else stage.regions,
+            )
             for stage, slot in zip(partition.stages, partition.slots, strict=True)
         ),
         devices=peaks,

@@ -198,6 +198,11 @@ class PlacementSpec(BaseModel):
         default=(),
         description="Patterns of layers whose saved activations wait in host memory, or 'auto'.",
     )
+    offload_overlap: StrictBool = Field(
+        default=False,
+        description="Copy offloaded activations on a CUDA stream of their own, while kernels run. A "
+        "device then holds one more of them in forward, and one in backward.",
+    )
     batch_norm: Literal["per_microbatch", "deferred", "sync"] = Field(
         default="per_microbatch",
         description="Batch statistics per micro-batch; deferred: running statistics are updated "

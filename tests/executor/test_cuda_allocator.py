@@ -11,9 +11,9 @@ from plans import make_plan
 
 from placer.executor import cuda_allocator
 from placer.executor.cuda_allocator import AllocatorWarning, prepare_allocator
-from placer.versions import ALLOCATOR_VARIABLES
 from placer.executor.place import Place
 from placer.plan.types import Plan
+from placer.versions import ALLOCATOR_VARIABLES
 
 GIB = 2**30
 GPU = [Place("cuda:0", torch.device("cuda:0"))]
