@@ -164,7 +164,8 @@ def _run_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _fit_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def fit_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The table of runs under a cap, and how many verdicts are right."""
     lines = []
     for row in rows:
         cells = [
@@ -215,7 +216,7 @@ def main() -> None:
         "steps that find no room, so that cuDNN takes a slower kernel. *Flushes*: how often the cache went "
         "back to the driver.",
         "",
-        *_fit_lines(fits),
+        *fit_lines(fits),
         "",
         "## Workspaces of convolutions",
         "",
