@@ -5,7 +5,7 @@ workspaces, what the allocator reserves (with expandable segments), the context,
 may starve kernels of the memory they want to work in, which makes them slower: the page says where, and
 the largest edge where none starves. Predicted; not measured on a GPU. Nothing is allocated.
 
-    python -m benchmarks.capacity_gpu [MODEL ...]
+    python -m benchmarks.capacity_gpu [MODEL ...] [--devices N ...]
 
 What is not named keeps its figures in results/capacity_gpu.json. An hour and more for all.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -90,14 +90,14 @@ def _starved(plan: Plan) -> int:
     return sum(device.starved for device in plan.devices)
 
 
-def rows(name: str) -> Iterator[dict[str, Any]]:
-    """The rows of one model, those on one device first."""
+def rows(name: str, counts: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """The rows of one model, on each of these numbers of devices."""
     known = json.loads((RESULTS / "capacity.json").read_text())[name]
     by_tensors = {
         (row["method"], row["devices"]): row["edge"] for row in known if row["memory_gib"] == MEMORY
     }
     search = Search(SUBJECTS[name])
-    for devices in DEVICES:
+    for devices in counts:
         for method in METHODS:
             began = time.process_time()
             row = search.row(method, devices, by_tensors[method, devices])
@@ -131,15 +131,20 @@ def write(results: Mapping[str, list[dict[str, Any]]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("models", nargs="*", default=[], help=", ".join(SUBJECTS))
+    parser.add_argument("--devices", type=int, action="append", choices=DEVICES, default=[])
     given = parser.parse_args()
     unknown = [name for name in given.models if name not in SUBJECTS]
     if unknown:
         parser.error(f"no model {unknown[0]!r}; there are {', '.join(SUBJECTS)}")
     found: dict[str, Any] = json.loads(_FILE.read_text()) if _FILE.exists() else {}
     for name in given.models or SUBJECTS:
-        found[name] = []
-        for row in rows(name):
-            found[name].append(row)
+        for row in rows(name, given.devices or DEVICES):
+            key = row["devices"], row["method"]
+            others = [r for r in found.get(name, []) if (r["devices"], r["method"]) != key]
+            order = list(METHODS)
+            found[name] = sorted(
+                [*others, row], key=lambda r: (r["devices"], order.index(r["method"]))
+            )
             _FILE.write_text(json.dumps(found, indent=1) + "\n")
     write({name: found[name] for name in SUBJECTS if name in found})
 

@@ -40,10 +40,12 @@ def report_misfit(
     ``as_json`` it goes to stdout.
     """
     if plan.fits_devices:  # the host has too little
+        as_options = error is not None
         error = host_error(plan)
-        console.print(f"what would make it fit:\n  - {error.remedy}", markup=False)
+        remedy = as_option(error.remedy) if as_options else error.remedy
+        console.print(f"what would make it fit:\n  - {remedy}", markup=False)
         if as_json:
-            print_json(_misfit(error, error.remedy))
+            print_json(_misfit(error, remedy))
         raise typer.Exit(EXIT_NO_FIT)
     no_room = lacks_room(spec)
     if not no_room:
@@ -94,8 +96,13 @@ def as_option(change: str) -> str:
     '--checkpoint --offload (recompute or wait)'
     >>> as_option('write a smaller "reserve" into the spec')
     'give a smaller --reserve'
+    >>> as_option('give more "host_memory", or recompute others ("checkpoint")')
+    'give more --host-memory, or recompute others (--checkpoint)'
     """
     change = change.replace('write a smaller "reserve" into the spec', "give a smaller --reserve")
+    change = change.replace('"host_memory"', "--host-memory").replace(
+        '"checkpoint")', "--checkpoint)"
+    )
     options = _SPEC_FIELD.sub(lambda m: f"--{m[1]} {m[2]}" if m[2] else f"--{m[1]}", change)
     return re.sub(r"(?<=\S)(?:,| and) --", " --", options)
 
