@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check lint lock versions multi_node clean
+.PHONY: demo test check lint lock versions multi_node gpu clean
 
 $(READY): pyproject.toml requirements.lock .ci/install.py
 	$(PYTHON) -m venv $(VENV)
@@ -43,6 +43,15 @@ versions: $(UV)
 # Two hosts on this machine (network namespaces); needs root or user namespaces.
 multi_node: $(READY)
 	PYTHON=$(abspath $(BIN)/python) examples/multi_node/run.sh
+
+# Where there is a GPU (of 80 GB, for the benchmarks): the law on it, bytes, the edge, speed. It has been run
+# on none yet. Without one the tests run on the CPU, and the first benchmark says what it needs.
+gpu: $(READY)
+	$(BIN)/python .ci/install.py examples test benchmarks
+	$(BIN)/python -m pytest tests/gpu
+	$(BIN)/python -m benchmarks.memory_gpu
+	$(BIN)/python -m benchmarks.fits_gpu
+	$(BIN)/python -m benchmarks.overhead --device cuda
 
 clean:
 	rm -rf $(VENV) demo_output

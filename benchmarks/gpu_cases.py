@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.memory_gpu import CASES, cube
+from placer.api import as_spec
+from placer.cost import CostTable, estimate_costs, with_regions
+from placer.plan.types import Plan
+from placer.planner.build import build_plan
+from placer.program import Program
+from placer.regions import Region, RegionKey
 
+DEVICE = "cuda:0"
 Build = Callable[[], tuple[nn.Module, Tensor]]
+# Run -> its regions: first and last node, and what is done. They were found by running the planner of
+# commit 8728e91, from before its times changed, for the memory that the runs were planned for.
+_REGIONS = json.loads(Path(__file__).with_name("recorded_regions.json").read_text())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPUCase:
-    """A model with its batch; ``family``: models that are kept out of a fit together."""
+    """A model with its batch; ``family``: models that are kept out of a fit together.
+
+    ``regions`` are what the measured run recomputed and offloaded. "auto" chose them by the times that
+    were estimated on that day, and would choose others today.
+    """
 
     family: str
     build: Build
     fields: Mapping[str, Any] = field(default_factory=dict)
+    regions: tuple[Region, ...] = ()
 
 
 def _resnet50() -> tuple[nn.Module, Tensor]:
@@ -45,11 +62,53 @@ PROFILED = {
 """By their names in operations.json."""
 
 
+def recorded_regions(run: str) -> tuple[Region, ...]:
+    """What the measured ``run`` recomputed and offloaded, where something was."""
+    return tuple(
+        Region(first=first, last=last, recompute="recompute" in how, offload="offload" in how)
+        for first, last, *how in _REGIONS.get(run, ())
+    )
+
+
 def capped_case(row: Mapping[str, Any]) -> GPUCase:
     """The case of a row of fits_16GiB.json."""
-    fields = {key: row[key] for key in ("checkpoint", "offload", "precision") if key in row}
+    fields = [key for key in ("checkpoint", "offload", "precision") if key in row]
+    run = f"{row['model']} {row['edge']}, {', '.join(fields)}, planned for {row['planned_for']} GiB"
     return GPUCase(
         family=row["model"],
         build=cube(row["model"], row["edge"]),
-        fields={"reserve": 0, "context": 0, **fields},
+        fields={"precision": row["precision"]} if "precision" in row else {},
+        regions=recorded_regions(run),
     )
+
+
+def case_costs(program: Program, leaves: Sequence[Tensor], case: GPUCase) -> CostTable:
+    """The costs of ``case``, with its regions."""
+    costs = estimate_costs(
+        program,
+        leaves,
+        precision=case.fields.get("precision", "fp32"),
+        offloads=any(region.offload for region in case.regions),
+        kernels="cuda",
+    )
+    keys: list[RegionKey | None] = [None] * len(program.order)
+    for region in case.regions:
+        first, last = program.order.index(region.first), program.order.index(region.last)
+        key = RegionKey(label=region.first, recompute=region.recompute, offload=region.offload)
+        keys[first : last + 1] = [key] * (last + 1 - first)
+    return with_regions(costs, keys)
+
+
+def case_plan(
+    program: Program, leaves: Sequence[Tensor], case: GPUCase, costs: CostTable | None = None
+) -> Plan:
+    """The plan of ``case`` on one H100, by estimates, that does what the measured run did.
+
+    ``costs`` are those of `case_costs`, where they are known already.
+    """
+    spec = as_spec({"devices": [{"name": DEVICE, "kind": "h100"}], **case.fields})
+    costs = costs or case_costs(program, leaves, case)
+    plan = build_plan(program, spec, leaves, costs=costs)
+    (stage,) = plan.stages
+    assert stage.regions == case.regions, "the model has other nodes than when it was measured"
+    return plan

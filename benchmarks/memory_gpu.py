@@ -16,6 +16,7 @@ import argparse
 import gc
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -151,22 +152,33 @@ def _cuda_peak(model: nn.Module, plan: placer.Plan, x: Tensor) -> dict[str, int]
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     before = torch.cuda.memory_allocated()
-    placed = placer.compile(model, plan, (x,))
-    trained = [p for p in placed.parameters() if p.requires_grad]
-    optimizer = make_optimizer(plan.optimizer, trained)
-    for _ in range(2):
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        placed.step(x, loss_fn=stand_in_loss, reduction="mean")
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    torch.cuda.synchronize()
+    for _ in trained_steps(model, plan, x, 2):
+        pass
     return {
         "measured": torch.cuda.max_memory_allocated() - before,
         "reserved": torch.cuda.max_memory_reserved(),
         "taken": total - torch.cuda.mem_get_info()[0],
         "taken_before": total - free,
     }
+
+
+def trained_steps(model: nn.Module, plan: placer.Plan, x: Tensor, count: int) -> Iterator[float]:
+    """Train so many steps of the plan on this machine's GPU; the seconds of each, when it has ended.
+
+    Peaks are counted anew in every step.
+    """
+    placed = placer.compile(model, plan, (x,))
+    trained = [p for p in placed.parameters() if p.requires_grad]
+    optimizer = make_optimizer(plan.optimizer, trained)
+    for _ in range(count):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        began = time.perf_counter()
+        placed.step(x, loss_fn=stand_in_loss, reduction="mean")
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        yield time.perf_counter() - began
 
 
 def run(cases: Mapping[str, Case], device: str, *, done: Callable[[], None] = lambda: None) -> None:

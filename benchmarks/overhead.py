@@ -1,13 +1,18 @@
 """What placing costs in time: one stage, one replica, against the plain model; a training step.
 
 Steps of both alternate in random order, so that whatever else the machine does hits both alike.
+
+    python -m benchmarks.overhead
+    python -m benchmarks.overhead --device cuda     # larger models, on a GPU; has been run on none yet
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable
 
@@ -35,27 +40,33 @@ def training_step(model: nn.Module, x: Tensor, target: Tensor) -> Step:
     return step
 
 
-def compare(model: nn.Module, x: Tensor, target: Tensor, repeats: int) -> tuple[float, float]:
+def compare(
+    model: nn.Module, x: Tensor, target: Tensor, repeats: int, device: str = "cpu"
+) -> tuple[float, float]:
     """Median seconds of a step: plain, placed."""
-    placed = placer.compile(model, {"devices": ["cpu"]}, (x,))
+    placed = placer.compile(copy.deepcopy(model), {"devices": [device]}, (x,))
+    model, x, target = model.to(device), x.to(device), target.to(device)
     steps = {"plain": training_step(model, x, target), "placed": training_step(placed, x, target)}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for repeat in range(repeats + 3):
         for name in random.sample(list(steps), 2):
+            _finish(device)
             start = time.perf_counter()
             steps[name]()
+            _finish(device)
             if repeat >= 3:  # the first ones warm up
                 seconds[name].append(time.perf_counter() - start)
     return statistics.median(seconds["plain"]), statistics.median(seconds["placed"])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=60)
-    repeats = parser.parse_args().repeats
-    torch.manual_seed(0)
-    random.seed(0)
-    cases = {
+def _finish(device: str) -> None:
+    """Wait until the device has done what it was given."""
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def _small() -> dict[str, tuple[nn.Module, Tensor, Tensor]]:
+    return {
         "ResNet50, 8 x 3 x 64 x 64": (
             torchvision.models.resnet50(num_classes=10),
             torch.randn(8, 3, 64, 64),
@@ -67,14 +78,49 @@ def main() -> None:
             torch.randint(0, 3, (1, 48, 48, 48)),
         ),
     }
+
+
+def _large() -> dict[str, tuple[nn.Module, Tensor, Tensor]]:
+    """Two steps that a GPU limits, and one that launching kernels does."""
+    return {
+        "ResNet50, 64 x 3 x 224 x 224": (
+            torchvision.models.resnet50(num_classes=10),
+            torch.randn(64, 3, 224, 224),
+            torch.randint(0, 10, (64,)),
+        ),
+        "3D U-Net (width 32, depth 4), 1 x 1 x 96 x 96 x 96": (
+            unet3d(width=32, depth=4, out_channels=3),
+            torch.randn(1, 1, 96, 96, 96),
+            torch.randint(0, 3, (1, 96, 96, 96)),
+        ),
+        "ResNet-18, 2 x 3 x 224 x 224": (
+            torchvision.models.resnet18(num_classes=10),
+            torch.randn(2, 3, 224, 224),
+            torch.randint(0, 10, (2,)),
+        ),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=60)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    given = parser.parse_args()
+    repeats, on_gpu = given.repeats, given.device == "cuda"
+    if on_gpu and not torch.cuda.is_available():
+        sys.exit("benchmarks.overhead --device cuda needs a CUDA device, and this machine has none")
+    torch.manual_seed(0)
+    random.seed(0)
+    device = "cuda:0" if on_gpu else "cpu"
+    cases = _large() if on_gpu else _small()
     rows = []
     for name, (model, x, target) in cases.items():
-        plain, placed = compare(model, x, target, repeats)
+        plain, placed = compare(model, x, target, repeats, device)
         rows.append([name, f"{plain * 1e3:.1f}", f"{placed * 1e3:.1f}", f"{placed / plain:.3f}"])
     write_result(
-        "overhead",
+        "overhead_gpu" if on_gpu else "overhead",
         "Overhead of a placed module (1 stage, 1 replica) over the plain model",
-        "python -m benchmarks.overhead",
+        "python -m benchmarks.overhead" + " --device cuda" * on_gpu,
         ["training step", "plain, ms", "placed, ms", "ratio of medians"],
         rows,
         f"Medians of {repeats} steps each, alternating.",

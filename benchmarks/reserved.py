@@ -13,7 +13,7 @@ import gzip
 import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +22,15 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torchvision.models import resnet50, vit_b_16
 
+from benchmarks.gpu_cases import DEVICE, GPUCase, capped_case, case_plan, recorded_regions
 from benchmarks.memory_gpu import cube, gpt2
 from benchmarks.record import table, write_page
-from placer.api import as_spec
 from placer.cost import cuda_workspaces
-from placer.planner.build import build_plan
 from placer.program import capture_model, flatten_call
-from placer.regions.types import Region
 from placer.simulation.simulate import simulate_steps
 from placer.timeline import Timeline, device_usage
 
 GIB = 2**30
-_DEVICE = "cuda:0"
-# Run -> its regions: first and last node, and what is done. They were found by running the planner of
-# commit 8728e91, from before its times changed, for the memory that the runs were planned for.
-_REGIONS = json.loads(Path(__file__).with_name("recorded_regions.json").read_text())
 _CONTEXT = 0.51 * GIB  # of the H100's process; the capped runs had 16 GiB less this
 _NEAR_SHARE, _NEAR_BYTES = 0.1, 8 * 2**20
 _NAMES = {
@@ -68,34 +62,32 @@ def _model(name: str) -> tuple[nn.Module, Tensor]:
     return cube(_NAMES.get(kind, kind), int(size))()
 
 
-def _timeline(model: nn.Module, x: Tensor, run: str, precision: str = "fp32") -> Timeline:
-    """Three steps of a run, with what was recomputed and offloaded then.
-
-    "auto" chose that by the times that were estimated on that day, and would choose otherwise today.
-    """
+def _timeline(case: GPUCase) -> Timeline:
+    """Three steps of a run, with what was recomputed and offloaded then."""
+    model, x = case.build()
     program = capture_model(model, (x,))
     leaves = flatten_call(program.call, (x,), {})
-    spec = as_spec({"devices": [{"name": _DEVICE, "kind": "h100"}], "precision": precision})
-    plan = build_plan(program, spec, leaves)
-    regions = tuple(
-        Region(first=first, last=last, recompute="recompute" in how, offload="offload" in how)
-        for first, last, *how in _REGIONS.get(run, ())
-    )
-    (stage,) = plan.stages
-    return simulate_steps(program, replace(plan, stages=(replace(stage, regions=regions),)), leaves)
+    return simulate_steps(program, case_plan(program, leaves, case), leaves)
 
 
 def compare_runs(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Per recorded run the predicted and the measured bytes, allocated and reserved."""
     for row in rows:
+        name = row["model"]
         precision = row["fields"].get("precision", "fp32")
-        timeline = _timeline(*_model(row["model"]), row["model"], precision)
+        case = GPUCase(
+            family="",
+            build=partial(_model, name),
+            fields={"precision": precision},
+            regions=recorded_regions(name),
+        )
+        timeline = _timeline(case)
         measured = row["measured_third_step"]
         yield {
-            "model": row["model"],
-            "allocated": timeline.peaks(workspaces=True)[_DEVICE].nbytes,
-            "reserved": device_usage(timeline, _DEVICE).reserved,
-            "expandable": device_usage(timeline, _DEVICE, expandable=True).reserved,
+            "model": name,
+            "allocated": timeline.peaks(workspaces=True)[DEVICE].nbytes,
+            "reserved": device_usage(timeline, DEVICE).reserved,
+            "expandable": device_usage(timeline, DEVICE, expandable=True).reserved,
             "measured_allocated": measured["allocated"],
             "measured_reserved": measured["reserved"],
         }
@@ -105,12 +97,9 @@ def compare_fits(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Per run under a cap of 16 GiB whether it trains by the model of the allocator, and whether it did."""
     for row in rows:
         fields = [k for k in ("checkpoint", "offload", "precision") if k in row]
-        model, x = cube(row["model"], row["edge"])()
-        run = f"{row['model']} {row['edge']}, {', '.join(fields)}, planned for {row['planned_for']} GiB"
-        timeline = _timeline(model, x, run, row.get("precision", "fp32"))
         usage = device_usage(
-            timeline,
-            _DEVICE,
+            _timeline(capped_case(row)),
+            DEVICE,
             expandable=row["allocator"] != "default",
             limit=int(16 * GIB - _CONTEXT),
         )
@@ -175,7 +164,8 @@ def _run_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _fit_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def fit_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The table of runs under a cap, and how many verdicts are right."""
     lines = []
     for row in rows:
         cells = [
@@ -226,7 +216,7 @@ def main() -> None:
         "steps that find no room, so that cuDNN takes a slower kernel. *Flushes*: how often the cache went "
         "back to the driver.",
         "",
-        *_fit_lines(fits),
+        *fit_lines(fits),
         "",
         "## Workspaces of convolutions",
         "",

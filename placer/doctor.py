@@ -9,13 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from placer.versions import PYTHON, RANGES, Range, found_release, repair_command
-
-_ALLOCATOR_VARIABLES = (
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "PYTORCH_NO_CUDA_MEMORY_CACHING",
+from placer.versions import (
+    ALLOCATOR_VARIABLES,
+    PYTHON,
+    RANGES,
+    Range,
+    found_release,
+    repair_command,
 )
+
+_ALLOCATOR_VARIABLES = (*ALLOCATOR_VARIABLES, "PYTORCH_NO_CUDA_MEMORY_CACHING")
 _EXTRAS = {
     "examples": ("nilearn", "matplotlib", "scikit-learn"),
     "benchmarks": ("accelerate", "einops", "matplotlib", "monai", "timm", "transformers"),

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from placer._torch import Feature
 
 
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Where users set torch's allocator; which of them has an effect depends on torch's release."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
     """The lowest and the highest release of a package that the test suite was run with.

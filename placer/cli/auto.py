@@ -74,6 +74,12 @@ Reserve = Annotated[
     str | None,
     typer.Option("--reserve", metavar="SIZE", help="Memory to keep free on each device."),
 ]
+HostMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--host-memory", metavar="SIZE", help="Host memory that offloaded activations may take."
+    ),
+]
 
 
 EXAMPLE = "placer auto net.py:Net --input 8x64 -d cuda:0=16GiB -o spec.json"
@@ -95,6 +101,7 @@ def auto(
     optimizer: Optimizer = None,
     training: Training = True,
     reserve: Reserve = None,
+    host_memory: HostMemory = None,
     as_json: AsJson = False,
 ) -> None:
     """Find a spec that fits, on as few of the devices as it needs.
@@ -116,6 +123,7 @@ def auto(
         "precision": precision,
         "optimizer": _optimizer(optimizer),
         "reserve": reserve,
+        "host_memory": int(host_memory) if host_memory and host_memory.isdecimal() else host_memory,
     }
     with _telling_options(devices):
         wanted = PlacementSpec.model_validate(

@@ -14,6 +14,7 @@ from torch import Tensor
 from placer.cli.main import EXIT_NO_FIT
 from placer.cli.output import print_json, progress
 from placer.errors import BudgetError, Tried
+from placer.plan.check import host_error
 from placer.plan.types import Plan
 from placer.planner.build import PlanMaker
 from placer.planner.remedies import find_largest_node, lacks_room, memory_needed, misfit_error
@@ -38,6 +39,14 @@ def report_misfit(
     ``make`` plans a changed spec. ``error`` has the tries, if they were made already. With
     ``as_json`` it goes to stdout.
     """
+    if plan.fits_devices:  # the host has too little
+        as_options = error is not None
+        error = host_error(plan)
+        remedy = as_option(error.remedy) if as_options else error.remedy
+        console.print(f"what would make it fit:\n  - {remedy}", markup=False)
+        if as_json:
+            print_json(_misfit(error, remedy))
+        raise typer.Exit(EXIT_NO_FIT)
     no_room = lacks_room(spec)
     if not no_room:
         largest = find_largest_node(program, spec, inputs, make.costs)
@@ -87,8 +96,13 @@ def as_option(change: str) -> str:
     '--checkpoint --offload (recompute or wait)'
     >>> as_option('write a smaller "reserve" into the spec')
     'give a smaller --reserve'
+    >>> as_option('give more "host_memory", or recompute others ("checkpoint")')
+    'give more --host-memory, or recompute others (--checkpoint)'
     """
     change = change.replace('write a smaller "reserve" into the spec', "give a smaller --reserve")
+    change = change.replace('"host_memory"', "--host-memory").replace(
+        '"checkpoint")', "--checkpoint)"
+    )
     options = _SPEC_FIELD.sub(lambda m: f"--{m[1]} {m[2]}" if m[2] else f"--{m[1]}", change)
     return re.sub(r"(?<=\S)(?:,| and) --", " --", options)
 

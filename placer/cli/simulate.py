@@ -36,7 +36,7 @@ def simulate(
     from placer.cli.main import EXIT_NO_FIT
     from placer.cli.sources import load_spec_or_plan
     from placer.plan.types import Plan
-    from placer.report import moment_text
+    from placer.report import host_text, host_verdict, moment_text
 
     wanted = load_spec_or_plan(spec)
     subject.check()
@@ -60,9 +60,11 @@ def simulate(
         moment = f"{name} at its peak, in {moment_text(device)}: the largest of what is live"
         console.print(f"\n{moment}", markup=False)
         console.print(_moment(device))
+    if waits := host_text(report.host):
+        console.print(f"\n{waits}", markup=False)
     if isinstance(wanted, Plan) and _far_off(report):
         console.print(f"note: {_OTHER_INPUTS.format(spec)}", style="dim", markup=False)
-    over = _overflows(plan, report)
+    over = _overflows(plan, report) + host_verdict(report.host)
     for line in over:
         console.print(line, style="bold red")
     if not over:

@@ -208,6 +208,7 @@ def _emit_segment(
         written=tuple(dict.fromkeys(written)),
         recompute=region is not None and region.recompute,
         offload=region is not None and region.offload,
+        overlapped=region is not None and region.overlapped,
         forward=forward,
         source=source,
     )

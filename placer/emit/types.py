@@ -19,7 +19,8 @@ class SegmentCode:
     every device that was recorded as a constant (``torch.zeros(3, device=...)``). ``inputs`` is a
     list, which the function empties. Values have the names of the nodes that compute them.
     ``recompute`` and ``offload`` say what is done with the activations that autograd saves
-    (`placer.regions.RegionKey`); with neither, they are kept on the device.
+    (`placer.regions.RegionKey`); with neither, they are kept on the device. ``overlapped``: what is
+    offloaded is copied beside the kernels.
     """
 
     inputs: tuple[str, ...]
@@ -30,6 +31,7 @@ class SegmentCode:
     written: tuple[str, ...]  # names of the parameters and buffers that it writes
     recompute: bool
     offload: bool
+    overlapped: bool
     forward: Callable[..., tuple[Any, ...]]
     source: str  # the generated Python, for people
 

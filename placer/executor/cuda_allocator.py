@@ -12,9 +12,7 @@ from placer._torch import has_expandable_segments, set_expandable_segments
 from placer.executor.place import Place
 from placer.plan.types import Plan
 from placer.units import format_bytes
-
-VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""Where users set the allocator; which of them has an effect depends on torch's release."""
+from placer.versions import ALLOCATOR_VARIABLES
 
 
 class AllocatorWarning(UserWarning):
@@ -32,7 +30,7 @@ def prepare_allocator(plan: Plan, places: Iterable[Place]) -> None:
     used = {p.name: p.device for p in places if p.device.type == "cuda" and p.name in wanted}
     if not used or has_expandable_segments():
         return
-    given = [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
+    given = [f"{name}={os.environ[name]}" for name in ALLOCATOR_VARIABLES if name in os.environ]
     reserved = {name: torch.cuda.memory_reserved(device) for name, device in used.items()}
     if not given and not any(reserved.values()):
         set_expandable_segments()

@@ -33,7 +33,7 @@ from placer.program import (
     rebuild_arguments,
     rebuild_call,
 )
-from placer.regions import find_regions, region_keys
+from placer.regions import find_regions, region_keys, with_overlap
 
 _MOST_SETTINGS = 16  # values of attributes per mode and size for which the program is kept
 _MOST_CALLS = 16  # ways to call a model; more of them are a number that changes with every call
@@ -169,7 +169,10 @@ class Programs:
         stages = follow_plan(self._plan, program)
         keys = region_keys(program, self._plan.checkpoint, self._plan.offload)
         key_of = dict(zip(program.order, keys, strict=True))
-        staged = emit_stages(program, stages, [find_regions(nodes, key_of) for nodes in stages])
+        regions = [find_regions(nodes, key_of) for nodes in stages]
+        if self._plan.overlaps:
+            regions = [with_overlap(found) for found in regions]
+        staged = emit_stages(program, stages, regions)
         # Weights stay where they are; those that a parametrization made since are where they are read.
         return replace(staged, state_stage={**staged.state_stage, **self._captured.state_stage})
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -40,7 +40,9 @@ def run_segments(stage: StageCode, tree: Any, place: Place, inputs: list[Any]) -
 def _run(segment: SegmentCode, tree: Any, place: Place, inputs: list[Any]) -> tuple[Any, ...]:
     if not torch.is_grad_enabled() or is_transformed():
         return segment.forward(tree, place.device, inputs)
-    waiting = nullcontext() if not segment.offload else offload_saved(_state(segment, tree), place)
+    waiting: AbstractContextManager[Any] = nullcontext()
+    if segment.offload:
+        waiting = offload_saved(_state(segment, tree), place, overlapped=segment.overlapped)
     with waiting:
         if segment.recompute:
             return _run_recomputed(segment, tree, place, inputs)

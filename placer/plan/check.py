@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 
 from placer.errors import BudgetError, PlanError
-from placer.plan.types import DevicePeak, Plan
+from placer.plan.types import DevicePeak, HostPeak, Plan
 from placer.program import Program
 from placer.units import format_bytes
 
@@ -80,6 +80,8 @@ def require_fit(plan: Plan) -> None:
     """Raise ``BudgetError`` naming the device that overflows the most, if any does."""
     if plan.overflow_bytes == 0:
         return
+    if plan.fits_devices:
+        raise host_error(plan)
     raise BudgetError(
         f"device {plan.tightest.device}",
         f"the plan needs {describe_overflow(plan.tightest)}",
@@ -87,6 +89,27 @@ def require_fit(plan: Plan) -> None:
         device=plan.tightest.device,
         missing_bytes=plan.overflow_bytes,
     )
+
+
+def host_error(plan: Plan) -> BudgetError:
+    """That offloaded activations take more of the host's memory than they may."""
+    assert plan.host is not None, "something is offloaded"
+    return BudgetError(
+        "/host_memory",
+        f"offloaded activations take {describe_host(plan.host)}: "
+        f"{format_bytes(plan.overflow_bytes)} more than its {format_bytes(plan.host.budget or 0)}",
+        'give more "host_memory", or offload fewer layers: recompute others ("checkpoint")',
+        device="host",
+        missing_bytes=plan.overflow_bytes,
+    )
+
+
+def describe_host(host: HostPeak) -> str:
+    """What is taken of the host, and how much of that is rounding."""
+    text = f"{format_bytes(host.needed)} of the host"
+    if host.needed == host.peak:
+        return text
+    return f"{text} in pinned memory (torch rounds each of {format_bytes(host.peak)} up to a power of two)"
 
 
 def describe_overflow(device: DevicePeak) -> str:

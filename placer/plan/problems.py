@@ -13,6 +13,7 @@ from placer.jsonfile import escape_token, json_pointer
 from placer.plan.types import (
     Boundary,
     DevicePeak,
+    HostPeak,
     Optimality,
     Plan,
     StageMemory,
@@ -35,6 +36,7 @@ _TYPES: Mapping[str, type] = {  # of the objects under a key
     "memory": StageMemory,
     "regions": Region,
     "devices": DevicePeak,
+    "host": HostPeak,
     "transfers": Transfer,
     "optimality": Optimality,
     "extra_time": Optimality,

@@ -30,6 +30,12 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
             values[name] |= {key: getattr(getattr(plan, name), key) for key in _DERIVED}
     if plan.example_microbatches is None:  # nearly always; files of before do not have it
         del values["example_microbatches"]
+    for stage in values["stages"]:
+        for region in stage["regions"]:
+            if not region["overlapped"]:
+                del region["overlapped"]
+    if plan.host is None:
+        del values["host"]
     if not plan.optimizer_seconds:  # as in files of before it was there
         del values["optimizer_seconds"]
     return {"version": VERSION, **values}

@@ -120,6 +120,34 @@ class DevicePeak:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostPeak:
+    """What offloaded activations take of the host's memory, of all processes together, in bytes.
+
+    ``peak`` is the most that waits there. ``reserved`` is what the host gives for it: what comes from a
+    CUDA device waits in pinned memory, of which torch takes a power of two for every block (None: the step
+    was not run, and ``peak`` is an estimate that all micro-batches wait at once).
+    """
+
+    peak: Bytes
+    reserved: Bytes | None
+    budget: Bytes | None
+
+    @property
+    def needed(self) -> int:
+        """Bytes that are taken of the host."""
+        return self.peak if self.reserved is None else self.reserved
+
+    @property
+    def headroom(self) -> int | None:
+        """Bytes left under the budget, negative when it overflows."""
+        return None if self.budget is None else self.budget - self.needed
+
+    @property
+    def fits(self) -> bool:
+        return self.headroom is None or self.headroom >= 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Optimality:
     """How good a placement is: none has a smaller value than ``lower_bound``.
 
@@ -194,6 +222,7 @@ class Plan:
     node_layers: Mapping[str, str]  # node -> layer, for the diff of a changed model
     # How many micro-batches the example's rows make, where that is fewer than ``microbatches``.
     example_microbatches: Count | None = None
+    host: HostPeak | None = None  # None: nothing is offloaded
 
     def __repr__(self) -> str:
         from placer.plan.summary import summarize_plan
@@ -218,8 +247,19 @@ class Plan:
 
     @property
     def overflow_bytes(self) -> int:
-        """What the tightest device has too little of; 0 when the plan fits."""
-        return max(0, -(self.tightest.headroom or 0))
+        """What the tightest device, or the host, has too little of; 0 when the plan fits."""
+        host = 0 if self.host is None else self.host.headroom or 0
+        return max(0, -(self.tightest.headroom or 0), -host)
+
+    @property
+    def overlaps(self) -> bool:
+        """Are offloaded activations copied beside the kernels?"""
+        return any(region.overlapped for stage in self.stages for region in stage.regions)
+
+    @property
+    def fits_devices(self) -> bool:
+        """Does every device have what the plan needs of it, whatever it needs of the host?"""
+        return all(device.fits for device in self.devices)
 
     def explain(self) -> str:
         """Why each stage ends where it does: loads, bytes crossing, what the next-best cut costs."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from placer.cost import CostTable
 from placer.partition import Partition, PlanningOptions
-from placer.plan.types import DevicePeak, Optimality, Plan
+from placer.plan.types import DevicePeak, HostPeak, Optimality, Plan
 from placer.planner.activation_policy import PolicyChoice
 from placer.planner.notes import placement_notes
 from placer.program import Program
-from placer.regions import RegionKey
+from placer.regions import RegionKey, with_overlap
 from placer.spec import PlacementSpec
 from placer.units import format_seconds
 
@@ -27,8 +28,9 @@ def assemble_plan(
     costs, partition = choice.costs, choice.partition
     index_of = {device.name: i for i, device in enumerate(spec.devices)}
     peaks = _device_peaks(partition, rows, index_of)
+    host = _host_peak(costs, spec, copies=len(rows) * microbatches)
     return Plan(
-        fits=all(peak.fits for peak in peaks),
+        fits=all(peak.fits for peak in peaks) and (host is None or host.fits),
         objective=spec.objective,
         processes=options.processes,
         replicas=len(rows),
@@ -42,7 +44,11 @@ def assemble_plan(
         optimizer_seconds=partition.optimizer_seconds,
         fingerprint=program.fingerprint,
         stages=tuple(
-            replace(stage, devices=tuple(row[index_of[slot.name]] for row in rows))
+            replace(
+                stage,
+                devices=tuple(row[index_of[slot.name]] for row in rows),
+                regions=with_overlap(stage.regions) if spec.offload_overlap else stage.regions,
+            )
             for stage, slot in zip(partition.stages, partition.slots, strict=True)
         ),
         devices=peaks,
@@ -60,6 +66,7 @@ def assemble_plan(
         example_microbatches=(
             options.microbatches if options.microbatches < microbatches else None
         ),
+        host=host,
     )
 
 
@@ -120,3 +127,11 @@ def _device_peaks(
                 )
             )
     return tuple(peaks)
+
+
+def _host_peak(costs: CostTable, spec: PlacementSpec, copies: int) -> HostPeak | None:
+    """What waits on the host if so many micro-batches do at once; None where nothing is offloaded."""
+    if not any(key is not None and key.offload for key in costs.keys):
+        return None
+    nbytes = copies * sum(node.host_nbytes for node in costs.nodes)
+    return HostPeak(peak=nbytes, reserved=None, budget=spec.host_memory)

@@ -200,7 +200,7 @@ def _with_whole_budgets(plan: Plan, spec: PlacementSpec) -> Plan:
     whole = {name: budget for row in rows for name, budget in zip(row, budgets, strict=True)}
     devices = tuple(replace(device, budget=whole[device.device]) for device in plan.devices)
     stages = tuple(replace(stage, budget=whole[stage.devices[0]]) for stage in plan.stages)
-    fits = all(device.fits for device in devices)
+    fits = all(device.fits for device in devices) and (plan.host is None or plan.host.fits)
     return replace(plan, fits=fits, devices=devices, stages=stages)
 
 

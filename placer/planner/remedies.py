@@ -10,7 +10,7 @@ from torch import Tensor
 
 from placer.cost import CostEstimates
 from placer.errors import BudgetError, PlacerError, Tried
-from placer.plan.check import describe_overflow
+from placer.plan.check import describe_overflow, host_error
 from placer.plan.types import Plan
 from placer.planner.build import PlanMaker
 from placer.planner.devices import device_slot, likely_kernels
@@ -55,6 +55,8 @@ def misfit_error(
     Every change that it names was planned by ``make``, as the spec itself; ``found`` is told of each
     as soon as it was.
     """
+    if plan.fits_devices:
+        return host_error(plan)
     largest = find_largest_node(program, spec, inputs, make.costs)
     no_room = lacks_room(spec)
     problem = f"the placement needs {describe_overflow(plan.tightest)}"

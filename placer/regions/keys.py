@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING
 
@@ -152,6 +153,11 @@ def find_regions(
                 Region(first=names[0], last=names[-1], recompute=key.recompute, offload=key.offload)
             )
     return tuple(regions)
+
+
+def with_overlap(regions: Iterable[Region]) -> tuple[Region, ...]:
+    """``regions``, of which those that offload copy beside the kernels."""
+    return tuple(replace(region, overlapped=region.offload) for region in regions)
 
 
 def _outermost(layer: str, chosen: Collection[str]) -> str | None:

@@ -22,12 +22,16 @@ class RegionKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """The nodes of a stage from ``first`` to ``last``, in the stage's order; see `RegionKey`."""
+    """The nodes of a stage from ``first`` to ``last``, in the stage's order; see `RegionKey`.
+
+    ``overlapped``: what is offloaded is copied beside the kernels, on a CUDA stream of its own.
+    """
 
     first: str
     last: str
     recompute: bool
     offload: bool
+    overlapped: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,8 @@
 
 from placer.report.figures import (
     LARGEST_HEADERS,
+    host_text,
+    host_verdict,
     largest_rows,
     moment_text,
     needs_text,
@@ -15,6 +17,8 @@ from placer.report.timeline import write_trace
 
 __all__ = [
     "LARGEST_HEADERS",
+    "host_text",
+    "host_verdict",
     "largest_rows",
     "moment_text",
     "needs_text",

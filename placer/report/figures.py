@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from placer.plan.check import describe_host
 from placer.plan.step_spans import step_spans
-from placer.plan.types import DevicePeak, Plan, StageMemory, Transfer
+from placer.plan.types import DevicePeak, HostPeak, Plan, StageMemory, Transfer
 from placer.timeline import idle_share
 from placer.units import format_bytes
 
@@ -81,13 +82,31 @@ def verdict(plan: Plan) -> list[str]:
     limited = [d for d in plan.devices if d.budget is not None]
     unknown = [d.device for d in plan.devices if d.budget is None]
     found = [overflow_text(device) for device in over]
-    if limited and not over:
+    found += host_verdict(plan.host)
+    if limited and not found:
         least = min(limited, key=lambda d: d.headroom or 0)
         headroom = format_bytes(least.headroom or 0)
         found.append(f"fits: {least.device} has the least headroom, {headroom}")
     if unknown:
         found.append(unknown_memory_text(unknown))
     return found
+
+
+def host_text(host: HostPeak | None) -> str:
+    """What offloaded activations take of the host's memory, in a sentence; "" where there are none."""
+    if host is None:
+        return ""
+    least = "up to " if host.reserved is None else ""
+    limit = "" if host.budget is None else f", which may give {format_bytes(host.budget)}"
+    return f"offloaded activations take {least}{describe_host(host)}{limit}"
+
+
+def host_verdict(host: HostPeak | None) -> list[str]:
+    """By how much the host's memory is too little, where it is."""
+    if host is None or host.fits:
+        return []
+    over = format_bytes(-(host.headroom or 0))
+    return [f'does not fit: the host is {over} over its "host_memory" ({describe_host(host)})']
 
 
 def unknown_memory_text(devices: Sequence[str]) -> str:

@@ -15,6 +15,7 @@ from placer.report.figures import (
     LARGEST_HEADERS,
     bubble,
     data_transfers,
+    host_text,
     largest_rows,
     moment_text,
     relative_difference,
@@ -55,7 +56,7 @@ def page(plan: Plan, *, simulation: SimulationReport | Mapping[str, Any] | None 
     """The page of ``plan`` as HTML text; the same plan gives the same text."""
     simulated = simulated_peaks(simulation)
     judged = with_peaks(plan, simulated)
-    state = "good" if all(device.fits for device in judged.devices) else "bad"
+    state = "good" if judged.fits_devices and (plan.host is None or plan.host.fits) else "bad"
     sections = [
         "<h1>Placement plan</h1>",
         *(f'<p class="verdict {state}">{escape(line)}</p>' for line in verdict(judged)),
@@ -224,7 +225,7 @@ def _transfers(plan: Plan) -> str:
 def _notes(plan: Plan) -> str:
     given = [f"checkpoint: {pattern}" for pattern in plan.checkpoint]
     given += [f"offload: {pattern}" for pattern in plan.offload]
-    lines = [*plan.notes, *given]
+    lines = [*plan.notes, *given, *filter(None, [host_text(plan.host)])]
     if not lines:
         return ""
     return "<h2>Notes</h2><ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>"

@@ -14,6 +14,7 @@ from placer.plan.types import DevicePeak, Plan, StagePlan
 from placer.report.figures import (
     bubble,
     data_transfers,
+    host_text,
     memory_rule,
     needs_device_table,
     shows_reserved,
@@ -44,6 +45,8 @@ def plan_table(
         parts += [_devices(plan, simulated_peaks(simulation)), ""]
     if rule := memory_rule(plan):
         parts.append(Text(rule, style="dim"))
+    if waits := host_text(plan.host):
+        parts.append(Text(waits, style="dim"))
     if plan.transfers:
         parts.append(_transfers(plan))
     parts += [Text(f"note: {note}", style="dim") for note in plan.notes]

@@ -10,14 +10,22 @@ from functools import partial
 from torch import Tensor
 
 from placer.cost import CostEstimates
+from placer.executor.place import HOST
 from placer.partition import TableCache
 from placer.plan.types import DevicePeak, Plan, StageMemory
 from placer.planner.build import PlanMaker, build_plan
 from placer.program import Program
-from placer.simulation.ranks import rank_timelines
+from placer.simulation.ranks import rank_timelines, ranks_host_usage
 from placer.simulation.simulate import simulate_steps
-from placer.simulation.usage import DeviceTimeline, comfortable_nbytes, device_timeline, measure
+from placer.simulation.usage import (
+    DeviceTimeline,
+    comfortable_nbytes,
+    device_timeline,
+    measure,
+    measure_host,
+)
 from placer.spec import PlacementSpec
+from placer.timeline import HostUsage, host_usage
 from placer.units import format_count
 
 _MOST_ROUNDS = 3  # of planning with corrections
@@ -102,7 +110,8 @@ class Planner:
             return build()
         plan = build()
         if not second_look:
-            doubtful = self._processes or any(map(_is_doubtful, plan.devices))
+            limited = plan.host is not None and plan.host.budget is not None
+            doubtful = self._processes or limited or any(map(_is_doubtful, plan.devices))
             return self._judge(plan)[0] if plan.fits and doubtful else plan
         judged = self._rounds(build, plan, starving=False)
         if not any(p.fits for p in judged) and any(map(_starved, judged)):
@@ -121,7 +130,7 @@ class Planner:
                 plan = build(corrections=beyond)
             found, run = self._judge(plan)
             judged.append(found)
-            if run is None or (found.fits and (starving or not _starved(found))):
+            if run is None or (found.fits_devices and (starving or not _starved(found))):
                 break
             before = beyond
             beyond = _corrections(before, plan, found, run, starving=starving)
@@ -132,17 +141,17 @@ class Planner:
     def _judge(self, plan: Plan) -> tuple[Plan, _DryRun | None]:
         """``plan`` with the verdict of a dry run, and that run; None where none was needed."""
         checked = self._processes or any(d.allocator is not None for d in plan.devices)
-        if not checked and not any(map(_is_doubtful, plan.devices)):
+        if not (checked or plan.host is not None or any(map(_is_doubtful, plan.devices))):
             return plan, None
         run = self._dry_run(plan)
-        found = _with_devices(plan, run(plan.devices))
+        found = _with_devices(plan, run(plan.devices), run.host)
         if plan.fits != found.fits and not self._processes:
             note = (
                 f"Estimates said that it {'fits' if plan.fits else 'does not fit'}; "
                 "peaks are a dry run's."
             )
             return replace(found, notes=(*found.notes, note)), run
-        return (found if checked else plan), run
+        return (found if checked else replace(plan, host=found.host)), run
 
     def _dry_run(self, plan: Plan) -> _DryRun:
         """The dry run of ``plan``, which is made once."""
@@ -157,16 +166,19 @@ class Planner:
     def _new_dry_run(self, plan: Plan) -> _DryRun:
         if self._processes:
             ranks = [run for _, run in rank_timelines(self._capture, plan, self._inputs)]
-            return _DryRun(tuple(itertools.islice(itertools.cycle(ranks), len(plan.devices))))
+            host = ranks_host_usage(plan, [rank.timeline for rank in ranks])
+            return _DryRun(tuple(itertools.islice(itertools.cycle(ranks), len(plan.devices))), host)
         timeline = simulate_steps(self._capture, plan, self._inputs)
-        return _DryRun([device_timeline(timeline, device.device) for device in plan.devices])
+        found = [device_timeline(timeline, device.device) for device in plan.devices]
+        return _DryRun(found, host_usage(timeline, HOST.name))
 
 
 @dataclass(frozen=True, slots=True)
 class _DryRun:
-    """Per device of a plan what it was given."""
+    """Per device of a plan what it was given, and what waited on the host."""
 
     found: Sequence[DeviceTimeline]
+    host: HostUsage
 
     def __call__(self, devices: Sequence[DevicePeak]) -> tuple[DevicePeak, ...]:
         """The devices with what they need."""
@@ -249,11 +261,12 @@ def _without_costs(plan: Plan) -> Plan:
         optimality=None,
         extra_time=None,
         boundaries=(),
+        host=None,
     )
 
 
-def _with_devices(plan: Plan, devices: tuple[DevicePeak, ...]) -> Plan:
-    """``plan`` with what its devices need, one for each of them."""
+def _with_devices(plan: Plan, devices: tuple[DevicePeak, ...], waits: HostUsage) -> Plan:
+    """``plan`` with what its devices need, one for each of them, and what ``waits`` on the host."""
     row = len({stage.devices[0] for stage in plan.stages})
     changed = {
         now.device: now.peak
@@ -268,8 +281,9 @@ def _with_devices(plan: Plan, devices: tuple[DevicePeak, ...]) -> Plan:
         if name in changed and names.count(name) == 1:
             memory = _with_peak(memory, changed[name])
         stages.append(replace(stage, memory=memory))
-    fits = all(device.fits for device in devices)
-    return replace(plan, fits=fits, devices=devices, stages=tuple(stages))
+    host = measure_host(plan.host, waits)
+    fits = all(device.fits for device in devices) and (host is None or host.fits)
+    return replace(plan, fits=fits, devices=devices, stages=tuple(stages), host=host)
 
 
 def _with_peak(memory: StageMemory, peak: int) -> StageMemory:

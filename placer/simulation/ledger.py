@@ -24,9 +24,9 @@ from placer.cost import (
     workspace_nbytes,
 )
 from placer.errors import DeviceError
-from placer.executor.place import CALLER, Place, current_place
+from placer.executor.place import CALLER, HOST, Place, current_place
 from placer.operands import tensors_in
-from placer.timeline import Block, Recorder, Timeline, Where
+from placer.timeline import PINNED, Block, Recorder, Timeline, Where
 
 
 class Ledger(DispatchMode):
@@ -102,6 +102,8 @@ class Ledger(DispatchMode):
             self.add(tensor, place, operation=str(func))
             return
         kind = "" if source.device == place else "received"
+        if place == HOST.name and self._kernels(source.device) == "cuda":
+            kind = PINNED
         self.add(
             tensor, place, kind=kind, name=source.name, layer=source.layer, operation=str(func)
         )

@@ -19,7 +19,7 @@ from placer.executor.distributed.job import Job, RankAssignment, assign_rank
 from placer.executor.distributed.ownership import build_part, find_ownership
 from placer.executor.distributed.pipeline import Microbatch, Pipeline
 from placer.executor.distributed.transport import NoChannel
-from placer.executor.place import CALLER, Place
+from placer.executor.place import CALLER, HOST, Place, current_place
 from placer.executor.replica import Replica
 from placer.executor.scatter import cut_batch
 from placer.executor.statistics import DeferredStatistics, defers_statistics
@@ -29,8 +29,8 @@ from placer.simulation.ledger import Ledger
 from placer.simulation.optimizers import make_optimizer
 from placer.simulation.simulate import describe_device, running_kernels
 from placer.simulation.types import SimulationReport
-from placer.simulation.usage import DeviceTimeline, steps_of
-from placer.timeline import Moment, Where
+from placer.simulation.usage import DeviceTimeline, measure_host, steps_of
+from placer.timeline import HostUsage, Moment, Timeline, Where, host_usage
 
 _CPU = torch.device("cpu")
 _RANK = "rank"
@@ -68,7 +68,7 @@ class RankLedger(Ledger):
         super().__init__(where, kernels=kernels)
 
     def _place_of(self, func: Any, leaves: Iterable[Any]) -> str:
-        return _RANK
+        return HOST.name if current_place() is HOST else _RANK
 
     def add_state(self, tensors: Iterable[Tensor]) -> None:
         """Count tensors that are there already."""
@@ -96,11 +96,18 @@ def simulate_ranks(
     of a split backward, the buckets in which replicas sum their gradients) is in it.
     """
     devices = {device.device: device for device in plan.devices}
-    found = rank_timelines(program, plan, inputs, loss_fn=loss_fn, run_on=run_on)
+    found = list(rank_timelines(program, plan, inputs, loss_fn=loss_fn, run_on=run_on))
     return SimulationReport(
         devices=tuple(describe_device(devices[name], run, run_on=run_on) for name, run in found),
+        host=measure_host(plan.host, ranks_host_usage(plan, [run.timeline for _, run in found])),
         step_ok=True,
     )
+
+
+def ranks_host_usage(plan: Plan, ranks: Iterable[Timeline]) -> HostUsage:
+    """What the processes of a job have on the host, all together; ``ranks`` are of the first replica."""
+    found = sum((host_usage(timeline, HOST.name) for timeline in ranks), HostUsage())
+    return HostUsage(plan.replicas * found.peak, plan.replicas * found.reserved)
 
 
 def rank_timelines(

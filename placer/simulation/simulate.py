@@ -22,8 +22,14 @@ from placer.program.call import placeholder_names
 from placer.simulation.ledger import Ledger
 from placer.simulation.optimizers import make_optimizer
 from placer.simulation.types import DeviceSimulation, SimulationReport
-from placer.simulation.usage import DeviceTimeline, device_timeline, measure, steps_of
-from placer.timeline import Moment, Timeline, Where, repeat_parts
+from placer.simulation.usage import (
+    DeviceTimeline,
+    device_timeline,
+    measure,
+    measure_host,
+    steps_of,
+)
+from placer.timeline import Moment, Timeline, Where, host_usage, repeat_parts
 
 _LARGEST_SHOWN = 10
 
@@ -51,6 +57,7 @@ def simulate_plan(
             describe_device(each, device_timeline(timeline, each.device), run_on=run_on)
             for each in plan.devices
         ),
+        host=measure_host(plan.host, host_usage(timeline, HOST.name)),
         step_ok=True,
     )
 

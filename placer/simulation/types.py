@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from placer.plan.types import HostPeak
 from placer.timeline import Block
 from placer.units import format_bytes
 
@@ -40,9 +41,13 @@ class DeviceSimulation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationReport:
-    """Per device the peak of a step; ``step_ok`` says that the step ran to its end."""
+    """Per device the peak of a step; ``step_ok`` says that the step ran to its end.
+
+    ``host`` is what offloaded activations take of the host's memory, None where there are none.
+    """
 
     devices: tuple[DeviceSimulation, ...]
+    host: HostPeak | None = None
     step_ok: bool
 
     def __repr__(self) -> str:
@@ -77,5 +82,6 @@ class SimulationReport:
                 }
                 for d in self.devices
             },
+            **({} if self.host is None else {"host": asdict(self.host)}),
             "step_ok": self.step_ok,
         }

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from placer.plan.types import DevicePeak, Plan
-from placer.timeline import Moment, Timeline, Usage, device_usage
+from placer.plan.types import DevicePeak, HostPeak, Plan
+from placer.timeline import HostUsage, Moment, Timeline, Usage, device_usage
 
 _STEPS, _CACHED_STEPS = 2, 3
 _PRECISION = 1 / 256  # of the memory that a plan needs where it has too little
@@ -56,6 +56,14 @@ def measure(device: DevicePeak, run: DeviceTimeline) -> DevicePeak:
         reserved=reserved,
         starved=-(-usage.starved // _CACHED_STEPS),
     )
+
+
+def measure_host(host: HostPeak | None, found: HostUsage) -> HostPeak | None:
+    """``host`` with what was ``found`` there; None where nothing waits on it."""
+    if host is None and not found.peak:
+        return None
+    budget = None if host is None else host.budget
+    return HostPeak(peak=found.peak, reserved=found.reserved, budget=budget)
 
 
 def comfortable_nbytes(device: DevicePeak, run: DeviceTimeline) -> int:

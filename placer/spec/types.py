@@ -198,6 +198,11 @@ class PlacementSpec(BaseModel):
         default=(),
         description="Patterns of layers whose saved activations wait in host memory, or 'auto'.",
     )
+    offload_overlap: StrictBool = Field(
+        default=False,
+        description="Copy offloaded activations on a CUDA stream of their own, while kernels run. A "
+        "device then holds one more of them in forward, and one in backward.",
+    )
     batch_norm: Literal["per_microbatch", "deferred", "sync"] = Field(
         default="per_microbatch",
         description="Batch statistics per micro-batch; deferred: running statistics are updated "
@@ -218,6 +223,11 @@ class PlacementSpec(BaseModel):
         default=None,
         description="Bytes that a process takes of a device before it makes a tensor (the CUDA "
         "context); by default by device kind.",
+    )
+    host_memory: DeviceMemory | None = Field(
+        default=None,
+        description="Bytes of host memory that offloaded activations may take, those of all processes "
+        "together; without it they are counted, and not limited.",
     )
     objective: Literal["throughput", "memory", "latency"] = Field(
         default="throughput",
@@ -240,7 +250,7 @@ class PlacementSpec(BaseModel):
             raise SpecError(source, problems)
         return spec
 
-    @field_serializer("reserve", "context")
+    @field_serializer("reserve", "context", "host_memory")
     def _spelled_bytes(self, value: int | None) -> str | int | None:
         return None if value is None else spell_bytes(value)
 

@@ -27,7 +27,9 @@ class Block:
 
     device: str
     nbytes: int
-    kind: str  # "parameter", "buffer", "input", "received" (a copy), "temporary", "workspace", or the phase
+    # "parameter", "buffer", "input", "received" (a copy), "pinned" (the host's copy of a CUDA device's),
+    # "temporary", "workspace", or the phase
+    kind: str
     name: str  # of the parameter or buffer (its optimizer's state, too), else of the node
     layer: str
     shape: tuple[int, ...]

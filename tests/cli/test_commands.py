@@ -418,3 +418,24 @@ def test_the_example_in_the_help_of_a_command_works(
     if command == "report":
         placer("plan", "net.py:Net", "spec.json", *X, "-o", "plan.json")
     assert placer(name, *arguments).exit_code == 0
+
+
+def test_auto_tells_of_too_little_host_memory(placer: Run) -> None:
+    options = ("--input", "4096x64", "-d", "cpu:0=5MiB", "--offload", "--host-memory")
+    assert placer("auto", "net.py:Net", *options, "8MiB").exit_code == 0
+    result = placer("auto", "net.py:Net", *options, "6MiB")
+    assert result.exit_code == 3
+    assert "does not fit: the host is 1.00 MiB over" in result.stderr
+    assert "give more --host-memory" in result.stderr
+    assert placer("auto", "net.py:Net", *options, "much").exit_code == 2
+
+
+def test_a_host_with_too_little_memory_is_told(placer: Run, tmp_path: Path) -> None:
+    spec = {"devices": ["cuda:0"], "offload": ["*"], "host_memory": 600}
+    (tmp_path / "host.json").write_text(json.dumps(spec))
+    for command in ("plan", "simulate"):
+        result = placer(command, "net.py:Net", str(tmp_path / "host.json"), *X, "--json")
+        assert result.exit_code == 3
+        assert 'over its "host_memory"' in result.stderr
+        assert json.JSONDecoder().raw_decode(result.stdout)[0]["host"]["budget"] == 600
+        assert "offloaded activations take" in result.stderr

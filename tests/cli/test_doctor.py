@@ -32,7 +32,12 @@ def test_doctor_names_every_package_device_and_feature(placer: Callable[..., Any
 
 
 def test_doctor_as_json(placer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    given = {
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "PYTORCH_HIP_ALLOC_CONF": "garbage_collection_threshold:0.8",
+    }
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
     result = placer("doctor", "--json")
     found = json.loads(result.stdout)
     assert found["ok"] is True
@@ -40,7 +45,7 @@ def test_doctor_as_json(placer: Callable[..., Any], monkeypatch: pytest.MonkeyPa
     assert packages["torch"]["release"].split("+")[0] == torch.__version__.split("+")[0]
     assert found["devices"][0]["name"] == "cpu"
     assert found["devices"][0]["memory"] > found["devices"][0]["free"] > 0
-    assert found["allocator"] == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert found["allocator"] == given
     assert found["backends"]["gloo"] is True
 
 

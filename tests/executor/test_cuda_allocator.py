@@ -10,9 +10,10 @@ import torch
 from plans import make_plan
 
 from placer.executor import cuda_allocator
-from placer.executor.cuda_allocator import VARIABLES, AllocatorWarning, prepare_allocator
+from placer.executor.cuda_allocator import AllocatorWarning, prepare_allocator
 from placer.executor.place import Place
 from placer.plan.types import Plan
+from placer.versions import ALLOCATOR_VARIABLES
 
 GIB = 2**30
 GPU = [Place("cuda:0", torch.device("cuda:0"))]
@@ -26,7 +27,7 @@ class Torch:
         monkeypatch.setattr(cuda_allocator, "has_expandable_segments", lambda: self.expandable)
         monkeypatch.setattr(cuda_allocator, "set_expandable_segments", self._turn_on)
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
-        for name in VARIABLES:
+        for name in ALLOCATOR_VARIABLES:
             monkeypatch.delenv(name, raising=False)
 
     def _turn_on(self) -> None:

@@ -15,6 +15,7 @@ from placer.plan.store import load_plan, plan_from_json, plan_text, plan_to_json
 from placer.plan.types import (
     Boundary,
     DevicePeak,
+    HostPeak,
     Optimality,
     Plan,
     StageMemory,
@@ -117,12 +118,16 @@ def test_json_has_the_documented_shape() -> None:
 def test_no_field_of_a_plan_is_forgotten() -> None:
     names = {field.name for field in dataclasses.fields(Plan)}
     plan = dataclasses.replace(
-        make_plan(), microbatches=3, example_microbatches=2, optimizer_seconds=0.5
+        make_plan(),
+        microbatches=3,
+        example_microbatches=2,
+        optimizer_seconds=0.5,
+        host=HostPeak(peak=3, reserved=4, budget=None),
     )
     assert names | {"version"} == set(plan_to_json(plan))
     assert plan_from_json(plan_to_json(plan)) == plan
     # Left out where there is none, as in files that were written before they were there.
-    later = {"example_microbatches", "optimizer_seconds"}
+    later = {"example_microbatches", "optimizer_seconds", "host"}
     assert names - later | {"version"} == set(plan_to_json(make_plan()))
 
 

@@ -1,0 +1,61 @@
+"""What waits in the host's memory over a timeline, and what it takes of the host.
+
+What comes from a CUDA device waits in pinned memory, from torch's ``CachingHostAllocator``. That rounds
+every block up to a power of two, keeps what is given back for blocks of the same size, and neither splits
+nor joins blocks (``ATen/core/CachingHostAllocator.h``: ``allocate``, ``maybe_cache_block``). Torch 2.11 and
+2.12 always round; from 2.13 on ``pinned_max_round_threshold_mb`` can end it for large blocks, which by
+default it does for none.
+
+Not modelled: a block that is given back while its copy is still under way is not used again until the
+copy has ended.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from placer.timeline.types import Timeline
+
+PINNED = "pinned"  # the kind of such blocks
+
+
+@dataclass(frozen=True, slots=True)
+class HostUsage:
+    """Bytes that wait on the host at most, and the bytes that are ``reserved`` there for them."""
+
+    peak: int = 0
+    reserved: int = 0
+
+    def __add__(self, other: HostUsage) -> HostUsage:
+        return HostUsage(self.peak + other.peak, self.reserved + other.reserved)
+
+
+def host_usage(timeline: Timeline, place: str) -> HostUsage:
+    """What was sent to ``place``, which is the host, and waited there."""
+    live: Counter[int] = Counter()  # blocks by size; size 0 counts the bytes that are not pinned
+    most: Counter[int] = Counter()
+    now = peak = 0
+    for kind, index in timeline.on(place):
+        block = timeline.blocks[index]
+        if block.kind not in (PINNED, "received") or not block.nbytes:
+            continue
+        sign = 1 if kind == "allocate" else -1
+        now += sign * block.nbytes
+        peak = max(peak, now)
+        if block.kind == PINNED:
+            size, amount = pinned_nbytes(block.nbytes), 1
+        else:
+            size, amount = 0, block.nbytes
+        live[size] += sign * amount
+        most[size] = max(most[size], live[size])
+    return HostUsage(peak, sum((size or 1) * amount for size, amount in most.items()))
+
+
+def pinned_nbytes(nbytes: int) -> int:
+    """The bytes of pinned memory that torch takes for a block of ``nbytes``.
+
+    >>> pinned_nbytes(0), pinned_nbytes(1), pinned_nbytes(4096), pinned_nbytes(4097)
+    (0, 1, 4096, 8192)
+    """
+    return 1 << (nbytes - 1).bit_length() if nbytes else 0

@@ -1,0 +1,81 @@
+"""The law on a GPU, as far as the machine has one: in one process, and with a process per GPU.
+
+The same runs on the CPU in the suite. `make gpu` runs it where there is a GPU; until then none has run it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+from torch import Tensor, nn
+from unet3d import unet3d
+
+import placer
+
+ROOT = Path(__file__).parents[2]
+NEEDS_GPU = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="no CUDA device here; `make gpu` where there is one"
+)
+DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
+HOW: dict[str, dict[str, Any]] = {
+    "two stages": {},
+    "micro-batches": {"microbatches": 2, "schedule": "1F1B"},
+    "two replicas": {"replicas": 2},
+    "recomputed": {"checkpoint": ["**"]},
+    "offloaded": {"offload": ["**"]},
+    "offloaded beside the kernels": {
+        "offload": ["**"], "offload_overlap": True, "microbatches": 2, "schedule": "1F1B"
+    },
+}  # fmt: skip
+
+
+def _network(name: str) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    if name == "U-Net":
+        model, shape = unet3d(width=4, depth=3, norm="batch"), (4, 1, 16, 16, 16)
+        return model.double(), torch.randn(shape, dtype=torch.float64)
+    return models.TiedTransformer().double(), torch.randint(0, 17, (8, 6))
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("name", ["U-Net", "tied transformer"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_process_equals_the_plain_model(device: str, name: str, how: str) -> None:
+    """On a GPU for every stage of every replica where there are as many, else all on the first."""
+    model, x = _network(name)
+    spec = {"devices": [f"{device}:0", f"{device}:1"], **HOW[how]}
+    needed = 2 * int(HOW[how].get("replicas", 1))
+    enough = device == "cuda" and torch.cuda.device_count() >= needed
+    run_on = None if enough else ("cuda:0" if device == "cuda" else "cpu")
+    found = placer.verify(model, spec, x, run_on=run_on)
+    assert found.ok, found
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_process_per_device_equals_the_plain_model(device: str) -> None:
+    """With NCCL on all GPUs (at most four), gloo on CPUs.
+
+    On one GPU there is one rank: NCCL does not take two on the same GPU, and gloo sends and receives
+    no CUDA tensors.
+    """
+    ranks = 2 if device == "cpu" else min(torch.cuda.device_count(), 4)
+    paths = [str(ROOT), str(ROOT / "tests"), str(ROOT / "examples")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    script = str(Path(__file__).with_name("ranks.py"))
+    done = subprocess.run(
+        [*command, f"--nproc-per-node={ranks}", script, device],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("equal") == ranks
