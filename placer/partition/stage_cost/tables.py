@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -411,7 +412,8 @@ class _Rectangles:
                 previous = position
 
     def table(self) -> Table:
-        sums = np.cumsum(self._steps, axis=0)
-        np.cumsum(sums, axis=1, out=sums)
-        found = sums[:-1, :-1]
+        sums = self._steps.copy()
+        for before, row in pairwise(sums):  # half the time of a sum along this axis
+            row += before
+        found = np.cumsum(sums, axis=1)[:-1, :-1]
         return found if self._valid is None else np.where(self._valid, found, 0.0)
