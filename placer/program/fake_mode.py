@@ -31,7 +31,7 @@ from placer._torch import (
     without_torch_function,
 )
 from placer.operands import tensors_in
-from placer.program.shapes import SHAPE_RULES, Made, Recipe
+from placer.program.shapes import LIST_RULES, SHAPE_RULES, Made, Recipe
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _OPERATOR = type(torch.ops.aten.clone.default)
@@ -129,6 +129,13 @@ class FakeMode(FakeTensorMode):
     def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func in QUICK_OPERATORS and all(map(self._is_plain, args)):
             return self._run_in_cpp(func, args, kwargs)
+        if func is _READS_NUMBER and type(args[0]) is FakeTensor:
+            return _read_number(args[0])
+        rule = LIST_RULES.get(func)
+        if rule is not None and all(map(self._is_plain, tensors_in(args))):
+            recipe = rule(*args, **kwargs)
+            if recipe is not None:
+                return self._follow(recipe, args)
         if not _depends_on_shapes(func):
             return self._ask_torch(func, types, args, kwargs)
         try:
@@ -248,6 +255,17 @@ _UNASKED = {torch.ops.aten.native_batch_norm_backward.default}
 
 def _only_asked(results: Any, asked: Sequence[bool]) -> tuple[Any, ...]:
     return tuple(x if wanted else None for x, wanted in zip(results, asked, strict=True))
+
+
+_READS_NUMBER = torch.ops.aten._local_scalar_dense.default
+
+
+def _read_number(tensor: FakeTensor) -> Any:
+    """``tensor.item()``, where it stands for a known value; else raises what torch does."""
+    if tensor.constant is None:
+        raise DataDependentOutputException(_READS_NUMBER)
+    with without_modes():
+        return tensor.constant.item()
 
 
 _UNKNOWN = object()

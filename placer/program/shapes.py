@@ -50,7 +50,7 @@ def _new(shape: Sequence[int], dtype: torch.dtype) -> Made:
     return Made(tuple(shape), _strides(shape), dtype)
 
 
-def _alone(made: Made) -> Recipe:
+def _alone(made: Made | None) -> Recipe:
     return False, (made,)
 
 
@@ -229,6 +229,30 @@ def _cudnn_batch_norm_backward(
     return True, (_new(x.shape, x.dtype), channels, channels)
 
 
+def _lists(*args: Any, alpha: float = 1.0) -> Sequence[Tensor] | None:
+    """The first list of tensors, if what the others have at a position goes with its tensor there."""
+    lists = [x for x in args if isinstance(x, list)]
+    numbers = [alpha, *(x for x in args if not isinstance(x, list))]
+    if len({len(x) for x in lists}) != 1:
+        return None
+    for first, *others in zip(*lists, strict=True):
+        tensors = [x for x in others if isinstance(x, Tensor)]
+        numbers += [x for x in others if not isinstance(x, Tensor)]
+        if not _are_dense(first, *tensors) or any(x.shape != first.shape for x in tensors):
+            return None
+    return lists[0] if all(isinstance(x, int | float) for x in numbers) else None
+
+
+def _write_lists(*args: Any, **kwargs: Any) -> Recipe | None:
+    """The first list is written to, and nothing is made."""
+    return None if _lists(*args, **kwargs) is None else _alone(None)
+
+
+def _make_list(*args: Any) -> Recipe | None:
+    found = _lists(*args)
+    return None if found is None else (True, tuple(_new(x.shape, x.dtype) for x in found))
+
+
 aten = torch.ops.aten
 _ELEMENTWISE = (
     aten.add.Tensor,
@@ -264,4 +288,20 @@ SHAPE_RULES: dict[Any, Callable[..., Recipe | None]] = {
     aten._softmax_backward_data.default: lambda grad, output, dim, dtype: (
         _elementwise(grad, output) if dtype == grad.dtype else None
     ),
+}
+# Operators on lists, which optimizers call for all parameters at once: quicker to look at than to spell.
+LIST_RULES: dict[Any, Callable[..., Recipe | None]] = {
+    **dict.fromkeys(
+        (
+            aten._foreach_add_.Scalar,
+            aten._foreach_add_.List,
+            aten._foreach_mul_.Scalar,
+            aten._foreach_div_.ScalarList,
+            aten._foreach_lerp_.Scalar,
+            aten._foreach_addcmul_.Scalar,
+            aten._foreach_addcdiv_.ScalarList,
+        ),
+        _write_lists,
+    ),
+    aten._foreach_sqrt.default: _make_list,
 }

@@ -46,17 +46,13 @@ def best_intervals(problem: PartitionProblem, order: Indices, bound: float) -> I
             load = seconds[width:] - seconds[:-width]
             if load.min() >= bound:
                 break
-            load = (
-                load
-                + slot.seconds_per_byte
-                * crossing[np.arange(count - width), np.arange(width, count)]
-            )
+            load = load + slot.seconds_per_byte * crossing.diagonal(width)
             load = np.maximum(load, value[:-width])
             load[nbytes[width:] - nbytes[:-width] > budget] = np.inf
             load[foreign[width:] - foreign[:-width] > 0.5] = np.inf
             better = (load < following[width:]) & (load < bound)
             following[width:][better] = load[better]
-            choice[width:][better] = np.arange(count - width)[better]
+            choice[width:][better] = np.flatnonzero(better)
         value = following
         choices.append(choice)
     if not value[-1] < bound:

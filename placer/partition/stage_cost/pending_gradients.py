@@ -17,10 +17,11 @@ Whether a stage has a sender depends on its end. The tables are for stages that 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,8 +34,7 @@ Add = Callable[[int, int, int, int, float], None]  # first start, last start, co
 HeldFrom = Callable[[int, int], Iterable[tuple[int, int]]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IntervalCorrection:
+class IntervalCorrection(NamedTuple):
     """Correction for stages that end at or before ``sender`` and start at ``first`` … ``last``.
 
     ``nbytes`` (maybe negative) are added to their columns ``begin`` … ``until`` - 1.
@@ -69,12 +69,16 @@ def pending_gradients(
             sum_at = gradient.target, gradient.home
             sender = int(place[gradient.sender])
             sender_of[sum_at] = min(sender, sender_of.get(sum_at, sender))
+    shared: dict[int, list[int]] = defaultdict(list)  # node -> values that it saves with others
+    for index, value in enumerate(costs.values):
+        for saver in value.savers if len(value.savers) > 1 else ():
+            shared[saver].append(index)
     for sum_ in costs.added:
         home, node = int(place[sum_.home]), int(place[sum_.node])
         if home >= node:
             continue
         sender = sender_of.get((sum_.node, sum_.home), node)
-        for first, last, nbytes in _beside_sum(sum_, costs, place, held_from):
+        for first, last, nbytes in _beside_sum(sum_, shared[sum_.node], costs, place, held_from):
             add(first, last, node, node + 1, nbytes)
             filling.change(max(first, home + 1), last, node, node + 1, sender, -nbytes)
     return filling.corrections
@@ -168,22 +172,23 @@ class _Filling:
 
 def _beside_sum(
     added: AddedGradient,
+    shared: Sequence[int],
     costs: CostTable,
     place: NDArray[np.int64],
     held_from: HeldFrom | None,
 ) -> Iterator[tuple[int, int, float]]:
     """First and last start of stages, and the bytes that a sum of gradients adds there.
 
-    What the node saved and no earlier node of the stage needs is freed before gradients are added.
+    What the node saved and no earlier node of the stage needs is freed before gradients are added;
+    ``shared`` are the values that the node and others save.
     """
     node = int(place[added.node])
     key_of = lambda i: costs.keys[i] if i < len(costs.keys) else None  # noqa: E731
     steps: dict[int, float] = defaultdict(
         float
     )  # start of a stage -> change of the bytes that are freed
-    for index, value in enumerate(costs.values):
-        if added.node not in value.savers or len(value.savers) <= 1:
-            continue
+    for index in shared:
+        value = costs.values[index]
         own, *keys = (key_of(saver) for saver in (added.node, *value.savers))
         if any(key is not None and key.recompute for key in (own, *keys)):
             for first, last in held_from(index, node) if held_from is not None else ():
@@ -224,6 +229,8 @@ def largest_up_to(
         begin = max(item.begin, int(first[top])) if top < bottom else item.until
         if begin >= item.until:  # stages that start there have none of these columns
             continue
+        if bisect_right(ends, begin) == bisect_right(ends, item.sender):
+            continue  # no stage that has the first of them ends before the sender
         columns, stages = slice(begin, item.until), slice(top, bottom)
         current[columns, stages] += item.nbytes
         pending.append((item.sender, columns, stages, item.nbytes))

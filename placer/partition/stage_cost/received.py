@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -83,11 +84,12 @@ def copied_parts(
         value = costs.values[index]
         if min(nbytes for *_, nbytes in parts) >= value.nbytes:
             continue
-        for start in starts:
-            if start > whole_until[index]:
-                crossing = sum(nbytes for node, last, nbytes in parts if node < start <= last)
-                if 0 < crossing < value.nbytes:
-                    yield index, start, crossing
+        begin = max(whole_until[index], min(node for node, _, _ in parts))
+        end = max(last for _, last, _ in parts)
+        for start in starts[bisect_right(starts, begin) : bisect_right(starts, end)]:
+            crossing = sum(nbytes for node, last, nbytes in parts if node < start <= last)
+            if 0 < crossing < value.nbytes:
+                yield index, start, crossing
 
 
 def _whole_until(costs: CostTable, place: NDArray[np.int64]) -> list[float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,24 +100,26 @@ def build_tables(
         incoming = _by_position(place, [c.backward_incoming for c in costs.nodes])
         live = np.maximum(live, regions.recomputing(waiting, incoming, forward_transient))
         corrections += regions.not_yet()
-        saved = saved + regions.table("saved")
+        saved = saved + build.pick_ends(regions.table("saved"))
         forward = forward + regions.table("forward")
-    growing, grown = _backward_live(build, live, corrections, state, later=later)
+    used, owned = state.trained.table(), state.owned.table()
+    growing, grown = _backward_live(build, live, corrections, used, owned, later=later)
+    growing += state.sent_home.table()
     growing[:, -1] += LOSS_NBYTES
     if grown is not None:
         grown[:, -1] += LOSS_NBYTES
-    received = build.at_ends(crossing.received.table())
+    received = crossing.received.table()
     return IntervalTables(
         cuts=tuple(cuts),
-        parameters=build.at_ends(state.parameters.table()),
-        buffers=build.at_ends(state.buffers.table()),
-        trained=build.at_ends(state.trained.table()),
-        owned=build.at_ends(state.owned.table()),
-        saved=build.at_ends(saved),
-        saved_fixed=build.at_ends(held.saved_fixed.table()),
+        parameters=state.parameters.table(),
+        buffers=state.buffers.table(),
+        trained=build.pick_ends(used),
+        owned=build.pick_ends(owned),
+        saved=saved,
+        saved_fixed=held.saved_fixed.table(),
         received=received,
-        computed=build.at_ends(crossing.computed.table()),
-        sent=build.at_ends(crossing.sent.table()),
+        computed=crossing.computed.table(),
+        sent=crossing.sent.table(),
         forward_live=build.running_max(forward + forward_transient, corrections=crossing.released)
         + received,
         backward_live_growing=growing,
@@ -125,7 +128,7 @@ def build_tables(
         work=costs.work,
         nodes=np.argsort(place),
         hosted=_by_position(place, [c.host_nbytes for c in costs.nodes]),
-        results=build.at_ends(crossing.results.table()),
+        results=crossing.results.table(),
     )
 
 
@@ -145,8 +148,8 @@ def _held_values(
     build: _Builder,
     regions: RegionLiveness | None,
 ) -> _HeldValues:
-    saved, saved_fixed, waiting = build.rectangles(), build.rectangles(), build.rectangles()
-    forward = build.rectangles()
+    saved, saved_fixed = build.at_ends(), build.at_ends()
+    waiting, forward = build.rectangles(), build.rectangles()
     for number, v in enumerate(costs.values):
         if regions is not None and regions.take(number):
             continue
@@ -182,7 +185,7 @@ class _CrossingValues:
 def _crossing_values(
     costs: CostTable, place: NDArray[np.int64], build: _Builder
 ) -> _CrossingValues:
-    received, computed, sent = build.rectangles(), build.rectangles(), build.rectangles()
+    received, computed, sent = build.at_ends(), build.at_ends(), build.at_ends()
     released: list[IntervalCorrection] = []
     loss = build.width - 1
     needs = find_needs(costs, place)
@@ -208,7 +211,7 @@ def _crossing_values(
             sent.add(0, producer, producer, nbytes, until=readers[-1])
 
     returned = sum(b for _, readers, b, _ in crossing if readers and readers[-1] == loss)
-    results = build.rectangles()
+    results = build.at_ends()
     results.add(0, loss, loss, returned)
     return _CrossingValues(
         received=received, computed=computed, sent=sent, results=results, released=released
@@ -230,8 +233,8 @@ class _State:
 
 
 def _state(costs: CostTable, place: NDArray[np.int64], build: _Builder) -> _State:
-    parameters, buffers = build.rectangles(), build.rectangles()
-    trained, owned, sent_home = build.rectangles(), build.rectangles(), build.rectangles()
+    parameters, buffers, sent_home = build.at_ends(), build.at_ends(), build.at_ends()
+    trained, owned = build.rectangles(), build.rectangles()
     trained_at: list[tuple[int, int]] = []
     for tensor in costs.state:
         uses = _at(place, tensor.readers)
@@ -260,22 +263,24 @@ def _backward_live(
     build: _Builder,
     live: Table,
     corrections: Sequence[IntervalCorrection],
-    state: _State,
+    used: Table,
+    owned: Table,
     *,
     later: bool,
 ) -> tuple[Table, Table | None]:
-    """The most bytes in the first backward, with gradients, and in a later one."""
+    """The most bytes in the first backward, with gradients, and in a later one.
+
+    ``used`` and ``owned`` are bytes of the parameters that are trained and, of those, kept here, up to
+    each position.
+    """
     # Gradients of (i, b): of the parameters that the stage trains, those that are not used in [a, i].
-    used_so_far = state.trained.table()
-    trained = build.at_ends(used_so_far)
-    growing = build.running_max(live - used_so_far, corrections=corrections) + trained
-    growing = growing + build.at_ends(state.sent_home.table())
+    trained = build.pick_ends(used)
+    growing = build.running_max(live - used, corrections=corrections) + trained
     if not later:
         return growing, None
     # In a later backward all gradients that are kept here are there; those of copied parameters were
     # sent to their stage, and accumulate anew.
-    copied_so_far = used_so_far - state.owned.table()
-    grown = build.running_max(live - copied_so_far, corrections=corrections) + trained
+    grown = build.running_max(live - (used - owned), corrections=corrections) + trained
     return growing, grown
 
 
@@ -296,7 +301,7 @@ def _updating(trained_at: Iterable[tuple[int, int]], build: _Builder) -> Table:
         if before is not None:
             found.append((min(at, before[0]), max(at, before[0]), 2 * nbytes + before[1]))
         for last_start, column, most in found:
-            rows = table[: np.searchsorted(build.starts, last_start, side="right"), column]
+            rows = table[: build.row_of[last_start], column]
             np.maximum(rows, most, out=rows)
         before = at, nbytes
     return table
@@ -324,47 +329,65 @@ class _Builder:
         self.width = width
         self.starts = list(cuts[:-1])
         self.ends = [*cuts[1:-1], width]  # the last stage computes the loss too
-        self.row_of = np.searchsorted(np.asarray(self.starts), np.arange(width), side="right")
+        self.row_of = _ranks(self.starts, width)
+        self._valid = np.asarray(self.ends)[None, :] > np.asarray(self.starts)[:, None]
 
     def rectangles(self) -> _Rectangles:
-        return _Rectangles(self)
+        """A column for each position."""
+        return _Rectangles(self.row_of, list(range(self.width + 1)))
 
-    def at_ends(self, table: Table) -> Table:
+    def at_ends(self) -> _Rectangles:
+        """A column for each end of a stage: that of the last position before it."""
+        # Of a position, the first end after it is the first whose column has the position.
+        return _Rectangles(self.row_of, _ranks(self.ends, self.width + 1), self._valid)
+
+    def pick_ends(self, table: Table) -> Table:
         """``[start, column]`` -> ``[start, cut where the stage ends]``; 0 where end <= start."""
-        picked = table[:, np.asarray(self.ends) - 1]
-        return np.where(self._valid(), picked, 0.0)
+        return np.where(self._valid, table[:, np.asarray(self.ends) - 1], 0.0)
 
     def running_max(self, table: Table, *, corrections: Sequence[IntervalCorrection] = ()) -> Table:
         """The largest value of columns start … end - 1, per start and end."""
-        return np.where(
-            self._valid(), largest_up_to(table, self.starts, self.ends, corrections), 0.0
-        )
+        return np.where(self._valid, largest_up_to(table, self.starts, self.ends, corrections), 0.0)
 
-    def _valid(self) -> NDArray[np.bool_]:
-        return np.asarray(self.ends)[None, :] > np.asarray(self.starts)[:, None]
+
+def _ranks(ascending: Sequence[int], count: int) -> list[int]:
+    """For each of 0 … count - 1, how many of ``ascending`` are at most that."""
+    found: list[int] = np.searchsorted(ascending, np.arange(count), side="right").tolist()
+    return found
 
 
 class _Rectangles:
-    """A sum of constants over rectangles (starts x columns), as a difference array."""
+    """A sum of constants over rectangles (starts x columns), as a difference array.
 
-    def __init__(self, builder: _Builder) -> None:
-        self._builder = builder
-        self._steps = np.zeros((len(builder.starts) + 1, builder.width + 1))
+    ``row_of`` has per position how many starts are up to it, ``column_of`` the first column that has it;
+    the last one of those is that of what lies after all columns. 0 where it is not ``valid``.
+    """
+
+    def __init__(
+        self,
+        row_of: Sequence[int],
+        column_of: Sequence[int],
+        valid: NDArray[np.bool_] | None = None,
+    ) -> None:
+        self._row_of, self._column_of, self._valid = row_of, column_of, valid
+        self._steps = np.zeros((row_of[-1] + 1, column_of[-1] + 1))
 
     def add(
         self, first: int, last: int, column: int, value: float, *, until: int | None = None
     ) -> None:
         """Add ``value`` for stages that start at positions first … last, in columns column … until - 1."""
-        row_of, width = self._builder.row_of, self._builder.width
-        top = int(row_of[first - 1]) if first > 0 else 0
-        bottom = int(row_of[last]) if last >= 0 else 0
-        until = width if until is None else min(until, width)
-        if top >= bottom or column >= until:
+        row_of, column_of = self._row_of, self._column_of
+        top = row_of[first - 1] if first > 0 else 0
+        bottom = row_of[last] if last >= 0 else 0
+        begin = column_of[column]
+        end = column_of[-1] if until is None else column_of[min(until, len(column_of) - 1)]
+        if top >= bottom or begin >= end:
             return
-        self._steps[top, column] += value
-        self._steps[bottom, column] -= value
-        self._steps[top, until] -= value
-        self._steps[bottom, until] += value
+        steps = self._steps
+        steps[top, begin] += value
+        steps[bottom, begin] -= value
+        steps[top, end] -= value
+        steps[bottom, end] += value
 
     def some(self, positions: Sequence[int], value: float, *, after: int = -1) -> None:
         """Add ``value`` where some of ``positions`` lies in [start, column] and ``after`` before start."""
@@ -375,5 +398,8 @@ class _Rectangles:
                 previous = position
 
     def table(self) -> Table:
-        sums = np.cumsum(np.cumsum(self._steps, axis=0), axis=1)
-        return sums[:-1, :-1]
+        sums = self._steps.copy()
+        for before, row in pairwise(sums):  # half the time of a sum along this axis
+            row += before
+        found = np.cumsum(sums, axis=1)[:-1, :-1]
+        return found if self._valid is None else np.where(self._valid, found, 0.0)
