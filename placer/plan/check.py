@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Iterator
 
 from placer.errors import BudgetError, PlanError
-from placer.plan.types import DevicePeak, HostPeak, Plan
+from placer.plan.summary import describe_host
+from placer.plan.types import DevicePeak, Plan
 from placer.program import Program
 from placer.units import format_bytes
 
@@ -102,14 +103,6 @@ def host_error(plan: Plan) -> BudgetError:
         device="host",
         missing_bytes=plan.overflow_bytes,
     )
-
-
-def describe_host(host: HostPeak) -> str:
-    """What is taken of the host, and how much of that is rounding."""
-    text = f"{format_bytes(host.needed)} of the host"
-    if host.needed == host.peak:
-        return text
-    return f"{text} in pinned memory (torch rounds each of {format_bytes(host.peak)} up to a power of two)"
 
 
 def describe_overflow(device: DevicePeak) -> str:

@@ -1,8 +1,8 @@
-"""A plan in a few lines, for ``repr``."""
+"""A plan, and parts of it, in a few words."""
 
 from __future__ import annotations
 
-from placer.plan.types import Plan, StagePlan
+from placer.plan.types import HostPeak, Plan, StagePlan
 from placer.units import format_bytes, format_count, format_seconds
 
 _STAGES_SHOWN = 8
@@ -39,3 +39,11 @@ def summarize_stage(stage: StagePlan) -> str:
         f"({format_count(len(stage.layers), 'layer')}, {format_count(len(stage.nodes), 'node')}), "
         f"peak {format_bytes(stage.memory.peak)}{budget}"
     )
+
+
+def describe_host(host: HostPeak) -> str:
+    """What is taken of the host, and how much of that is rounding."""
+    text = f"{format_bytes(host.needed)} of the host"
+    if host.needed == host.peak:
+        return text
+    return f"{text} in pinned memory (torch rounds each of {format_bytes(host.peak)} up to a power of two)"

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from placer.plan.check import describe_host
 from placer.plan.step_spans import step_spans
+from placer.plan.summary import describe_host
 from placer.plan.types import DevicePeak, HostPeak, Plan, StageMemory, Transfer
 from placer.timeline import idle_share
 from placer.units import format_bytes
