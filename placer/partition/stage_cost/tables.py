@@ -313,7 +313,7 @@ def _updating(costs: CostTable, uses_of: Mapping[str, Sequence[int]], build: _Bu
         if before is not None:
             found.append((min(at, before[0]), max(at, before[0]), 2 * nbytes + before[1]))
         for last_start, column, most in found:
-            rows = table[: np.searchsorted(build.starts, last_start, side="right"), column]
+            rows = table[: build.row_of[last_start], column]
             np.maximum(rows, most, out=rows)
         before = at, nbytes
     return table
