@@ -175,7 +175,7 @@ class FakeMode(FakeTensorMode):
         with without_modes():
             known = number.clone()
             fake = self._tensors.make(torch.empty((), dtype=number.dtype, device=_META))
-        fake.constant = known  # type: ignore[attr-defined]
+        fake.constant = known
         self.fake_tensor_converter.add_constant_storage_mapping(fake)
         return fake
 

@@ -281,7 +281,9 @@ def test_what_cannot_be_viewed_so_is_an_error() -> None:
         torch.empty(4, 6).view(5, 5)
 
 
-@pytest.mark.parametrize("kwargs", [{"dtype": torch.float64}, {"dtype": torch.int64}, {"device": "cpu"}])
+@pytest.mark.parametrize(
+    "kwargs", [{"dtype": torch.float64}, {"dtype": torch.int64}, {"device": "cpu"}]
+)
 @pytest.mark.parametrize("op", [aten._to_copy.default, aten.zeros_like.default], ids=str)
 @pytest.mark.parametrize("kind", _KINDS)
 def test_copies_are_made_as_asked(kind: str, op: Any, kwargs: dict[str, Any]) -> None:

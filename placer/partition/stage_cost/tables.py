@@ -359,9 +359,7 @@ class _Builder:
 
     def running_max(self, table: Table, *, corrections: Sequence[IntervalCorrection] = ()) -> Table:
         """The largest value of columns start … end - 1, per start and end."""
-        return np.where(
-            self._valid, largest_up_to(table, self.starts, self.ends, corrections), 0.0
-        )
+        return np.where(self._valid, largest_up_to(table, self.starts, self.ends, corrections), 0.0)
 
 
 def _ranks(ascending: Sequence[int], count: int) -> list[int]:
