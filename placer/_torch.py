@@ -344,9 +344,9 @@ class FakeTensors:
             sample = FakeTensor(mode, torch.empty(0, device="meta"), device)
         self._attributes = dict(sample.__dict__)
 
-    def make(self, data: Tensor) -> Tensor:
+    def make(self, data: Tensor) -> FakeTensor:
         """``FakeTensor(mode, data, device)``, for ``data`` on meta that needs no gradient."""
-        made: Tensor = Tensor._make_subclass(
+        made: FakeTensor = Tensor._make_subclass(
             FakeTensor, data, False, dispatch_device=True, device_for_backend_keys=self._device
         )
         torch._C._set_throw_on_mutable_data_ptr(made)

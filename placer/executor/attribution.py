@@ -21,8 +21,9 @@ class Attribution:
     """
 
     def __init__(self, stages: Iterable[StageCode], layer_of: Mapping[str, str]) -> None:
-        segments = [segment for stage in stages for segment in stage.segments]
-        self._lines = {segment.forward.__code__: node_lines(segment) for segment in segments}
+        self._segments = [segment for stage in stages for segment in stage.segments]
+        # By the id of their code: its hash is computed from all of it, every time.
+        self._lines = {id(s.forward.__code__): node_lines(s) for s in self._segments}
         self._layer_of = layer_of
         self._numbers: list[int] = []
         self._nodes: list[str] = []
@@ -56,7 +57,7 @@ class Attribution:
     def _forward_node(self) -> str:
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
-            lines = self._lines.get(frame.f_code)
+            lines = self._lines.get(id(frame.f_code))
             if lines is not None:
                 return lines.get(frame.f_lineno, "")
             frame = frame.f_back

@@ -131,6 +131,8 @@ class FakeMode(FakeTensorMode):
             return self._run_in_cpp(func, args, kwargs)
         if func is _READS_NUMBER and type(args[0]) is FakeTensor:
             return _read_number(args[0])
+        if func is _LIFTS and type(args[0]) is Tensor and _is_number(args[0]):
+            return self._lift(args[0])
         rule = LIST_RULES.get(func)
         if rule is not None and all(map(self._is_plain, tensors_in(args))):
             recipe = rule(*args, **kwargs)
@@ -167,6 +169,15 @@ class FakeMode(FakeTensorMode):
         if isinstance(data, Tensor):
             return self._tensors.make(data)
         return [self._tensors.make(part) for part in data]
+
+    def _lift(self, number: Tensor) -> Tensor:
+        """The fake tensor that stands for a real one, of a single number that is known."""
+        with without_modes():
+            known = number.clone()
+            fake = self._tensors.make(torch.empty((), dtype=number.dtype, device=_META))
+        fake.constant = known
+        self.fake_tensor_converter.add_constant_storage_mapping(fake)
+        return fake
 
     def _is_plain(self, argument: Any) -> bool:
         """A fake tensor of this mode, on the CPU, that stands for no known value; or no tensor."""
@@ -257,7 +268,13 @@ def _only_asked(results: Any, asked: Sequence[bool]) -> tuple[Any, ...]:
     return tuple(x if wanted else None for x, wanted in zip(results, asked, strict=True))
 
 
+_LIFTS = torch.ops.aten.lift_fresh.default
 _READS_NUMBER = torch.ops.aten._local_scalar_dense.default
+
+
+def _is_number(tensor: Tensor) -> bool:
+    """Has it a single value that is a constant, on the CPU?"""
+    return not tensor.dim() and tensor.device == _CPU and not tensor.requires_grad
 
 
 def _read_number(tensor: FakeTensor) -> Any:

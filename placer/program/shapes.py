@@ -101,6 +101,15 @@ def _without(x: Tensor, dim: int) -> tuple[int, ...]:
     return (*x.shape[:dim], *x.shape[dim + 1 :])
 
 
+def _like(x: Tensor, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> Recipe | None:
+    """A copy, or a tensor of the same shape."""
+    wanted = x.dtype if dtype is None else dtype
+    plain = (None, False, torch.strided, torch.preserve_format)
+    if not _are_dense(x) or wanted not in _FLOATS or device not in (None, torch.device("cpu")):
+        return None
+    return _alone(_new(x.shape, wanted)) if all(v in plain for v in kwargs.values()) else None
+
+
 def _sum(
     x: Tensor, dims: Sequence[int] | None, keepdim: bool = False, *, dtype: Any = None
 ) -> Recipe | None:
@@ -280,6 +289,8 @@ SHAPE_RULES: dict[Any, Callable[..., Recipe | None]] = {
     aten.native_batch_norm.default: _batch_norm,
     aten.cudnn_batch_norm_backward.default: _cudnn_batch_norm_backward,
     aten.cat.default: _cat,
+    aten._to_copy.default: _like,
+    aten.zeros_like.default: _like,
     aten.sum.dim_IntList: _sum,
     aten.slice_backward.default: _slice_backward,
     aten.select_backward.default: _slice_backward,

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from placer._torch import DispatchMode
 from placer.program.fake import FakeWorld
 from placer.program.fake_mode import QUICK_KERNELS, QUICK_OPERATORS, FakeMode, detach_fake
-from placer.program.shapes import SHAPE_RULES
+from placer.program.shapes import LIST_RULES, SHAPE_RULES
 
 aten = torch.ops.aten
 _X, _ROW = (4, 6, 8), (8,)
 _MEANS = (4, 6, 1)
 _IMAGE, _C, _STRIDE = (2, 4, 6, 7), (4,), ([2, 1], [0, 1], [1, 2])
+_LIST = [_X, _ROW]
 CALLS: dict[Any, tuple[Any, ...]] = {
     aten.view.default: (_X, [24, 8]),
     aten._unsafe_view.default: (_X, [4, 48]),
@@ -70,6 +73,16 @@ CALLS: dict[Any, tuple[Any, ...]] = {
         [True, True, True],
     ),
     aten._softmax_backward_data.default: (_X, _X, -1, torch.float32),
+    aten._to_copy.default: (_X,),
+    aten.zeros_like.default: (_X,),
+    aten._foreach_add_.Scalar: (_LIST, 1e-8),
+    aten._foreach_add_.List: (_LIST, _LIST),
+    aten._foreach_mul_.Scalar: (_LIST, 0.9),
+    aten._foreach_div_.ScalarList: (_LIST, [2.0, 3]),
+    aten._foreach_lerp_.Scalar: (_LIST, _LIST, 0.1),
+    aten._foreach_addcmul_.Scalar: (_LIST, _LIST, _LIST, 0.5),
+    aten._foreach_addcdiv_.ScalarList: (_LIST, _LIST, _LIST, [2.0, 3]),
+    aten._foreach_sqrt.default: (_LIST,),
 }
 # Where a rule has to hold its tongue, or could be wrong: nothing, one row, dimensions of one,
 # broadcasting, other types, parts of an answer.
@@ -131,6 +144,14 @@ CORNERS: list[tuple[Any, tuple[Any, ...]]] = [
     (aten.mul.Tensor, ((4, 1, 8), (1, 1, 8))),
     (aten.mul.Tensor, ((4, 6), (3, 4, 6))),
     (aten.slice_backward.default, ((0, 3), [4, 3], 0, 2, 2, 1)),
+    (aten._to_copy.default, ((0, 3),)),
+    (aten._foreach_add_.List, (_LIST, [_X])),
+    (aten._foreach_add_.List, (_LIST, [_X, _X])),
+    (aten._foreach_add_.List, ([_X, _X], [_ROW, (4, 6, 1)])),
+    (aten._foreach_add_.Scalar, ([(0, 3)], 1)),
+    (aten._foreach_add_.Scalar, (_LIST, 2j)),
+    (aten._foreach_div_.ScalarList, (_LIST, [2.0])),
+    (aten._foreach_sqrt.default, ([(), (1,)],)),
 ]
 
 
@@ -197,7 +218,7 @@ def _described_or_error(value: Any) -> Any:
 
 
 def test_every_operator_that_is_quick_is_tried() -> None:
-    assert set(CALLS) == QUICK_OPERATORS | QUICK_KERNELS | SHAPE_RULES.keys()
+    assert set(CALLS) == QUICK_OPERATORS | QUICK_KERNELS | SHAPE_RULES.keys() | LIST_RULES.keys()
 
 
 def test_what_an_operator_made_is_not_asked_of_torch_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,6 +279,49 @@ def test_the_default_type_counts() -> None:
 def test_what_cannot_be_viewed_so_is_an_error() -> None:
     with FakeMode(), pytest.raises(RuntimeError, match="invalid for input of size"):
         torch.empty(4, 6).view(5, 5)
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{"dtype": torch.float64}, {"dtype": torch.int64}, {"device": "cpu"}]
+)
+@pytest.mark.parametrize("op", [aten._to_copy.default, aten.zeros_like.default], ids=str)
+@pytest.mark.parametrize("kind", _KINDS)
+def test_copies_are_made_as_asked(kind: str, op: Any, kwargs: dict[str, Any]) -> None:
+    call = functools.partial(op, **kwargs)
+    expected, made = (_made(mode(), call, (_X,), kind) for mode in (FakeTensorMode, FakeMode))
+    assert _described(made) == _described(expected)
+
+
+def test_an_optimizer_step_asks_torch_of_no_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    ask = FakeTensorMode.dispatch
+
+    def dispatch(mode: Any, func: Any, *rest: Any) -> Any:
+        asked.append(str(func))
+        return ask(mode, func, *rest)
+
+    monkeypatch.setattr(FakeTensorMode, "dispatch", dispatch)
+    with FakeMode(allow_non_fake_inputs=True):
+        weights = [torch.empty(3, n, requires_grad=True) for n in range(1, 9)]
+        for weight in weights:
+            weight.grad = torch.empty(weight.shape)
+        optimizer = torch.optim.Adam(weights, foreach=True)
+        asked.clear()
+        for _ in range(2):
+            optimizer.step()
+        assert all(state["step"].item() == 2 for state in optimizer.state.values())
+    assert len(asked) < len(weights), asked
+
+
+def test_what_is_written_to_is_no_longer_known() -> None:
+    with FakeMode(allow_non_fake_inputs=True):
+        number = torch.tensor(4.0)
+        alias = number.detach()
+        assert number.item() == 4 and alias.item() == 4
+        number.add_(torch.empty(()))
+        for changed in (number, alias):
+            with pytest.raises(DataDependentOutputException):
+                changed.item()
 
 
 def test_a_known_value_stays_known() -> None:

@@ -49,7 +49,10 @@ class _Partial(NamedTuple):
     crossing: Vector  # bytes of the values that are in both touched_in and touched_out
 
     def at(self, which: Flags) -> _Partial:
-        return _Partial._make(column[which] for column in self)
+        rows = np.flatnonzero(which)
+        if len(rows) == len(which):
+            return self
+        return _Partial._make(column.take(rows, axis=0) for column in self)
 
 
 class _Deciding:
