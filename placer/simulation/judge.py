@@ -124,7 +124,7 @@ class Planner:
         Kernels that starve have enough only with ``starving``.
         """
         judged: list[Plan] = []
-        beyond = {stage.devices[0]: 0 for stage in plan.stages}  # what estimates were too low by
+        beyond: dict[str, int] = {}  # what estimates were too low by
         for number in range(_MOST_ROUNDS):
             if number:
                 plan = build(corrections=beyond)
@@ -134,7 +134,7 @@ class Planner:
                 break
             before = beyond
             beyond = _corrections(before, plan, found, run, starving=starving)
-            if beyond == before:
+            if not any(nbytes > before.get(name, 0) for name, nbytes in beyond.items()):
                 break
         return judged
 
@@ -198,11 +198,12 @@ def _corrections(
     With ``starving`` that is with kernels that starve, else without.
     """
     beyond = dict(before)
-    names = itertools.cycle([device.device for device in plan.devices[: len(beyond)]])
+    row = max(plan.device_of) + 1  # a plan need not use all the devices that another one did
+    names = itertools.cycle([device.device for device in plan.devices[:row]])
     given = zip(judged.devices, plan.devices, run.found, strict=True)
     for name, (now, estimate, timeline) in zip(names, given, strict=False):
         needed = now.needed if starving else comfortable_nbytes(now, timeline)
-        beyond[name] = max(beyond[name], needed - estimate.needed)
+        beyond[name] = max(beyond.get(name, 0), needed - estimate.needed)
     return beyond
 
 

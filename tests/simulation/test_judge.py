@@ -187,3 +187,30 @@ def test_corrections_leave_budgets_free_and_plans_say_the_whole_ones(peak: int) 
     assert {stage.budget for stage in corrected.stages} == {int(1.2 * peak)}
     assert len(corrected.devices) == 4
     assert next(d.peak for d in corrected.devices if d.device == full) < peaks[full]
+
+
+class Sequence(nn.Module):
+    """Three LSTM layers, one operation, hold most of the bytes: more devices hardly help."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 10)
+        self.layers = nn.LSTM(64, 64, num_layers=3, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.last(self.layers(self.first(x))[0])
+        return result
+
+
+def test_what_is_planned_again_may_use_other_devices() -> None:
+    """Of four, the first plan leaves some out that the next one uses."""
+    model, x = Sequence(), torch.randn(16, 64, 64)
+
+    def plan(count: int, memory: int | str) -> placer.Plan:
+        devices = [{"name": f"cuda:{i}", "memory": memory} for i in range(count)]
+        return placer.make_plan(model, {"devices": devices, "optimizer": "sgd_momentum"}, (x,))
+
+    needed = max(device.needed for device in plan(2, "16GiB").devices)
+    too_little = plan(4, int(0.95 * needed))
+    assert not too_little.fits
+    assert {s.devices[0] for s in too_little.stages} == {d.device for d in too_little.devices}
