@@ -132,6 +132,12 @@ class Planner:
             judged.append(found)
             if run is None or (found.fits_devices and (starving or not _starved(found))):
                 break
+            if any(
+                d.headroom is not None and d.headroom < 0
+                for d in plan.devices
+                if not _is_doubtful(d)
+            ):
+                break  # by far too little memory: to leave some of it free does not help
             before = beyond
             beyond = _corrections(before, plan, found, run, starving=starving)
             if not any(nbytes > before.get(name, 0) for name, nbytes in beyond.items()):

@@ -48,7 +48,7 @@ def measure(device: DevicePeak, run: DeviceTimeline) -> DevicePeak:
     reserved = usage.reserved
     if usage.failed is not None:
         assert limit is not None
-        reserved, usage = _least(device, run, limit)
+        reserved, usage = _least(device, run, max(limit, peak - 1))
     return replace(
         device,
         peak=peak,
@@ -73,7 +73,8 @@ def comfortable_nbytes(device: DevicePeak, run: DeviceTimeline) -> int:
     """
     if not device.starved or device.room is None:
         return device.needed
-    return device.context + _least(device, run, max(0, device.room), starving=False)[0]
+    too_little = max(0, device.room, device.peak + device.workspaces - 1)
+    return device.context + _least(device, run, too_little, starving=False)[0]
 
 
 def _usage(device: DevicePeak, run: DeviceTimeline, limit: int | None) -> Usage:
