@@ -176,7 +176,7 @@ class StageCosts:
             updated = [slot] if options.processes else chain
             kept = optimizer_on(options, (other.name for other in updated))
             peak = peak_bytes(tables, count, kept, training=options.training)
-            self.seconds.append(seconds_on(tables, slot, options))
+            self.seconds.append(_seconds(tables, slot, options))
             self.peaks.append(peak_share(peak, slot, largest))
             self.shares.append(np.zeros_like(peak) if slot.budget is None else self.peaks[-1])
             self.follow_pins.append(_follows_pins(tables, pinned, slot.name))
@@ -244,8 +244,7 @@ def _fastest(
     return second[0]
 
 
-def seconds_on(tables: IntervalTables, slot: DeviceSlot, options: PlanningOptions) -> Table:
-    """Seconds of a micro-batch on a device, per interval: forward, backward, and what crosses."""
+def _seconds(tables: IntervalTables, slot: DeviceSlot, options: PlanningOptions) -> Table:
     forward, backward = stage_seconds(tables, slot.kind, own_host=options.processes)
     moved = transfer_seconds(tables, slot.kind, training=options.training)
     return forward + moved + (backward if options.training else 0.0)

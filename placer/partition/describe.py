@@ -19,7 +19,6 @@ from placer.partition.candidate import (
     optimizer_on,
     peak_share,
     reference_bytes,
-    seconds_on,
 )
 from placer.partition.noncontiguous import NoncontiguousChains, device_peaks, may_be_noncontiguous
 from placer.partition.stage_cost.score import (
@@ -30,6 +29,7 @@ from placer.partition.stage_cost.score import (
     replica_peak_bytes,
     saved_bytes,
     stage_seconds,
+    transfer_seconds,
     updating_bytes,
 )
 from placer.partition.stage_cost.tables import IntervalTables
@@ -89,8 +89,10 @@ def describe_partition(
         optimizer_seconds=optimizer,
     )
     loads = [
-        float(seconds_on(best.tables, slot, options)[x, y])
-        for slot, (_, x, y) in zip(slots, used, strict=True)
+        stage.forward_seconds
+        + stage.backward_seconds
+        + float(transfer_seconds(best.tables, slot.kind, training=options.training)[x, y])
+        for stage, slot, (_, x, y) in zip(stages, slots, used, strict=True)
     ]
     criterion = _criterion(best, options)
     if criterion != TOTAL_SECONDS:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from placer.plan.types import Plan, StagePlan, Transfer
-from placer.schedule import Action, linearize, one_process_order, schedule_on
+from placer.schedule import Action, linearize, one_process_order, ranks_of, schedule_on
 from placer.timeline import Clock, Span, end_of
 
 
@@ -46,10 +46,10 @@ def lay_out_step(
 ) -> tuple[Span, ...]:
     """The spans of a step of ``stages`` in the order of ``schedule``.
 
-    In one process, one after the other is launched, replica by replica, and a copy keeps both its
-    devices busy; with ``processes`` every device has its own, and messages travel beside the
-    computations. Half of a split backward takes half of its seconds. Gradients of replicas are taken to
-    travel while backward goes on.
+    One process launches all actions, replica by replica, and a copy keeps both of its devices busy.
+    With ``processes`` every device has a process of its own, and messages travel beside the
+    computations. Half of a split backward takes half of its seconds. The sum of gradients over replicas
+    takes no time: it is taken to go on beside backward.
     """
     clock = Clock()
     replicas = len(stages[0].devices)
@@ -58,7 +58,7 @@ def lay_out_step(
         moved = _moved(transfers, devices)
         order = _order(
             schedule if training else "GPipe",
-            tuple(map(list(dict.fromkeys(devices)).index, devices)) if processes else None,
+            ranks_of(devices) if processes else None,
             len(stages),
             microbatches,
             training,

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field
 
 from placer.regions.types import Region
+from placer.schedule import ranks_of
 from placer.spec.fields import MOST, AllocatorName
 
 Bytes = Annotated[int, Field(ge=0, le=2**63 - 1)]  # torch counts them in an int64
@@ -237,8 +238,7 @@ class Plan:
     @property
     def device_of(self) -> tuple[int, ...]:
         """Per stage which of a replica's devices it is on, numbered in the order of their first stages."""
-        number: dict[str, int] = {}
-        return tuple(number.setdefault(s.devices[0], len(number)) for s in self.stages)
+        return ranks_of([stage.devices[0] for stage in self.stages])
 
     @property
     def tightest(self) -> DevicePeak:

@@ -6,7 +6,7 @@ many micro-batches wait at each stage.
 """
 
 from placer.schedule.batch import split_batch
-from placer.schedule.build import make_schedule, one_process_order, schedule_on
+from placer.schedule.build import make_schedule, one_process_order, ranks_of, schedule_on
 from placer.schedule.in_flight import Counts, InFlight, in_flight_by_stage
 from placer.schedule.messages import Flow, Message, find_messages
 from placer.schedule.order import bubble, linearize, merge_backward
@@ -26,6 +26,7 @@ __all__ = [
     "make_schedule",
     "merge_backward",
     "one_process_order",
+    "ranks_of",
     "schedule_on",
     "split_batch",
 ]

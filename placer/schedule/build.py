@@ -46,6 +46,16 @@ def make_schedule(
     )
 
 
+def ranks_of(devices: Sequence[str]) -> tuple[int, ...]:
+    """Per stage the rank of its device (a name): devices are numbered as they come.
+
+    >>> ranks_of(["cuda:1", "cuda:0", "cuda:1"])
+    (0, 1, 0)
+    """
+    number: dict[str, int] = {}
+    return tuple(number.setdefault(device, len(number)) for device in devices)
+
+
 def schedule_on(name: str, rank_of: Sequence[int], num_microbatches: int) -> Schedule:
     """The schedule called ``name`` where each stage is on the rank that ``rank_of`` has for it.
 
