@@ -64,7 +64,7 @@ class CostEstimates:
     """
 
     def __init__(self, program: Program) -> None:
-        self._capture = program
+        self._program = program
         self._tables: dict[Any, CostTable] = {}
         self._guesses: dict[Any, CostTable] = {}
 
@@ -86,11 +86,11 @@ class CostEstimates:
         key = _key(inputs, training=training, precision=precision, kernels=kernels)
         if (key, False) not in self._tables:
             self._tables[key, False] = estimate_costs(
-                self._capture, inputs, training=training, precision=precision, kernels=kernels
+                self._program, inputs, training=training, precision=precision, kernels=kernels
             )
         if offloads and (key, True) not in self._tables:
             sent = _record(
-                self._capture,
+                self._program,
                 inputs,
                 training=True,
                 precision=precision,

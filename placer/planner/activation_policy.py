@@ -178,7 +178,7 @@ class _Search:
         *,
         limited: bool,
     ) -> None:
-        self._capture = program
+        self._program = program
         self._costs = costs
         self._keys = tuple(keys)
         self._choices = choices
@@ -205,16 +205,16 @@ class _Search:
 
     def costs_of(self, stages: Sequence[StagePolicy]) -> CostTable:
         """The costs with the stages' regions, and those that are settled."""
-        layers = [self._capture.layer_of[name] for name in self._capture.order]
+        layers = [self._program.layer_of[name] for name in self._program.order]
         keys = list(self._keys)
         for stage in stages:
             for node, key in keys_of(layers, stage.runs).items():
                 keys[node] = keys[node] or key
-        return with_regions(self._costs, whole_groups(self._capture, keys))
+        return with_regions(self._costs, whole_groups(self._program, keys))
 
     def _stages(self, partition: Partition) -> tuple[list[PolicySearch], list[StageLimits]]:
         stages = partition.stages
-        position = {name: i for i, name in enumerate(self._capture.order)}
+        position = {name: i for i, name in enumerate(self._program.order)}
         nodes = [sorted(position[name] for name in stage.nodes) for stage in stages]
         limits = [self._limits(partition, index) for index in range(len(stages))]
         labelled = [
@@ -247,7 +247,7 @@ class _Search:
         while len(seen) < _MOVES and _boundaries(partition) not in seen:
             seen.add(_boundaries(partition))
             stages = partition.placed
-            rate = partial(rate_partition, self._capture, stages=stages, options=self._options)
+            rate = partial(rate_partition, self._program, stages=stages, options=self._options)
             light = self.most_saving(partition)
             for way in (rate, choose):
                 found = self.found(light, way)
@@ -259,7 +259,7 @@ class _Search:
     def improve(self, partition: Partition) -> _Found:
         """``partition`` with the regions that its stages need."""
         stages = partition.placed
-        rate = partial(rate_partition, self._capture, stages=stages, options=self._options)
+        rate = partial(rate_partition, self._program, stages=stages, options=self._options)
         labelled, limits = self._stages(partition)
         targets = [limit.budget for limit in limits]
         best: _Found | None = None

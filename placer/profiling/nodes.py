@@ -123,7 +123,7 @@ class _Run:
         context: Callable[[], AbstractContextManager[Any]],
         clock: Clock,
     ) -> None:
-        self._capture, self._model, self._constants = program, model, constants
+        self._program, self._model, self._constants = program, model, constants
         self._context, self._clock = context, clock
         self._dying = last_readers(program.graph)
 
@@ -172,7 +172,7 @@ class _Run:
         """The stand-in loss of the model's results; every node runs in ``between``."""
         values: dict[str, Any] = {}
         rest = iter(leaves)
-        for node in self._capture.graph.nodes:
+        for node in self._program.graph.nodes:
             if node.op == "placeholder":
                 values[node.name] = next(rest)
             elif node.op == "output":
@@ -184,7 +184,7 @@ class _Run:
                     values[node.name] = between(node.name, run)
                 for dead in self._dying.get(node.name, ()):
                     del values[dead]
-        visible = self._capture.call.result.visible(list(results))
+        visible = self._program.call.result.visible(list(results))
         loss: Tensor = between(LOSS, partial(stand_in_loss, visible))
         return loss
 

@@ -70,7 +70,7 @@ class Planner:
         judged: bool = True,
     ) -> None:
         self.costs = CostEstimates(program)
-        self._capture, self._inputs = program, inputs
+        self._program, self._inputs = program, inputs
         self._processes, self._judged = processes, judged
         self._tables = TableCache()
         self._runs: list[tuple[Plan, _DryRun]] = []
@@ -86,7 +86,7 @@ class Planner:
     def guess(self, spec: PlacementSpec) -> Plan:
         """As `placer.planner.build.PlanMaker` says."""
         return build_plan(
-            self._capture,
+            self._program,
             spec,
             self._inputs,
             estimate=self.costs.guessed(),
@@ -98,7 +98,7 @@ class Planner:
     def _plan(self, spec: PlacementSpec, *, enough: float = 0.0, second_look: bool = True) -> Plan:
         build = partial(
             build_plan,
-            self._capture,
+            self._program,
             spec,
             self._inputs,
             estimate=self.costs,
@@ -171,10 +171,10 @@ class Planner:
 
     def _new_dry_run(self, plan: Plan) -> _DryRun:
         if self._processes:
-            ranks = [run for _, run in rank_timelines(self._capture, plan, self._inputs)]
+            ranks = [run for _, run in rank_timelines(self._program, plan, self._inputs)]
             host = ranks_host_usage(plan, [rank.timeline for rank in ranks])
             return _DryRun(tuple(itertools.islice(itertools.cycle(ranks), len(plan.devices))), host)
-        timeline = simulate_steps(self._capture, plan, self._inputs)
+        timeline = simulate_steps(self._program, plan, self._inputs)
         found = [device_timeline(timeline, device.device) for device in plan.devices]
         return _DryRun(found, host_usage(timeline, HOST.name))
 
