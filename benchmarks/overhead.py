@@ -65,40 +65,33 @@ def _finish(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def _small() -> dict[str, tuple[nn.Module, Tensor, Tensor]]:
+Case = tuple[nn.Module, Tensor, Tensor]  # a model, its input, the target
+
+
+def _small() -> dict[str, Case]:
     return {
-        "ResNet50, 8 x 3 x 64 x 64": (
-            torchvision.models.resnet50(num_classes=10),
-            torch.randn(8, 3, 64, 64),
-            torch.randint(0, 10, (8,)),
-        ),
-        "3D U-Net (width 8, depth 4), 1 x 1 x 48 x 48 x 48": (
-            unet3d(width=8, depth=4, out_channels=3),
-            torch.randn(1, 1, 48, 48, 48),
-            torch.randint(0, 3, (1, 48, 48, 48)),
-        ),
+        "ResNet50, 8 x 3 x 64 x 64": _images(torchvision.models.resnet50, 8, 64),
+        "3D U-Net (width 8, depth 4), 1 x 1 x 48 x 48 x 48": _volume(8, 48),
     }
 
 
-def _large() -> dict[str, tuple[nn.Module, Tensor, Tensor]]:
+def _large() -> dict[str, Case]:
     """Two steps that a GPU limits, and one that launching kernels does."""
     return {
-        "ResNet50, 64 x 3 x 224 x 224": (
-            torchvision.models.resnet50(num_classes=10),
-            torch.randn(64, 3, 224, 224),
-            torch.randint(0, 10, (64,)),
-        ),
-        "3D U-Net (width 32, depth 4), 1 x 1 x 96 x 96 x 96": (
-            unet3d(width=32, depth=4, out_channels=3),
-            torch.randn(1, 1, 96, 96, 96),
-            torch.randint(0, 3, (1, 96, 96, 96)),
-        ),
-        "ResNet-18, 2 x 3 x 224 x 224": (
-            torchvision.models.resnet18(num_classes=10),
-            torch.randn(2, 3, 224, 224),
-            torch.randint(0, 10, (2,)),
-        ),
+        "ResNet50, 64 x 3 x 224 x 224": _images(torchvision.models.resnet50, 64, 224),
+        "3D U-Net (width 32, depth 4), 1 x 1 x 96 x 96 x 96": _volume(32, 96),
+        "ResNet-18, 2 x 3 x 224 x 224": _images(torchvision.models.resnet18, 2, 224),
     }
+
+
+def _images(build: Callable[..., nn.Module], rows: int, edge: int) -> Case:
+    return build(num_classes=10), torch.randn(rows, 3, edge, edge), torch.randint(0, 10, (rows,))
+
+
+def _volume(width: int, edge: int) -> Case:
+    cube = (edge, edge, edge)
+    model = unet3d(width=width, depth=4, out_channels=3)
+    return model, torch.randn(1, 1, *cube), torch.randint(0, 3, (1, *cube))
 
 
 def main() -> None:

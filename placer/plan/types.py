@@ -241,6 +241,11 @@ class Plan:
         return ranks_of([stage.devices[0] for stage in self.stages])
 
     @property
+    def num_devices(self) -> int:
+        """How many devices a replica has."""
+        return max(self.device_of) + 1
+
+    @property
     def tightest(self) -> DevicePeak:
         """The device with the least headroom."""
         return min(self.devices, key=lambda device: device.headroom or 0)

@@ -273,7 +273,7 @@ def _with_devices(make: PlanMaker, spec: PlacementSpec, count: int) -> Tried | N
 def _fewest_devices(plan: Plan) -> int:
     """With fewer devices of the largest budget not even the sum of the plan's peaks has room."""
     largest = max((d.room for d in plan.devices if d.room is not None), default=0)
-    row = plan.devices[: len(plan.devices) // plan.replicas]
+    row = plan.devices[: plan.num_devices]
     return -(-sum(device.peak for device in row) // largest) if largest > 0 else 1
 
 

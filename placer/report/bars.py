@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from html import escape
 
 from placer.plan.types import Plan, StagePlan
@@ -51,29 +52,33 @@ def _row(stage: StagePlan, scale: float) -> str:
     for kind, nbytes in memory_parts(stage.memory).items():
         if nbytes:
             title = f"{kind}: {format_bytes(nbytes)}"
-            pieces.append(_piece(f"k-{kind}", left, nbytes * scale, title))
+            pieces.append(bar_part(f"k-{kind}", left, nbytes * scale, title))
             left += nbytes * scale
     limit = ""
     if budget is not None:
         free = max(0, budget - stage.reserve)
         reserve = f"reserve: {format_bytes(stage.reserve)}"
-        pieces.append(_piece("reserve", free * scale, (budget - free) * scale, reserve))
-        pieces.append(_piece("budget", budget * scale, 0, f"budget: {format_bytes(budget)}"))
+        pieces.append(bar_part("reserve", free * scale, (budget - free) * scale, reserve))
+        pieces.append(bar_part("budget", budget * scale, 0, f"budget: {format_bytes(budget)}"))
         limit = f" <small>of {format_bytes(budget)}</small>"
     over = budget is not None and peak + stage.reserve > budget
     figure = f'<b class="{"bad" if over else ""}">{format_bytes(peak)}</b>'
+    label = f"<b>stage {stage.index}</b> <small>{escape(_devices(stage))}</small>"
+    return bar_row(label, pieces, f"{figure}{limit}")
+
+
+def bar_row(label: str, parts: Iterable[str], figure: str) -> str:
+    """A bar of ``parts`` (`bar_part`) with a label before it and a figure after it, all HTML."""
     return (
-        f'<div class="row"><span><b>stage {stage.index}</b> '
-        f"<small>{escape(_devices(stage))}</small></span>"
-        f'<div class="bar">{"".join(pieces)}</div>'
-        f"<span>{figure}{limit}</span></div>"
+        f'<div class="row"><span>{label}</span>'
+        f'<div class="bar">{"".join(parts)}</div><span>{figure}</span></div>'
     )
 
 
-def _piece(name: str, left: float, width: float, title: str) -> str:
-    """A part of a bar; ``left`` and ``width`` are percents of its length."""
-    style = f"left:{left:.2f}%;width:{width:.2f}%"
-    return f'<i class="{name}" style="{style}" title="{title}"></i>'
+def bar_part(name: str, left: float, width: float, title: str) -> str:
+    """A part of a bar; ``left`` and ``width`` are percents of its length, ``title`` is text."""
+    style = f"left:{left:.3f}%;width:{width:.3f}%"
+    return f'<i class="{name}" style="{style}" title="{escape(title)}"></i>'
 
 
 def _devices(stage: StagePlan) -> str:

@@ -12,6 +12,7 @@ from placer.errors import PlanError
 from placer.files import writing
 from placer.plan.step_spans import step_spans
 from placer.plan.types import Plan
+from placer.report.bars import bar_part, bar_row
 from placer.timeline import Span, end_of
 from placer.units import format_bytes, format_seconds
 
@@ -26,9 +27,11 @@ def timeline_bars(plan: Plan) -> str:
     if not end or len(spans) > _MOST:
         return ""
     rows = "".join(
-        f'<div class="row"><span><b>{escape(device)}</b></span>'
-        f'<div class="bar">{"".join(_piece(span, end) for span in found)}</div>'
-        f"<span>{sum(s.end - s.start for s in found if s.kind != 'transfer') / end:.0%} busy</span></div>"
+        bar_row(
+            f"<b>{escape(device)}</b>",
+            (_part(span, end) for span in found),
+            f"{sum(s.end - s.start for s in found if s.kind != 'transfer') / end:.0%} busy",
+        )
         for device, found in _by_device(spans, plan).items()
     )
     kinds = dict.fromkeys(_style(span) for span in spans if not _is_beside(span, plan))
@@ -90,8 +93,8 @@ def _style(span: Span) -> str:
     return _KINDS[span.name.lstrip("0123456789")[0]]
 
 
-def _piece(span: Span, end: float) -> str:
+def _part(span: Span, end: float) -> str:
     size = f", {format_bytes(span.nbytes)}" if span.nbytes else ""
-    title = f"{span.name}: {format_seconds(span.end - span.start)}{size}"
-    style = f"left:{100 * span.start / end:.3f}%;width:{100 * (span.end - span.start) / end:.3f}%"
-    return f'<i class="t-{_style(span)}" style="{style}" title="{escape(title)}"></i>'
+    seconds = span.end - span.start
+    title = f"{span.name}: {format_seconds(seconds)}{size}"
+    return bar_part(f"t-{_style(span)}", 100 * span.start / end, 100 * seconds / end, title)

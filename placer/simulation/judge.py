@@ -204,8 +204,8 @@ def _corrections(
     With ``starving`` that is with kernels that starve, else without.
     """
     beyond = dict(before)
-    row = max(plan.device_of) + 1  # a plan need not use all the devices that another one did
-    names = itertools.cycle([device.device for device in plan.devices[:row]])
+    # A plan need not use all the devices that another one did.
+    names = itertools.cycle([device.device for device in plan.devices[: plan.num_devices]])
     given = zip(judged.devices, plan.devices, run.found, strict=True)
     for name, (now, estimate, timeline) in zip(names, given, strict=False):
         needed = now.needed if starving else comfortable_nbytes(now, timeline)
@@ -274,7 +274,7 @@ def _without_costs(plan: Plan) -> Plan:
 
 def _with_devices(plan: Plan, devices: tuple[DevicePeak, ...], waits: HostUsage) -> Plan:
     """``plan`` with what its devices need, one for each of them, and what ``waits`` on the host."""
-    row = len({stage.devices[0] for stage in plan.stages})
+    row = plan.num_devices
     changed = {
         now.device: now.peak
         for now, before in zip(devices[:row], plan.devices[:row], strict=True)

@@ -95,8 +95,8 @@ def test_a_value_goes_to_a_device_once() -> None:
     again = Transfer(value="x0", source=0, target=3, nbytes=8, seconds=5.0)
     with_skip = dataclasses.replace(plan, transfers=(*plan.transfers, again))
     assert step_spans(with_skip) == step_spans(plan)
-    other = dataclasses.replace(plan, transfers=(*plan.transfers, again.__class__(
-        value="y", source=0, target=3, nbytes=8, seconds=5.0)))  # fmt: skip
+    another_value = dataclasses.replace(again, value="y")
+    other = dataclasses.replace(plan, transfers=(*plan.transfers, another_value))
     assert end_of(step_spans(other)) > end_of(step_spans(plan))
 
 

@@ -75,7 +75,7 @@ def assign_rank(plan: Plan, job: Job) -> RankAssignment:
 
     >>> from placer.plan.types import Plan  # rank r * P + p is device p of replica r
     """
-    num_devices = max(plan.device_of) + 1
+    num_devices = plan.num_devices
     needed = plan.replicas * num_devices
     if job.world_size != needed:
         raise PlacerError(
