@@ -6,7 +6,7 @@ annotations (`placer.plan.store`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -146,6 +146,11 @@ class HostPeak:
     @property
     def fits(self) -> bool:
         return self.headroom is None or self.headroom >= 0
+
+
+def everything_fits(devices: Iterable[DevicePeak], host: HostPeak | None) -> bool:
+    """Has every device what is needed of it, and the host, where something waits on it?"""
+    return all(device.fits for device in devices) and (host is None or host.fits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

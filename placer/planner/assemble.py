@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from placer.cost import CostTable
 from placer.partition import Partition, PlanningOptions
-from placer.plan.types import DevicePeak, HostPeak, Optimality, Plan
+from placer.plan.types import DevicePeak, HostPeak, Optimality, Plan, everything_fits
 from placer.planner.activation_policy import PolicyChoice
 from placer.planner.notes import placement_notes
 from placer.program import Program
@@ -30,7 +30,7 @@ def assemble_plan(
     peaks = _device_peaks(partition, rows, index_of)
     host = _host_peak(costs, spec, copies=len(rows) * microbatches)
     return Plan(
-        fits=all(peak.fits for peak in peaks) and (host is None or host.fits),
+        fits=everything_fits(peaks, host),
         objective=spec.objective,
         processes=options.processes,
         replicas=len(rows),

@@ -12,7 +12,7 @@ from torch import Tensor
 from placer.cost import CostEstimates, CostTable, GuessedCosts, device_type, with_regions
 from placer.errors import CaptureError
 from placer.partition import DeviceSlot, Partition, PlanningOptions, TableCache, choose_partition
-from placer.plan.types import Plan
+from placer.plan.types import Plan, everything_fits
 from placer.planner.activation_policy import PolicyChoice, choose_policy, is_heavy
 from placer.planner.assemble import assemble_plan
 from placer.planner.devices import (
@@ -200,7 +200,7 @@ def _with_whole_budgets(plan: Plan, spec: PlacementSpec) -> Plan:
     whole = {name: budget for row in rows for name, budget in zip(row, budgets, strict=True)}
     devices = tuple(replace(device, budget=whole[device.device]) for device in plan.devices)
     stages = tuple(replace(stage, budget=whole[stage.devices[0]]) for stage in plan.stages)
-    fits = all(device.fits for device in devices) and (plan.host is None or plan.host.fits)
+    fits = everything_fits(devices, plan.host)
     return replace(plan, fits=fits, devices=devices, stages=stages)
 
 

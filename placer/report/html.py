@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from placer.errors import PlanError
 from placer.files import writing
-from placer.plan.types import Plan
+from placer.plan.types import Plan, everything_fits
 from placer.report.bars import legend, memory_bars
 from placer.report.figures import (
     LARGEST_HEADERS,
@@ -56,7 +56,7 @@ def page(plan: Plan, *, simulation: SimulationReport | Mapping[str, Any] | None 
     """The page of ``plan`` as HTML text; the same plan gives the same text."""
     simulated = simulated_peaks(simulation)
     judged = with_peaks(plan, simulated)
-    state = "good" if judged.fits_devices and (plan.host is None or plan.host.fits) else "bad"
+    state = "good" if everything_fits(judged.devices, plan.host) else "bad"
     sections = [
         "<h1>Placement plan</h1>",
         *(f'<p class="verdict {state}">{escape(line)}</p>' for line in verdict(judged)),

@@ -12,7 +12,7 @@ from torch import Tensor
 from placer.cost import CostEstimates
 from placer.executor.place import HOST
 from placer.partition import TableCache
-from placer.plan.types import DevicePeak, Plan, StageMemory
+from placer.plan.types import DevicePeak, Plan, StageMemory, everything_fits
 from placer.planner.build import PlanMaker, build_plan
 from placer.program import Program
 from placer.simulation.ranks import rank_timelines, ranks_host_usage
@@ -289,7 +289,7 @@ def _with_devices(plan: Plan, devices: tuple[DevicePeak, ...], waits: HostUsage)
             memory = _with_peak(memory, changed[name])
         stages.append(replace(stage, memory=memory))
     host = measure_host(plan.host, waits)
-    fits = all(device.fits for device in devices) and (host is None or host.fits)
+    fits = everything_fits(devices, host)
     return replace(plan, fits=fits, devices=devices, stages=tuple(stages), host=host)
 
 
