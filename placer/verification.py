@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
@@ -14,13 +16,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 from placer.api import SpecSource, compile, example_call
 from placer.cost import stand_in_loss
 from placer.emit import StagedModel
+from placer.errors import PlacerError
 from placer.executor.module import PlacedModule
 from placer.executor.place import CALLER
 from placer.executor.scatter import CutBatch, cut_batch, join_results
 from placer.executor.statistics import DeferredStatistics, defers_statistics, update_statistics
 from placer.plan.types import Plan
-from placer.program import IgnoringDeviceMoves, flatten_call, rebuild_call
+from placer.program import IgnoringDeviceMoves, flatten_call, flatten_result, rebuild_call
 from placer.program.copying import copy_module
+from placer.program.rng_nodes import keep_random
 
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
@@ -104,9 +108,10 @@ def verify(
     )
     plain = copy_module(model)
     wanted = loss_fn or stand_in_loss
-    with IgnoringDeviceMoves() if ignore_device_moves else nullcontext():
-        theirs, cuts = _run_plain(plain, placed, args, kwargs, wanted, seed)
-    ours = _run_placed(placed, args, kwargs, wanted, seed)
+    with _seeded(seed), IgnoringDeviceMoves() if ignore_device_moves else nullcontext():
+        theirs, cuts = _run_plain(plain, placed, args, kwargs, wanted)
+    with _seeded(seed):
+        ours = _run_placed(placed, args, kwargs, wanted)
     allowed = tolerance or max(
         (_TOLERANCE.get(p.dtype, 1e-4) for p in plain.parameters()), default=1e-4
     )
@@ -135,10 +140,9 @@ class _Step:
 
 
 def _run_placed(
-    placed: PlacedModule, args: Any, kwargs: Any, loss_fn: Callable[[Any], Tensor], seed: int
+    placed: PlacedModule, args: Any, kwargs: Any, loss_fn: Callable[[Any], Tensor]
 ) -> _Step:
     args, kwargs = _fresh((args, kwargs))
-    torch.manual_seed(seed)
     output = placed(*args, **kwargs)
     loss = loss_fn(output)
     loss.backward()
@@ -151,14 +155,12 @@ def _run_plain(
     args: Any,
     kwargs: Any,
     loss_fn: Callable[[Any], Tensor],
-    seed: int,
 ) -> tuple[_Step, int]:
     """The reference: the plain model on each cut in turn, results joined, one loss, one backward.
 
     And how many cuts there are: fewer than the plan has where the batch has few rows.
     """
     args, kwargs = _fresh((args, kwargs))
-    torch.manual_seed(seed)
     call, plan = placed.staged.call, placed.plan
     leaves = flatten_call(call, args, kwargs)
     batch = cut_batch(call, leaves, replicas=plan.replicas, microbatches=plan.microbatches)
@@ -195,7 +197,7 @@ def _run_cuts(
         for _ in row:
             args, kwargs = rebuild_call(call, next(slices))
             with nullcontext() if statistics is None else statistics.gathering(buffers, CALLER):
-                outputs.append(plain(*args, **kwargs))
+                outputs.append(_run_cut(plain, args, kwargs, len(outputs), len(batch.slices)))
         if number == 0:
             kept = {name: b.detach().clone() for name, b in plain.named_buffers()}
     for name, buffer in plain.named_buffers():
@@ -203,7 +205,42 @@ def _run_cuts(
     if statistics is not None:
         statistics.set_counters(plain)
         update_statistics(plain, statistics.take_moments())
-    return join_results(staged, [tree_leaves(o) for o in outputs])
+    leaves = [_leaves(output) for output in outputs]
+    if any(len(found) != len(staged.result) for found in leaves):
+        raise PlacerError(
+            "the model's result",
+            "is an object that holds sizes of the batch, and those of slices cannot be joined",
+            "verify it with 1 replica and 1 micro-batch",
+        )
+    return join_results(staged, leaves)
+
+
+def _run_cut(
+    plain: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], index: int, count: int
+) -> Any:
+    try:
+        return plain(*args, **kwargs)
+    except Exception as error:
+        raise PlacerError(
+            "the plain model",
+            f"fails on slice {index + 1} of {count} of the batch: {type(error).__name__}: {error}",
+            "its rows may depend on each other: use 1 replica and 1 micro-batch",
+        ) from error
+
+
+def _leaves(output: Any) -> list[Any]:
+    """All leaves of a result, also those that objects in it hold."""
+    return flatten_result(output, lambda _: False)[0]
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """All random numbers (torch's, Python's, numpy's) from ``seed``, and afterwards as before."""
+    with keep_random(), torch.random.fork_rng(range(torch.cuda.device_count())):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        yield
 
 
 def _fresh(value: Any) -> Any:
@@ -219,7 +256,7 @@ def _fresh(value: Any) -> Any:
 
 def _collect(module: nn.Module, output: Any, loss: Tensor, inputs: Any) -> _Step:
     tensors: dict[tuple[str, str], Tensor | None] = {("loss", "loss"): loss.detach()}
-    for i, leaf in enumerate(tree_leaves(output)):
+    for i, leaf in enumerate(_leaves(output)):
         if isinstance(leaf, Tensor):
             tensors["output", str(i)] = leaf.detach()
     for i, leaf in enumerate(tree_leaves(inputs)):

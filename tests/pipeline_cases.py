@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -445,3 +446,42 @@ def share_buffers_of_all_kinds() -> None:
     for found, expected in zip(own, buffers(7), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
     SharedBuffers([], world).wait()
+
+
+@dataclass
+class Named:
+    logits: Tensor
+    hidden: Tensor
+
+
+class ReturnsObject(nn.Module):
+    """Its result is an object that pytree does not look into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Named:
+        hidden = self.first(x).tanh()
+        return Named(self.last(hidden), hidden)
+
+
+def step_with_an_object_as_result() -> None:
+    """A loss of the object's tensors; some slices have nothing that the normalizer counts."""
+    torch.manual_seed(0)
+    model, x = ReturnsObject().double(), torch.randn(8, 4, dtype=torch.float64)
+    target = torch.tensor([0, 1, 2, -100, -100, -100, 0, 1])
+    plain = copy.deepcopy(model)
+
+    def loss_fn(output: Named, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output.logits, target)
+
+    layers = {"first": "cpu:0", "last": "cpu:1"}
+    placed = placer.compile(model, make_spec(2, 1, 4, layers=layers), x)
+    loss = placed.step(x, target=target, loss_fn=loss_fn, normalizer=lambda t: (t != -100).sum())
+    expected = loss_fn(plain(x), target)
+    expected.backward()
+    assert_close(loss, expected.detach(), "loss")
+    compare_state(placed, plain, "object")
+    placed.eval()
+    assert_close(placed(x).logits, plain(x).logits, "logits")

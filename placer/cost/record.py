@@ -20,6 +20,7 @@ from placer.cost.kernels import device_kernels
 from placer.cost.owners import BackwardOwners
 from placer.cost.storages import OUTSIDE, NodeTally, RecordedStorage, StorageRecorder
 from placer.errors import CaptureError, PlacerError
+from placer.program import result_tensors
 from placer.program.fake_mode import detach_fake
 
 
@@ -50,11 +51,7 @@ def stand_in_loss(output: Any) -> Tensor:
 
     Like a usual loss it needs a gradient of the size of the results.
     """
-    terms = [
-        leaf.square().mean()
-        for leaf in tree_leaves(output)
-        if isinstance(leaf, Tensor) and leaf.is_floating_point()
-    ]
+    terms = [x.square().mean() for x in result_tensors(output) if x.is_floating_point()]
     return torch.stack([term.float() for term in terms]).sum() if terms else torch.zeros(())
 
 

@@ -35,6 +35,7 @@ from placer.program.copying import copy_module, tensors_of
 from placer.program.fake import FakeWorld
 from placer.program.leaves import hooks_set_aside, is_in, is_kept_whole, is_torch_leaf
 from placer.program.moves import IgnoringDeviceMoves
+from placer.program.result import flatten_result, result_tensors
 from placer.program.settings import (
     Setting,
     TensorPath,
@@ -84,6 +85,7 @@ __all__ = [
     "find_tensor",
     "first_names",
     "flatten_call",
+    "flatten_result",
     "hooks_set_aside",
     "is_in",
     "is_kept_whole",
@@ -92,6 +94,7 @@ __all__ = [
     "placeholder_names",
     "rebuild_arguments",
     "rebuild_call",
+    "result_tensors",
     "settings_restored",
     "tensors_of",
     "training_flags",

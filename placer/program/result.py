@@ -6,7 +6,7 @@ import enum
 import io
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -36,10 +36,13 @@ class PackedObject:
 
     It is kept as pickle keeps it, without its tensors and sizes: these are leaves of their own.
     ``classes`` are those that pickle would not find by their names, made inside of functions.
+    ``seen_by_loss`` says whether a loss is taken to read its tensors: those of a dataclass are results
+    by name, and those of another object are where nothing beside it can be differentiated.
     """
 
     data: bytes
     leaves: int
+    seen_by_loss: bool
     classes: tuple[type, ...] = ()
 
 
@@ -51,11 +54,11 @@ class ResultFormat:
     objects: tuple[PackedObject | None, ...]  # per leaf of ``spec``: what it is, None for itself
 
     def visible(self, leaves: Sequence[Any]) -> list[Any]:
-        """The leaves that pytree finds in the result, which are those that a loss can."""
+        """The leaves that a loss is taken to read: all but those of objects such as caches."""
         found, rest = [], list(leaves)
         for packed in self.objects:
             count = 1 if packed is None else packed.leaves
-            found += rest[:1] if packed is None else []
+            found += rest[:count] if packed is None or packed.seen_by_loss else []
             rest = rest[count:]
         return found
 
@@ -75,6 +78,7 @@ def flatten_result(result: Any, is_leaf: Callable[[Any], bool]) -> tuple[list[An
     Raises ``Untraceable`` for an object that cannot be pickled.
     """
     found, spec = tree_flatten(result)
+    only_objects = not any(isinstance(x, Tensor) and x.is_floating_point() for x in found)
     leaves: list[Any] = []
     objects: list[PackedObject | None] = []
     for leaf in found:
@@ -90,10 +94,22 @@ def flatten_result(result: Any, is_leaf: Callable[[Any], bool]) -> tuple[list[An
                 f"it returns an object of type {type(leaf).__qualname__} that cannot be pickled "
                 f"({error})"
             ) from error
-        data, classes = pickler.file.getvalue(), tuple(pickler.classes)
-        objects.append(PackedObject(data=data, leaves=len(pickler.leaves), classes=classes))
+        objects.append(
+            PackedObject(
+                data=pickler.file.getvalue(),
+                leaves=len(pickler.leaves),
+                seen_by_loss=only_objects or is_dataclass(leaf),
+                classes=tuple(pickler.classes),
+            )
+        )
         leaves += pickler.leaves
     return leaves, ResultFormat(spec=spec, objects=tuple(objects))
+
+
+def result_tensors(result: Any) -> list[Tensor]:
+    """The tensors of what a model returned, in order, as far as a loss is taken to read them."""
+    leaves, form = flatten_result(result, lambda _: False)
+    return [leaf for leaf in form.visible(leaves) if isinstance(leaf, Tensor)]
 
 
 class _Pickler(pickle.Pickler):

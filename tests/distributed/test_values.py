@@ -29,6 +29,10 @@ def test_shapes_that_depend_on_the_data_are_said_and_not_sent(job_of: Callable[[
         assert "it depends on the data" in message
 
 
+def test_a_loss_reads_an_object(job_of: Callable[[int], Job]) -> None:
+    job_of(2).run(cases.step_with_an_object_as_result)
+
+
 def test_ranks_are_simulated_with_the_guess_that_the_capture_needs() -> None:
     """The table has an entry for the answer 0 only; the plan's peaks are those of the ranks."""
     model = nn.Sequential(nn.Linear(4, 4), cases.LooksAtValues(), nn.Linear(4, 4))

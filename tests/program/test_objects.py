@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -39,6 +40,50 @@ def test_a_class_of_a_function() -> None:
     placed.step(x, loss_fn=lambda output: output.logits.square().mean())
     wanted.logits.square().mean().backward()
     assert_close(placed.get_parameter("first.weight").grad, model.first.weight.grad, "gradient")
+
+
+@dataclass
+class Named:
+    logits: Tensor
+    hidden: Tensor
+
+
+class Plain:
+    def __init__(self, logits: Tensor, hidden: Tensor) -> None:
+        self.logits, self.hidden = logits, hidden
+
+
+class Returns(nn.Module):
+    """Two results, put together by ``pack``."""
+
+    def __init__(self, pack: Callable[[Tensor, Tensor], object]) -> None:
+        super().__init__()
+        self.first, self.last, self.pack = nn.Linear(4, 4), nn.Linear(4, 2), pack
+
+    def forward(self, x: Tensor) -> object:
+        hidden = self.first(x).tanh()
+        return self.pack(self.last(hidden), hidden.exp())
+
+
+def _training_bytes(pack: Callable[[Tensor, Tensor], object]) -> tuple[int, int]:
+    """Saved and peak bytes of a training step as planned; the dry run must find the same peak."""
+    model, x = Returns(pack), torch.randn(4096, 4)
+    plan = placer.make_plan(model, {"devices": ["cuda:0"]}, x)
+    (device,) = placer.simulate(model, plan, x).devices
+    assert device.peak == plan.devices[0].peak
+    return plan.stages[0].memory.saved, plan.devices[0].peak
+
+
+def test_a_loss_is_taken_to_read_the_tensors_of_an_object() -> None:
+    wanted = _training_bytes(lambda logits, hidden: (logits, hidden))
+    assert _training_bytes(Named) == wanted
+    assert _training_bytes(Plain) == wanted
+    assert _training_bytes(lambda logits, hidden: (logits, Named(logits, hidden))) == wanted
+
+
+def test_no_loss_is_taken_to_read_a_cache_beside_the_result() -> None:
+    beside = _training_bytes(lambda logits, hidden: (logits, Plain(logits.detach(), hidden)))
+    assert beside < _training_bytes(lambda logits, hidden: (logits, hidden))
 
 
 class Lazy(nn.Module):

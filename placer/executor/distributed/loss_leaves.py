@@ -7,16 +7,15 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.utils._pytree import tree_leaves
 
 from placer.autograd_graph import leaf_of, nodes_behind
 from placer.errors import PlacerError
+from placer.program import result_tensors
 
 
 def gradient_nodes(output: Any) -> list[Node]:
     """Where gradients enter the model's own graph; to be asked before a loss may write to ``output``."""
-    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-    return [get_gradient_edge(t).node for t in tensors if t.requires_grad]
+    return [get_gradient_edge(t).node for t in result_tensors(output) if t.requires_grad]
 
 
 def refuse_other_leaves(loss: Tensor, output: list[Node], part: nn.Module, *, whole: bool) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from placer.errors import PlacerError
 from placer.executor.loss.call import call_loss, without_graph
@@ -19,6 +18,7 @@ from placer.executor.loss.reduction import (
     given_rule,
     known_rule,
 )
+from placer.program import result_tensors
 
 
 class StepLoss:
@@ -77,7 +77,7 @@ class StepLoss:
         ``counted`` is what the normalizer counts in its target, from `count`. Raises ``PlacerError`` when
         the loss is not one number, or when it cannot be found out how it combines rows.
         """
-        given = tree_leaves(output) if counted == 0.0 else ()  # before the loss may write to it
+        given = result_tensors(output) if counted == 0.0 else ()  # before the loss may write to it
         loss = call_loss(self._loss_fn, output, target)
         self._has_graph = bool(self._has_graph or loss.requires_grad)
         if self._total is None or rows is None or rows == self._total:
@@ -95,7 +95,7 @@ class StepLoss:
             return loss * (rows / self._total)
         if counted == 0.0:
             # Zero, where 0 * NaN would be NaN; with the gradients, all zeros, that the loss would give.
-            leaves = [x for x in given if isinstance(x, Tensor) and x.requires_grad]
+            leaves = [x for x in given if x.requires_grad]
             zeros = [leaf.reshape(-1)[:0].sum().to(loss) for leaf in leaves]
             return torch.stack(zeros).sum() if zeros else torch.zeros_like(loss)
         return loss * (counted / self._counted)
