@@ -188,7 +188,7 @@ def _run_cuts(
     call = staged.call
     buffers = dict(plain.named_buffers())
     slices = iter(batch.slices)
-    outputs = []
+    outputs: list[Any] = []
     start = {name: b.detach().clone() for name, b in plain.named_buffers()}
     kept: dict[str, Tensor] = {}
     for number, row in enumerate(batch.rows):

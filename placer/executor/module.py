@@ -161,6 +161,13 @@ class PlacedModule(nn.Module):
         else:
             delattr(self._tree, name)
 
+    def __getitem__(self, index: Any) -> Any:
+        """``placed[0]`` and ``placed[:2]`` of a model that is an ``nn.Sequential``, or has an index of its own."""
+        return self._tree[index]  # type: ignore[index]
+
+    def __setitem__(self, index: Any, module: Any) -> None:
+        self._tree[index] = module  # type: ignore[index]
+
     def get_submodule(self, target: str) -> nn.Module:
         """The original's module at the path ``target``; at ``""``, this one."""
         return self._tree.get_submodule(target) if target else self

@@ -20,6 +20,7 @@ from placer.program.record import RecordedProgram, record_model
 from placer.program.settings import tensor_paths
 from placer.program.state import named_state
 from placer.program.types import Conditions, Program, WholeModule, training_flags
+from placer.program.watch import RECORDING
 from placer.program.whole import record_whole
 from placer.versions import require
 
@@ -53,10 +54,11 @@ def capture_model(
     _check_model(model)
     bound = bind_call(model, args, kwargs)
     world = FakeWorld()
-    session = _Session(model, bound, world, world.module(model))
-    session.ignore_device_moves = ignore_device_moves
-    recording = session.record()
-    aliasing = session.check(recording)
+    with RECORDING:
+        session = _Session(model, bound, world, world.module(model))
+        session.ignore_device_moves = ignore_device_moves
+        recording = session.record()
+        aliasing = session.check(recording)
     return _assemble(model, recording, aliasing, bound, session)
 
 

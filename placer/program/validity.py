@@ -16,6 +16,7 @@ from placer.program.fingerprint import spell_graph
 from placer.program.record import record_model
 from placer.program.settings import Setting
 from placer.program.types import CallFormat, Conditions
+from placer.program.watch import RECORDING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,19 +70,19 @@ def find_difference(
     """
     bound = bind_call(model, args, kwargs)
     world = FakeWorld()
-    twin = world.module(model)
     inputs = [world.tensor(tensor) for tensor in bound.tensors]
     try:
-        recording = record_model(
-            world,
-            model,
-            twin,
-            bound,
-            inputs,
-            conditions.whole,
-            guess=conditions.guess,
-            ignore_device_moves=conditions.ignore_device_moves,
-        )
+        with RECORDING:
+            recording = record_model(
+                world,
+                model,
+                world.module(model),
+                bound,
+                inputs,
+                conditions.whole,
+                guess=conditions.guess,
+                ignore_device_moves=conditions.ignore_device_moves,
+            )
     except ForwardFailure as failure:
         raise failure.as_error(
             f"on inputs of {describe_shapes(inputs)}",

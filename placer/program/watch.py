@@ -11,6 +11,10 @@ import torch
 from torch import nn
 
 
+# Recording replaces functions of torch for the whole process: one thread may do that at a time.
+RECORDING = threading.RLock()
+
+
 class Watcher(Protocol):
     """Who is told; while ``paused`` is true, calls go through unreported."""
 
@@ -31,7 +35,7 @@ def watch_calls(watcher: Watcher) -> Iterator[None]:
     """Calls of modules and ``autograd.Function.apply`` in this thread go to ``watcher``.
 
     It also hears when ``torch.manual_seed``, ``torch.random.fork_rng`` and the like set the state of
-    torch's generator.
+    torch's generator. To be entered under the lock `RECORDING`.
     """
     thread = threading.get_ident()
     original_call = nn.Module.__call__

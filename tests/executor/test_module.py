@@ -324,6 +324,25 @@ def test_double_backward(pair: tuple[PlacedModule, nn.Module]) -> None:
     assert plain.conv1.weight.grad is not None
 
 
+def test_layers_of_a_sequential_by_their_index() -> None:
+    torch.manual_seed(0)
+    plain, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double(), torch.ones(4, 4)
+    x = x.double()
+    placed = placer.compile(plain, {"devices": ["cpu:0", "cpu:1"], "microbatches": 2}, x)
+    assert placed[0] is placed.get_submodule("0") and placed[-1] is placed.get_submodule("2")
+    assert [type(layer) for layer in placed] == [nn.Linear, nn.Tanh, nn.Linear]
+    for model in (placed, plain):
+        torch.manual_seed(1)
+        model[2] = nn.Linear(4, 3).double()
+        model[0].requires_grad_(False)
+    placed.step(x, loss_fn=lambda out: out.square().mean())
+    plain(x).square().mean().backward()
+    assert_close(placed[2].weight.grad, plain[2].weight.grad, "gradient")
+    assert placed[0].weight.grad is None
+    with pytest.raises(TypeError, match="'Encoder' object is not subscriptable"):
+        placer.compile(Encoder(), {"devices": ["cpu:0"]}, torch.randn(2, 3))[0]
+
+
 class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -336,6 +355,7 @@ class Encoder(nn.Module):
         return self.encode(x).relu()
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace. is deprecated")
 def test_what_a_placed_model_cannot_do_is_said(pair: tuple[PlacedModule, nn.Module]) -> None:
     placed, plain = pair
     x, y = _data()
@@ -348,6 +368,8 @@ def test_what_a_placed_model_cannot_do_is_said(pair: tuple[PlacedModule, nn.Modu
     assert not hasattr(other, "encode")
     with pytest.raises(placer.PlacerError, match=r"requires a gradient(.|\n)*detach"):
         placed.step(x, target=y, loss_fn=lambda out, y: F.cross_entropy(out, y).detach())
+    with pytest.raises(placer.PlacerError, match=r"torch.jit.trace: .* no one graph"):
+        torch.jit.trace(placed, x)
     with torch.no_grad(), pytest.raises(placer.PlacerError, match="no_grad"):
         placed.step(x, target=y, loss_fn=F.cross_entropy)
     with pytest.raises(placer.PlacerError, match="spec: is a NoneType"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -196,3 +198,23 @@ def test_random_numbers_are_drawn_in_order_whatever_the_pins(order: str) -> None
     x = torch.randn(6, 4, dtype=D)
     layers = {f"branches.{i}": f"cpu:{device}" for i, device in enumerate(order)}
     _same(_place(model, x, layers={"inp": "cpu:0"} | layers), model, x)
+
+
+def test_threads_call_a_model_in_a_mode_that_is_new() -> None:
+    """As a server does. Each of them finds that the program of this mode has to be captured."""
+    torch.manual_seed(0)
+    model = TwoFaces().double()
+    x = torch.randn(4, 4, dtype=D)
+    placed = _place(model, x)
+    placed.eval()
+    model.eval()
+    together = threading.Barrier(4)
+
+    def call(number: int) -> Tensor:
+        together.wait()
+        return placed(x + number)  # type: ignore[no-any-return]
+
+    with ThreadPoolExecutor(4) as threads, torch.no_grad():
+        for number, found in enumerate(threads.map(call, range(4))):
+            assert_close(found.detach(), model(x + number), "result")
+    assert nn.Module.__call__.__module__ == "torch.nn.modules.module"
