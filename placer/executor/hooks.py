@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
+from torch.jit import is_tracing  # type: ignore[attr-defined]  # it is public all the same
 
 from placer._torch import is_under_compile
 from placer.errors import PlacerError
@@ -53,14 +53,14 @@ def refuse_backward_hooks(module: nn.Module) -> None:
 
 def refuse_compile() -> None:
     """Raise ``PlacerError`` when a placed module, or code that calls one, is compiled or traced."""
-    if is_under_compile() or torch.jit.is_tracing():
+    if is_under_compile() or is_tracing():
         raise compile_error()
 
 
 def compile_error() -> PlacerError:
     """That a placed module is not for ``torch.compile``, ``torch.export`` and ``torch.jit.trace``."""
     return PlacerError(
-        "torch.jit.trace" if torch.jit.is_tracing() else "torch.compile",
+        "torch.jit.trace" if is_tracing() else "torch.compile",
         "a placed module runs its stages on several devices, slice by slice of the batch, and is no one "
         "graph to compile or to export",
         "call the placed module itself, uncompiled; in a function that is compiled, call "

@@ -162,11 +162,13 @@ class PlacedModule(nn.Module):
             delattr(self._tree, name)
 
     def __getitem__(self, index: Any) -> Any:
-        """``placed[0]`` and ``placed[:2]`` of a model that is an ``nn.Sequential``, or has an index of its own."""
-        return self._tree[index]  # type: ignore[index]
+        """As of the original: ``placed[0]`` and ``placed[:2]`` of an ``nn.Sequential`` are its layers."""
+        model: Any = self._tree
+        return model[index]
 
     def __setitem__(self, index: Any, module: Any) -> None:
-        self._tree[index] = module  # type: ignore[index]
+        model: Any = self._tree
+        model[index] = module
 
     def get_submodule(self, target: str) -> nn.Module:
         """The original's module at the path ``target``; at ``""``, this one."""

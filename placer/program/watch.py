@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-
 # Recording replaces functions of torch for the whole process: one thread may do that at a time.
 RECORDING = threading.RLock()
 

@@ -355,7 +355,7 @@ class Encoder(nn.Module):
         return self.encode(x).relu()
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.trace. is deprecated")
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace")
 def test_what_a_placed_model_cannot_do_is_said(pair: tuple[PlacedModule, nn.Module]) -> None:
     placed, plain = pair
     x, y = _data()
