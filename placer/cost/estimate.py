@@ -223,11 +223,17 @@ def _with_sending(table: CostTable, sent: Recording) -> CostTable:
 def _does_not_run(program: Program, failure: NodeFailed, inputs: Sequence[Tensor]) -> CaptureError:
     error = failure.__cause__
     text = str(error).strip().split("\n")[0]
+    remedy = "if that is too few rows, give a larger batch, fewer micro-batches or fewer replicas"
+    if program.fixed_batch:
+        remedy = (
+            f"the batch size decides what is computed ({program.fixed_batch}): use 1 replica and 1 "
+            "micro-batch"
+        )
     return CaptureError(
         program.layer_of[failure.node] or "the model",
         f"does not run on a micro-batch of {describe_shapes(inputs)}: "
         f"{type(error).__name__}: {text}",
-        "if that is too few rows, give a larger batch, fewer micro-batches or fewer replicas",
+        remedy,
     )
 
 

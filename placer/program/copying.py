@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 from placer.operands import tensors_of_tree
 
@@ -15,11 +16,13 @@ def copy_module(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modu
     """A deep copy of ``model``; ``memo`` says, by id, what stands for which tensor.
 
     ``copy.deepcopy`` refuses tensors that an earlier forward computed and kept (the weight of the
-    older ``torch.nn.utils.weight_norm`` is one); the copy has their values.
+    older ``torch.nn.utils.weight_norm`` is one), and looks for the data of fake ones; the copy has
+    clones of both.
     """
     known = dict(memo or {})
     for tensor in tensors_of(model):
-        if tensor.grad_fn is not None and id(tensor) not in known:
+        fake = isinstance(tensor, FakeTensor) and not isinstance(tensor, nn.Parameter)
+        if (fake or tensor.grad_fn is not None) and id(tensor) not in known:
             known[id(tensor)] = tensor.detach().clone()
     return copy.deepcopy(model, known)
 

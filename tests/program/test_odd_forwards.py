@@ -155,3 +155,25 @@ def test_inputs_given_in_another_form_are_told_how(inputs: tuple[Any, ...], mess
 
 def test_one_tensor_stands_for_itself() -> None:
     assert placer.verify(nn.Linear(8, 8), SPEC, torch.randn(4, 8), run_on="cpu").ok
+
+
+class RowByRow(nn.Module):
+    """Detectors do this: each row is resized to its own anchors, of which tensors in a list are kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 2)
+        self.anchors = [torch.ones(8), torch.zeros(8)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = [self.first(x[i]) + self.anchors[0] for i in range(len(x))]
+        return self.last(torch.stack(rows).tanh())
+
+
+def test_a_model_that_goes_row_by_row_is_not_cut_and_says_why() -> None:
+    x = torch.randn(4, 8)
+    assert placer.verify(RowByRow(), SPEC, x, run_on="cpu").ok
+    with pytest.raises(placer.CaptureError, match=r"does not run on a micro-batch of 2x8") as error:
+        placer.make_plan(RowByRow(), {**SPEC, "microbatches": 2}, x)
+    assert "the batch size decides what is computed" in str(error.value)
+    assert "test_odd_forwards.py:" in str(error.value)
