@@ -22,6 +22,7 @@ from placer.executor.place import CALLER
 from placer.executor.scatter import CutBatch, cut_batch, join_results
 from placer.executor.statistics import DeferredStatistics, defers_statistics, update_statistics
 from placer.plan.types import Plan
+from placer.precision import precision_context
 from placer.program import IgnoringDeviceMoves, flatten_call, flatten_result, rebuild_call
 from placer.program.copying import copy_module
 from placer.program.rng_nodes import keep_random
@@ -98,7 +99,8 @@ def verify(
 
     Compared are outputs, the loss, the gradient of every parameter and of inputs that require one,
     buffers, and parameters after one SGD step. The plain model runs the same slices of the batch one
-    after the other (one slice: the whole batch), with the same seed. ``model`` itself is not changed.
+    after the other (one slice: the whole batch), with the same seed and under the autocast that the
+    spec's ``precision`` means. ``model`` itself is not changed.
     ``tolerance`` (relative) is by default that of the parameters' dtype. With
     ``ignore_device_moves`` the plain model runs where its tensors are, too.
     """
@@ -165,10 +167,10 @@ def _run_plain(
     leaves = flatten_call(call, args, kwargs)
     batch = cut_batch(call, leaves, replicas=plan.replicas, microbatches=plan.microbatches)
     if batch.total is None or plan.replicas * plan.microbatches == 1:
-        output = plain(*args, **kwargs)
+        output = _call_plain(plain, args, kwargs, plan.precision, "the batch")
     else:
         statistics = DeferredStatistics() if defers_statistics(plan) else None
-        output = _run_cuts(plain, placed.staged, batch, statistics)
+        output = _run_cuts(plain, placed.staged, batch, statistics, plan.precision)
     loss = loss_fn(output)
     loss.backward()
     return _collect(plain, output, loss, (args, kwargs)), len(batch.slices)
@@ -179,6 +181,7 @@ def _run_cuts(
     staged: StagedModel,
     batch: CutBatch,
     statistics: DeferredStatistics | None,
+    precision: str,
 ) -> Any:
     """The result of the cuts, per replica and micro-batch so many rows, one after the other.
 
@@ -197,7 +200,8 @@ def _run_cuts(
         for _ in row:
             args, kwargs = rebuild_call(call, next(slices))
             with nullcontext() if statistics is None else statistics.gathering(buffers, CALLER):
-                outputs.append(_run_cut(plain, args, kwargs, len(outputs), len(batch.slices)))
+                said = f"slice {len(outputs) + 1} of {len(batch.slices)} of the batch"
+                outputs.append(_call_plain(plain, args, kwargs, precision, said))
         if number == 0:
             kept = {name: b.detach().clone() for name, b in plain.named_buffers()}
     for name, buffer in plain.named_buffers():
@@ -215,16 +219,22 @@ def _run_cuts(
     return join_results(staged, leaves)
 
 
-def _run_cut(
-    plain: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], index: int, count: int
+def _call_plain(
+    plain: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], precision: str, said: str
 ) -> Any:
+    """The plain model's result, under the autocast that ``precision`` means for the placed one."""
+    device = next((tensor.device.type for tensor in plain.parameters()), "cpu")
     try:
-        return plain(*args, **kwargs)
+        with precision_context(precision, device):
+            return plain(*args, **kwargs)
     except Exception as error:
         raise PlacerError(
             "the plain model",
-            f"fails on slice {index + 1} of {count} of the batch: {type(error).__name__}: {error}",
-            "its rows may depend on each other: use 1 replica and 1 micro-batch",
+            f"fails on {said}: {type(error).__name__}: {error}",
+            "its rows may depend on each other: use 1 replica and 1 micro-batch"
+            if said != "the batch"
+            else f"it was run with precision {precision!r}, as the plan says"
+            * (precision != "fp32"),
         ) from error
 
 

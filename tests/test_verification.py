@@ -95,3 +95,31 @@ def test_a_plain_model_that_cannot_run_on_a_slice_is_said() -> None:
     with pytest.raises(placer.PlacerError, match=r"fails on slice 1 of 2 .*out of bounds") as error:
         placer.verify(Pairs(), HALVES, inputs)
     assert "1 micro-batch" in str(error.value)
+
+
+@pytest.mark.parametrize("spec", [{"devices": ["cpu:0", "cpu:1"]}, HALVES])
+def test_both_run_under_the_same_autocast(spec: dict[str, object]) -> None:
+    model = nn.Sequential(nn.Linear(4, 64), nn.GELU(), nn.Linear(64, 4))
+    result = placer.verify(model, {**spec, "precision": "bf16"}, X, tolerance=1e-4)
+    assert result.ok, result
+    # In full precision the plain model would be further off than that.
+    plain, cast = model(X), placer.compile(model, {"devices": ["cpu"], "precision": "bf16"}, X)(X)
+    assert (plain - cast.float()).abs().max() > 1e-4 * plain.abs().max()
+
+
+class Transforms(nn.Module):
+    """There is no Fourier transform in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.fft(self.layer(x)).abs()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_precision_that_the_model_cannot_do_is_said(device: str) -> None:
+    spec = {"devices": [f"{device}:0"], "precision": "bf16"}
+    with pytest.raises(placer.PlacerError, match=r"(?s)BFloat16.*run with precision 'bf16'"):
+        placer.verify(Transforms(), spec, X, run_on="cpu")

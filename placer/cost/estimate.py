@@ -208,7 +208,7 @@ def _record(
                 visible=program.call.result.visible,
             )
     except NodeFailed as failure:
-        raise _does_not_run(program, failure, inputs) from failure.__cause__
+        raise _does_not_run(program, failure, inputs, precision) from failure.__cause__
 
 
 def _with_sending(table: CostTable, sent: Recording) -> CostTable:
@@ -220,10 +220,14 @@ def _with_sending(table: CostTable, sent: Recording) -> CostTable:
     return replace(table, nodes=nodes)
 
 
-def _does_not_run(program: Program, failure: NodeFailed, inputs: Sequence[Tensor]) -> CaptureError:
+def _does_not_run(
+    program: Program, failure: NodeFailed, inputs: Sequence[Tensor], precision: str
+) -> CaptureError:
     error = failure.__cause__
     text = str(error).strip().split("\n")[0]
     remedy = "if that is too few rows, give a larger batch, fewer micro-batches or fewer replicas"
+    if precision != "fp32":
+        remedy = f"it was run with precision {precision!r}: try 'fp32'; {remedy}"
     if program.fixed_batch:
         remedy = (
             f"the batch size decides what is computed ({program.fixed_batch}): use 1 replica and 1 "
