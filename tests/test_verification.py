@@ -118,8 +118,7 @@ class Transforms(nn.Module):
         return torch.fft.fft(self.layer(x)).abs()
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_precision_that_the_model_cannot_do_is_said(device: str) -> None:
-    spec = {"devices": [f"{device}:0"], "precision": "bf16"}
+def test_a_precision_that_the_model_cannot_do_is_said() -> None:
+    spec = {"devices": ["cuda:0"], "precision": "bf16"}  # a CPU's autocast transforms in fp32
     with pytest.raises(placer.PlacerError, match=r"(?s)BFloat16.*run with precision 'bf16'"):
         placer.verify(Transforms(), spec, X, run_on="cpu")
