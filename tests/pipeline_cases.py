@@ -485,3 +485,57 @@ def step_with_an_object_as_result() -> None:
     compare_state(placed, plain, "object")
     placed.eval()
     assert_close(placed(x).logits, plain(x).logits, "logits")
+
+
+class Patches(nn.Module):
+    """Sizes of the input, and one that is computed of them, are read on the next device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(12, 6), nn.Linear(6, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, channels, *size = x.shape
+        patches = nn.functional.unfold(x, 2, stride=2).transpose(1, 2)
+        hidden = self.first(patches).tanh()
+        found = nn.functional.fold(self.last(hidden).transpose(1, 2), size, 2, stride=2)
+        return found.reshape(rows, channels, size[0] * size[1])
+
+
+def steps_with_sizes(spec: placer.PlacementSpec) -> None:
+    """Also for inputs of another size, and without a backward."""
+    torch.manual_seed(0)
+    model, x = Patches().double(), torch.randn(6, 3, 4, 4, dtype=torch.float64)
+    plain = copy.deepcopy(model)
+    placed = placer.compile(model, spec, x)
+    for size in (4, 6):
+        given = torch.randn(6, 3, size, size, dtype=torch.float64)
+        loss = placed.step(given, loss_fn=mean_square)
+        expected = reference_step(plain, (given,), {}, spec.replicas, spec.microbatches)
+        assert_close(loss, expected, "loss")
+        compare_state(placed, plain, "sizes")
+        with torch.no_grad():
+            assert_close(placed(given), plain(given), "result")
+
+
+class Counts(nn.Module):
+    """A number that depends on the data is among the results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        result = self.layer(x)
+        return result, int((result > 0).sum().item())
+
+
+def a_number_of_the_data() -> None:
+    """Both replicas have it as in one process: that of the first slice."""
+    torch.manual_seed(0)
+    model, x = Counts().double(), torch.randn(6, 4, dtype=torch.float64)
+    placed = placer.compile(model, make_spec(1, 2, 1), x)
+    with torch.no_grad():
+        found, count = placed(x)
+        assert_close(found, model(x)[0], "result")
+        assert count == model(x[:3])[1] > 1

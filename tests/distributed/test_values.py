@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pipeline_cases as cases
+import pytest
 import torch
 from distributed_cases import make_spec
 from jobs import Job
@@ -27,6 +28,30 @@ def test_shapes_that_depend_on_the_data_are_said_and_not_sent(job_of: Callable[[
     assert second.startswith("PeerError")
     for message in (first, second):
         assert "it depends on the data" in message
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        make_spec(2, 1, 1, layers={"first": "cpu:0", "last": "cpu:1"}),
+        make_spec(2, 1, 4, "1F1B", layers={"first": "cpu:0", "last": "cpu:1"}),
+        make_spec(2, 1, 2, layers={"first": "cpu:1", "last": "cpu:0"}),
+    ],
+)
+def test_sizes_that_a_later_stage_reads(
+    job_of: Callable[[int], Job], spec: placer.PlacementSpec
+) -> None:
+    job_of(2).run(cases.steps_with_sizes, spec)
+
+
+def test_ranks_of_a_model_that_passes_sizes_on_are_simulated() -> None:
+    spec = make_spec(2, 1, 2, layers={"first": "cpu:0", "last": "cpu:1"})
+    report = placer.simulate(cases.Patches(), spec, torch.randn(4, 3, 8, 8), processes=True)
+    assert len(report.devices) == 2
+
+
+def test_a_number_of_the_data_is_the_same_on_all_ranks(job_of: Callable[[int], Job]) -> None:
+    job_of(2).run(cases.a_number_of_the_data)
 
 
 def test_a_loss_reads_an_object(job_of: Callable[[int], Job]) -> None:

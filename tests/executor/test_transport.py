@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_structure
 
 from placer.executor.distributed.crossings import Crossings, CrossingValue, TensorSpec
-from placer.executor.distributed.transport import Messages, compare_tensor
+from placer.executor.distributed.transport import Messages, compare_leaf
 from placer.executor.place import Place
 from placer.schedule import Action, find_messages, linearize, make_schedule
 
@@ -169,5 +169,12 @@ def _do(action: Action, run: Numbers, known: Crossings) -> None:
 )
 def test_what_is_not_as_shapes_say_is_an_error(found: Any, said: str) -> None:
     with pytest.raises(ValueError) as raised:
-        compare_tensor(found, TensorSpec((2,), torch.float32, False))
+        compare_leaf(found, TensorSpec((2,), torch.float32, False))
     assert said in str(raised.value)
+
+
+def test_a_number_that_is_not_as_shapes_say_is_an_error() -> None:
+    compare_leaf(3, 3)
+    compare_leaf("same", "other")  # what is no number does not depend on the data
+    with pytest.raises(ValueError, match=r"the number 7 where shapes alone say 1: .* last device"):
+        compare_leaf(7, 1)

@@ -167,6 +167,12 @@ def _broadcast(
             else:
                 leaf = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
             dist.broadcast(leaf, source, group=world)
+        elif isinstance(leaf, int | float):  # it may depend on the data
+            kind = torch.float64 if isinstance(leaf, float) else torch.int64
+            number = torch.tensor(leaf if given is None else given[position], dtype=kind)
+            number = number.to(device)
+            dist.broadcast(number, source, group=world)
+            leaf = type(leaf)(number.item())
         elif given is not None:
             leaf = given[position]
         received.append(leaf)

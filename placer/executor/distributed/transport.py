@@ -142,6 +142,11 @@ class Messages:
 
     def receive(self, action: Action, run: MicrobatchRun) -> None:
         position = self._at[action]
+        if action.kind == "F":
+            for value in self._crossings[action.microbatch_index].values.values():
+                elsewhere = self._rank_of[value.maker] != self._rank
+                if elsewhere and not value.tensors and action.stage_index in value.readers:
+                    run.put(value.name, value.rebuild({}), self._place)
         for peer in self._peers:
             self._get_ready(peer, position, self._next.get(action, position))
             if peer not in self._answering:
@@ -158,9 +163,8 @@ class Messages:
             return
         values = self._crossings[action.microbatch_index].values
         for name, made in run.outputs.items():
-            found = tree_leaves(made)
-            for position, expected in values[name].tensors.items():
-                compare_tensor(found[position], expected)
+            for found, expected in zip(tree_leaves(made), values[name].leaves, strict=True):
+                compare_leaf(found, expected)
 
     def send(self, action: Action, run: MicrobatchRun) -> None:
         for message in self._made.pop(self._at[action], ()):
@@ -272,8 +276,15 @@ class Messages:
             wait()
 
 
-def compare_tensor(found: Any, expected: TensorSpec) -> None:
-    """Raise ``ValueError`` when ``found`` is not what shapes alone say."""
+def compare_leaf(found: Any, expected: Any) -> None:
+    """Raise ``ValueError`` when ``found`` is not what shapes alone say: other ranks have that."""
+    if not isinstance(expected, TensorSpec):
+        if isinstance(expected, (int, float)) and found != expected:
+            raise ValueError(
+                f"hands on the number {found} where shapes alone say {expected}: it depends on the "
+                "data; place the layers that make it, and all after them, on the last device"
+            )
+        return
     if not isinstance(found, Tensor):
         raise ValueError(f"hands on a {type(found).__name__} where others expect a tensor")
     if tuple(found.shape) != expected.shape:
