@@ -8,13 +8,16 @@ import torch
 from torch import Tensor
 
 from placer.errors import PlacerError, SpecError
+from placer.jsonfile import escape_token
 from placer.partition import PlanningOptions
 from placer.partition.policy.types import Policy
 from placer.planner.notes import layer_paths, shared_modules
-from placer.program import Program
+from placer.program import Program, is_in
 from placer.regions import RegionKey, region_keys
 from placer.schedule import split_batch
 from placer.spec import PlacementSpec, resolve_layers, resolve_patterns
+from placer.spec.check import Problem
+from placer.spec.layers import match_paths
 
 _MICROBATCHES = (1, 2, 4, 8, 16, 32)  # tried for "auto"
 
@@ -33,9 +36,20 @@ def wanted_devices(program: Program, spec: PlacementSpec) -> dict[str, str]:
     """Node -> device for every node whose layer the spec places. Raises ``SpecError``.
 
     What the model itself computes between its layers goes with them where all of them are on one
-    device; else that is the compiler's to place.
+    device; else that is the compiler's to place. A module that stays whole goes where the spec has the
+    layers inside it.
     """
     placed, problems = resolve_layers(spec.layers, layer_paths(program))
+    for layer, reason in _one_node_modules(program).items():
+        inside = {
+            path: device
+            for path, device in placed.items()
+            if path == layer or _module_around(path, {layer: reason}) is not None
+        }
+        if len(set(inside.values())) > 1:
+            problems.append(_on_two_devices(spec, layer, reason, inside))
+        elif inside:
+            placed[layer] = next(iter(inside.values()))
     if problems:
         raise SpecError(SpecError.UNNAMED, problems)
     for names in shared_modules(program.model):  # nodes know the first name only
@@ -51,17 +65,64 @@ def wanted_devices(program: Program, spec: PlacementSpec) -> dict[str, str]:
     return wanted
 
 
+def _one_node_modules(program: Program) -> dict[str, str]:
+    """Modules with others inside that are on one device, with the reason."""
+    targets = {str(node.target) for node in program.graph.nodes if node.op == "call_module"}
+    found = {
+        layer: "it is one operation of torch.nn"
+        for layer in sorted(targets)
+        if next(program.model.get_submodule(layer).children(), None) is not None
+    }
+    return {**found, **{whole.layer: whole.reason for whole in program.whole_modules}}
+
+
+def _module_around(path: str, whole: Mapping[str, str]) -> str | None:
+    """Which of the ``whole`` modules has the one at ``path`` inside; None if none has."""
+    outer = (layer for layer in whole if layer != path and (not layer or is_in((layer,), path)))
+    return min(outer, key=len, default=None)
+
+
+def _on_two_devices(
+    spec: PlacementSpec, layer: str, reason: str, inside: Mapping[str, str]
+) -> Problem:
+    """That the spec places what is ``inside`` the whole module ``layer`` on several devices."""
+    (first, device), *others = inside.items()
+    path, other = next((p, d) for p, d in others if d != device)
+    pattern = next(p for p in reversed(spec.layers) if match_paths(p, [path]))
+    name = layer or "the model"
+    return (
+        f"/layers/{escape_token(pattern)}",
+        f"places {path} on {other!r}, but {name} stays whole on one device ({reason}), and {first} "
+        f"is on {device!r}",
+        f"place all of {name} on one device",
+    )
+
+
 def wanted_regions(program: Program, spec: PlacementSpec) -> tuple[RegionKey | None, ...]:
     """Per node what the spec's patterns say of its saved activations; nothing where none are made.
 
-    Raises ``SpecError`` for patterns that match no layer.
+    Raises ``SpecError`` for patterns that match no layer, or only layers inside of one operation.
     """
     paths = layer_paths(program)
+    whole = _one_node_modules(program)
     chosen, problems = {}, []
-    for field, patterns in (("checkpoint", spec.checkpoint), ("offload", spec.offload)):
-        found, unmatched = resolve_patterns(field, () if patterns == "auto" else patterns, paths)
+    for field, asked in (("checkpoint", spec.checkpoint), ("offload", spec.offload)):
+        patterns = () if asked == "auto" else asked
+        found, unmatched = resolve_patterns(field, patterns, paths)
         chosen[field] = found if spec.training else set()
         problems += unmatched
+        for pattern in patterns:
+            around = {_module_around(path, whole) for path in match_paths(pattern, paths) if path}
+            if around and None not in around:
+                layer = min(name for name in around if name is not None)
+                problems.append(
+                    (
+                        f"/{field}",
+                        f"{pattern!r} is inside {layer or 'the model'}, which stays whole "
+                        f"({whole[layer]})",
+                        f"write {layer!r}" if layer else "leave it out",
+                    )
+                )
     if problems:
         raise SpecError(SpecError.UNNAMED, problems)
     return region_keys(program, chosen["checkpoint"], chosen["offload"])

@@ -87,6 +87,62 @@ def test_a_device_may_hold_two_stages_that_are_not_neighbours() -> None:
     assert first.peak > max(s.memory.peak for s in plan.stages if s.devices == ("cpu:0",)) / 2
 
 
+class Routed(nn.Module):
+    """Rows go to the expert that they choose, so that shapes depend on values: it stays whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(4, 2), nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen, result = self.gate(x).argmax(-1), torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            rows = torch.where(chosen == i)[0]
+            result = result.index_add(0, rows, expert(x[rows]))
+        return result
+
+
+def _routed(layers: dict[str, str], **fields: Any) -> placer.Plan:
+    model = nn.Sequential(nn.Linear(4, 4), Routed(), nn.TransformerEncoderLayer(4, 1, 4))
+    spec = {"devices": ["cpu:0", "cpu:1"], "layers": layers, **fields}
+    return placer.make_plan(model, spec, torch.randn(8, 4))
+
+
+@pytest.mark.parametrize(
+    ("layers", "whole"),
+    [({"1.experts.0": "cpu:1", "2": "cpu:0"}, "1"), ({"2.**.out_proj": "cpu:1"}, "2.self_attn")],
+)
+def test_a_whole_module_goes_where_a_layer_inside_is_placed(
+    layers: dict[str, str], whole: str
+) -> None:
+    stages = _routed(layers).stages
+    assert [stage.devices for stage in stages if whole in stage.layers] == [("cpu:1",)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (
+            {"layers": {"1.*.0": "cpu:0", "1.*.1": "cpu:1"}},
+            "/layers/1.*.1: places 1.experts.1 on 'cpu:1', but 1 stays whole on one device (",
+        ),
+        (
+            {"layers": {"2": "cpu:0", "2.**.out_proj": "cpu:1"}},
+            "/layers/2.**.out_proj: places 2.self_attn.out_proj on 'cpu:1', but 2.self_attn stays "
+            "whole on one device (it is one operation of torch.nn), and 2.self_attn is on 'cpu:0'",
+        ),
+        (
+            {"layers": {}, "checkpoint": ["**.experts"]},
+            "/checkpoint: '**.experts' is inside 1, which",
+        ),
+    ],
+)
+def test_a_whole_module_cannot_be_placed_in_parts(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(SpecError) as error:
+        _routed(**fields)
+    assert said in str(error.value)
+
+
 def test_unknown_layers_are_one_error_that_names_the_nearest() -> None:
     with pytest.raises(SpecError) as error:
         _small(layers={"cnov1": "cpu:0", "fcc": "cpu:1"})
