@@ -539,3 +539,15 @@ def a_number_of_the_data() -> None:
         found, count = placed(x)
         assert_close(found, model(x)[0], "result")
         assert count == model(x[:3])[1] > 1
+
+
+class Reads(nn.Module):
+    """It stays whole, and its recurrent layer has its weights in a list besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.LSTM(4, 4, batch_first=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths.cpu(), True, enforce_sorted=False)
+        return self.cells(packed)[1][0][-1]

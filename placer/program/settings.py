@@ -124,7 +124,8 @@ def copy_settings(
 ) -> bool:
     """Give ``targets``, copies of ``sources`` by path, the attributes that these have now.
 
-    Tensors stay as they are, and so do modules that ``sources`` lacks. Returns whether any differed.
+    Tensors stay as they are, also those in lists and the like, and so do modules that ``sources``
+    lacks. Returns whether any differed.
     """
     changed = False
     for path, name in {(s.path, s.name): None for s in settings}:
@@ -135,7 +136,9 @@ def copy_settings(
             continue
         if Freezer().freeze(now) == Freezer().freeze(then):
             continue
-        _put(targets[path].__dict__, name, copy.deepcopy(now))
+        own = dict(_tensors_in(then))
+        kept = {id(t): own.get(keys, t.detach()) for keys, t in _tensors_in(now)}
+        _put(targets[path].__dict__, name, copy.deepcopy(now, kept))
         changed = True
     return changed
 

@@ -50,6 +50,12 @@ def test_ranks_of_a_model_that_passes_sizes_on_are_simulated() -> None:
     assert len(report.devices) == 2
 
 
+def test_weights_that_a_list_holds_are_simulated() -> None:
+    inputs = torch.randn(4, 6, 4), torch.tensor([6, 3, 2, 5])
+    plan = placer.make_plan(cases.Reads(), {"devices": ["cpu:0"]}, inputs, processes=True)
+    assert plan.devices[0].peak > 0
+
+
 def test_a_number_of_the_data_is_the_same_on_all_ranks(job_of: Callable[[int], Job]) -> None:
     job_of(2).run(cases.a_number_of_the_data)
 
