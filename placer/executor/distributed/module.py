@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -123,6 +122,7 @@ class DistributedModule(PartialModule):
         refuse_wrappers(self)
         if assignment.num_devices > 1:
             refuse_joint_optimizers(self)
+            refuse_partial_clipping(self)
 
     def __reduce__(self) -> NoReturn:
         raise PlacerError(
@@ -136,8 +136,6 @@ class DistributedModule(PartialModule):
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """This rank's parameters; a rank without any has an empty one, for optimizers want one."""
-        if self.assignment.num_devices > 1:
-            refuse_partial_clipping(sys._getframe(1))  # a generator: the frame of its reader
         yield from list(super().parameters(recurse)) or [self._placeholder]
 
     @property
