@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import importlib
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache, partial, wraps
 from types import FrameType
 from typing import Any, Literal
 
@@ -92,6 +93,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "torch.distributed.distributed_c10d._get_default_store",
         "torch.distributed.distributed_c10d._abort_process_group",
         "torch.distributed.ProcessGroup._get_backend",
+        "torch.nn.utils.clip_grad._get_total_norm",
     ),
 )
 # Attributes of objects cannot be looked for without the object, so they are listed here only:
@@ -396,6 +398,35 @@ def abort_group(group: dist.ProcessGroup) -> None:
     the other, may wait for each other on different ranks (pytorch#119797).
     """
     dist.distributed_c10d._abort_process_group(group)
+
+
+def call_before_clipping(check: Callable[[Sequence[Tensor]], None]) -> Callable[[], object]:
+    """Have ``torch.nn.utils.clip_grad_norm_`` call ``check`` with the gradients, however it is imported.
+
+    That is before it computes their norm. The answer is called to end this.
+    """
+    _replace_total_norm()
+    key = object()
+    _clipping_checks[key] = check
+    return partial(_clipping_checks.pop, key, None)
+
+
+_clipping_checks: dict[object, Callable[[Sequence[Tensor]], None]] = {}
+
+
+@cache
+def _replace_total_norm() -> None:
+    """Once in a process: ``clip_grad_norm_`` looks this function up in its module."""
+    module: Any = torch.nn.utils.clip_grad
+    total_norm = module._get_total_norm
+
+    @wraps(total_norm)
+    def checked(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        for check in list(_clipping_checks.values()):
+            check(tensors)
+        return total_norm(tensors, *args, **kwargs)
+
+    module._get_total_norm = checked
 
 
 @contextmanager

@@ -68,7 +68,9 @@ def clip_apart(layout: Layout, folder: Path) -> tuple[list[str], list[str]]:
         optimizer.zero_grad()
         placed.step(IDS, target=IDS, loss_fn=loss_of)
         if own:
-            torch.nn.utils.clip_grad_norm_(list(placed.parameters()), 0.01)
+            grads = [p.grad for p in placed.parameters() if p.grad is not None]
+            norm = torch.nn.utils.get_total_norm(grads)
+            torch.nn.utils.clip_grads_with_norm_(placed.parameters(), 0.01, norm)
         else:
             placed.clip_grad_norm_(0.01)
         optimizer.step()

@@ -171,6 +171,7 @@ def fail_in_a_step(
     ids = torch.randint(0, 17, (8, 6))
     placed = placer.compile(model, spec, (ids,))
     placed.step(ids, target=ids, loss_fn=token_loss)
+    target = ids
     if dist.get_rank() == rank:
         if fault == "layer":
             ids = ids + 17
@@ -180,7 +181,8 @@ def fail_in_a_step(
             next(placed.parameters()).register_hook(_explode)
         elif fault == "killed":
             os._exit(3)
-    target = ids + 17 if fault == "loss" else ids
+    if fault == "loss":
+        target = ids + 17
     loss_fn = token_losses if fault == "rows" else token_loss
     try:
         placed.step(ids, target=target, loss_fn=loss_fn)

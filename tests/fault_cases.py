@@ -213,6 +213,55 @@ def call_unlike_the_others(spec: placer.PlacementSpec, folder: Path) -> dict[str
     return found
 
 
+class ReadsMaskTwice(nn.Module):
+    """A mask that all stages read, and rows that the first one reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        found: Tensor = self.last(self.first(x) * mask) * mask
+        return found
+
+
+def give_other_values(spec: placer.PlacementSpec) -> dict[str, str]:
+    """What is said when the last rank is given other values of the inputs and the target."""
+    torch.manual_seed(0)
+    x, mask, y = torch.randn(6, 4), torch.rand(6, 1), torch.randint(3, (6,))
+    other_y = (y + 1) % 3
+    placed = placer.compile(ReadsMaskTwice(), spec, (x, mask))
+    odd = dist.get_rank() == dist.get_world_size() - 1
+
+    def step(
+        other: tuple[Tensor, ...], for_all: tuple[Tensor, ...] = (x, mask, y), **options: Any
+    ) -> None:
+        *args, target = other if odd else for_all
+        placed.step(*args, target=target, loss_fn=F.cross_entropy, **options)
+
+    calls: dict[str, Callable[[], object]] = {
+        "mask": lambda: step((x, mask + 1, y)),
+        "mask of an inference": lambda: placed.eval()(x, mask + odd),
+        "batch": lambda: step((x + 1, mask, other_y)),
+        "batch of own rows": lambda: step((x + 1, mask, other_y), own_rows=True),
+        "augmentation": lambda: step((x + 1, mask, y)),
+        "stand-in for the input": lambda: step((torch.zeros(6, 4), mask, y), (x, mask, other_y)),
+        "stand-in for the target": lambda: step((x + 1, mask, y), (x, mask, torch.zeros_like(y))),
+        "target": lambda: step((x, mask, other_y)),
+    }
+    found = {}
+    for name, call in calls.items():
+        placed.train()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                call()
+                found[name] = " ".join(str(warning.message) for warning in caught)
+            except placer.PlacerError as error:
+                found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
 def miss_weights_on_one_rank(folder: Path) -> tuple[str, str]:
     """The error of a compile for which rank 1 alone has no file; the next one works."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))

@@ -177,31 +177,51 @@ def add_a_penalty(spec: placer.PlacementSpec) -> None:
         compare_state(placed, plain, "penalty in the loss")
 
 
-def wrap_and_clip() -> list[str]:
-    """What torch's own wrappers and clipping say of a part."""
-    placed, plain, x = _pair(make_spec(2, 1, 2))
-    placed.step(x, target=labels(8, 0), loss_fn=flat)
-    calls: list[Callable[[], object]] = [
-        lambda: nn.parallel.DistributedDataParallel(placed),
-        lambda: nn.parallel.DistributedDataParallel(nn.Sequential(placed)),
-        lambda: nn.utils.clip_grad_norm_(placed.parameters(), 1.0),
-    ]
-    messages = []
-    for call in calls:
-        try:
-            call()
-            messages.append("no error")
-        except placer.PlacerError as error:
-            messages.append(str(error))
+def wrap() -> list[str]:
+    """What torch's own wrappers say of a part."""
+    placed, _, _ = _pair(make_spec(2, 1, 2))
     nn.parallel.DistributedDataParallel(nn.Linear(2, 2))  # of others it is none of our business
-    nn.utils.clip_grad_norm_(nn.Linear(2, 2).parameters(), 1.0)
-    nn.utils.clip_grad_value_(placed.parameters(), 1e9)
+    return [
+        _message(lambda module=module: nn.parallel.DistributedDataParallel(module))  # type: ignore[misc]
+        for module in (placed, nn.Sequential(placed))
+    ]
+
+
+def clip_a_part(spec: placer.PlacementSpec) -> dict[str, str]:
+    """What torch's clipping says of this rank's parameters, given in the ways of training loops."""
+    placed, plain, x = _pair(spec)
+    optimizer = torch.optim.SGD(placed.parameters(), lr=0.1)
+    placed.step(x, target=labels(8, 0), loss_fn=flat)
     flat(plain(x), labels(8, 0)).backward()
-    assert_close(
-        placed.clip_grad_norm_(0.01), nn.utils.clip_grad_norm_(plain.parameters(), 0.01), "norm"
-    )
+    ways: dict[str, Callable[[], Any]] = {
+        "parameters": placed.parameters,
+        "a selection": lambda: [p for p in placed.parameters() if p.requires_grad],
+        "by name": lambda: [p for name, p in placed.named_parameters() if "." in name],
+        "of the optimizer": lambda: (p for g in optimizer.param_groups for p in g["params"]),
+        "of a module around it": lambda: nn.Sequential(placed, nn.Linear(2, 2)).parameters(),
+    }
+    found = {
+        name: _message(lambda way=way: nn.utils.clip_grad_norm_(way(), 0.01))  # type: ignore[misc]
+        for name, way in ways.items()
+    }
+    compare_state(placed, plain, "refused")
+    for module in (placed, plain):  # what needs no other rank
+        nn.utils.clip_grad_value_(module.parameters(), 0.1)
+        for parameter in module.parameters():
+            nn.utils.clip_grad_norm_(parameter, 0.05)
+    nn.utils.clip_grad_norm_(nn.Linear(2, 2).parameters(), 1.0)
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+    assert_close(placed.clip_grad_norm_(0.01), expected, "norm")
     compare_state(placed, plain, "clipped")
-    return messages
+    return found
+
+
+def _message(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except placer.PlacerError as error:
+        return str(error)
+    return "no error"
 
 
 def clip_a_whole_model() -> None:

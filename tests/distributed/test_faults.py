@@ -253,3 +253,33 @@ def test_ranks_that_are_not_called_alike_say_so(
             assert rank[name].startswith(f"PlacerError: {message}"), (name, rank[name])
     assert found[0]["values"] == ""
     assert found[1]["values"].startswith("rank 1 was given other inputs than rank 0")
+
+
+@pytest.mark.parametrize(("stages", "replicas"), [(2, 1), (2, 2), (1, 2)])
+def test_rows_of_several_batches_in_one_replica_are_an_error(
+    job_of: Callable[[int], Job], stages: int, replicas: int
+) -> None:
+    """On all ranks; values that may differ for a good reason are a warning where they differ."""
+    spec = cases.make_spec(
+        stages, replicas, 2, layers={"first": "cpu:0", "last": f"cpu:{stages - 1}"}
+    )
+    found = job_of(stages * replicas).run(fault_cases.give_other_values, spec)
+    last = stages * replicas - 1
+    refused = {
+        "mask": "input mask",
+        "mask of an inference": "input mask",
+        "batch": "input x",
+        "batch of own rows": "input x",
+    }
+    for rank, said in enumerate(found):
+        for name, message in said.items():
+            if stages == 2 and name in refused:
+                expected = (
+                    f"PlacerError: {refused[name]}: has other values on rank {last} than on rank "
+                    f"{last - 1}"
+                )
+                assert message.startswith(expected), (name, message)
+            elif rank == last and name not in ("target", *["batch of own rows"] * (stages == 1)):
+                assert f"rank {last} was given other inputs than rank" in message, (name, message)
+            else:
+                assert not message, (rank, name, message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import loss_cases as cases
@@ -71,10 +72,18 @@ def test_a_penalty_on_weights(job_of: Callable[[int], Job], shape: tuple[int, in
     job_of(2).run(cases.add_a_penalty, make_spec(*shape, 2))
 
 
-def test_torchs_wrappers_and_clipping_are_refused(job_of: Callable[[int], Job]) -> None:
-    for messages in job_of(2).run(cases.wrap_and_clip):
-        assert all("DistributedDataParallel: cannot wrap" in said for said in messages[:2])
-        assert "call placed.clip_grad_norm_" in messages[2]
+def test_torchs_wrappers_are_refused(job_of: Callable[[int], Job]) -> None:
+    for messages in job_of(2).run(cases.wrap):
+        assert all("DistributedDataParallel: cannot wrap" in said for said in messages)
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (2, 2)])
+def test_torchs_clipping_of_a_part_is_refused(
+    job_of: Callable[[int], Job], shape: tuple[int, int]
+) -> None:
+    for found in job_of(math.prod(shape)).run(cases.clip_a_part, make_spec(*shape, 2)):
+        for way, said in found.items():
+            assert "call placed.clip_grad_norm_" in said, way
 
 
 def test_torchs_clipping_of_a_whole_model(job_of: Callable[[int], Job]) -> None:

@@ -75,9 +75,9 @@ What differs:
  * A rank has its part of the parameters. ``placed.parameters()`` always has one for the optimizer; a
    selection of them may have none, which goes as a group: ``Adam([{"params": selected}])``. An optimizer
    that computes with all parameters together (LBFGS) is an error where a replica has several ranks.
- * ``nn.utils.clip_grad_norm_(placed.parameters(), …)`` would see this rank's part only, and so would a
-   plain ``GradScaler``: errors where a replica has several ranks. ``placed`` has its own of both. (Of
-   parameters in a list nothing tells ``clip_grad_norm_`` that they are a part.)
+ * ``nn.utils.clip_grad_norm_`` would see this rank's gradients only, and so would a plain ``GradScaler``:
+   errors where a replica has several ranks. ``placed`` has its own of both. A norm that the program
+   itself computes of this rank's gradients is not noticed.
  * ``DistributedDataParallel(placed)`` is an error: replicas are in the spec.
  * ``requires_grad`` of parameters is fixed at ``compile``: freeze before; in the middle of training save,
    freeze, compile and load.

@@ -120,6 +120,19 @@ def take_share(
     return Share(batch=batch, microbatches=given, largest=crossings[sizes[largest]], inputs=inputs)
 
 
+def find_readers(staged: StagedModel, assignment: RankAssignment) -> dict[str, list[int]]:
+    """For each of the model's own inputs, the devices of a replica whose stages read or return it."""
+    device_of = assignment.device_of
+    needed = [
+        _inputs_needed(staged, [s for s, found in enumerate(device_of) if found == device])
+        for device in range(assignment.num_devices)
+    ]
+    return {
+        name: [device for device, names in enumerate(needed) if name in names]
+        for name in staged.graph_inputs
+    }
+
+
 def _inputs_needed(staged: StagedModel, stage_indices: Sequence[int]) -> set[str]:
     """The model's own inputs that these stages read or return."""
     needed = {name for index in stage_indices for name in staged.stages[index].inputs}

@@ -11,17 +11,19 @@ import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from placer.errors import PlacerError
 
 Method = Literal["placed(x)", "placed.step", "placed.clip_grad_norm_", "placer.save", "placer.load"]
 _METHODS: tuple[Method, ...] = get_args(Method)
 _NOTHING = -1  # bits of a NaN
+_SAMPLED = 32  # about as many values of a tensor are compared
 _REMEDY = "make all these calls on all ranks, in the same order and with the same options"
 _SAME_BATCH = (
     "give every rank the whole batch, or with own_rows=True all ranks of a replica the rows of that "
@@ -33,15 +35,16 @@ _SAME_BATCH = (
 class Called:
     """What this rank was called with.
 
-    ``names`` are those of the model's inputs, ``inputs`` the tensors for them, of calls that have any.
-    ``fault`` is what this rank alone found wrong; ``counted`` what the normalizer of a loss counts in
-    its target, on ranks that compute losses.
+    ``names`` are those of the model's inputs, ``inputs`` the tensors for them, of calls that have any,
+    and ``target`` what goes with them to the loss. ``fault`` is what this rank alone found wrong;
+    ``counted`` what the normalizer of a loss counts in its target, on ranks that compute losses.
     """
 
     method: Method
     names: Sequence[str]
     options: Mapping[str, object] = field(default_factory=dict)
     inputs: Sequence[Tensor] = ()
+    target: Any = None
     rows: int | None = None  # None: the call has no batch
     training: bool = False
     own_rows: bool = False
@@ -51,7 +54,8 @@ class Called:
     def numbers(self) -> list[int]:
         """What ranks compare, in the order of `CallCheck`; as many for every method."""
         shapes = [(tuple(x.shape), str(x.dtype)) for x in self.inputs]
-        wanted = [x.requires_grad for x in self.inputs]
+        no_inputs = [0] * (len(self.names) - len(self.inputs))
+        target = [x for x in tree_leaves(self.target) if isinstance(x, Tensor)]
         return [
             _METHODS.index(self.method),
             _number(sorted(self.options.items())),
@@ -59,11 +63,13 @@ class Called:
             self.training,
             -1 if self.rows is None else self.rows,
             _number(shapes),
-            _number([_sample(x) for x in self.inputs]),
             self.fault is not None,
             _bits(self.counted),
-            *wanted,
-            *[False] * (len(self.names) - len(wanted)),
+            _sample(target),
+            *[_sample([x]) for x in self.inputs],
+            *no_inputs,
+            *[x.requires_grad for x in self.inputs],
+            *no_inputs,
         ]
 
 
@@ -82,8 +88,12 @@ class CallCheck:
     come, and what is wrong with the calls is raised, the same on every rank, in place of what the
     block raised: ``PlacerError`` when the ranks were not called alike, all of them, or those of a
     replica (``num_devices`` each) where they have their own rows, when a rank has found a fault, or
-    when ``count`` refuses the rows that each replica was given. Warns on ranks that were given other
-    values: that is found in a sample of them.
+    when ``count`` refuses the rows that each replica was given. ``readers`` are the devices of a replica
+    whose stages read each of the model's inputs, ``last_device`` is the one that computes losses.
+
+    Other values are found in a sample of them. They are an error where a replica would compute with rows
+    that do not belong together, and a warning else: a rank may be given anything for what it does not
+    read, and random augmentations may differ.
     """
 
     def __init__(
@@ -91,12 +101,16 @@ class CallCheck:
         called: Called,
         *,
         num_devices: int,
+        readers: Mapping[str, Sequence[int]],
+        last_device: int,
         world: dist.ProcessGroup,
         device: torch.device,
         count: Callable[[Sequence[int]], int | None] | None = None,
     ) -> None:
         self._called = called
         self._num_devices = num_devices
+        self._readers = readers
+        self._last_device = last_device
         self._world = world
         self._count = count
         mine = torch.tensor(called.numbers(), dtype=torch.int64, device=device)
@@ -131,9 +145,10 @@ class CallCheck:
         """The rows that each replica was given."""
         ranks = self._numbers.tolist()
         columns = zip(*ranks, strict=True)
-        methods, options, own_rows, training, rows, shapes, values, faults, counted, *wanted = (
+        methods, options, own_rows, training, rows, shapes, faults, counted, targets, *rest = (
             columns
         )
+        values, wanted = rest[: len(self._called.names)], rest[len(self._called.names) :]
         _compare_methods([_METHODS[number] for number in methods])
         method, names = self._called.method, ", ".join(self._called.options)
         _compare(options, method, f"has other options ({names})", _REMEDY)
@@ -157,16 +172,46 @@ class CallCheck:
         if any(faults):
             faulty = name_ranks([r for r, fault in enumerate(faults) if fault])
             raise PlacerError(method, f"was refused on {faulty}", "look at the error there")
+        for name, samples in zip(self._called.names, values, strict=True):
+            for first in range(0, len(ranks), self._num_devices):
+                self._compare_samples(name, samples, targets, first)
         counts = [_from_bits(bits) for bits in counted if bits != _NOTHING]
         if counts:  # one per replica; without rows of their own all have the same target
             self.counted = sum(counts) if self._called.own_rows else counts[0]
         rank = dist.get_rank(self._world)
         first = rank - rank % whole
-        if values[rank] != values[first]:
+        if any(samples[rank] != samples[first] for samples in values):
             warnings.warn(
                 f"rank {rank} was given other inputs than rank {first}: {_SAME_BATCH}", stacklevel=5
             )
         return list(rows[:: self._num_devices])
+
+    def _compare_samples(
+        self, name: str, samples: Sequence[int], targets: Sequence[int], first: int
+    ) -> None:
+        """Raise when the replica of ranks from ``first`` on would compute with rows of several batches.
+
+        That is certain where several of its ranks read the input, and where the rank that computes losses
+        was given another input and another target than the one that reads the input. (Values that are all
+        the same may be a stand-in for what a rank does not use.)
+        """
+        readers = [first + device for device in self._readers[name]]
+        if not readers:
+            return
+        odd = [rank for rank in readers if samples[rank] != samples[readers[0]]]
+        last = first + self._last_device
+        if last not in readers and all(
+            given[last] != given[readers[0]] and _varies(given[last]) and _varies(given[readers[0]])
+            for given in (samples, targets)
+        ):
+            odd.append(last)
+        if odd:
+            raise PlacerError(
+                f"input {name}",
+                f"has other values on {name_ranks(odd)} than on rank {readers[0]}, and the stages of "
+                "these ranks compute one result",
+                _SAME_BATCH,
+            )
 
 
 def _compare_methods(methods: Sequence[str]) -> None:
@@ -204,10 +249,17 @@ def _from_bits(bits: int) -> float:
     return float(struct.unpack("<d", struct.pack("<q", bits))[0])
 
 
-def _sample(tensor: Tensor) -> int:
-    """A number of the values at some places, a few along every dimension."""
-    if tensor.layout != torch.strided or not tensor.numel():
-        return 0
-    places = tuple(slice(None, None, max(1, size // 2)) for size in tensor.shape)
-    with torch.no_grad():
-        return _number(tensor[places].tolist())
+def _sample(tensors: Sequence[Tensor]) -> int:
+    """A number of the values at some places, a few along every dimension; odd if these vary."""
+    values = []
+    for tensor in tensors:
+        if tensor.layout == torch.strided and tensor.numel():
+            along_each = max(2, round(_SAMPLED ** (1 / max(tensor.dim(), 1))))
+            places = tuple(slice(None, None, max(1, size // along_each)) for size in tensor.shape)
+            values.append(tensor.detach()[places].flatten().tolist())
+    return 2 * _number(values) + any(value != own[0] for own in values for value in own)
+
+
+def _varies(sample: int) -> bool:
+    """Was `_sample` of values that are not all the same?"""
+    return sample % 2 == 1

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 import weakref
 from collections.abc import Collection, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from placer._torch import call_before_clipping
 from placer.errors import PlacerError
 from placer.executor.loss import without_graph
 
@@ -96,21 +95,28 @@ def refuse_wrappers(part: nn.Module) -> None:
     weakref.finalize(part, handle.remove)
 
 
-_CLIP_GRAD_NORM = inspect.unwrap(nn.utils.clip_grad_norm_).__code__
+def refuse_partial_clipping(part: nn.Module) -> None:
+    """Have ``torch.nn.utils.clip_grad_norm_`` raise ``PlacerError`` for gradients of ``part``.
 
-
-def refuse_partial_clipping(reader: FrameType) -> None:
-    """Raise ``PlacerError`` when the parameters of a part are read by torch's own clipping.
-
-    That computes the norm of this rank's gradients alone. Parameters in a list are not recognised:
-    nothing public tells them from those of a whole model.
+    It would scale them by their norm on this rank, which has those of its stages only. One of several
+    parameters by itself may be clipped: its whole gradient is here.
     """
-    if reader.f_code is _CLIP_GRAD_NORM:
-        raise PlacerError(
-            "torch.nn.utils.clip_grad_norm_",
-            "would clip by the norm of this rank's gradients, which are those of its stages only",
-            "call placed.clip_grad_norm_(max_norm), on every rank",
-        )
+    reference = weakref.ref(part)
+
+    def check(gradients: Sequence[Tensor]) -> None:
+        part = reference()
+        if part is None:
+            return
+        own = {id(p.grad) for _, p in part.named_parameters() if p.grad is not None}
+        is_one_of_several = len(gradients) == 1 and len(own) > 1
+        if any(id(g) in own for g in gradients) and not is_one_of_several:
+            raise PlacerError(
+                "torch.nn.utils.clip_grad_norm_",
+                "would clip by the norm of this rank's gradients, which are those of its stages only",
+                "call placed.clip_grad_norm_(max_norm), on every rank",
+            )
+
+    weakref.finalize(part, call_before_clipping(check))
 
 
 def check_parameters(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -16,7 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from placer._torch import default_timeout
 from placer.emit import StagedModel
 from placer.errors import PeerError, PlacerError
-from placer.executor.distributed.batch import Share, count_rows, gather_result, take_share
+from placer.executor.distributed.batch import (
+    Share,
+    count_rows,
+    find_readers,
+    gather_result,
+    take_share,
+)
 from placer.executor.distributed.call_check import CallCheck, Called, Method
 from placer.executor.distributed.checks import (
     check_inference,
@@ -72,6 +77,7 @@ class DistributedModule(PartialModule):
     _written: tuple[str, ...]
     _pipeline: Pipeline
     _placeholder: nn.Parameter
+    _readers: Mapping[str, Sequence[int]]
     _reducer: GradientReducer | None
     _reduced: tuple[int, ...]  # ids of the parameters that the reducer watches
     _frozen: frozenset[str]
@@ -117,12 +123,14 @@ class DistributedModule(PartialModule):
             channel=GroupChannel(self._groups.pp),
         )
         self._placeholder = nn.Parameter(torch.empty(0, device=device))
+        self._readers = find_readers(staged, assignment)
         self._reducer = None
         self._reduced = ()
         self._frozen = frozenset(n for n, p in self.named_parameters() if not p.requires_grad)
         refuse_wrappers(self)
         if assignment.num_devices > 1:
             refuse_joint_optimizers(self)
+            refuse_partial_clipping(self)
 
     def __reduce__(self) -> NoReturn:
         raise PlacerError(
@@ -136,8 +144,6 @@ class DistributedModule(PartialModule):
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """This rank's parameters; a rank without any has an empty one, for optimizers want one."""
-        if self.assignment.num_devices > 1:
-            refuse_partial_clipping(sys._getframe(1))  # a generator: the frame of its reader
         yield from list(super().parameters(recurse)) or [self._placeholder]
 
     @property
@@ -232,6 +238,7 @@ class DistributedModule(PartialModule):
             programs.call,
             "placed.step",
             leaves,
+            target=target,
             own_rows=own_rows,
             fault=fault,
             counted=counted,
@@ -343,6 +350,8 @@ class DistributedModule(PartialModule):
         return CallCheck(
             called,
             num_devices=self.assignment.num_devices,
+            readers=self._readers,
+            last_device=self._last_device,
             world=self.process_groups.world,
             device=self.device,
             count=count,
@@ -355,6 +364,7 @@ class DistributedModule(PartialModule):
         leaves: Sequence[Tensor],
         *,
         count: Callable[[Sequence[int]], int | None] | None = None,
+        target: Any = None,
         own_rows: bool = False,
         fault: PlacerError | None = None,
         counted: float | None = None,
@@ -364,6 +374,7 @@ class DistributedModule(PartialModule):
         called = Called(
             method=method,
             inputs=leaves,
+            target=unwrap_target(target),
             names=self._staged.graph_inputs,
             rows=batch_size(call, leaves),
             training=self.training,
