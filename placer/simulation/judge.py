@@ -56,9 +56,10 @@ class Planner:
     In one process on CPUs a plan is dry-run when a device's estimate is near its budget; its peaks stay
     the estimates, unless the dry run comes to another verdict. On CUDA devices it always is, as only
     then it is known what torch's allocator takes (`placer.simulation.usage`). With ``processes`` what
-    devices need is always that of `rank_timelines`, but for inference: estimates are of one process,
-    and a rank holds more (what it received, both halves of a split backward, buckets; and every replica
-    has its own optimizer). Without ``judged`` all stay estimates.
+    devices need is that of `rank_timelines`: estimates are of one process, and a rank holds more (what it
+    received, both halves of a split backward, buckets, whole results in inference; and every replica has
+    its own optimizer). With ``verdict_only`` that is found out only where there is a budget to exceed.
+    Without ``judged`` all stay estimates.
     """
 
     def __init__(
@@ -68,10 +69,11 @@ class Planner:
         *,
         processes: bool = False,
         judged: bool = True,
+        verdict_only: bool = False,
     ) -> None:
         self.costs = CostEstimates(program)
         self._program, self._inputs = program, inputs
-        self._processes, self._judged = processes, judged
+        self._processes, self._judged, self._verdict_only = processes, judged, verdict_only
         self._tables = TableCache()
         self._runs: list[tuple[Plan, _DryRun]] = []
 
@@ -95,6 +97,10 @@ class Planner:
             enough=_CLEAR_SHARE,
         )
 
+    def judge(self, plan: Plan) -> Plan:
+        """``plan`` with the verdict of a dry run, where one is needed."""
+        return self._judge(plan)[0]
+
     def _plan(self, spec: PlacementSpec, *, enough: float = 0.0, second_look: bool = True) -> Plan:
         build = partial(
             build_plan,
@@ -106,13 +112,13 @@ class Planner:
             tables=self._tables,
             enough=enough,
         )
-        if not self._judged or (self._processes and not spec.training):
-            return build()
         plan = build()
+        if not self._judged:
+            return plan
         if not second_look:
             limited = plan.host is not None and plan.host.budget is not None
             doubtful = self._processes or limited or any(map(_is_doubtful, plan.devices))
-            return self._judge(plan)[0] if plan.fits and doubtful else plan
+            return self.judge(plan) if plan.fits and doubtful else plan
         judged = self._rounds(build, plan, starving=False)
         if not any(p.fits for p in judged) and any(map(_starved, judged)):
             judged += self._rounds(build, plan, starving=True)
@@ -146,8 +152,8 @@ class Planner:
 
     def _judge(self, plan: Plan) -> tuple[Plan, _DryRun | None]:
         """``plan`` with the verdict of a dry run, and that run; None where none was needed."""
-        checked = self._processes or any(d.allocator is not None for d in plan.devices)
-        if not (checked or plan.host is not None or any(map(_is_doubtful, plan.devices))):
+        replaced = self._replaces_estimates(plan)
+        if not (replaced or plan.host is not None or any(map(_is_doubtful, plan.devices))):
             return plan, None
         run = self._dry_run(plan)
         found = _with_devices(plan, run(plan.devices), run.host)
@@ -157,7 +163,14 @@ class Planner:
                 "peaks are a dry run's."
             )
             return replace(found, notes=(*found.notes, note)), run
-        return (found if checked else replace(plan, host=found.host)), run
+        return (found if replaced else replace(plan, host=found.host)), run
+
+    def _replaces_estimates(self, plan: Plan) -> bool:
+        """Whether peaks of ``plan`` are to be those of a dry run, whatever its estimates are."""
+        if not self._processes:
+            return any(device.allocator is not None for device in plan.devices)
+        budgets = [device.budget for device in plan.devices]
+        return not self._verdict_only or any(budget is not None for budget in budgets)
 
     def _dry_run(self, plan: Plan) -> _DryRun:
         """The dry run of ``plan``, which is made once."""
@@ -171,7 +184,7 @@ class Planner:
 
     def _new_dry_run(self, plan: Plan) -> _DryRun:
         if self._processes:
-            ranks = [run for _, run in rank_timelines(self._program, plan, self._inputs)]
+            ranks = [run for _, run in rank_timelines(self._program, plan, self._inputs, once=True)]
             host = ranks_host_usage(plan, [rank.timeline for rank in ranks])
             return _DryRun(tuple(itertools.islice(itertools.cycle(ranks), len(plan.devices))), host)
         timeline = simulate_steps(self._program, plan, self._inputs)
