@@ -125,8 +125,8 @@ class HostPeak:
     """What offloaded activations take of the host's memory, of all processes together, in bytes.
 
     ``peak`` is the most that waits there. ``reserved`` is what the host gives for it: what comes from a
-    CUDA device waits in pinned memory, of which torch takes a power of two for every block (None: the step
-    was not run, and ``peak`` is an estimate that all micro-batches wait at once).
+    CUDA device waits in pinned memory, of which torch takes a power of two for every block. Both are
+    estimates where the step was not run (None: the file of a placer that did not estimate it).
     """
 
     peak: Bytes

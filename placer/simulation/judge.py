@@ -14,6 +14,7 @@ from placer.executor.place import HOST
 from placer.partition import TableCache
 from placer.plan.types import DevicePeak, Plan, StageMemory, everything_fits
 from placer.planner.build import PlanMaker, build_plan
+from placer.planner.host_memory import HOST_NAME
 from placer.program import Program
 from placer.simulation.ranks import rank_timelines, ranks_host_usage
 from placer.simulation.simulate import simulate_steps
@@ -136,7 +137,7 @@ class Planner:
                 plan = build(corrections=beyond)
             found, run = self._judge(plan)
             judged.append(found)
-            if run is None or (found.fits_devices and (starving or not _starved(found))):
+            if run is None or (found.fits and (starving or not _starved(found))):
                 break
             if any(
                 d.headroom is not None and d.headroom < 0
@@ -212,9 +213,9 @@ def plan_maker(program: Program, inputs: Sequence[Tensor], *, processes: bool = 
 def _corrections(
     before: Mapping[str, int], plan: Plan, judged: Plan, run: _DryRun, *, starving: bool
 ) -> dict[str, int]:
-    """Per device of the first replica, what those in its place need at most beyond ``plan``'s estimates.
+    """Per device of the first replica what those in its place need at most beyond ``plan``'s estimates.
 
-    With ``starving`` that is with kernels that starve, else without.
+    And the same for the host. With ``starving`` that is with kernels that starve, else without.
     """
     beyond = dict(before)
     # A plan need not use all the devices that another one did.
@@ -223,6 +224,9 @@ def _corrections(
     for name, (now, estimate, timeline) in zip(names, given, strict=False):
         needed = now.needed if starving else comfortable_nbytes(now, timeline)
         beyond[name] = max(beyond.get(name, 0), needed - estimate.needed)
+    if plan.host is not None and judged.host is not None:
+        more = judged.host.needed - plan.host.needed
+        beyond[HOST_NAME] = max(beyond.get(HOST_NAME, 0), more)
     return beyond
 
 
