@@ -60,6 +60,10 @@ class StagePlan:
     # Seconds that a process is busy with a pass: on a GPU with launching it, on a CPU with running it.
     forward_launch_seconds: Seconds = 0.0
     backward_launch_seconds: Seconds = 0.0
+    # What goes to the host in forward, and comes back in backward, beside the computations: in one
+    # direction. Copies that take turns with them are a part of the seconds above.
+    host_copy_seconds: Seconds = 0.0
+    host_copy_nbytes: Bytes = 0
     regions: tuple[Region, ...] = ()  # in the order of nodes; they do not overlap
 
     def __repr__(self) -> str:

@@ -142,6 +142,7 @@ def planning_options(
         optimizer=_optimizer(spec),
         training=spec.training,
         processes=processes,
+        offload_overlap=spec.offload_overlap,
         host_budget=host_budget,
     )
 

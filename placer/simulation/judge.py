@@ -266,6 +266,8 @@ def _without_costs(plan: Plan) -> Plan:
             backward_seconds=0.0,
             forward_launch_seconds=0.0,
             backward_launch_seconds=0.0,
+            host_copy_seconds=0.0,
+            host_copy_nbytes=0,
         )
         for stage in plan.stages
     )
