@@ -42,7 +42,7 @@ def make_plan(
 
     Nothing is allocated: model and inputs may live on ``meta``. With ``processes`` the plan is for
     one process per device (``torchrun``), and its peaks are those of a dry run of every rank.
-    `compile` plans so by itself inside a job, with estimated peaks. A plan that overflows a budget
+    `compile` plans so by itself inside a job. A plan that overflows a budget
     has ``fits`` False. A dry run decides that for CUDA devices, where it goes through a model of torch's
     allocator, and on others where an estimate is near its budget.
 
@@ -118,13 +118,19 @@ def compile(
 def _plan_or_refuse(
     wanted: PlacementSpec | Plan, program: Program, inputs: Sequence[Tensor], job: Job | None
 ) -> Plan:
-    """The plan to run. Raises ``PlanError`` for one of another model, ``BudgetError`` if it does not fit."""
+    """The plan to run. Raises ``PlanError`` for one of another model, ``BudgetError`` if it does not fit.
+
+    In a job of several processes that is whether every rank fits. All ranks find the same, each by
+    itself: nothing has been said between them yet.
+    """
+    in_job = job is not None
+    make = Planner(program, inputs, processes=in_job, verdict_only=in_job)
     if isinstance(wanted, Plan):
         check_plan(wanted, program)
-        require_fit(wanted)
-        return wanted
-    # In a job estimates have to do: a dry run of every rank is not for each rank to make.
-    make = Planner(program, inputs, processes=job is not None, judged=job is None)
+        judged_again = in_job and not wanted.processes
+        plan = make.judge(wanted) if judged_again else wanted
+        require_fit(plan, among_ranks=judged_again)
+        return plan
     plan = make(wanted)
     if not plan.fits:
         raise misfit_error(program, wanted, inputs, plan, make)

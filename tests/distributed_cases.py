@@ -655,9 +655,11 @@ def memory_case() -> tuple[nn.Module, Tensor]:
 
 
 def count_bytes(plan: placer.Plan) -> int:
-    """The most that this rank holds in a step of training on real tensors."""
+    """The most that this rank holds in a step of training, or a forward, on real tensors."""
     model, x = memory_case()
     placed = placer.compile(model, plan, x)
+    if not plan.training:
+        return _count_forward(placed, x)
     optimizer = torch.optim.Adam(placed.parameters())
     placed.step(x, loss_fn=stand_in_loss)  # finds what crosses, on fake tensors
     optimizer.zero_grad()
@@ -670,3 +672,24 @@ def count_bytes(plan: placer.Plan) -> int:
             optimizer.step()
             optimizer.zero_grad()
     return ledger.peak.nbytes
+
+
+def _count_forward(placed: nn.Module, x: Tensor) -> int:
+    placed.eval()
+    placed(x)  # finds what crosses
+    ledger = RankLedger()
+    ledger.add_state((*placed.parameters(), *placed.buffers()))
+    ledger.add(x, CALLER)
+    with ledger:
+        placed(x)
+    return ledger.peak.nbytes
+
+
+def compile_within(wanted: Any) -> str | list[int]:
+    """What `memory_case` is refused with under ``wanted``, a spec or a plan; else the peaks of its plan."""
+    model, x = memory_case()
+    try:
+        placed = placer.compile(model, wanted, x)
+    except placer.BudgetError as error:
+        return str(error)
+    return [device.peak for device in placed.plan.devices]

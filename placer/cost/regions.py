@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from placer.cost.types import CostTable
 from placer.regions import RegionKey
+from placer.timeline import pinned_nbytes
 
 
 def with_regions(costs: CostTable, keys: Sequence[RegionKey | None]) -> CostTable:
@@ -17,7 +18,7 @@ def with_regions(costs: CostTable, keys: Sequence[RegionKey | None]) -> CostTabl
     """
     if not any(keys):
         return costs
-    hosted = [0] * len(costs.nodes)
+    hosted, pinned = [0] * len(costs.nodes), [0] * len(costs.nodes)
     for value in costs.values:
         readers: dict[RegionKey, int] = {}
         for node in sorted({*value.savers, *value.users}):
@@ -30,9 +31,11 @@ def with_regions(costs: CostTable, keys: Sequence[RegionKey | None]) -> CostTabl
                 readers.setdefault(key, node)
         for node in readers.values():
             hosted[node] += value.nbytes
+            pinned[node] += pinned_nbytes(value.nbytes)
     again = [i for i, key in enumerate(keys) if key is not None and key.recompute]
     nodes = tuple(
-        replace(cost, host_nbytes=nbytes) for cost, nbytes in zip(costs.nodes, hosted, strict=True)
+        replace(cost, host_nbytes=moved, host_pinned_nbytes=taken)
+        for cost, moved, taken in zip(costs.nodes, hosted, pinned, strict=True)
     )
     work = costs.work.with_repeated(again)
     return replace(costs, nodes=nodes, work=work, keys=tuple(keys))

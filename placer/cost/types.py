@@ -76,6 +76,7 @@ class NodeCost:
     backward_incoming: int = 0  # of backward_transient, the gradients that came in
     output_nbytes: int = 0  # what crosses if its result is needed elsewhere
     host_nbytes: int = 0  # what is offloaded on its account: out in forward, back in backward
+    host_pinned_nbytes: int = 0  # what that takes of the host in pinned memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Literal, overload
 
 import numpy as np
 
-from placer.cost import updates_together
+from placer.cost import device_type, updates_together
 from placer.partition.chain import Mask, Table, best_cuts, boundary_costs
 from placer.partition.stage_cost.score import (
     OptimizerMemory,
@@ -79,6 +79,11 @@ def _in_flight(
     """`in_flight_at` for every stage; a search asks for the same ones hundreds of times."""
     table = make_schedule(schedule, num_stages, microbatches)
     return in_flight_by_stage(table, last_share=last_share)
+
+
+def copies_overlap(options: PlanningOptions, slot: DeviceSlot) -> bool:
+    """Whether copies to the host and back run beside what the device computes: a CPU has no stream."""
+    return options.offload_overlap and device_type(slot.name) == "cuda"
 
 
 def optimizer_on(options: PlanningOptions, devices: Iterable[str]) -> OptimizerMemory:
@@ -245,7 +250,12 @@ def _fastest(
 
 
 def _seconds(tables: IntervalTables, slot: DeviceSlot, options: PlanningOptions) -> Table:
-    forward, backward = stage_seconds(tables, slot.kind, own_host=options.processes)
+    forward, backward = stage_seconds(
+        tables,
+        slot.kind,
+        own_host=options.processes,
+        overlapped=copies_overlap(options, slot),
+    )
     moved = transfer_seconds(tables, slot.kind, training=options.training)
     return forward + moved + (backward if options.training else 0.0)
 

@@ -11,16 +11,19 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from placer.catalogue import DeviceKind
 from placer.cost import CostTable, device_type
 from placer.partition.candidate import (
     Candidate,
     boundary_alternatives,
+    copies_overlap,
     in_flight_at,
     optimizer_on,
     peak_share,
     reference_bytes,
 )
 from placer.partition.noncontiguous import NoncontiguousChains, device_peaks, may_be_noncontiguous
+from placer.partition.stage_cost.overlap import overlapped_backward, overlapped_forward
 from placer.partition.stage_cost.score import (
     OptimizerMemory,
     launch_seconds,
@@ -142,10 +145,20 @@ def _stages(
         received = received_from[index, :index].tolist()
         peaks = peak_bytes(t, count, optimizer, training=options.training, received_from=received)
         forward, backward = stage_seconds(t, slot.kind, own_host=options.processes)
+        took = float(forward[x, y]), float(backward[x, y])
         launching = launch_seconds(t, slot.kind)
         if device_type(slot.name) == "cpu":  # what a CPU runs, the process runs
             launching = forward, backward
         inside = best.nodes[t.cuts[x] : t.cuts[y + 1]]  # the order that its peak is of
+        moved = 0
+        if copies_overlap(options, slot):
+            with_loss = [*inside, len(costs.names)] if y == len(t.cuts) - 2 else inside
+            moved, took = _overlapped(costs, with_loss, slot.kind)
+            if options.processes:
+                took = (
+                    max(took[0], float(launching[0][x, y])),
+                    max(took[1], float(launching[1][x, y])),
+                )
         names = tuple(program.order[i] for i in inside)
         layers = dict.fromkeys(program.layer_of[name] for name in names)
         stages.append(
@@ -159,14 +172,29 @@ def _stages(
                 ),
                 budget=slot.budget,
                 reserve=slot.reserve,
-                forward_seconds=float(forward[x, y]),
-                backward_seconds=float(backward[x, y]) if options.training else 0.0,
+                forward_seconds=took[0],
+                backward_seconds=took[1] if options.training else 0.0,
                 forward_launch_seconds=float(launching[0][x, y]),
                 backward_launch_seconds=float(launching[1][x, y]) if options.training else 0.0,
+                host_copy_seconds=moved / slot.kind.host_bandwidth,
+                host_copy_nbytes=moved,
                 regions=find_regions(names, key_of),
             )
         )
     return stages
+
+
+def _overlapped(
+    costs: CostTable, nodes: Sequence[int], kind: DeviceKind
+) -> tuple[int, tuple[float, float]]:
+    """Bytes that go to the host from ``nodes``, and seconds of both passes with copies beside them."""
+    seconds = costs.work.seconds(kind)
+    moved = [costs.nodes[node].host_nbytes for node in nodes]
+    copies = [nbytes / kind.host_bandwidth for nbytes in moved]
+    forward, backward = (
+        [float(part.device[node]) for node in nodes] for part in (seconds.forward, seconds.backward)
+    )
+    return sum(moved), (overlapped_forward(forward, copies), overlapped_backward(backward, copies))
 
 
 def _find_transfers(

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from placer.catalogue import fastest_kind
 from placer.cost import CostTable
-from placer.partition.candidate import in_flight_at, reference_bytes
+from placer.partition.candidate import copies_overlap, in_flight_at, reference_bytes
 from placer.partition.solver.problem import PartitionProblem, SharedValue, StageSlot, Vector
 from placer.partition.stage_cost.score import optimizer_bytes, unit_seconds
 from placer.partition.types import DeviceSlot, PlanningOptions
@@ -72,7 +72,11 @@ def seconds_problem(
     slots = []
     for q, (slot, most) in enumerate(zip(chain, most_bytes, strict=True)):
         seconds = unit_seconds(
-            costs, slot.kind, training=options.training, own_host=options.processes
+            costs,
+            slot.kind,
+            training=options.training,
+            own_host=options.processes,
+            overlapped=copies_overlap(options, slot),
         )
         slots.append(
             StageSlot(

@@ -37,6 +37,8 @@ class PlanningOptions:
     optimizer: str | Mapping[str, int] = "adam"
     training: bool = True
     processes: bool = False  # one process per device
+    offload_overlap: bool = False  # copies to the host and back run beside a GPU's kernels
+    host_budget: int | None = None  # bytes that the offloaded activations of a replica may take
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,16 +77,23 @@ def _another_model(plan: Plan, program: Program) -> PlanError:
     )
 
 
-def require_fit(plan: Plan) -> None:
-    """Raise ``BudgetError`` naming the device that overflows the most, if any does."""
+def require_fit(plan: Plan, *, among_ranks: bool = False) -> None:
+    """Raise ``BudgetError`` naming the device that overflows the most, if any does.
+
+    With ``among_ranks`` the plan was made for one process, and it has the peaks of a process per device.
+    """
     if plan.overflow_bytes == 0:
         return
     if plan.fits_devices:
         raise host_error(plan)
+    needs, remedy = "the plan needs", "plan again with its spec: what would fit is tried then"
+    if among_ranks:
+        needs = "the plan was made for one process; with a process per device it needs"
+        remedy = "plan again for a process per device (placer plan --processes), or give the spec"
     raise BudgetError(
         f"device {plan.tightest.device}",
-        f"the plan needs {describe_overflow(plan.tightest)}",
-        "plan again with its spec: what would fit is tried then",
+        f"{needs} {describe_overflow(plan.tightest)}",
+        remedy,
         device=plan.tightest.device,
         missing_bytes=plan.overflow_bytes,
     )

@@ -47,6 +47,7 @@ def lay_out_step(
     """The spans of a step of ``stages`` in the order of ``schedule``.
 
     One process launches all actions, replica by replica, and a copy keeps both of its devices busy.
+    Copies to the host and back that run beside the computations have a link of their own per direction.
     With ``processes`` every device has a process of its own, and messages travel beside the
     computations. Half of a split backward takes half of its seconds. The sum of gradients over replicas
     takes no time: it is taken to go on beside backward.
@@ -154,8 +155,24 @@ def _run(
             process=f"process of {devices[stage]}" if processes else "process",
             launching=launching,
         )
+        if stages[stage].host_copy_nbytes and action.kind in "FBI":
+            _copy_beside(clock, stages[stage], devices[stage], str(action), forward=forward)
         if action.kind != "W":  # nothing waits for the gradients of weights
             ends["F" if forward else "B", stage, microbatch] = end
+
+
+def _copy_beside(
+    clock: Clock, stage: StagePlan, device: str, action: str, *, forward: bool
+) -> None:
+    """What goes to the host, or comes from it, while the action that was added last computes."""
+    clock.run(
+        "transfer",
+        f"{action} {'to' if forward else 'from'} the host",
+        [f"{device} to the host" if forward else f"the host to {device}"],
+        stage.host_copy_seconds,
+        after=[clock.spans[-1].start],
+        nbytes=stage.host_copy_nbytes,
+    )
 
 
 def _seconds(stage: StagePlan, action: Action) -> tuple[float, float]:

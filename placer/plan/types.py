@@ -60,6 +60,10 @@ class StagePlan:
     # Seconds that a process is busy with a pass: on a GPU with launching it, on a CPU with running it.
     forward_launch_seconds: Seconds = 0.0
     backward_launch_seconds: Seconds = 0.0
+    # What goes to the host in forward, and comes back in backward, beside the computations: in one
+    # direction. Copies that take turns with them are a part of the seconds above.
+    host_copy_seconds: Seconds = 0.0
+    host_copy_nbytes: Bytes = 0
     regions: tuple[Region, ...] = ()  # in the order of nodes; they do not overlap
 
     def __repr__(self) -> str:
@@ -125,8 +129,8 @@ class HostPeak:
     """What offloaded activations take of the host's memory, of all processes together, in bytes.
 
     ``peak`` is the most that waits there. ``reserved`` is what the host gives for it: what comes from a
-    CUDA device waits in pinned memory, of which torch takes a power of two for every block (None: the step
-    was not run, and ``peak`` is an estimate that all micro-batches wait at once).
+    CUDA device waits in pinned memory, of which torch takes a power of two for every block. Both are
+    estimates where the step was not run (None: the file of a placer that did not estimate it).
     """
 
     peak: Bytes

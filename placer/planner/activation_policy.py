@@ -8,14 +8,20 @@ from functools import partial
 from itertools import chain
 from typing import Protocol
 
-from placer.cost import CostTable, with_regions
+from placer.cost import CostTable, device_type, with_regions
 from placer.partition import DeviceSlot, Partition, PlanningOptions, rate_partition
 from placer.partition.candidate import in_flight_at
-from placer.partition.policy.cheapest import StagePolicy, choose_stage_policy, keys_of
+from placer.partition.policy.cheapest import (
+    StagePolicy,
+    choose_stage_policy,
+    keys_of,
+    least_host_bytes,
+)
 from placer.partition.policy.least import least_extra_seconds
 from placer.partition.policy.search import PolicySearch
 from placer.partition.policy.types import KEEP, Policy, StageLimits
 from placer.plan.types import StageMemory
+from placer.planner.host_memory import estimate_host
 from placer.program import Program
 from placer.regions import RegionKey, region_boundaries, whole_groups
 
@@ -45,13 +51,20 @@ class _Found:
     """A partition with its regions, and the policies that they come from.
 
     ``own``: they are those of the partition's own stages, one each; no other partition was looked
-    for under their costs.
+    for under their costs. ``host_nbytes`` are those of the host's memory that a replica takes,
+    ``host_excess`` what they are beyond its budget.
     """
 
     costs: CostTable
     partition: Partition
     stages: tuple[StagePolicy, ...]
     own: bool = False
+    host_nbytes: int = 0
+    host_excess: int = 0
+
+    @property
+    def fits(self) -> bool:
+        return self.partition.fits and not self.host_excess
 
     @property
     def extra_seconds(self) -> float:
@@ -71,6 +84,8 @@ def choose_policy(
     at_once: bool = False,
 ) -> PolicyChoice:
     """A placement that fits the budgets at little extra time, or else with the least overflow.
+
+    The host's budget is one of them, where the options have it.
 
     ``costs`` are without regions; ``keys`` are those that the spec settles. ``choose(costs, pins)``
     partitions. Two partitions are tried: that of the plain costs, and that of the costs with the
@@ -99,12 +114,12 @@ def choose_policy(
             extra_seconds=light.extra_seconds,
             least_seconds=0.0,
         )
-    untreated = _Found(costs=plain, partition=first, stages=())
+    untreated = search.made(plain, first, [])
     start = search.found([choose_stage_policy(stage, choices, unlimited)], unpinned)
     found = [search.improve(first), start, search.improve(start.partition)]
     moved: set[object] = set()
     for _ in range(_MOVES):
-        if limited and any(plan.partition.fits for plan in found):
+        if limited and any(plan.fits for plan in found):
             break
         apart = [plan for plan in found if len(plan.partition.stages) > 1]
         ahead = [plan for plan in apart if _boundaries(plan.partition) not in moved]
@@ -123,7 +138,7 @@ def choose_policy(
         costs=best.costs,
         partition=best.partition,
         extra_seconds=best.extra_seconds,
-        least_seconds=search.least(best) if limited and best.partition.fits else 0.0,
+        least_seconds=search.least(best) if limited and best.fits else 0.0,
     )
 
 
@@ -151,10 +166,10 @@ def _rank(plan: _Found) -> tuple[bool, float, float]:
     partition = plan.partition
     over = max((_excess(partition, slot) for slot in partition.slots), default=0.0)
     limited = any(slot.budget is not None for slot in partition.slots)
-    worst = over if limited else max(partition.peaks.values())
+    worst = over + plan.host_excess if limited else max(partition.peaks.values())
     return (
-        not partition.fits,
-        worst if not partition.fits or not limited else 0.0,
+        not plan.fits,
+        worst if not plan.fits or not limited else 0.0,
         partition.seconds,
     )
 
@@ -201,6 +216,7 @@ class _Search:
             self._settled,
             slot.kind,
             all_gradients=limits.all_gradients,
+            pinned=device_type(slot.name) == "cuda",
         )
 
     def costs_of(self, stages: Sequence[StagePolicy]) -> CostTable:
@@ -230,7 +246,19 @@ class _Search:
     ) -> _Found:
         """The partition that is chosen when ``stages`` are treated so."""
         costs = self.costs_of(stages)
-        return _Found(costs=costs, partition=choose(costs), stages=tuple(stages))
+        return self.made(costs, choose(costs), stages)
+
+    def made(self, costs: CostTable, partition: Partition, stages: Sequence[StagePolicy]) -> _Found:
+        """``partition``, which was chosen under ``costs`` with ``stages`` treated so."""
+        taken = estimate_host(costs, partition, self._options).reserved
+        budget = self._options.host_budget
+        return _Found(
+            costs=costs,
+            partition=partition,
+            stages=tuple(stages),
+            host_nbytes=taken,
+            host_excess=0 if budget is None else max(0, taken - budget),
+        )
 
     def most_saving(self, partition: Partition) -> list[StagePolicy]:
         """What gives every stage of ``partition`` its least peak."""
@@ -251,7 +279,7 @@ class _Search:
             light = self.most_saving(partition)
             for way in (rate, choose):
                 found = self.found(light, way)
-                if found.partition.fits:
+                if found.fits:
                     return found
             partition = found.partition
         return None
@@ -262,12 +290,14 @@ class _Search:
         rate = partial(rate_partition, self._program, stages=stages, options=self._options)
         labelled, limits = self._stages(partition)
         targets = [limit.budget for limit in limits]
+        host_budget = self._options.host_budget
+        host_target = float("inf") if host_budget is None else float(host_budget)
         best: _Found | None = None
         for _ in range(_ROUNDS):
-            treated = [
-                choose_stage_policy(stage, self._choices, replace(limit, budget=target))
-                for stage, limit, target in zip(labelled, limits, targets, strict=True)
+            aims = [
+                replace(limit, budget=target) for limit, target in zip(limits, targets, strict=True)
             ]
+            treated = self._within_host(labelled, aims, host_target)
             found = replace(self.found(treated, rate), own=True)
             again = found.partition
             if best is None or _rank(found) < _rank(best):
@@ -276,11 +306,48 @@ class _Search:
             rows = zip(again.stages, treated, limits, strict=True)
             errors = [_peak(stage.memory, limit) - label.peak for stage, label, limit in rows]
             corrected = [limit.budget - error for limit, error in zip(limits, errors, strict=True)]
-            if not self._limited or corrected == targets:
+            host_before = host_target
+            if host_budget is not None:
+                sums = sum(
+                    limit.held * label.hosted for limit, label in zip(limits, treated, strict=True)
+                )
+                host_target = host_budget - max(0.0, found.host_nbytes - sums)
+            if not self._limited:
+                corrected = targets
+            if (corrected, host_target) == (targets, host_before):
                 break
             targets = corrected
         assert best is not None
         return best
+
+    def _within_host(
+        self, stages: Sequence[PolicySearch], limits: Sequence[StageLimits], budget: float
+    ) -> list[StagePolicy]:
+        """The policies of ``stages`` that together take no more than ``budget`` of the host's memory.
+
+        Where they would take more, every stage is left what it cannot do without, and of what is left
+        then a share in proportion to what else it would take: a heuristic.
+        """
+        treated = [
+            choose_stage_policy(stage, self._choices, limit)
+            for stage, limit in zip(stages, limits, strict=True)
+        ]
+        wanted = [limit.held * found.hosted for limit, found in zip(limits, treated, strict=True)]
+        if sum(wanted) <= budget:
+            return treated
+        least = [
+            min(nbytes, limit.held * least_host_bytes(stage, self._choices, limit))
+            for stage, limit, nbytes in zip(stages, limits, wanted, strict=True)
+        ]
+        for i, (stage, limit) in enumerate(zip(stages, limits, strict=True)):
+            spare = max(0.0, budget - sum(least[i:]))
+            more = sum(wanted[i:]) - sum(least[i:])
+            share = least[i] + (wanted[i] - least[i]) * min(1.0, spare / more if more else 0.0)
+            treated[i] = choose_stage_policy(
+                stage, self._choices, replace(limit, host_budget=share / limit.held + 1e-6)
+            )
+            budget -= limit.held * treated[i].hosted
+        return treated
 
     def least(self, found: _Found) -> float:
         """What the stages of ``found`` cost at the least, however they are treated.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from placer.cost import CostTable
 from placer.partition import Partition, PlanningOptions
 from placer.plan.types import DevicePeak, HostPeak, Optimality, Plan, everything_fits
 from placer.planner.activation_policy import PolicyChoice
+from placer.planner.host_memory import estimate_host
 from placer.planner.notes import placement_notes
 from placer.program import Program
 from placer.regions import RegionKey, with_overlap
@@ -28,7 +28,7 @@ def assemble_plan(
     costs, partition = choice.costs, choice.partition
     index_of = {device.name: i for i, device in enumerate(spec.devices)}
     peaks = _device_peaks(partition, rows, index_of)
-    host = _host_peak(costs, spec, copies=len(rows) * microbatches)
+    host = _host_peak(choice, spec, options, copies=len(rows) if options.processes else 1)
     return Plan(
         fits=everything_fits(peaks, host),
         objective=spec.objective,
@@ -129,9 +129,13 @@ def _device_peaks(
     return tuple(peaks)
 
 
-def _host_peak(costs: CostTable, spec: PlacementSpec, copies: int) -> HostPeak | None:
-    """What waits on the host if so many micro-batches do at once; None where nothing is offloaded."""
-    if not any(key is not None and key.offload for key in costs.keys):
+def _host_peak(
+    choice: PolicyChoice, spec: PlacementSpec, options: PlanningOptions, copies: int
+) -> HostPeak | None:
+    """What waits on the host in so many replicas at once; None where nothing is offloaded."""
+    if not any(key is not None and key.offload for key in choice.costs.keys):
         return None
-    nbytes = copies * sum(node.host_nbytes for node in costs.nodes)
-    return HostPeak(peak=nbytes, reserved=None, budget=spec.host_memory)
+    usage = estimate_host(choice.costs, choice.partition, options)
+    return HostPeak(
+        peak=copies * usage.peak, reserved=copies * usage.reserved, budget=spec.host_memory
+    )

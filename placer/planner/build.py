@@ -22,6 +22,7 @@ from placer.planner.devices import (
     memory_uses,
     with_known_memory,
 )
+from placer.planner.host_memory import HOST_NAME
 from placer.planner.resolve import (
     check_supported,
     count_replicas,
@@ -77,13 +78,13 @@ def build_plan(
     ``pins`` are nodes and the devices they must be on, beyond what the spec's layers say; ``costs``
     those of the spec's micro-batch, where they are known already; ``estimate`` is shared by plans of
     one capture, so that the model is run once per micro-batch. ``processes``: the plan is for one
-    process per device. ``corrections`` are bytes that
-    a device (of the first replica, by name) is known to hold beyond what its estimate says: that much
-    of its budget is left free. ``tables`` are shared by plans of one capture, too. With ``enough``
-    only whether a plan fits matters: the search ends with the first that fills no device beyond this
-    share of its budget, else it is for the least memory. A plan
-    that overflows a budget is returned with ``fits`` False. Raises ``SpecError`` when the spec's
-    layers or devices do not go with the model, ``PlacerError`` for what is not supported.
+    process per device. ``corrections`` are bytes that a device (of the first replica, by name), or the
+    host (`HOST_NAME`), is known to hold beyond what its estimate says: that much of its budget is left
+    free. ``tables`` are shared by plans of one capture, too. With ``enough`` only whether a plan fits
+    matters: the search ends with the first that fills no device beyond this share of its budget, else
+    it is for the least memory. A plan that overflows a budget is returned with ``fits`` False. Raises
+    ``SpecError`` when the spec's layers or devices do not go with the model, ``PlacerError`` for what is
+    not supported.
     """
     check_supported(spec)
     check_profiles(spec, program.fingerprint)
@@ -147,7 +148,13 @@ def _plan_for(
         for device in spec.devices
     ]
     sizes = microbatch_rows(program, inputs, replicas, microbatches)
-    options = planning_options(spec, sizes, processes=processes)
+    options = planning_options(
+        spec,
+        sizes,
+        processes=processes,
+        replicas=replicas,
+        host_correction=corrections.get(HOST_NAME, 0),
+    )
     costs_of = partial(
         estimate,
         microbatch_inputs(program, inputs, replicas, microbatches),

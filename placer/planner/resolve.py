@@ -180,9 +180,21 @@ def microbatch_inputs(
 
 
 def planning_options(
-    spec: PlacementSpec, sizes: Sequence[int], *, processes: bool
+    spec: PlacementSpec,
+    sizes: Sequence[int],
+    *,
+    processes: bool,
+    replicas: int = 1,
+    host_correction: int = 0,
 ) -> PlanningOptions:
-    """What the spec asks of a partition, for micro-batches of ``sizes`` rows."""
+    """What the spec asks of a partition, for micro-batches of ``sizes`` rows.
+
+    ``host_correction`` are bytes of the host's memory to leave free. Replicas in one process run one
+    after the other, so that only one at a time has anything there.
+    """
+    host_budget = spec.host_memory
+    if host_budget is not None:
+        host_budget = max(0, host_budget - host_correction) // (replicas if processes else 1)
     return PlanningOptions(
         objective=spec.objective,
         schedule=spec.schedule,
@@ -191,6 +203,8 @@ def planning_options(
         optimizer=_optimizer(spec),
         training=spec.training,
         processes=processes,
+        offload_overlap=spec.offload_overlap,
+        host_budget=host_budget,
     )
 
 

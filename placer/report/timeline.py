@@ -84,7 +84,8 @@ def _by_device(spans: Sequence[Span], plan: Plan) -> Mapping[str, list[Span]]:
 
 
 def _is_beside(span: Span, plan: Plan) -> bool:
-    return span.kind == "transfer" and plan.processes
+    """Is it on a link, and not on the devices themselves?"""
+    return not {device.device for device in plan.devices}.issuperset(span.on)
 
 
 def _style(span: Span) -> str:

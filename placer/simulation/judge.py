@@ -14,6 +14,7 @@ from placer.executor.place import HOST
 from placer.partition import TableCache
 from placer.plan.types import DevicePeak, Plan, StageMemory, everything_fits
 from placer.planner.build import PlanMaker, build_plan
+from placer.planner.host_memory import HOST_NAME
 from placer.program import Program
 from placer.simulation.ranks import rank_timelines, ranks_host_usage
 from placer.simulation.simulate import simulate_steps
@@ -56,9 +57,10 @@ class Planner:
     In one process on CPUs a plan is dry-run when a device's estimate is near its budget; its peaks stay
     the estimates, unless the dry run comes to another verdict. On CUDA devices it always is, as only
     then it is known what torch's allocator takes (`placer.simulation.usage`). With ``processes`` what
-    devices need is always that of `rank_timelines`, but for inference: estimates are of one process,
-    and a rank holds more (what it received, both halves of a split backward, buckets; and every replica
-    has its own optimizer). Without ``judged`` all stay estimates.
+    devices need is that of `rank_timelines`: estimates are of one process, and a rank holds more (what it
+    received, both halves of a split backward, buckets, whole results in inference; and every replica has
+    its own optimizer). With ``verdict_only`` that is found out only where there is a budget to exceed.
+    Without ``judged`` all stay estimates.
     """
 
     def __init__(
@@ -68,10 +70,11 @@ class Planner:
         *,
         processes: bool = False,
         judged: bool = True,
+        verdict_only: bool = False,
     ) -> None:
         self.costs = CostEstimates(program)
         self._program, self._inputs = program, inputs
-        self._processes, self._judged = processes, judged
+        self._processes, self._judged, self._verdict_only = processes, judged, verdict_only
         self._tables = TableCache()
         self._runs: list[tuple[Plan, _DryRun]] = []
 
@@ -95,6 +98,10 @@ class Planner:
             enough=_CLEAR_SHARE,
         )
 
+    def judge(self, plan: Plan) -> Plan:
+        """``plan`` with the verdict of a dry run, where one is needed."""
+        return self._judge(plan)[0]
+
     def _plan(self, spec: PlacementSpec, *, enough: float = 0.0, second_look: bool = True) -> Plan:
         build = partial(
             build_plan,
@@ -106,13 +113,13 @@ class Planner:
             tables=self._tables,
             enough=enough,
         )
-        if not self._judged or (self._processes and not spec.training):
-            return build()
         plan = build()
+        if not self._judged:
+            return plan
         if not second_look:
             limited = plan.host is not None and plan.host.budget is not None
             doubtful = self._processes or limited or any(map(_is_doubtful, plan.devices))
-            return self._judge(plan)[0] if plan.fits and doubtful else plan
+            return self.judge(plan) if plan.fits and doubtful else plan
         judged = self._rounds(build, plan, starving=False)
         if not any(p.fits for p in judged) and any(map(_starved, judged)):
             judged += self._rounds(build, plan, starving=True)
@@ -130,7 +137,7 @@ class Planner:
                 plan = build(corrections=beyond)
             found, run = self._judge(plan)
             judged.append(found)
-            if run is None or (found.fits_devices and (starving or not _starved(found))):
+            if run is None or (found.fits and (starving or not _starved(found))):
                 break
             if any(
                 d.headroom is not None and d.headroom < 0
@@ -146,8 +153,8 @@ class Planner:
 
     def _judge(self, plan: Plan) -> tuple[Plan, _DryRun | None]:
         """``plan`` with the verdict of a dry run, and that run; None where none was needed."""
-        checked = self._processes or any(d.allocator is not None for d in plan.devices)
-        if not (checked or plan.host is not None or any(map(_is_doubtful, plan.devices))):
+        replaced = self._replaces_estimates(plan)
+        if not (replaced or plan.host is not None or any(map(_is_doubtful, plan.devices))):
             return plan, None
         run = self._dry_run(plan)
         found = _with_devices(plan, run(plan.devices), run.host)
@@ -157,7 +164,14 @@ class Planner:
                 "peaks are a dry run's."
             )
             return replace(found, notes=(*found.notes, note)), run
-        return (found if checked else replace(plan, host=found.host)), run
+        return (found if replaced else replace(plan, host=found.host)), run
+
+    def _replaces_estimates(self, plan: Plan) -> bool:
+        """Whether peaks of ``plan`` are to be those of a dry run, whatever its estimates are."""
+        if not self._processes:
+            return any(device.allocator is not None for device in plan.devices)
+        budgets = [device.budget for device in plan.devices]
+        return not self._verdict_only or any(budget is not None for budget in budgets)
 
     def _dry_run(self, plan: Plan) -> _DryRun:
         """The dry run of ``plan``, which is made once."""
@@ -171,7 +185,7 @@ class Planner:
 
     def _new_dry_run(self, plan: Plan) -> _DryRun:
         if self._processes:
-            ranks = [run for _, run in rank_timelines(self._program, plan, self._inputs)]
+            ranks = [run for _, run in rank_timelines(self._program, plan, self._inputs, once=True)]
             host = ranks_host_usage(plan, [rank.timeline for rank in ranks])
             return _DryRun(tuple(itertools.islice(itertools.cycle(ranks), len(plan.devices))), host)
         timeline = simulate_steps(self._program, plan, self._inputs)
@@ -199,9 +213,9 @@ def plan_maker(program: Program, inputs: Sequence[Tensor], *, processes: bool = 
 def _corrections(
     before: Mapping[str, int], plan: Plan, judged: Plan, run: _DryRun, *, starving: bool
 ) -> dict[str, int]:
-    """Per device of the first replica, what those in its place need at most beyond ``plan``'s estimates.
+    """Per device of the first replica what those in its place need at most beyond ``plan``'s estimates.
 
-    With ``starving`` that is with kernels that starve, else without.
+    And the same for the host. With ``starving`` that is with kernels that starve, else without.
     """
     beyond = dict(before)
     # A plan need not use all the devices that another one did.
@@ -210,6 +224,9 @@ def _corrections(
     for name, (now, estimate, timeline) in zip(names, given, strict=False):
         needed = now.needed if starving else comfortable_nbytes(now, timeline)
         beyond[name] = max(beyond.get(name, 0), needed - estimate.needed)
+    if plan.host is not None and judged.host is not None:
+        more = judged.host.needed - plan.host.needed
+        beyond[HOST_NAME] = max(beyond.get(HOST_NAME, 0), more)
     return beyond
 
 
@@ -249,6 +266,8 @@ def _without_costs(plan: Plan) -> Plan:
             backward_seconds=0.0,
             forward_launch_seconds=0.0,
             backward_launch_seconds=0.0,
+            host_copy_seconds=0.0,
+            host_copy_nbytes=0,
         )
         for stage in plan.stages
     )

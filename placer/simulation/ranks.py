@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from placer.cost import device_type, stand_in_loss, updates_together
 from placer.emit import StagedModel, emit_stages
 from placer.executor.attribution import Attribution
+from placer.executor.distributed.batch import gather_result
 from placer.executor.distributed.crossings import CrossingFinder, Crossings
 from placer.executor.distributed.gradients import GradientReducer, find_shared
 from placer.executor.distributed.job import Job, RankAssignment, assign_rank
@@ -28,6 +29,7 @@ from placer.program import FakeWorld, Program
 from placer.simulation.ledger import Ledger
 from placer.simulation.optimizers import make_optimizer
 from placer.simulation.simulate import describe_device, running_kernels
+from placer.simulation.steps import record_steps
 from placer.simulation.types import SimulationReport
 from placer.simulation.usage import DeviceTimeline, measure_host, steps_of
 from placer.timeline import HostUsage, Moment, Timeline, Where, host_usage
@@ -91,7 +93,7 @@ def simulate_ranks(
 ) -> SimulationReport:
     """The peak of every device of the first replica when each has a process of its own.
 
-    Each rank's training step runs under its real schedule, on fake tensors, and its messages go
+    Each rank's training step (or forward) runs under its real schedule, on fake tensors, and its messages go
     nowhere. What a rank holds beyond the estimates (received values and their gradients, both halves
     of a split backward, the buckets in which replicas sum their gradients) is in it.
     """
@@ -117,73 +119,108 @@ def rank_timelines(
     *,
     loss_fn: Callable[[Any], Tensor] | None = None,
     run_on: str | None = None,
+    once: bool = False,
 ) -> Iterator[tuple[str, DeviceTimeline]]:
-    """For every device of the first replica its name, and what its process is given."""
-    staged = emit_stages(program, *plan.parts)
+    """For every device of the first replica its name, and what its process is given.
+
+    With ``once`` forward and backward are run for the first step only: later steps differ from it by
+    the optimizer, unless inputs keep their gradients (then every step is run).
+    """
+    replica = _FakeReplica(program, plan, inputs)
+    once = once and not any(leaf.requires_grad for leaf in replica.leaves)
     names = list(dict.fromkeys(stage.devices[0] for stage in plan.stages))
     for index, name in enumerate(names):
         job = Job(rank=index, world_size=plan.replicas * len(names), local_rank=0)
-        assignment = assign_rank(plan, job)
-        ledger = _simulate_rank(
-            program,
-            plan,
-            staged,
-            assignment,
-            inputs,
-            loss_fn,
+        timeline = replica.run_rank(
+            assign_rank(plan, job),
             run_on or name,
+            loss_of=loss_fn or stand_in_loss,
             steps=steps_of(plan, run_on),
+            once=once,
         )
-        yield name, DeviceTimeline(ledger.timeline(), _RANK)
+        yield name, DeviceTimeline(timeline, _RANK)
 
 
-def _simulate_rank(
-    program: Program,
-    plan: Plan,
-    staged: StagedModel,
-    assignment: RankAssignment,
-    inputs: Sequence[Tensor],
-    loss_fn: Callable[[Any], Tensor] | None,
-    name: str,
-    *,
-    steps: int,
-) -> RankLedger:
-    """So many steps of the rank that has ``assignment``, with the kernels of the device ``name``."""
-    world = FakeWorld()
-    fake_model = world.module(program.model)
-    leaves = [world.tensor(tensor) for tensor in inputs]
-    ownership = find_ownership(fake_model, staged, assignment.device_of)
-    finder = CrossingFinder(program.model, plan, staged, _CPU)
-    attribution = Attribution(staged.stages, program.layer_of)
-    ledger = RankLedger(attribution.where, kernels=lambda _: device_type(name))
-    with world.running(program.conditions.guess):
-        part = build_part(fake_model, staged, ownership, assignment.device_index, _CPU)
-        finder.follow(part)
-        batch = cut_batch(
-            staged.call, leaves, replicas=plan.replicas, microbatches=plan.microbatches
-        )
-        slices = [batch.slices[position] for position in batch.of_replica(0)]
-        crossings = [finder.find(slice_, grad=True) for slice_ in slices]
-        pipeline = _pipeline(plan, staged, part, assignment)
-        trained = [p for p in part.parameters() if p.requires_grad]
-        optimizer = make_optimizer(plan.optimizer, trained, foreach=updates_together([name]))
-        group_of = cache(lambda devices: _NoSum(plan.replicas * len(devices)))
-        reducer = _FakeReducer(
-            find_shared(part, staged, ownership, assignment.stage_indices, group_of)
-        )
-        ledger.add_state((*part.parameters(), *part.buffers()))
-        for leaf in (*leaves, *(tensor for slice_ in slices for tensor in slice_)):
-            ledger.add(leaf, CALLER, kind="input")
-        microbatches = _microbatches(staged, slices, crossings, name)
-        loss_of = loss_fn or stand_in_loss
-        with ledger, running_kernels(plan, name):
-            for _ in range(steps):
+class _FakeReplica:
+    """The first replica on fake tensors, whose ranks are run one at a time.
+
+    What all of them know alike (what crosses between stages, the batch as it is cut) is found once.
+    """
+
+    def __init__(self, program: Program, plan: Plan, inputs: Sequence[Tensor]) -> None:
+        self._program, self._plan = program, plan
+        self._world = FakeWorld()
+        self._model = self._world.module(program.model)
+        self.leaves = [self._world.tensor(tensor) for tensor in inputs]
+        self._staged = emit_stages(program, *plan.parts)
+        finder = CrossingFinder(program.model, plan, self._staged, _CPU)
+        with self._world.running(program.conditions.guess):
+            finder.follow(self._model)
+            self._batch = batch = cut_batch(
+                self._staged.call,
+                self.leaves,
+                replicas=plan.replicas,
+                microbatches=plan.microbatches,
+            )
+            self._slices = [batch.slices[position] for position in batch.of_replica(0)]
+            self._crossings = [finder.find(s, grad=plan.training) for s in self._slices]
+        self._finder = finder
+
+    def run_rank(
+        self,
+        assignment: RankAssignment,
+        name: str,
+        *,
+        loss_of: Callable[[Any], Tensor],
+        steps: int,
+        once: bool,
+    ) -> Timeline:
+        """So many steps of the rank that has ``assignment``, with the kernels of the device ``name``.
+
+        For inference it is a forward, of which every rank gets the whole result.
+        """
+        plan, staged, slices = self._plan, self._staged, self._slices
+        ownership = find_ownership(self._model, staged, assignment.device_of)
+        attribution = Attribution(staged.stages, self._program.layer_of)
+        ledger = RankLedger(attribution.where, kernels=lambda _: device_type(name))
+        with self._world.running(self._program.conditions.guess):
+            part = build_part(self._model, staged, ownership, assignment.device_index, _CPU)
+            pipeline = _pipeline(plan, staged, part, assignment)
+            ledger.add_state((*part.parameters(), *part.buffers()))
+            for leaf in (*self.leaves, *(tensor for slice_ in slices for tensor in slice_)):
+                ledger.add(leaf, CALLER, kind="input")
+            microbatches = _microbatches(staged, slices, self._crossings, name)
+            if not plan.training:
+                with ledger, running_kernels(plan, name), torch.no_grad():
+                    gather_result(
+                        self._batch,
+                        pipeline.run(microbatches, None),
+                        self._finder,
+                        assignment=assignment,
+                        broadcast=lambda tensor, rank: None,
+                    )
+                    return ledger.timeline()
+            trained = [p for p in part.parameters() if p.requires_grad]
+            optimizer = make_optimizer(plan.optimizer, trained, foreach=updates_together([name]))
+            group_of = cache(lambda devices: _NoSum(plan.replicas * len(devices)))
+            reducer = _FakeReducer(
+                find_shared(part, staged, ownership, assignment.stage_indices, group_of)
+            )
+
+            def train() -> None:
                 reducer.prepare(len(slices))
                 pipeline.run(microbatches, lambda _, output: loss_of(output) * (1 / len(slices)))
                 reducer.finish()
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-    return ledger
+
+            with ledger, running_kernels(plan, name):
+                return record_steps(
+                    ledger,
+                    train,
+                    optimizer.step,
+                    lambda: optimizer.zero_grad(set_to_none=True),
+                    steps=steps,
+                    once=once,
+                )
 
 
 def _pipeline(

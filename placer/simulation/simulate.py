@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +20,7 @@ from placer.program import FakeWorld, Program
 from placer.program.call import placeholder_names
 from placer.simulation.ledger import Ledger
 from placer.simulation.optimizers import make_optimizer
+from placer.simulation.steps import record_steps
 from placer.simulation.types import DeviceSimulation, SimulationReport
 from placer.simulation.usage import (
     DeviceTimeline,
@@ -29,7 +29,7 @@ from placer.simulation.usage import (
     measure_host,
     steps_of,
 )
-from placer.timeline import Moment, Timeline, Where, host_usage, repeat_parts
+from placer.timeline import Moment, Timeline, Where, host_usage
 
 _LARGEST_SHOWN = 10
 
@@ -108,46 +108,24 @@ def _run(
             place_of = {name: run_on or rows[0][s].name for name, s in staged.state_stage.items()}
             optimizers = _optimizers(placed, plan, place_of)
             loss_of = loss_fn or stand_in_loss
-            steps = steps_of(plan, run_on)
-            if once:
-                state, step, first, later, end = _train_once(
-                    placed, leaves, watch, loss_of, optimizers, ledger
-                )
-                parts = [state, step, first, end, *[step, later, end] * (steps - 1)]
-                return repeat_parts(ledger.timeline(), parts)
-            for _ in range(steps):
-                placed.step_leaves(leaves, loss_fn=loss_of)
+
+            def update() -> None:
                 with watch.optimizing():
                     for optimizer in optimizers:
                         optimizer.step()
+
+            def let_go() -> None:
+                with watch.optimizing():
                     placed.zero_grad(set_to_none=True)
-    return ledger.timeline()
 
-
-def _train_once(
-    placed: PlacedModule,
-    leaves: list[Tensor],
-    watch: _StepWatch,
-    loss_of: Callable[[Any], Tensor],
-    optimizers: Sequence[torch.optim.Optimizer],
-    ledger: Ledger,
-) -> list[range]:
-    """One forward and backward, then the optimizer twice: it makes its state, then uses it.
-
-    Returns which of the ledger's events are of the state before, of forward and backward, of each run of
-    the optimizer, and of letting gradients go.
-    """
-    marks = [0, ledger.num_events]
-    placed.step_leaves(leaves, loss_fn=loss_of)
-    marks.append(ledger.num_events)
-    with watch.optimizing():
-        for _ in range(2):
-            for optimizer in optimizers:
-                optimizer.step()
-            marks.append(ledger.num_events)
-        placed.zero_grad(set_to_none=True)
-    marks.append(ledger.num_events)
-    return [range(*pair) for pair in itertools.pairwise(marks)]
+            return record_steps(
+                ledger,
+                lambda: placed.step_leaves(leaves, loss_fn=loss_of),
+                update,
+                let_go,
+                steps=steps_of(plan, run_on),
+                once=once,
+            )
 
 
 @contextmanager

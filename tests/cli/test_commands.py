@@ -422,8 +422,8 @@ def test_the_example_in_the_help_of_a_command_works(
 
 def test_auto_tells_of_too_little_host_memory(placer: Run) -> None:
     options = ("--input", "4096x64", "-d", "cpu:0=5MiB", "--offload", "--host-memory")
-    assert placer("auto", "net.py:Net", *options, "8MiB").exit_code == 0
-    result = placer("auto", "net.py:Net", *options, "6MiB")
+    assert placer("auto", "net.py:Net", *options, "5MiB").exit_code == 0
+    result = placer("auto", "net.py:Net", *options, "4MiB")
     assert result.exit_code == 3
     assert "does not fit: the host is 1.00 MiB over" in result.stderr
     assert "give more --host-memory" in result.stderr

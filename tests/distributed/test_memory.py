@@ -8,6 +8,7 @@ import distributed_cases as cases
 import pytest
 import torch.distributed as dist
 from jobs import Job
+from placements import estimated_plan
 
 import placer
 
@@ -45,3 +46,42 @@ def test_a_plan_whose_ranks_do_not_fit_is_made_again() -> None:
     assert again.fits
     assert [d.budget for d in again.devices] == [budget] * 2
     assert [s.nodes for s in again.stages] != [s.nodes for s in first.stages]
+
+
+@pytest.mark.parametrize(("stages", "replicas"), [(2, 1), (2, 2)])
+def test_a_rank_peaks_in_inference_where_its_plan_says(
+    job_of: Callable[[int], Job], stages: int, replicas: int
+) -> None:
+    """Every rank gets the whole result, which is most of what it holds."""
+    model, x = cases.memory_case()
+    spec = cases.make_spec(stages, replicas, 2, "GPipe").model_copy(update={"training": False})
+    plan = placer.make_plan(model, spec, x, processes=True)
+    predicted = [device.peak for device in plan.devices]
+    found = job_of(stages * replicas).run(cases.count_bytes, plan)
+    assert found == pytest.approx(predicted, rel=0.001)
+
+
+def test_in_a_job_a_plan_fits_when_its_ranks_do(job_of: Callable[[int], Job]) -> None:
+    """The second device of a zero-bubble schedule holds more than estimates, or one process, say.
+
+    All layers are pinned, so that there is one plan.
+    """
+    model, x = cases.memory_case()
+    layers = {"**": "cpu:0", "up*": "cpu:1", "head": "cpu:1"}
+    spec = cases.make_spec(2, 1, 4, "InterleavedZeroBubble", layers=layers, reserve=0)
+    ranks = placer.make_plan(model, spec, x, processes=True).devices[1].peak
+    assert ranks > 1.5 * estimated_plan(model, spec, x).devices[1].peak
+
+    def limited(nbytes: int) -> placer.PlacementSpec:
+        devices = ["cpu:0", {"name": "cpu:1", "memory": nbytes}]
+        return spec.with_devices(placer.PlacementSpec(devices=devices).devices)
+
+    job = job_of(2)
+    for peaks in job.run(cases.compile_within, limited(ranks)):
+        assert peaks[1] == ranks
+    plan_of_one = placer.make_plan(model, limited(ranks - 1), x)
+    assert plan_of_one.fits
+    for wanted, words in ((limited(ranks - 1), "needs"), (plan_of_one, "was made for one process")):
+        for text in job.run(cases.compile_within, wanted):
+            assert text.startswith("device cpu:1:")
+            assert words in text and "1 B more than its" in text

@@ -16,13 +16,14 @@ from placer.partition.policy.search import PolicySearch
 from placer.partition.policy.types import KEEP, PartialPolicy, StageLimits
 
 
-def _partial(seconds: int, kept: int, backward_peak: int) -> PartialPolicy:
+def _partial(seconds: int, kept: int, backward_peak: int, hosted: int = 0) -> PartialPolicy:
     return PartialPolicy(
         seconds=seconds,
         kept=kept,
         backward_peak=backward_peak,
         on_device=0,
         on_host=0,
+        hosted=hosted,
         policy=KEEP,
         span=(0, 1),
     )
@@ -46,6 +47,27 @@ def test_a_partial_policy_is_kept_if_no_other_is_as_good(
     for one in found:
         better = [o for o in found if o.kept <= one.kept and o.backward_peak <= one.backward_peak]
         assert [o for o in better if o.seconds <= one.seconds] == [one]
+
+
+@given(st.lists(st.builds(_partial, *[st.integers(0, 8)] * 4), max_size=25), st.integers(0, 8))
+def test_what_waits_on_the_host_is_one_of_the_sums(
+    partials: list[PartialPolicy], host_budget: int
+) -> None:
+    """In steps of a share of the budget: nothing is dropped for what takes a step more."""
+    limits = StageLimits(
+        static=0.0, budget=12, held=2, all_gradients=False, host_budget=host_budget
+    )
+    found = cheapest._within_both(partials, 0, limits=limits)
+    assert all(one.hosted <= host_budget and limits.peak(one) <= 12 for one in found)
+    step = host_budget / cheapest._HOST_LEVELS
+    for one in filter(limits.fits, partials):
+        assert any(
+            o.seconds <= one.seconds
+            and o.kept <= one.kept
+            and o.backward_peak <= one.backward_peak
+            and o.hosted <= one.hosted + step
+            for o in found
+        )
 
 
 def test_the_least_peak_of_a_stage_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -96,3 +97,29 @@ def test_bound_optimum_and_answer(most: int, monkeypatch: pytest.MonkeyPatch) ->
         tried += 1
         above += best > 0
     assert tried >= 15 and above >= 10
+
+
+def test_within_the_host_s_memory_the_best_of_all_is_found_as_a_rule() -> None:
+    """Where memory of the host is short, some blocks are recomputed in place of being offloaded."""
+    tried = best_found = 0
+    for seed in range(60):
+        draw = random.Random(seed)
+        costs, choices, nodes = _costs(draw, 6), CHOICES[2], range(6)
+        stage = PolicySearch(costs, nodes, (), EVERYWHERE, {}, KIND, all_gradients=False)
+        ways = stage.search(choices, lambda labels, _: labels)
+        free = StageLimits(static=0, budget=float("inf"), held=1, all_gradients=False)
+        limits = replace(free, budget=0.6 * max(free.peak(way) for way in ways if not way.seconds))
+        fitting = [way for way in ways if limits.fits(way)]
+        unlimited = cheapest.choose_stage_policy(stage, choices, limits)
+        if not fitting or not unlimited.hosted:
+            continue
+        least_hosted = cheapest.least_host_bytes(stage, choices, limits)
+        assert min(way.hosted for way in fitting) <= least_hosted <= unlimited.hosted
+        within = replace(limits, host_budget=(unlimited.hosted + least_hosted) / 2)
+        found = cheapest.choose_stage_policy(stage, choices, within)
+        best = min(way.seconds for way in fitting if within.fits(way))
+        assert found.hosted <= within.host_budget and found.peak <= limits.budget
+        assert best * (1 - 1e-9) <= found.seconds
+        tried += 1
+        best_found += found.seconds <= best * 1.001
+    assert tried >= 20 and best_found >= 0.8 * tried, (tried, best_found)

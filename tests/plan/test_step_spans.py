@@ -12,8 +12,10 @@ from plans import make_plan
 from torch import nn
 
 import placer
+from placer.cost import device_kind
 from placer.plan.step_spans import step_spans
 from placer.plan.types import Plan, Transfer
+from placer.report.timeline import step_trace
 from placer.timeline import Span, end_of, idle_share
 
 
@@ -143,3 +145,49 @@ def test_a_plans_step_is_its_spans(processes: bool) -> None:
     on_cpu = estimated_plan(model, cpus, (torch.empty(64, 64),))
     work = 4 * sum(s.forward_seconds + s.backward_seconds for s in on_cpu.stages)
     assert on_cpu.step_seconds >= work + on_cpu.optimizer_seconds - 1e-12
+
+
+def _offloading(overlap: bool, width: int = 64) -> Plan:
+    """Three products in one stage, all of whose results go to the host."""
+    layers = [layer for _ in range(3) for layer in (nn.Linear(width, width), nn.Tanh())]
+    with torch.device("meta"):
+        model, x = nn.Sequential(*layers), torch.empty(2**20, width)
+    spec = {"devices": [{"name": "cuda:0", "kind": "h100"}], "offload": ["*"]}
+    return estimated_plan(model, {**spec, "offload_overlap": overlap}, (x,))
+
+
+@pytest.mark.parametrize("width", [64, 8192])
+def test_copies_to_the_host_are_beside_the_computations_or_among_them(width: int) -> None:
+    """Narrow layers wait for the link in both passes; wide ones take no longer than without copies."""
+    apart, beside = (_offloading(overlap, width) for overlap in (False, True))
+    assert not any(span.kind == "transfer" for span in step_spans(apart))
+    there, back = (span for span in step_spans(beside) if span.kind == "transfer")
+    assert there.on == ("cuda:0 to the host",) and back.on == ("the host to cuda:0",)
+    assert beside.host is not None and there.nbytes == back.nbytes == beside.host.peak
+    one_way = beside.host.peak / device_kind("cuda:0", "h100").host_bandwidth
+    assert there.end - there.start == pytest.approx(one_way)
+    (slow,), (fast,) = apart.stages, beside.stages
+    for name, copy in (("forward", there), ("backward", back)):
+        (computed,) = (s for s in step_spans(beside) if s.name == f"0{name[0].upper()}0")
+        assert copy.start == computed.start and copy.end <= computed.end * (1 + 1e-9)
+        before, now = (getattr(stage, f"{name}_seconds") for stage in (slow, fast))
+        computing = before - one_way
+        assert max(computing, one_way) <= now < before
+        if width == 64:
+            assert now < 1.4 * one_way  # the first tensor of a pass has nothing beside it
+        else:
+            assert now < computing + 0.7 * one_way  # a copy waits for the one before it
+    assert beside.step_seconds == end_of(step_spans(beside)) < apart.step_seconds
+    rows = [e["args"]["name"] for e in step_trace(beside)["traceEvents"] if e["ph"] == "M"]
+    assert rows == ["cuda:0", *there.on, *back.on]
+
+
+def test_a_cpu_has_no_stream_for_copies() -> None:
+    with torch.device("meta"):
+        model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.empty(64, 8)
+    spec = {"devices": ["cpu:0"], "offload": ["*"]}
+    plain, overlap = (
+        estimated_plan(model, {**spec, "offload_overlap": given}, (x,)) for given in (False, True)
+    )
+    assert overlap.step_seconds == plain.step_seconds
+    assert not overlap.stages[0].host_copy_nbytes

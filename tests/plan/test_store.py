@@ -233,8 +233,10 @@ def test_a_file_that_an_earlier_placer_wrote_is_read_whole() -> None:
         unknown = {key: device.pop(key) for key in ("workspaces", "context", "starved")}
         assert not any(unknown.values())
         assert device.pop("reserved") is None and device.pop("allocator") is None
+    new = ("forward_launch", "backward_launch", "host_copy")
     for stage in now["stages"]:
-        assert not stage.pop("forward_launch_seconds") and not stage.pop("backward_launch_seconds")
+        assert not any(stage.pop(f"{name}_seconds") for name in new)
+        assert not stage.pop("host_copy_nbytes")
     assert not any(transfer.pop("seconds") for transfer in now["transfers"])
     assert now == before
     assert plan.stages[1].regions[0].recompute

@@ -76,6 +76,29 @@ def test_the_plan_fits_a_budget_that_is_too_small_otherwise(fields: dict[str, st
     assert "extra seconds of a micro-batch" in plan.explain()
 
 
+def test_more_ways_to_save_memory_take_no_more_time() -> None:
+    """Offloaded regions, too, end where memory is not shared between nodes, or else are given up."""
+    model, args = UNET
+    budget = int(0.9 * _plan(model, args, None).devices[0].peak)
+    ways = {"checkpoint": "auto"}, {"offload": "auto"}, {"checkpoint": "auto", "offload": "auto"}
+    found = [estimated_plan(model, _limited(budget, **way), args) for way in ways]
+    assert all(plan.fits for plan in found)
+    *single, both = [plan.step_seconds for plan in found]
+    assert both <= min(single)
+    assert found[1].devices[0].peak > 0.8 * budget  # no more is offloaded than has to be
+
+
+def _limited(budget: int, **fields: Any) -> dict[str, Any]:
+    devices = [{"name": "cpu:0", "memory": budget}]
+    return {
+        "devices": devices,
+        "reserve": 0,
+        "optimizer": "sgd",
+        "objective": "throughput",
+        **fields,
+    }
+
+
 def test_micro_batches_and_stages_are_lightened_too() -> None:
     model, args = UNET
     base = _plan(model, args, None, 2, microbatches=2)

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from captured import captured_once
+from oracle import assert_same
 from torch import Tensor, nn
+from unet3d import unet3d
 
 import placer
 from placer.errors import BudgetError
 from placer.plan.store import plan_from_json, plan_to_json
 from placer.timeline import PINNED, Block, HostUsage, Recorder, host_usage
+
+pytestmark = pytest.mark.xdist_group("host")  # they share captures
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_capture() -> Iterator[None]:
+    with captured_once():
+        yield
+
 
 ROWS, WIDTH = 1000, 96
 SAVED = 500 * WIDTH * 4  # bytes that a layer saves of a micro-batch
@@ -81,6 +95,80 @@ def test_without_offloading_nothing_is_said_of_the_host() -> None:
     assert plan.host is None
     assert "host" not in plan_to_json(plan)
     assert "host" not in placer.simulate(model, plan, x).to_json()
+
+
+@cache
+def unet(rows: int, size: int) -> tuple[nn.Module, Tensor]:
+    """The device has the host's memory for links: to offload takes less time than to recompute."""
+    torch.manual_seed(0)
+    return unet3d(width=4, depth=2).double(), torch.randn(rows, 1, *[size] * 3, dtype=torch.float64)
+
+
+BOTH = {"checkpoint": "auto", "offload": "auto", "optimizer": "sgd", "reserve": 0}
+
+
+def within(model: nn.Module, x: Tensor, share: float, *, stages: int, **fields: Any) -> Any:
+    """The spec with so much of the memory that ``model`` needs when all is kept."""
+    names = [f"cpu:{i}" for i in range(stages)]
+    fields = {**BOTH, **fields}
+    plain = {**fields, "checkpoint": [], "offload": [], "objective": "memory", "host_memory": None}
+    most = max(
+        device.peak for device in placer.make_plan(model, {"devices": names, **plain}, x).devices
+    )
+    return {"devices": [{"name": n, "memory": int(share * most)} for n in names], **fields}
+
+
+@pytest.mark.parametrize(
+    ("stages", "fields"),
+    [
+        (1, {}),
+        (1, {"objective": "memory"}),
+        (2, {"microbatches": 2, "schedule": "1F1B"}),
+    ],
+)
+def test_what_is_offloaded_fits_the_host_too(stages: int, fields: dict[str, Any]) -> None:
+    """And computes what the model computes. What has no room there is recomputed."""
+    model, x = unet(4, 16)
+    free = within(model, x, 0.6, stages=stages, **fields)
+    unlimited = placer.make_plan(model, free, x)
+    assert unlimited.fits and unlimited.host is not None
+    limit = int(0.5 * unlimited.host.needed)
+    plan = placer.make_plan(model, {**free, "host_memory": limit}, x)
+    assert plan.fits and plan.checkpoint
+    assert plan.host is None or plan.host.needed <= limit
+    report = placer.simulate(model, plan, x)
+    assert report.host == plan.host
+    for device, found in zip(plan.devices, report.devices, strict=True):
+        assert device.budget is not None and found.peak <= device.budget
+    assert plan.step_seconds >= 0.999 * unlimited.step_seconds
+    assert_same(model, plan, (x,))
+
+
+def test_without_budgets_of_devices_the_host_s_holds() -> None:
+    model, x = unet(2, 16)
+    spec = {"devices": ["cpu:0"], "objective": "memory", **BOTH, "checkpoint": []}
+    unlimited = placer.make_plan(model, spec, x)
+    assert unlimited.host is not None
+    half = unlimited.host.needed // 2
+    plan = placer.make_plan(model, {**spec, "host_memory": half}, x)
+    assert plan.fits and plan.host is not None and 0.5 * half < plan.host.needed <= half
+    plain = placer.make_plan(model, {**spec, "offload": []}, x).devices[0].peak
+    assert unlimited.devices[0].peak < plan.devices[0].peak < plain
+
+
+def test_ranks_share_the_host() -> None:
+    """Replicas in one process run one after the other, those in processes of their own all at once."""
+    model, x = unet(4, 16)
+    spec = within(model, x, 0.4, stages=1)
+    spec = {**spec, "replicas": 2}
+    needed = {}
+    for processes in (False, True):
+        plan = placer.make_plan(model, spec, x, processes=processes)
+        assert plan.fits and plan.host is not None
+        needed[processes] = plan.host.needed
+        again = {**spec, "host_memory": int(0.7 * plan.host.needed)}
+        assert placer.make_plan(model, again, x, processes=processes).fits
+    assert needed[True] > 1.5 * needed[False]
 
 
 @pytest.mark.parametrize("kind", ["cuda", "cpu"])

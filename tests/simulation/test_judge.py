@@ -10,14 +10,18 @@ from typing import Any
 import pytest
 import torch
 from captured import captured_once
+from placements import estimated_plan
 from torch import nn
 
 import placer
+from placer import api
 from placer.cost import estimate
 from placer.errors import BudgetError
+from placer.executor.distributed.job import Job
 from placer.planner.build import build_plan
 from placer.program import capture_model
 from placer.simulation import judge, simulate_plan
+from placer.simulation.ranks import rank_timelines
 from placer.simulation.simulate import simulate_steps
 from placer.simulation.usage import DeviceTimeline, measure
 
@@ -154,6 +158,50 @@ def test_steps_made_of_one_are_those_that_are_run(fields: dict[str, Any], device
             taken = measure(each, DeviceTimeline(made, each.device))
             assert (taken.peak, taken.workspaces) == (found.peak, found.workspaces)
             assert taken.reserved == found.reserved
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"microbatches": 2, "schedule": "1F1B"},
+        {"optimizer": "sgd_momentum", "microbatches": 4, "schedule": "InterleavedZeroBubble"},
+        {"replicas": 2, "checkpoint": ["1", "2"], "offload": ["4"]},
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_steps_of_a_rank_made_of_one_are_those_that_are_run(
+    fields: dict[str, Any], device: str
+) -> None:
+    x = torch.empty(8, 8, 16, 16, device="meta")
+    spec = placer.load_spec({"devices": [f"{device}:0", f"{device}:1"], **fields})
+    program = capture_model(chain(), (x,))
+    plan = build_plan(program, spec, [x], processes=True)
+    every = rank_timelines(program, plan, [x])
+    made = rank_timelines(program, plan, [x], once=True)
+    devices = {each.device: each for each in plan.devices}
+    for (name, expected), (_, found) in zip(every, made, strict=True):
+        assert measure(devices[name], found) == measure(devices[name], expected)
+
+
+def test_in_a_job_the_allocator_decides_what_fits_on_a_gpu() -> None:
+    """By what the allocator of the fuller rank takes at least; tensors alone would fit."""
+    program = capture_model(chain(), (X,))
+    job = Job(rank=1, world_size=2, local_rank=1)
+
+    def spec(nbytes: int) -> placer.PlacementSpec:
+        devices = [{"name": f"cuda:{i}", "memory": nbytes} for i in range(2)]
+        layers = {**dict.fromkeys("0123", "cuda:0"), **dict.fromkeys("45", "cuda:1")}
+        return placer.load_spec({"devices": devices, "reserve": 0, "context": 0, "layers": layers})
+
+    plan = api._plan_or_refuse(spec(2**30), program, [X], job)
+    first = plan.devices[0]
+    assert first.reserved is not None and first.reserved > first.peak + first.workspaces
+    between = (first.peak + first.workspaces + first.reserved) // 2
+    estimates = estimated_plan(chain(), spec(between), (X,))
+    assert estimates.fits
+    for wanted in (spec(between), estimates):
+        with pytest.raises(BudgetError, match="cuda:0"):
+            api._plan_or_refuse(wanted, program, [X], job)
 
 
 def test_the_model_is_run_once_per_micro_batch_however_many_changes_are_planned(

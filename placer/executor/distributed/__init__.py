@@ -56,8 +56,9 @@ its shape is found on fake tensors. Every rank has the model's own inputs, they 
 Gradients are summed over replicas in buckets while backward runs, those of tied weights over their
 stages too.
 ``placer.make_plan(model, spec, args, processes=True)`` says what each rank will hold: its peaks are
-those of a dry run of each rank on fake tensors (``placer.simulate(…, processes=True)``). A plan
-that ``compile`` makes inside a job has estimates; give it a plan made before for the judged ones.
+those of a dry run of each rank on fake tensors (``placer.simulate(…, processes=True)``). Inside a job
+``compile`` makes that dry run where the spec limits memory, and raises ``BudgetError`` on all ranks
+when one does not fit; also for a plan that was made for one process.
 
 As in one process: inputs of other sizes and modes after ``compile``; hooks, those on the whole module
 too (forward hooks in a step run where the last stage is, for each micro-batch); inputs that require

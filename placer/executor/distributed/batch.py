@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from placer.emit import StagedModel
@@ -147,29 +146,29 @@ def gather_result(
     finder: CrossingFinder,
     *,
     assignment: RankAssignment,
-    last_device: int,
-    world: dist.ProcessGroup,
+    broadcast: Callable[[Tensor, int], object],
 ) -> Any:
     """The whole result on every rank, sent out by the last stage of each replica; a collective call.
 
-    ``results`` has those of the micro-batches whose last stage is on this rank.
+    ``results`` has those of the micro-batches whose last stage is on this rank. ``broadcast`` gives a
+    tensor of the rank that it is told to all of them.
     """
     gathered = []
     for replica in range(len(batch.rows)):
-        source = replica * assignment.num_devices + last_device
+        source = replica * assignment.num_devices + assignment.device_of[-1]
         for index, position in enumerate(batch.of_replica(replica)):
             crossings = finder.find(batch.slices[position], grad=False)
-            given = results.leaves.get(index) if source == dist.get_rank() else None
-            gathered.append(_broadcast(crossings.result, given, source, finder.device, world))
+            given = results.leaves.get(index) if source == assignment.rank else None
+            gathered.append(_share(crossings.result, given, source, finder.device, broadcast))
     return join_results(crossings.staged, gathered)
 
 
-def _broadcast(
+def _share(
     expected: Sequence[Any],
     given: Sequence[Any] | None,
     source: int,
     device: torch.device,
-    world: dist.ProcessGroup,
+    broadcast: Callable[[Tensor, int], object],
 ) -> list[Any]:
     """The leaves of a result from rank ``source``, which alone has them ``given``."""
     received = []
@@ -179,12 +178,12 @@ def _broadcast(
                 leaf = given[position].detach().contiguous()
             else:
                 leaf = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
-            dist.broadcast(leaf, source, group=world)
+            broadcast(leaf, source)
         elif isinstance(leaf, int | float):  # it may depend on the data
             kind = torch.float64 if isinstance(leaf, float) else torch.int64
             number = torch.tensor(leaf if given is None else given[position], dtype=kind)
             number = number.to(device)
-            dist.broadcast(number, source, group=world)
+            broadcast(number, source)
             leaf = type(leaf)(number.item())
         elif given is not None:
             leaf = given[position]

@@ -209,8 +209,7 @@ class DistributedModule(PartialModule):
                 results,
                 self._finder,
                 assignment=self.assignment,
-                last_device=self._last_device,
-                world=self.process_groups.world,
+                broadcast=partial(dist.broadcast, group=self.process_groups.world),
             )
             if moments is not None:
                 moments.wait()

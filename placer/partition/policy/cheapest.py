@@ -5,6 +5,9 @@ several are recomputed together. A first search finds the least peak. It drops a
 another one at the same boundary leads to no higher peak, whatever follows. If that peak is within the
 limits, a second search finds less time. It drops a partial policy if another one has no larger sums.
 
+Where the host's memory is limited too, what a policy offloads counts among its sums, in `_HOST_LEVELS`
+steps.
+
 O(blocks^2 x partial policies) extensions, at most `_MOST_PARTIAL` partial policies per boundary. A
 heuristic: by that limit, by the choice of blocks, and because the second search compares sums alone.
 `placer.partition.policy.least` bounds the time of any policy from below. (Dynamic programs for chains:
@@ -15,9 +18,11 @@ Rematerialization and Offloading for Training DNNs", NeurIPS 2021.)
 from __future__ import annotations
 
 import bisect
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from placer.partition.policy.search import PolicySearch
 from placer.partition.policy.types import (
@@ -29,15 +34,20 @@ from placer.partition.policy.types import (
 from placer.regions import RegionKey
 
 _MOST_PARTIAL = 120
+_HOST_LEVELS = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePolicy:
-    """A policy of a stage: runs of nodes with the policy of each, extra seconds, and peak bytes."""
+    """A policy of a stage: runs of nodes with the policy of each, extra seconds, and peak bytes.
+
+    ``hosted`` are the bytes of the host's memory that it takes per micro-batch.
+    """
 
     runs: tuple[tuple[tuple[int, ...], Policy], ...]
     seconds: float
     peak: float
+    hosted: float
 
 
 def choose_stage_policy(
@@ -47,12 +57,24 @@ def choose_stage_policy(
 
     ``choices`` are the policies allowed for blocks, besides keeping.
     """
+    within_host = math.isfinite(limits.host_budget)
+    lightest = _least_peaks(stage, choices, limits.host_budget)
+    if within_host:
+        lightest = [*lightest, *_least_hosted(stage, choices, limits)]
     chosen = min(
-        _least_peaks(stage, choices),
-        key=lambda candidate: (limits.peak(candidate), candidate.seconds),
+        lightest or _least_peaks(stage, choices, math.inf),
+        key=lambda candidate: (
+            candidate.hosted > limits.host_budget,
+            limits.peak(candidate),
+            candidate.seconds,
+        ),
     )
-    if limits.peak(chosen) <= limits.budget:
-        cheapest = stage.search(choices, partial(_within_budget, limits=limits))
+    if limits.fits(chosen):
+        select = partial(_within_both if within_host else _within_budget, limits=limits)
+        cheapest = stage.search(choices, select)
+        if within_host:  # without the host, too: what is capped above may have been it
+            without = [choice for choice in choices if not choice.offload]
+            cheapest += [x for x in stage.search(without, select) if limits.fits(x)]
         chosen = min([chosen, *cheapest], key=lambda x: (x.seconds, limits.peak(x)))
     runs = []
     step: PartialPolicy | None = chosen
@@ -62,31 +84,62 @@ def choose_stage_policy(
         if step.policy != KEEP:
             runs.append((tuple(stage.nodes[t] for t in inside), step.policy))
         step = step.before
-    return StagePolicy(runs=tuple(reversed(runs)), seconds=chosen.seconds, peak=limits.peak(chosen))
+    return StagePolicy(
+        runs=tuple(reversed(runs)),
+        seconds=chosen.seconds,
+        peak=limits.peak(chosen),
+        hosted=chosen.hosted,
+    )
 
 
-def _least_peaks(stage: PolicySearch, choices: Collection[Policy]) -> list[PartialPolicy]:
-    """Policies of the whole stage, the one with the least peak among them whatever the limits are."""
-    known = stage.least_peaks.get(frozenset(choices))
-    if known is None:
-        known = stage.search(choices, partial(_not_dominated, stage=stage))
-        stage.least_peaks[frozenset(choices)] = known
-    return known
+def least_host_bytes(
+    stage: PolicySearch, choices: Collection[Policy], limits: StageLimits
+) -> float:
+    """Bytes of the host's memory that a micro-batch takes under the policy that takes the least.
+
+    Of the policies within the device's budget; 0 where none is.
+    """
+    return min((found.hosted for found in _least_hosted(stage, choices, limits)), default=0.0)
+
+
+def _least_hosted(
+    stage: PolicySearch, choices: Collection[Policy], limits: StageLimits
+) -> list[PartialPolicy]:
+    """Policies within the device's budget, the one that takes the least of the host among them."""
+    return stage.search(
+        choices,
+        partial(_within_budget, limits=limits, cost=lambda found: (found.hosted, found.seconds)),
+    )
+
+
+def _least_peaks(
+    stage: PolicySearch, choices: Collection[Policy], host_budget: float
+) -> list[PartialPolicy]:
+    """Policies of the whole stage, the one with the least peak among them whatever the device's limit."""
+    key = frozenset(choices), host_budget
+    if key not in stage.least_peaks:
+        select = partial(_not_dominated, stage=stage, host_budget=host_budget)
+        stage.least_peaks[key] = stage.search(choices, select)
+    return stage.least_peaks[key]
 
 
 def _not_dominated(
-    partials: list[PartialPolicy], boundary: int, *, stage: PolicySearch
+    partials: list[PartialPolicy], boundary: int, *, stage: PolicySearch, host_budget: float
 ) -> list[PartialPolicy]:
-    """The partial policies that may lead to the least peak, whatever follows.
+    """The partial policies within the host's budget that may lead to the least peak, whatever follows.
 
     What follows costs one more than another by at most the bytes of the values that are needed later
     and that only the other has on the device.
     """
     later = stage.needed_from(boundary)
     kept: list[PartialPolicy] = []
+    limited = math.isfinite(host_budget)
     for candidate in sorted(partials, key=lambda x: (x.kept, x.backward_peak, x.seconds)):
+        if candidate.hosted > host_budget:
+            continue
         if not any(
             other.backward_peak <= candidate.backward_peak
+            and not (limited and other.hosted > candidate.hosted)
             and other.kept + stage.bytes_of(candidate.on_device & ~other.on_device & later)
             <= candidate.kept
             for other in kept
@@ -96,25 +149,58 @@ def _not_dominated(
 
 
 def _within_budget(
+    partials: list[PartialPolicy],
+    boundary: int,
+    *,
+    limits: StageLimits,
+    cost: Callable[[PartialPolicy], Any] = lambda found: found.seconds,
+) -> list[PartialPolicy]:
+    """Those within the device's budget of which no other has sums, and a ``cost``, that are as small."""
+    kept: list[PartialPolicy] = []
+    least = _Staircase()
+    for candidate in sorted(partials, key=lambda x: (cost(x), x.kept, x.backward_peak)):
+        if limits.peak(candidate) <= limits.budget and not least.has_below(candidate):
+            kept.append(candidate)
+            least.add(candidate)
+    return _capped(kept)
+
+
+def _within_both(
     partials: list[PartialPolicy], boundary: int, *, limits: StageLimits
 ) -> list[PartialPolicy]:
-    """Those within the budget of which no other has sums that are as small."""
+    """The same with what is offloaded as one of the sums, up to the host's budget."""
     kept: list[PartialPolicy] = []
-    # A staircase: the least `backward_peak` of all so far that keep at most so much.
-    most_kept: list[float] = []
-    least_worst: list[float] = []
+    levels = [_Staircase() for _ in range(_HOST_LEVELS + 1)]
+    step = limits.host_budget / _HOST_LEVELS
     for candidate in sorted(partials, key=lambda x: (x.seconds, x.kept, x.backward_peak)):
-        if limits.peak(candidate) > limits.budget:
+        if not limits.fits(candidate):
             continue
-        at = bisect.bisect_right(most_kept, candidate.kept)
-        if at and least_worst[at - 1] <= candidate.backward_peak:
-            continue
-        kept.append(candidate)
-        end = at
-        while end < len(least_worst) and least_worst[end] >= candidate.backward_peak:
-            end += 1
-        most_kept[at:end], least_worst[at:end] = [candidate.kept], [candidate.backward_peak]
+        level = min(_HOST_LEVELS, math.ceil(candidate.hosted / step)) if step else 0
+        if not any(least.has_below(candidate) for least in levels[: level + 1]):
+            kept.append(candidate)
+            levels[level].add(candidate)
     return _capped(kept)
+
+
+class _Staircase:
+    """The least ``backward_peak`` of the partial policies so far that keep at most so much."""
+
+    def __init__(self) -> None:
+        self._kept: list[float] = []
+        self._backward_peak: list[float] = []
+
+    def has_below(self, candidate: PartialPolicy) -> bool:
+        """Has one as small a sum of either?"""
+        at = bisect.bisect_right(self._kept, candidate.kept)
+        return bool(at) and self._backward_peak[at - 1] <= candidate.backward_peak
+
+    def add(self, candidate: PartialPolicy) -> None:
+        """Add one that has none below it."""
+        at = end = bisect.bisect_right(self._kept, candidate.kept)
+        peaks = self._backward_peak
+        while end < len(peaks) and peaks[end] >= candidate.backward_peak:
+            end += 1
+        self._kept[at:end], peaks[at:end] = [candidate.kept], [candidate.backward_peak]
 
 
 def _capped(partials: list[PartialPolicy]) -> list[PartialPolicy]:
@@ -128,10 +214,14 @@ def _capped(partials: list[PartialPolicy]) -> list[PartialPolicy]:
 def keys_of(
     layer_of: Sequence[str], runs: Sequence[tuple[tuple[int, ...], Policy]]
 ) -> dict[int, RegionKey]:
-    """Node -> region key for the ``runs`` of a stage under its policy, labelled with the layers they span."""
+    """Node -> region key for the ``runs`` of a stage under its policy, labelled with the layers they span.
+
+    Runs side by side that are offloaded, and not recomputed, are one region: what several of them save
+    is copied once.
+    """
     keys: dict[int, RegionKey] = {}
     before = ""
-    for nodes, policy in runs:
+    for nodes, policy in _joined(runs):
         inside = [layer_of[node] for node in nodes if layer_of[node]] or ["the model's own code"]
         label = inside[0] if inside[0] == inside[-1] else f"{inside[0]} … {inside[-1]}"
         if label == before:
@@ -140,3 +230,18 @@ def keys_of(
         key = RegionKey(label=label, recompute=policy.recompute, offload=policy.offload)
         keys.update(dict.fromkeys(nodes, key))
     return keys
+
+
+def _joined(
+    runs: Sequence[tuple[tuple[int, ...], Policy]],
+) -> list[tuple[tuple[int, ...], Policy]]:
+    """``runs`` with those joined that `keys_of` says."""
+    joined: list[tuple[tuple[int, ...], Policy]] = []
+    for nodes, policy in runs:
+        if joined and not policy.recompute and joined[-1][1] == policy:
+            before = joined[-1][0]
+            if before[-1] + 1 == nodes[0]:
+                joined[-1] = (*before, *nodes), policy
+                continue
+        joined.append((nodes, policy))
+    return joined

@@ -96,6 +96,7 @@ def _union(a: PartialPolicy, b: PartialPolicy) -> PartialPolicy:
         backward_peak=min(a.backward_peak, b.backward_peak),
         on_device=a.on_device | b.on_device,
         on_host=a.on_host | b.on_host,
+        hosted=min(a.hosted, b.hosted),
         before=None,
     )
 

@@ -19,10 +19,18 @@ from placer.cost import CostTable
 from placer.partition.policy.types import KEEP, PartialPolicy, Policy
 from placer.partition.stage_cost.pending_gradients import pending_gradients
 from placer.regions import RegionBoundaries
+from placer.timeline import pinned_nbytes
 
 _MOST_BLOCKS = 36
 _NO_BLOCKS = PartialPolicy(
-    seconds=0.0, kept=0.0, backward_peak=0.0, on_device=0, on_host=0, policy=KEEP, span=(0, 0)
+    seconds=0.0,
+    kept=0.0,
+    backward_peak=0.0,
+    on_device=0,
+    on_host=0,
+    hosted=0.0,
+    policy=KEEP,
+    span=(0, 0),
 )
 
 
@@ -42,7 +50,7 @@ class PolicySearch:
 
     ``nodes`` are in program order, ``before`` those of earlier stages. Nodes in ``given`` have their
     policy already; ``boundaries`` says where regions may begin and end.
-    ``all_gradients`` is as in `StageLimits`.
+    ``all_gradients`` is as in `StageLimits`. With ``pinned`` what is offloaded waits in pinned memory.
     """
 
     costs: CostTable
@@ -52,16 +60,21 @@ class PolicySearch:
     given: Mapping[int, Policy]
     kind: DeviceKind
     all_gradients: bool = field(kw_only=True)
+    pinned: bool = field(kw_only=True, default=False)
 
     def __post_init__(self) -> None:
-        # Per choices the policies among which the least peak is, once `cheapest` has searched for them.
-        self.least_peaks: dict[frozenset[Policy], list[PartialPolicy]] = {}
+        # Per choices and host budget the policies among which the least peak is, once `cheapest` has
+        # searched for them.
+        self.least_peaks: dict[tuple[frozenset[Policy], float], list[PartialPolicy]] = {}
         costs = self.costs
         self.nodes = list(self.nodes)
         if self.nodes and self.nodes[-1] == len(costs.names) - 1:
             self.nodes.append(len(costs.names))
         local = {node: t for t, node in enumerate(self.nodes)}
         self.nbytes = [float(v.nbytes) for v in costs.values]
+        self.host_nbytes = [
+            float(pinned_nbytes(v.nbytes) if self.pinned else v.nbytes) for v in costs.values
+        ]
         self.single = [len(v.savers) == 1 for v in costs.values]
         self.producer = [local.get(v.producer, -1) for v in costs.values]
         self.saved_at: list[list[int]] = [[] for _ in self.nodes]
@@ -178,22 +191,52 @@ class PolicySearch:
         """
         at: list[list[PartialPolicy]] = [[_NO_BLOCKS], *([] for _ in self.blocks)]
         for boundary in range(len(self.blocks)):
-            for partial in select(at[boundary], boundary):
+            for partial in self._selected(at[boundary], boundary, select):
                 for end, made in self.extend(partial, boundary, choices):
                     at[end].append(made)
             at[boundary] = []
         return select(at[-1], len(self.blocks))
+
+    def _selected(
+        self,
+        partials: list[PartialPolicy],
+        boundary: int,
+        select: Callable[[list[PartialPolicy], int], list[PartialPolicy]],
+    ) -> list[PartialPolicy]:
+        """What ``select`` picks among those that what follows can be the same for."""
+        by_policy: dict[Policy | None, list[PartialPolicy]] = {}
+        for partial in partials:
+            by_policy.setdefault(self._must_go_on(partial, boundary), []).append(partial)
+        return [chosen for group in by_policy.values() for chosen in select(group, boundary)]
+
+    def _must_go_on(self, partial: PartialPolicy, boundary: int) -> Policy | None:
+        """The policy that the block from ``boundary`` on must have, like the one before; None for any.
+
+        So it is between nodes that share written memory, unless the first of them are recomputed: see
+        `placer.regions.keys.whole_groups`.
+        """
+        first = self.nodes[self.blocks[boundary][0]]
+        if first in self.boundaries.free or first not in self.boundaries.ending:
+            return None
+        start = self.boundaries.ending[first]
+        step = partial
+        while step.before is not None and self.nodes[self.blocks[step.span[0]][0]] > start:
+            step = step.before
+        return None if step.policy.recompute else partial.policy
 
     def extend(
         self, partial: PartialPolicy, boundary: int, choices: Collection[Policy]
     ) -> Iterator[tuple[int, PartialPolicy]]:
         """All ways to extend ``partial`` by the blocks from ``boundary`` on, and where each ends."""
         given = self._given_policy(boundary)
-        if given in (None, KEEP):
+        allowed = self._must_go_on(partial, boundary) if given is None else given
+        if allowed in (None, KEEP):
             yield boundary + 1, self._keep(partial, boundary)
         first = self.nodes[self.blocks[boundary][0]]
         for choice in choices if given is None else {given} - {KEEP}:
             if not choice.recompute:
+                if allowed not in (None, choice):
+                    continue
                 yield boundary + 1, self._offload(partial, boundary, choice)
                 continue
             if given is None and first in self.boundaries.ending:
@@ -229,6 +272,7 @@ class PolicySearch:
             backward_peak=backward_peak,
             on_device=on_device,
             on_host=0,
+            hosted=partial.hosted,
             policy=KEEP,
             span=(boundary, boundary + 1),
             before=partial,
@@ -237,12 +281,14 @@ class PolicySearch:
     def _offload(self, partial: PartialPolicy, boundary: int, choice: Policy) -> PartialPolicy:
         block = self.blocks[boundary]
         backward_peak, on_host, moved = partial.backward_peak, partial.on_host, 0.0
+        hosted = partial.hosted
         here: set[int] = set()
         for t in block:
             for value in self.saved_at[t]:
-                if not (on_host | partial.on_device) >> value & 1:
+                if not on_host >> value & 1:  # be it on the device for another block, too
                     on_host |= 1 << value
                     moved += self.nbytes[value]
+                    hosted += self.host_nbytes[value]
                 if not partial.on_device >> value & 1:
                     here.add(value)
             own = sum(self.nbytes[v] for v in self.saved_at[t] if self.single[v] and v in here)
@@ -254,6 +300,7 @@ class PolicySearch:
             backward_peak=backward_peak,
             on_device=partial.on_device,
             on_host=on_host,
+            hosted=hosted,
             policy=choice,
             span=(boundary, boundary + 1),
             before=partial,
@@ -265,8 +312,10 @@ class PolicySearch:
         fresh = [value for value in again.enters if not partial.on_device >> value & 1]
         entering = sum(self.nbytes[value] for value in fresh)
         seconds, kept, on_device = partial.seconds + again.seconds, partial.kept, partial.on_device
+        hosted = partial.hosted
         if choice.offload:
-            seconds += 2 * entering / self.kind.host_bandwidth
+            seconds += 2 * sum(self.nbytes[v] for v in again.enters) / self.kind.host_bandwidth
+            hosted += sum(self.host_nbytes[value] for value in again.enters)
         else:
             kept += entering
             for value in fresh:
@@ -277,6 +326,7 @@ class PolicySearch:
             backward_peak=max(partial.backward_peak, partial.kept + entering + again.backward_peak),
             on_device=on_device,
             on_host=0,
+            hosted=hosted,
             policy=choice,
             span=(boundary, end),
             before=partial,

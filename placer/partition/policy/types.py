@@ -7,6 +7,7 @@ blocks only.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -25,6 +26,7 @@ KEEP = Policy()
 class StageLimits:
     """Bytes that a stage may use: ``budget`` is the limit, and includes ``static`` bytes of state.
 
+    ``host_budget`` is what a micro-batch may take of the host's memory.
     ``held`` micro-batches are in flight at the peak. ``all_gradients``: those of all parameters are
     there then. ``others`` are the bytes of the device's other stages while this one runs, ``later``
     the most of these while another one runs and this one's saved activations wait.
@@ -36,6 +38,11 @@ class StageLimits:
     all_gradients: bool
     others: float = 0.0
     later: float = 0.0
+    host_budget: float = math.inf
+
+    def fits(self, partial: PartialPolicy) -> bool:
+        """Whether a policy is within both budgets."""
+        return self.peak(partial) <= self.budget and partial.hosted <= self.host_budget
 
     def peak(self, partial: PartialPolicy) -> float:
         """Peak bytes of the device under a policy of all blocks."""
@@ -56,6 +63,7 @@ class PartialPolicy:
     backward_peak: float  # the most bytes at any moment of the backward of these blocks
     on_device: int
     on_host: int
+    hosted: float  # bytes of the host's memory that the offloaded ones take
     policy: Policy  # of the blocks of ``span``, the last ones
     span: tuple[int, int]
     before: PartialPolicy | None = None  # the partial policy that this one extends

@@ -210,20 +210,27 @@ def replica_peak_bytes(
 
 
 def stage_seconds(
-    tables: IntervalTables, kind: DeviceKind, *, own_host: bool = False
+    tables: IntervalTables,
+    kind: DeviceKind,
+    *,
+    own_host: bool = False,
+    overlapped: bool = False,
 ) -> tuple[Table, Table]:
     """Forward and backward seconds of every interval on a device, without transfers.
 
-    What waits on the host goes there in forward and comes back in backward, one after the rest. With
+    What waits on the host goes there in forward and comes back in backward, one after the rest; or
+    ``overlapped``, beside the rest, so that a pass takes at least as long as its copies do. With
     ``own_host`` a stage takes at least as long as a process takes to launch its operations; else one
     process launches those of all stages, and where they end does not change how long that takes.
     """
     moved = tables.hosted / kind.host_bandwidth
     seconds = tables.work.seconds(kind)
-    forward, backward = (
-        _intervals(tables, part.device[tables.nodes] + moved)
-        for part in (seconds.forward, seconds.backward)
-    )
+    computed = [part.device[tables.nodes] for part in (seconds.forward, seconds.backward)]
+    if overlapped:
+        copied = _intervals(tables, moved)
+        forward, backward = (np.maximum(_intervals(tables, part), copied) for part in computed)
+    else:
+        forward, backward = (_intervals(tables, part + moved) for part in computed)
     if own_host:
         launching = launch_seconds(tables, kind)
         return np.maximum(forward, launching[0]), np.maximum(backward, launching[1])
@@ -240,15 +247,22 @@ def launch_seconds(tables: IntervalTables, kind: DeviceKind) -> tuple[Table, Tab
 
 
 def unit_seconds(
-    costs: CostTable, kind: DeviceKind, *, training: bool, own_host: bool = False
+    costs: CostTable,
+    kind: DeviceKind,
+    *,
+    training: bool,
+    own_host: bool = False,
+    overlapped: bool = False,
 ) -> Table:
     """Seconds of every node (the loss last) on a device, forward and, in training, backward.
 
     Summed up over a stage they are its `stage_seconds`; with ``own_host`` at most that, and as much
-    where the device, or the host, is what all nodes wait for.
+    where the device, or the host, is what all nodes wait for. ``overlapped`` copies are left out.
     """
     seconds = costs.work.seconds(kind)
     moved = np.array([c.host_nbytes for c in costs.nodes]) / kind.host_bandwidth
+    if overlapped:
+        moved = np.zeros_like(moved)
     total = np.zeros(len(costs.nodes))
     for part in (seconds.forward, seconds.backward) if training else (seconds.forward,):
         on_device = part.device + moved
