@@ -144,7 +144,8 @@ def rank_timelines(
 class _FakeReplica:
     """The first replica on fake tensors, whose ranks are run one at a time.
 
-    What all of them know alike (what crosses between stages, the batch as it is cut) is found once.
+    What they know alike (what crosses between stages, the batch as it is cut) is found once per type of
+    device: under autocast, data types depend on it.
     """
 
     def __init__(self, program: Program, plan: Plan, inputs: Sequence[Tensor]) -> None:
@@ -153,9 +154,7 @@ class _FakeReplica:
         self._model = self._world.module(program.model)
         self.leaves = [self._world.tensor(tensor) for tensor in inputs]
         self._staged = emit_stages(program, *plan.parts)
-        finder = CrossingFinder(program.model, plan, self._staged, _CPU)
         with self._world.running(program.conditions.guess):
-            finder.follow(self._model)
             self._batch = batch = cut_batch(
                 self._staged.call,
                 self.leaves,
@@ -163,8 +162,18 @@ class _FakeReplica:
                 microbatches=plan.microbatches,
             )
             self._slices = [batch.slices[position] for position in batch.of_replica(0)]
-            self._crossings = [finder.find(s, grad=plan.training) for s in self._slices]
-        self._finder = finder
+        self._finders: dict[str, CrossingFinder] = {}
+
+    def _find_crossings(self, name: str) -> tuple[CrossingFinder, list[Crossings]]:
+        """What crosses between stages, as a rank on the device ``name`` finds it."""
+        plan, kind = self._plan, device_type(name)
+        if kind not in self._finders:
+            finder = CrossingFinder(self._program.model, plan, self._staged, _CPU)
+            finder.follow(self._model)
+            self._finders[kind] = finder
+        finder = self._finders[kind]
+        with running_kernels(plan, name):
+            return finder, [finder.find(s, grad=plan.training) for s in self._slices]
 
     def run_rank(
         self,
@@ -189,13 +198,14 @@ class _FakeReplica:
             ledger.add_state((*part.parameters(), *part.buffers()))
             for leaf in (*self.leaves, *(tensor for slice_ in slices for tensor in slice_)):
                 ledger.add(leaf, CALLER, kind="input")
-            microbatches = _microbatches(staged, slices, self._crossings, name)
+            finder, crossings = self._find_crossings(name)
+            microbatches = _microbatches(staged, slices, crossings, name)
             if not plan.training:
                 with ledger, running_kernels(plan, name), torch.no_grad():
                     gather_result(
                         self._batch,
                         pipeline.run(microbatches, None),
-                        self._finder,
+                        finder,
                         assignment=assignment,
                         broadcast=lambda tensor, rank: None,
                     )

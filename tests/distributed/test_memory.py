@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 import distributed_cases as cases
 import pytest
+import torch
 import torch.distributed as dist
 from jobs import Job
 from placements import estimated_plan
+from torch import nn
 
 import placer
 
@@ -85,3 +87,13 @@ def test_in_a_job_a_plan_fits_when_its_ranks_do(job_of: Callable[[int], Job]) ->
         for text in job.run(cases.compile_within, wanted):
             assert text.startswith("device cpu:1:")
             assert words in text and "1 B more than its" in text
+
+
+@pytest.mark.parametrize("devices", [["cuda:0", "cuda:1"], ["cpu:0", "cuda:1"]])
+def test_ranks_find_the_data_types_of_their_own_devices_autocast(devices: list[str]) -> None:
+    """A normalisation under bf16 gives fp32 on a GPU, bf16 on a CPU."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+    layers = {"0": devices[0], "1": devices[0], "2": devices[1]}
+    spec = {"devices": devices, "layers": layers, "precision": "bf16"}
+    report = placer.simulate(model, spec, torch.randn(4, 8), processes=True)
+    assert [device.device for device in report.devices] == devices
