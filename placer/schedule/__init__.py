@@ -9,7 +9,7 @@ from placer.schedule.batch import split_batch
 from placer.schedule.build import make_schedule, one_process_order, ranks_of, schedule_on
 from placer.schedule.in_flight import Counts, InFlight, in_flight_by_stage
 from placer.schedule.messages import Flow, Message, find_messages
-from placer.schedule.order import bubble, linearize, merge_backward
+from placer.schedule.order import linearize, merge_backward
 from placer.schedule.types import Action, Schedule
 
 __all__ = [
@@ -19,7 +19,6 @@ __all__ = [
     "InFlight",
     "Message",
     "Schedule",
-    "bubble",
     "find_messages",
     "in_flight_by_stage",
     "linearize",

@@ -1,4 +1,4 @@
-"""One order of all actions of a schedule, as one process runs them, and the idle time of its ranks."""
+"""One order of all actions of a schedule, as one process runs them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from placer.schedule.types import Action, Schedule
-from placer.timeline import Clock, idle_share
 
 
 def linearize(schedule: Schedule) -> tuple[Action, ...]:
@@ -65,25 +64,6 @@ def merge_backward(schedule: Schedule) -> Schedule:
         for rank in schedule.actions
     )
     return replace(schedule, actions=actions)
-
-
-def bubble(schedule: Schedule) -> float:
-    """The share of the ranks' time that is idle if a forward and each half of a backward take equally long.
-
-    A rank starts an action as soon as it is idle and the action's dependencies are done. GPipe and
-    1F1B with S stages and M micro-batches come to (S - 1) / (M + S - 1).
-
-    >>> from placer.schedule import make_schedule
-    >>> bubble(make_schedule("GPipe", 4, 8)) == 3 / 11
-    True
-    """
-    clock, ends = Clock(), dict[tuple[int, str, int], float]()
-    for action in linearize(schedule):
-        rank = str(schedule.rank_of[action.stage_index])
-        seconds = 2 if action.kind == "B" else 1
-        after = [ends[key] for key in _needs(action, schedule)]
-        ends[_key(action)] = clock.run("compute", str(action), [rank], seconds, after=after)
-    return idle_share(clock.spans)
 
 
 def _is_ready(action: Action, done: set[tuple[int, str, int]], schedule: Schedule) -> bool:

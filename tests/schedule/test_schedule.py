@@ -12,7 +12,6 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from placer.schedule import (
     Schedule,
-    bubble,
     in_flight_by_stage,
     linearize,
     make_schedule,
@@ -90,7 +89,6 @@ def test_every_schedule_does_everything_once_and_can_run(shape: Any) -> None:
     merged = merge_backward(schedule)
     forwards_and_backwards = 2 * num_ranks * per_rank * microbatches
     assert len(linearize(merged)) == forwards_and_backwards
-    assert 0 <= bubble(schedule) < 1
 
 
 def _assert_dependencies(schedule: Schedule, order: list[str]) -> None:
@@ -114,20 +112,6 @@ def test_in_flight_falls_along_1f1b_and_not_along_gpipe() -> None:
 def test_a_smaller_last_microbatch_counts_as_the_share_that_it_is() -> None:
     waits = in_flight_by_stage(make_schedule("GPipe", 2, 3), last_share=0.5)[1]
     assert (waits.microbatches, waits.most) == (3, 2.5)
-
-
-@pytest.mark.parametrize("stages", [1, 2, 4])
-@pytest.mark.parametrize("microbatches", [1, 2, 4, 8])
-def test_bubble_of_gpipe_and_1f1b_is_the_textbooks(stages: int, microbatches: int) -> None:
-    expected = (stages - 1) / (microbatches + stages - 1)
-    for name in ("GPipe", "1F1B"):
-        assert bubble(make_schedule(name, stages, microbatches)) == pytest.approx(expected)
-
-
-def test_zero_bubble_has_less_bubble() -> None:
-    assert bubble(make_schedule("InterleavedZeroBubble", 4, 8)) < bubble(
-        make_schedule("1F1B", 4, 8)
-    )
 
 
 @pytest.mark.parametrize(
