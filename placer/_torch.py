@@ -321,11 +321,12 @@ class DispatchMode(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is READS_DEVICE and type(args[0]) is FakeTensor:
+            return args[0].device  # known: no further mode need be asked
         # Else every look at a tensor would be told to the modes that hear of torch functions.
         with without_torch_function():
             if func is READS_DEVICE:
-                # Of a fake tensor it is known, and no further mode need be asked.
-                return args[0].device if type(args[0]) is FakeTensor else func(args[0])
+                return func(args[0])
             return self.run(func, args, kwargs or {})
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from types import FrameType
 
 from placer._torch import next_sequence_number, running_sequence_number
-from placer.emit import StageCode, node_lines
+from placer.emit import SegmentCode, StageCode, node_lines
 from placer.timeline import Where
 
 
@@ -23,7 +23,7 @@ class Attribution:
     def __init__(self, stages: Iterable[StageCode], layer_of: Mapping[str, str]) -> None:
         self._segments = [segment for stage in stages for segment in stage.segments]
         # By the id of their code: its hash is computed from all of it, every time.
-        self._lines = {id(s.forward.__code__): node_lines(s) for s in self._segments}
+        self._places = {id(s.forward.__code__): _node_places(s) for s in self._segments}
         self._layer_of = layer_of
         self._numbers: list[int] = []
         self._nodes: list[str] = []
@@ -57,8 +57,19 @@ class Attribution:
     def _forward_node(self) -> str:
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
-            lines = self._lines.get(id(frame.f_code))
-            if lines is not None:
-                return lines.get(frame.f_lineno, "")
+            places = self._places.get(id(frame.f_code))
+            if places is not None:
+                starts, nodes = places
+                return nodes[bisect.bisect_right(starts, frame.f_lasti) - 1]
             frame = frame.f_back
         return ""
+
+
+def _node_places(segment: SegmentCode) -> tuple[list[int], list[str]]:
+    """Where in the segment's bytecode each run of instructions starts, and the node that it computes.
+
+    Python looks a frame's line up from the beginning of its code, which is long for a large stage.
+    """
+    lines = node_lines(segment)
+    ranges = list(segment.forward.__code__.co_lines())
+    return [start for start, _, _ in ranges], [lines.get(line or 0, "") for *_, line in ranges]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import sys
@@ -106,5 +107,6 @@ def locate_caller() -> str:
     return ""
 
 
+@functools.cache
 def _is_users(filename: str) -> bool:
     return not filename.startswith((_TORCH, _OURS, "<"))

@@ -23,6 +23,7 @@ from placer.program.leaves import is_in
 from placer.program.recorder import Recorder
 from placer.program.restore import Snapshot
 from placer.program.result import ResultFormat
+from placer.program.rng_nodes import DrewInPython
 from placer.program.settings import Setting
 from placer.program.writer import CPU
 
@@ -39,6 +40,10 @@ class RecordedProgram:
     side_effects: tuple[tuple[str, str], ...]  # (module path, attribute) that forward changes
     settings: tuple[Setting, ...]  # the plain attributes that it read
     checkpointed: dict[str, str]  # modules under activation checkpointing -> the line that says so
+
+
+class DrewSomewhere(TraceFailure):
+    """Some module draws random numbers that are not torch's."""
 
 
 def record_model(
@@ -66,7 +71,13 @@ def record_model(
     make = partial(Recorder, ignore_device_moves=ignore_device_moves)
     run = partial(_run, partial(make, world, model, twin, whole, guess), world, bound, inputs)
     try:
-        recorder, leaves = run()
+        try:
+            recorder, leaves = run(finds_draws=False)
+        except DrewSomewhere as failure:
+            # Only now the generators are looked at around every module, which takes long.
+            snapshot.restore()
+            run()
+            raise TraceFailure("", f"{failure.reason}, but not in every call", "") from failure
         effects = _replace_buffers(recorder, model, twin, snapshot.changes())
         cached = [recorder.keep_cached(_attribute(twin, *effect)) for effect in effects]
         graph = recorder.writer.finish(leaves, named=named)
@@ -100,8 +111,11 @@ def _run(
     world: FakeWorld,
     bound: BoundCall,
     inputs: Sequence[Tensor],
+    *,
+    finds_draws: bool = True,
 ) -> tuple[Recorder, list[Any]]:
     recorder = make_recorder()
+    recorder.finds_draws = finds_draws
     try:
         with ambient(world), recorder.watching():
             return recorder, recorder.run(bound, inputs)
@@ -114,7 +128,8 @@ def _run(
             raise recorder.failed from error
         if recorder.failed_in is not None and leads_to(error, recorder.failed_in[0]):
             raise TraceFailure(recorder.failed_in[1], describe(error), locate(error)) from error
-        raise TraceFailure("", describe(error), locate(error)) from error
+        kind = DrewSomewhere if isinstance(error, DrewInPython) else TraceFailure
+        raise kind("", describe(error), locate(error)) from error
 
 
 def _spell_again(run: Callable[[], tuple[Recorder, list[Any]]]) -> list[str]:

@@ -8,6 +8,7 @@ watched: torch functions and methods (a ``TorchFunctionMode``), calls of modules
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -84,6 +85,7 @@ _READS = (
 )
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "backward", "grad")
 _DIFFERENTIATORS = (torch.autograd.grad, torch.autograd.backward)
+_REFUSALS = (Untraceable, DataDependentOutputException, DynamicOutputShapeException)
 _READS_VALUES = "its Python code depends on the value of a tensor"
 
 
@@ -122,6 +124,7 @@ class Recorder(TorchFunctionMode):
         self.checkpointed: dict[str, str] = {}
         self.looked_at: dict[fx.Node, tuple[str, str]] = {}  # constants, and where
         self.looked_at_tensors: list[Tensor] = []  # the same as the model has them
+        self.finds_draws = False  # which module draws in Python is looked for
         self.inside = False  # of a torch function, whose operators are its own
         self.made: set[fx.Node] = set()  # constants that forward makes, of arrays of numpy
         self.made_tensors: list[Tensor] = []  # keeps them alive
@@ -183,9 +186,11 @@ class Recorder(TorchFunctionMode):
         if self.paused:
             return func(*args, **kwargs)
         before, self.inside = self.inside, True
-        try:
-            with self.refusing():
-                return self.run_function(func, args, kwargs)
+        try:  # not `refusing`: there are many calls
+            return self.run_function(func, args, kwargs)
+        except _REFUSALS as error:
+            self.note_refused(error)
+            raise
         finally:
             self.inside = before
 
@@ -206,10 +211,14 @@ class Recorder(TorchFunctionMode):
         """Remember what cannot be recorded, for code of forward may catch the exception."""
         try:
             yield
-        except (Untraceable, DataDependentOutputException, DynamicOutputShapeException) as error:
-            if self.refused is None:
-                self.refused = TraceFailure(self.writer.layer, describe(error), locate_caller())
+        except _REFUSALS as error:
+            self.note_refused(error)
             raise
+
+    def note_refused(self, error: Exception) -> None:
+        """`refused` is the first ``error`` of these."""
+        if self.refused is None:
+            self.refused = TraceFailure(self.writer.layer, describe(error), locate_caller())
 
     def run_function(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = getattr(func, "__name__", "")
@@ -217,7 +226,7 @@ class Recorder(TorchFunctionMode):
             return self.get_property(func, args[0])
         if name == "__set__":
             return self.set_property(func, *args)
-        method = is_tensor_method_or_property(func)
+        method = _is_method(func)
         if method and name in _READS:
             return self.read(func, args, kwargs)
         if method and name in _HOOKS:
@@ -302,7 +311,7 @@ class Recorder(TorchFunctionMode):
             return self.call_whole(original, path, module, args, kwargs)
         caller, self.writer.layer = self.writer.layer, path
         try:
-            with forbid_python_random():
+            with forbid_python_random() if self.finds_draws else nullcontext():
                 return original(module, *args, **kwargs)
         except Exception as error:
             if self.failed_in is None or not leads_to(error, self.failed_in[0]):
@@ -486,6 +495,10 @@ class _Unseen(DispatchMode):
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         return self._recorder.run_unseen(func, args, kwargs)
+
+
+# Torch's own puts warnings aside for each call, which takes longer than most of what is recorded.
+_is_method = functools.cache(is_tensor_method_or_property)
 
 
 def _state(module: nn.Module) -> tuple[int, ...]:

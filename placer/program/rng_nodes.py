@@ -13,13 +13,17 @@ import torch
 from placer.program.failure import Untraceable
 
 
+class DrewInPython(Untraceable):
+    """It draws from ``random`` or ``numpy.random``: the draw would be the same for ever."""
+
+
 @contextmanager
 def forbid_python_random() -> Iterator[None]:
-    """Refuse code that draws from ``random`` or ``numpy.random``: the draw would be the same for ever."""
+    """Raise ``DrewInPython`` where code draws random numbers that are not torch's."""
     before = _python_state()
     yield
     if _python_state() != before:
-        raise Untraceable("it draws from Python's or numpy's random numbers")
+        raise DrewInPython("it draws from Python's or numpy's random numbers")
 
 
 @contextmanager

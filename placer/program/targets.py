@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +19,7 @@ from placer.program.restore import Snapshot
 from placer.program.result import flatten_result
 
 
-@dataclass(frozen=True, slots=True)
-class Modes:
+class Modes(NamedTuple):
     """The thread-wide modes that a ``with`` block in forward may switch."""
 
     grad: bool
@@ -30,12 +28,13 @@ class Modes:
 
     @classmethod
     def current(cls) -> Modes:
+        is_enabled, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
         return cls(
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
-            tuple(
-                (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-                for kind in ("cpu", "cuda")
+            (
+                ("cpu", is_enabled("cpu"), dtype_of("cpu")),
+                ("cuda", is_enabled("cuda"), dtype_of("cuda")),
             ),
         )
 

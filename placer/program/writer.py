@@ -76,7 +76,8 @@ class GraphWriter:
     ) -> fx.Node:
         """A new node; a ``pure`` one, or a ``get_attr``, goes again if nothing uses it."""
         node_args, node_kwargs = self.argument(tuple(args)), self.argument(dict(kwargs or {}))
-        node = self.graph.create_node(op, target, node_args, node_kwargs)
+        # Torch takes long to make a name up from the target; `finish` gives names.
+        node = self.graph.create_node(op, target, node_args, node_kwargs, f"_{len(self.layer_of)}")
         if pure or op == "get_attr":
             self._pure.add(node)
         self.layer_of[node.name] = self.layer if layer is None else layer

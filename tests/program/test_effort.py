@@ -1,0 +1,84 @@
+"""What a recording does beside running the model: it is run often, and models are large."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from placer.emit import emit_stages, node_lines
+from placer.executor.attribution import Attribution
+from placer.program import capture_model
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).tanh() + x
+
+
+class Flips(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if random.random() < 0.5 else -x)
+
+
+class FlipsOnce(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: float | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.drawn is None:
+            self.drawn = random.random()
+        return super().forward(x)
+
+
+def test_random_generators_are_not_looked_at_around_every_module(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found, get_state = [], np.random.get_state
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        found.append(1)
+        return get_state(*args, **kwargs)
+
+    monkeypatch.setattr(np.random, "get_state", counted)
+    counts = []
+    for depth in (2, 12):
+        found.clear()
+        capture_model(nn.Sequential(*[Block() for _ in range(depth)]), (torch.randn(2, 4),))
+        counts.append(len(found))
+    assert counts[0] == counts[1]
+
+
+def test_the_module_that_draws_is_found_all_the_same() -> None:
+    model = nn.Sequential(Block(), nn.Sequential(Block(), Flips()), Block())
+    found = capture_model(model, (torch.randn(2, 4),)).whole_modules
+    assert [module.layer for module in found] == ["1.1"]
+    assert "random numbers" in found[0].reason
+
+
+def test_a_module_that_draws_in_its_first_call_is_found() -> None:
+    model = nn.Sequential(Block(), FlipsOnce())
+    found = capture_model(model, (torch.randn(2, 4),)).whole_modules
+    assert [module.layer for module in found] == ["1"]
+    assert model[1].drawn is None
+
+
+def test_a_place_in_generated_code_has_the_node_of_its_line() -> None:
+    program = capture_model(nn.Sequential(*[Block() for _ in range(3)]), (torch.randn(2, 4),))
+    (stage,) = emit_stages(program, [program.order], [[]]).stages
+    (segment,) = stage.segments
+    places = Attribution([stage], program.layer_of)._places[id(segment.forward.__code__)]
+    lines = node_lines(segment)
+    found = dict(zip(*places, strict=True))
+    for start, _, line in segment.forward.__code__.co_lines():
+        assert found[start] == lines.get(line or 0, "")
+    assert set(found.values()) >= set(program.order) - {"output"}
