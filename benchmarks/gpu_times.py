@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -218,7 +219,24 @@ def fit(rows: Sequence[Row]) -> Rates:
         for name in CLASSES:
             if "convolution" not in name:
                 table |= _fit_together([(name, dtype)], rows, tiled=False)
-    return complete_rates(table, H100_PEAKS)
+    return complete_rates(_determined(table, rows), H100_PEAKS)
+
+
+def _determined(table: Mapping[Key, Rate], rows: Sequence[Row]) -> dict[Key, Rate]:
+    """``table`` without what fewer rows than numbers say, where the other data type has enough.
+
+    One odd convolution would else stand for all: that of an image, of 3 channels, did in half precision.
+    """
+    count = Counter((o.name, o.dtype) for row in rows for o in row.operations)
+
+    def enough(key: Key) -> bool:
+        return key in table and count[key] >= (3 if table[key].flops else 2)
+
+    return {
+        key: rate
+        for key, rate in table.items()
+        if enough(key) or not enough((key[0], "float32" if key[1] == "half" else "half"))
+    }
 
 
 def _fit_together(keys: Sequence[Key], rows: Sequence[Row], *, tiled: bool) -> dict[Key, Rate]:
@@ -379,6 +397,8 @@ def write_rates(rates: Rates, measured: Iterable[Key]) -> None:
 
 
 def _quantiles(ratios: Sequence[float]) -> str:
+    if not ratios:
+        return "not known"
     off = np.abs(np.array(ratios) - 1)
     return " / ".join(f"{np.quantile(off, q):.0%}" for q in (0.5, 0.8, 1.0))
 

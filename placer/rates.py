@@ -187,12 +187,17 @@ _LIKE = {
     "upsampling_backward": "upsampling",
 }
 _MEASURED_FIRST = ("float32", "half")
+# Normalisations that torch runs with other kernels in half precision: the class whose float32 kernels
+# are like those. cuDNN's are not for bfloat16 (aten/src/ATen/native/Normalization.cpp,
+# _select_batch_norm_backend); torch's own have one block per channel, as its group norm per group.
+_LIKE_IN_HALF = {"batch_norm": "group_norm", "batch_norm_backward": "group_norm_backward"}
 
 
 def complete_rates(measured: Mapping[Key, Rate], peaks: Peaks) -> Rates:
     """``measured`` with a rate for every class: of the other data type, or of a class like it.
 
-    FLOP/s are then the same share of the peak.
+    FLOP/s are then the same share of the peak. A block that normalises a row reads as many elements a
+    second in half precision, and so half the bytes.
     """
 
     def found(key: Key, seen: tuple[Key, ...] = ()) -> Rate:
@@ -201,9 +206,14 @@ def complete_rates(measured: Mapping[Key, Rate], peaks: Peaks) -> Rates:
             return measured[key]
         if name == "unaligned_product" and dtype != "half":
             return found(("product", dtype))
+        if dtype == "half" and (_LIKE_IN_HALF.get(name), "float32") in measured:
+            name = _LIKE_IN_HALF[name]
         for other in _MEASURED_FIRST:
             if (name, other) in measured:
-                return _of_share(measured[name, other], peaks.of((name, other)), peaks.of(key))
+                rate = _of_share(measured[name, other], peaks.of((name, other)), peaks.of(key))
+                if (other, dtype) == ("float32", "half"):
+                    rate = replace(rate, row_bandwidth=rate.row_bandwidth / 2)
+                return rate
         like = (_LIKE.get(name, "pointwise"), dtype)
         assert like not in seen, f"{like} was not measured, and nothing like it"
         return _of_share(found(like, (*seen, key)), peaks.of(like), peaks.of(key))

@@ -36,6 +36,25 @@ def test_every_class_has_a_rate_where_few_were_measured() -> None:
     assert rates["group_norm_backward", "half"] == measured["pointwise", "float32"]
 
 
+def test_what_was_not_measured_in_half_precision_has_the_kernels_that_run_there() -> None:
+    """A batch norm in bfloat16 is torch's own; a block reads as many elements a second, half the bytes."""
+    peaks = Peaks(fp32=1e12, tensor=4e12, half=8e12, fp64=5e11, bandwidth=1e12)
+    measured = {
+        ("batch_norm", "float32"): Rate(bandwidth=9e11, row_bandwidth=16e9),
+        ("group_norm", "float32"): Rate(bandwidth=5e11, row_bandwidth=10e9),
+        ("pointwise", "float32"): Rate(bandwidth=5e11),
+        ("product", "float32"): Rate(flops=5e11, bandwidth=1e11),
+        ("convolution", "float32"): Rate(flops=1e12, bandwidth=1e11),
+    }
+    rates = complete_rates(measured, peaks)
+    for name in ("batch_norm", "group_norm"):
+        assert rates[name, "half"] == Rate(bandwidth=5e11, row_bandwidth=5e9)
+    own = measured | {("batch_norm", "half"): Rate(bandwidth=7e11, row_bandwidth=2e9)}
+    assert complete_rates(own, peaks)["batch_norm", "half"] == own["batch_norm", "half"]
+    del measured["group_norm", "float32"]
+    assert complete_rates(measured, peaks)["batch_norm", "half"].row_bandwidth == 8e9
+
+
 def test_other_kinds_reach_the_shares_that_the_h100_does() -> None:
     double = Peaks(
         **{name: 2 * getattr(H100_PEAKS, name) for name in ("fp32", "tensor", "half", "fp64")},

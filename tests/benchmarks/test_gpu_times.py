@@ -49,6 +49,24 @@ def test_rates_are_found_again() -> None:
     assert found["group_norm", "float32"] == found["batch_norm", "float32"]
 
 
+def test_one_odd_row_does_not_stand_for_a_class() -> None:
+    """An image's convolution in half precision, of 3 channels, said that all are ten times slower."""
+    rows = []
+    for size in (1, 10, 100):
+        operation = Operation("convolution", "float32", size * 10**10, size * 10**7, 64)
+        rows.append(_row([CONVOLUTION], [operation]))
+    odd = Operation("convolution", "half", 10**11, 10**8, 64)
+    slow = Row(family="made up", operations=(odd,), seconds=0.01, count=1)
+    only = _row([NORM], [Operation("layer_norm", "half", 0, 10**9, 0)])
+    pointwise = _row([NORM], [Operation("pointwise", "float32", 0, 10**9, 0)])
+    found = gpu_times.fit([*rows, slow, only, pointwise])
+    plain = found["convolution", "float32"]
+    assert found["convolution", "half"].flops == pytest.approx(2 * plain.flops)
+    assert found["convolution", "half"].bandwidth == plain.bandwidth
+    said = found["layer_norm", "half"].seconds(0, 1e9)  # nothing else says more of it
+    assert said == pytest.approx(only.seconds, rel=0.05)
+
+
 def test_convolutions_by_themselves(tmp_path: Path) -> None:
     row = {
         "dtype": "bfloat16", "input": [2, 8, 10, 10], "weight": [16, 8, 3, 3], "stride": [1, 1],

@@ -88,3 +88,22 @@ def test_sums_along_rows_take_none() -> None:
     x = torch.empty(64, 4096)
     assert cuda_workspaces(aten.sum.dim_IntList, (x, [1]), x.sum(1)) == ()
     assert cuda_workspaces(aten.sum.dim_IntList, (x, None), x.sum()) == ()
+
+
+@pytest.mark.parametrize(
+    ("shape", "measured"),
+    [((8, 12, 512, 64), 12_595_200), ((32, 12, 197, 64), 25_190_400)],  # GPT-2, ViT-B/16
+)
+def test_the_backward_of_efficient_attention_takes_what_an_h100_was_seen_to_give_it(
+    shape: tuple[int, ...], measured: int
+) -> None:
+    """The sums over rows were 196,608 and 302,592 bytes, twice, beside a product; then with the tiles."""
+    backward = aten._scaled_dot_product_efficient_attention_backward.default
+    query = torch.empty(shape, device="meta")
+    rows = 4 * shape[0] * shape[1] * shape[2]
+    assert rows in (196_608, 302_592)
+    product, tiles = cuda_workspaces(backward, (query, query), (query, query, query, None))
+    assert (product.nbytes, tiles.nbytes) == (query.nbytes + 2 * rows, rows + measured)
+    assert (product.after, product.elastic, tiles.after, tiles.elastic) == (3, False, 3, False)
+    half = query.bfloat16()  # not measured
+    assert cuda_workspaces(backward, (half, half), (half, half, half, None)) == ()
