@@ -13,7 +13,7 @@ from placer.emit import emit_stages, materialize
 from placer.errors import CaptureError, PlacerError
 from placer.executor.cuda_allocator import prepare_allocator
 from placer.executor.device_map import map_devices
-from placer.executor.distributed.job import Job, find_job
+from placer.executor.distributed.job.assignment import Job, find_job
 from placer.executor.module import PlacedModule
 from placer.plan.check import check_plan, require_fit
 from placer.plan.types import Plan
@@ -90,7 +90,7 @@ def compile(
 
     if job is not None:
         # torch.distributed takes a while to import.
-        from placer.executor.distributed.failure_broadcast import failure_told
+        from placer.executor.distributed.failures.broadcast import failure_told
         from placer.executor.distributed.launch import launch
 
         with failure_told(job) as failures:

@@ -22,8 +22,8 @@ from unet3d import unet3d
 import placer
 from placer.cost import stand_in_loss
 from placer.emit import materialize
-from placer.executor.distributed.failure_broadcast import failure_told
-from placer.executor.distributed.job import find_job
+from placer.executor.distributed.failures.broadcast import failure_told
+from placer.executor.distributed.job.assignment import find_job
 from placer.executor.distributed.launch import launch
 from placer.executor.distributed.module import DistributedModule
 from placer.executor.place import CALLER

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import placer
-from placer.executor.distributed import gradients
-from placer.executor.distributed.step_reduction import SharedBuffers
+from placer.executor.distributed.reduction import gradients
+from placer.executor.distributed.reduction.step_reduction import SharedBuffers
 
 ROWS = 32
 

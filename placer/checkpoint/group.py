@@ -13,7 +13,7 @@ from torch import nn
 
 from placer.checkpoint.entries import Contents, contents_of, module_state
 from placer.errors import PlacerError
-from placer.executor.distributed.groups import gather_objects
+from placer.executor.distributed.job.groups import gather_objects
 from placer.executor.distributed.partial import PartialModule
 
 

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from placer.cost import device_type, stand_in_loss, updates_together
 from placer.emit import StagedModel, emit_stages
 from placer.executor.attribution import Attribution
-from placer.executor.distributed.batch import gather_result
-from placer.executor.distributed.crossings import CrossingFinder, Crossings
-from placer.executor.distributed.gradients import GradientReducer, find_shared
-from placer.executor.distributed.job import Job, RankAssignment, assign_rank
-from placer.executor.distributed.ownership import build_part, find_ownership
-from placer.executor.distributed.pipeline import Microbatch, Pipeline
-from placer.executor.distributed.transport import NoChannel
+from placer.executor.distributed.job.assignment import Job, RankAssignment, assign_rank
+from placer.executor.distributed.job.ownership import build_part, find_ownership
+from placer.executor.distributed.messages.batch import gather_result
+from placer.executor.distributed.messages.crossings import CrossingFinder, Crossings
+from placer.executor.distributed.messages.pipeline import Microbatch, Pipeline
+from placer.executor.distributed.messages.transport import NoChannel
+from placer.executor.distributed.reduction.gradients import GradientReducer, find_shared
 from placer.executor.place import CALLER, HOST, Place, current_place
 from placer.executor.replica import Replica
 from placer.executor.scatter import cut_batch

@@ -15,8 +15,8 @@ from jobs import TIMEOUT_SECONDS, Job
 from torch import nn
 
 import placer
-from placer.executor.distributed import failure_broadcast
-from placer.executor.distributed.job import find_job
+from placer.executor.distributed.failures import broadcast
+from placer.executor.distributed.job.assignment import find_job
 
 SPLIT = "InterleavedZeroBubble"
 
@@ -187,9 +187,7 @@ def test_a_job_of_the_wrong_size_is_refused_before_any_communication(
 ) -> None:
     for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "3"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(
-        failure_broadcast, "_START_SECONDS", 0.0
-    )  # nobody comes to read why it failed
+    monkeypatch.setattr(broadcast, "_START_SECONDS", 0.0)  # nobody comes to read why it failed
     spec = placer.PlacementSpec(devices=["cpu:0", "cpu:1"], replicas=2)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     with pytest.raises(placer.PlacerError, match="the job has 3 processes, the plan needs 4"):

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import placer
-from placer.executor.distributed import failure_broadcast
+from placer.executor.distributed.failures import broadcast
 
 
 @pytest.mark.parametrize("rank", [0, 3])
@@ -227,9 +227,7 @@ def test_world_size_is_compared_before_any_communication(monkeypatch: pytest.Mon
     _pretend_torchrun(
         monkeypatch, RANK=0, WORLD_SIZE=3, MASTER_ADDR="192.0.2.1", MASTER_PORT=1, LOCAL_RANK=0
     )
-    monkeypatch.setattr(
-        failure_broadcast, "_START_SECONDS", 0.0
-    )  # nobody comes to read why it failed
+    monkeypatch.setattr(broadcast, "_START_SECONDS", 0.0)  # nobody comes to read why it failed
     start = time.monotonic()
     with pytest.raises(placer.PlacerError) as caught:
         placer.compile(nn.Linear(2, 2), make_spec(1, 2, 1), (torch.randn(4, 2),))

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import placer
 from placer.emit import emit_stages
-from placer.executor.distributed.ownership import build_part, find_ownership
+from placer.executor.distributed.job.ownership import build_part, find_ownership
 from placer.program import capture_model
 
 

@@ -13,11 +13,12 @@ import pytest
 from torch.distributed import HashStore, Store
 
 import placer
-from placer.executor.distributed import failure_broadcast, rendezvous
-from placer.executor.distributed.failure_broadcast import FailureBroadcast
-from placer.executor.distributed.job import Job
-from placer.executor.distributed.join import store_of_start
-from placer.executor.distributed.rendezvous import StoreFinder, TorchrunStore, meet
+from placer.executor.distributed.failures import broadcast
+from placer.executor.distributed.failures.broadcast import FailureBroadcast
+from placer.executor.distributed.job import rendezvous
+from placer.executor.distributed.job.assignment import Job
+from placer.executor.distributed.job.join import store_of_start
+from placer.executor.distributed.job.rendezvous import StoreFinder, TorchrunStore, meet
 
 RANKS = range(4)
 
@@ -167,10 +168,10 @@ def test_rank_0_may_fail_to_compile_and_try_again(by_hand: Callable[[int], Store
 def test_a_program_that_exits_in_compile_has_told_so(
     by_hand: Callable[[int], StoreFinder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(failure_broadcast, "_compiled", itertools.repeat(7))
+    monkeypatch.setattr(broadcast, "_compiled", itertools.repeat(7))
     hosted = by_hand(0)
     assert hosted() is not None
-    with pytest.raises(SystemExit), failure_broadcast.failure_told(_job(1)):
+    with pytest.raises(SystemExit), broadcast.failure_told(_job(1)):
         raise SystemExit
     failures = FailureBroadcast(0, len(RANKS), "compile 7", find_store=hosted)
     with pytest.raises(placer.PeerError, match="rank 1: SystemExit"):

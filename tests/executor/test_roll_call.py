@@ -10,8 +10,8 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore, Store
 
-from placer.executor.distributed import roll_call
-from placer.executor.distributed.roll_call import RollCall
+from placer.executor.distributed.failures import roll_call
+from placer.executor.distributed.failures.roll_call import RollCall
 
 RANKS = range(3)
 

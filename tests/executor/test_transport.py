@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_structure
 
-from placer.executor.distributed.crossings import Crossings, CrossingValue, TensorSpec
-from placer.executor.distributed.transport import Messages, compare_leaf
+from placer.executor.distributed.messages.crossings import Crossings, CrossingValue, TensorSpec
+from placer.executor.distributed.messages.transport import Messages, compare_leaf
 from placer.executor.place import Place
 from placer.schedule import Action, find_messages, linearize, make_schedule
 

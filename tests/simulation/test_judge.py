@@ -17,7 +17,7 @@ import placer
 from placer import api
 from placer.cost import estimate
 from placer.errors import BudgetError
-from placer.executor.distributed.job import Job
+from placer.executor.distributed.job.assignment import Job
 from placer.planner.build import build_plan
 from placer.program import capture_model
 from placer.simulation import judge, simulate_plan

@@ -15,13 +15,13 @@ from placer._torch import default_timeout
 from placer.emit import emit_stages
 from placer.errors import PeerError, PlacerError, PlanError
 from placer.executor.cuda_allocator import prepare_allocator
-from placer.executor.distributed.call_check import name_ranks
-from placer.executor.distributed.failure_broadcast import FailureBroadcast, lost_peers
-from placer.executor.distributed.groups import gather_objects, make_mesh
-from placer.executor.distributed.job import Job, assign_rank, choose_device
-from placer.executor.distributed.join import join_job
+from placer.executor.distributed.failures.broadcast import FailureBroadcast, lost_peers
+from placer.executor.distributed.job.assignment import Job, assign_rank, choose_device
+from placer.executor.distributed.job.call_check import name_ranks
+from placer.executor.distributed.job.groups import gather_objects, make_mesh
+from placer.executor.distributed.job.join import join_job
+from placer.executor.distributed.job.ownership import build_part, find_ownership, share_weights
 from placer.executor.distributed.module import DistributedModule
-from placer.executor.distributed.ownership import build_part, find_ownership, share_weights
 from placer.executor.place import Place
 from placer.plan.store import plan_text
 from placer.plan.types import Plan

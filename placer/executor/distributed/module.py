@@ -15,14 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from placer._torch import default_timeout
 from placer.emit import StagedModel
 from placer.errors import PeerError, PlacerError
-from placer.executor.distributed.batch import (
-    Share,
-    count_rows,
-    find_readers,
-    gather_result,
-    take_share,
-)
-from placer.executor.distributed.call_check import CallCheck, Called, Method
 from placer.executor.distributed.checks import (
     check_inference,
     check_parameters,
@@ -32,21 +24,29 @@ from placer.executor.distributed.checks import (
     refuse_partial_clipping,
     refuse_wrappers,
 )
-from placer.executor.distributed.crossings import CrossingFinder, Crossings
-from placer.executor.distributed.failure_broadcast import FailureBroadcast
-from placer.executor.distributed.fake_forward import find_failure_site
-from placer.executor.distributed.gradients import GradientReducer, GroupSum, find_shared
-from placer.executor.distributed.groups import Groups, close_groups, find_lost, make_groups
-from placer.executor.distributed.job import RankAssignment
+from placer.executor.distributed.failures.broadcast import FailureBroadcast
+from placer.executor.distributed.failures.fake_forward import find_failure_site
+from placer.executor.distributed.job.assignment import RankAssignment
+from placer.executor.distributed.job.call_check import CallCheck, Called, Method
+from placer.executor.distributed.job.groups import Groups, close_groups, find_lost, make_groups
+from placer.executor.distributed.job.ownership import Ownership
 from placer.executor.distributed.loss_leaves import gradient_nodes, refuse_other_leaves
-from placer.executor.distributed.ownership import Ownership
+from placer.executor.distributed.messages.batch import (
+    Share,
+    count_rows,
+    find_readers,
+    gather_result,
+    take_share,
+)
+from placer.executor.distributed.messages.crossings import CrossingFinder, Crossings
+from placer.executor.distributed.messages.pipeline import LossOf, Microbatch, Pipeline, Results
+from placer.executor.distributed.messages.transport import GroupChannel
 from placer.executor.distributed.partial import PartialModule
-from placer.executor.distributed.pipeline import LossOf, Microbatch, Pipeline, Results
 from placer.executor.distributed.randomness import own_random_state
-from placer.executor.distributed.statistics import SharedMoments
-from placer.executor.distributed.step_reduction import LossReduction, SharedBuffers
-from placer.executor.distributed.sync_norm import synchronise_norms
-from placer.executor.distributed.transport import GroupChannel
+from placer.executor.distributed.reduction.gradients import GradientReducer, GroupSum, find_shared
+from placer.executor.distributed.reduction.statistics import SharedMoments
+from placer.executor.distributed.reduction.step_reduction import LossReduction, SharedBuffers
+from placer.executor.distributed.reduction.sync_norm import synchronise_norms
 from placer.executor.hooks import run_forward_hooks
 from placer.executor.loss import StepLoss
 from placer.executor.place import CALLER, Place, is_on

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from placer.executor.distributed.call_check import name_ranks
-from placer.executor.distributed.job import RankAssignment
-from placer.executor.distributed.ownership import Ownership
+from placer.executor.distributed.job.assignment import RankAssignment
+from placer.executor.distributed.job.call_check import name_ranks
+from placer.executor.distributed.job.ownership import Ownership
 from placer.executor.module import PlacedModule
 
 _EXTRA_STATE = "_extra_state"  # nn.Module's key for what ``get_extra_state`` returns

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from placer.executor.distributed.crossings import Crossings, TensorSpec
-from placer.executor.distributed.groups import wait_of
+from placer.executor.distributed.job.groups import wait_of
+from placer.executor.distributed.messages.crossings import Crossings, TensorSpec
 from placer.executor.execute import MicrobatchRun
 from placer.executor.place import Place
 from placer.schedule import Action, Message

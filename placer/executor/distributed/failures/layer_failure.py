@@ -9,7 +9,7 @@ from torch import nn
 
 from placer.emit import StageCode, node_lines
 from placer.errors import causes
-from placer.executor.distributed.failing_nodes import FailingNodes, find_failing_nodes
+from placer.executor.distributed.failures.failing_nodes import FailingNodes, find_failing_nodes
 
 
 class LayerFailure(Exception):

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from placer._torch import storage_key
 from placer.emit import StagedModel
-from placer.executor.distributed.groups import wait_of
-from placer.executor.distributed.ownership import Ownership
+from placer.executor.distributed.job.groups import wait_of
+from placer.executor.distributed.job.ownership import Ownership
 
 _BUCKET_NBYTES = 25 * 2**20  # DistributedDataParallel's default
 # From this size on a gradient is summed where it is: a copy into a bucket would cost more time (new

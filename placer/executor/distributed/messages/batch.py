@@ -11,10 +11,10 @@ from torch import Tensor
 
 from placer.emit import StagedModel
 from placer.errors import PlacerError
-from placer.executor.distributed.crossings import CrossingFinder, Crossings, TensorSpec
-from placer.executor.distributed.inputs import InputGradients
-from placer.executor.distributed.job import RankAssignment
-from placer.executor.distributed.pipeline import Microbatch, Results
+from placer.executor.distributed.job.assignment import RankAssignment
+from placer.executor.distributed.messages.crossings import CrossingFinder, Crossings, TensorSpec
+from placer.executor.distributed.messages.pipeline import Microbatch, Results
+from placer.executor.distributed.reduction.inputs import InputGradients
 from placer.executor.place import is_on
 from placer.executor.scatter import CutBatch, batch_size, cut_batch, join_results, split_target
 from placer.plan.types import Plan

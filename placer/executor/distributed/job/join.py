@@ -13,9 +13,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from placer._torch import default_store, default_timeout
 from placer.errors import PlacerError
-from placer.executor.distributed.groups import find_lost
-from placer.executor.distributed.job import Job
-from placer.executor.distributed.rendezvous import (
+from placer.executor.distributed.job.assignment import Job
+from placer.executor.distributed.job.groups import find_lost
+from placer.executor.distributed.job.rendezvous import (
     StoreFinder,
     TcpStore,
     TorchrunStore,

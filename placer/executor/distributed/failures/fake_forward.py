@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from placer.executor.attribution import Attribution
-from placer.executor.distributed.crossings import CrossingFinder, CrossingValue
-from placer.executor.distributed.failing_nodes import (
+from placer.executor.distributed.failures.failing_nodes import (
     FailureSite,
     Trace,
     match_layers,
@@ -21,8 +20,9 @@ from placer.executor.distributed.failing_nodes import (
     reachable,
     trace_of,
 )
-from placer.executor.distributed.failures import LayerFailure
-from placer.executor.distributed.pipeline import Microbatch
+from placer.executor.distributed.failures.layer_failure import LayerFailure
+from placer.executor.distributed.messages.crossings import CrossingFinder, CrossingValue
+from placer.executor.distributed.messages.pipeline import Microbatch
 from placer.executor.execute import MicrobatchRun, PlacedMicrobatch
 from placer.schedule import Action
 

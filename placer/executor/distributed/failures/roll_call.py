@@ -20,8 +20,8 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from placer.executor.distributed.call_check import name_ranks
-from placer.executor.distributed.rendezvous import POLL_SECONDS, StoreFinder
+from placer.executor.distributed.job.call_check import name_ranks
+from placer.executor.distributed.job.rendezvous import POLL_SECONDS, StoreFinder
 
 # Waits that began later end later, and not all are woken. Others are waited for this part of the limit:
 _PART_OF_LIMIT = 0.05

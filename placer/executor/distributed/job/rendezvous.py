@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from placer.errors import PeerError
-from placer.executor.distributed.call_check import name_ranks
+from placer.executor.distributed.job.call_check import name_ranks
 
 StoreFinder = Callable[[], Store | None]
 

@@ -16,19 +16,19 @@ from torch.distributed.constants import default_pg_timeout
 
 from placer._torch import default_store
 from placer.errors import PeerError, PlacerError, StageError, causes
-from placer.executor.distributed.call_check import CallNotAnswered, name_ranks
-from placer.executor.distributed.failing_nodes import FailureSite
-from placer.executor.distributed.failures import LayerFailure
-from placer.executor.distributed.job import Job
-from placer.executor.distributed.join import store_of_start
-from placer.executor.distributed.rendezvous import (
+from placer.executor.distributed.failures.failing_nodes import FailureSite
+from placer.executor.distributed.failures.layer_failure import LayerFailure
+from placer.executor.distributed.failures.roll_call import RollCall, store_may_be_gone
+from placer.executor.distributed.job.assignment import Job
+from placer.executor.distributed.job.call_check import CallNotAnswered, name_ranks
+from placer.executor.distributed.job.join import store_of_start
+from placer.executor.distributed.job.rendezvous import (
     POLL_SECONDS,
     StoreFinder,
     TorchrunStore,
     is_hosted_here,
     is_torchrun_store,
 )
-from placer.executor.distributed.roll_call import RollCall, store_may_be_gone
 
 _PATIENCE_SECONDS = 2.0  # how long a rank waits to be told why another was lost, or to be heard
 _START_SECONDS = 5.0  # the same where processes that were started by hand come at different times

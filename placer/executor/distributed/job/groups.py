@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from placer._torch import abort_group, default_timeout
-from placer.executor.distributed.job import RankAssignment
-from placer.executor.distributed.ownership import Ownership
+from placer.executor.distributed.job.assignment import RankAssignment
+from placer.executor.distributed.job.ownership import Ownership
 from placer.plan.types import Plan
 
 _T = TypeVar("_T")

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from placer.executor.distributed.crossings import Crossings, TensorSpec
-from placer.executor.distributed.failures import explain_failure
-from placer.executor.distributed.transport import Channel, Messages, compare_leaf
+from placer.executor.distributed.failures.layer_failure import explain_failure
+from placer.executor.distributed.messages.crossings import Crossings, TensorSpec
+from placer.executor.distributed.messages.transport import Channel, Messages, compare_leaf
 from placer.executor.execute import MicrobatchRun, PlacedMicrobatch, run_schedule
 from placer.executor.replica import Replica
 from placer.program import unflatten_output

@@ -1,0 +1,1 @@
+"""What ranks sum or average: gradients, losses, buffers, statistics of norms."""
