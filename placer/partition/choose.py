@@ -342,7 +342,7 @@ class _Search:
         # Along program order, whose stages run as they were recorded, and along the best one.
         starts = {id(c): c for c in (best, self.first, self.coarse) if c is not None}
         for start in starts.values():
-            found = self._noncontiguous(start)
+            found = self._noncontiguous(self.with_all_cuts(start))
             if found is not None and is_better(found, best):
                 self._offer(found)
 

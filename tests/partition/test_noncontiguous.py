@@ -15,9 +15,13 @@ from torch import nn
 from unet3d import unet3d
 
 import placer
+from placer.cost import device_kind, estimate_costs
 from placer.partition import choose
 from placer.partition.assignment import improved_devices, nested_devices, spans_of
+from placer.partition.stage_cost.cache import TableCache
 from placer.partition.stage_cost.shared import SharedPeaks
+from placer.partition.types import DeviceSlot, PlanningOptions
+from placer.partition.units import program_order, unit_graph
 from placer.program import capture_model
 
 DEVICES = ["cpu:0", "cpu:1", "cpu:2"]
@@ -66,6 +70,26 @@ def test_what_is_said_of_its_boundaries_is_so() -> None:
     assert moves and plan.optimality is not None
     assert min(moves) > 0.99 * plan.optimality.value  # no single boundary is better elsewhere
     assert "all stages of cpu:" in plan.explain()
+
+
+def test_devices_come_again_at_cuts_that_a_placement_was_not_rated_with() -> None:
+    """A placement found near thinned cuts has tables of its own cuts alone."""
+    with torch.device("meta"):
+        model, x = _unet(), torch.empty(1, 1, 32, 32, 32)
+    program = capture_model(model, (x,))
+    costs = estimate_costs(program, [x])
+    kind = device_kind("cpu:0", None)
+    slots = [DeviceSlot(name=name, kind=kind, budget=None, reserve=0) for name in DEVICES]
+    units, options = unit_graph(program), PlanningOptions(objective="memory")
+    search = choose._Search(units, costs, slots, {}, options, TableCache())
+    search.try_order(program_order(units))
+    assert search.best is not None
+    order = search._order_of(search.best)
+    counts = order.counts(search.best)
+    own = search._build(order, [order.ends[count] for count in counts])
+    search.best = search.first = search._rate(order, own, search.best.slots, counts)
+    search.try_noncontiguous(0.0)
+    assert len(search.best.slots) > len(DEVICES)
 
 
 def test_what_needs_one_stage_per_device_gets_it() -> None:
