@@ -111,13 +111,18 @@ def releases(
     backward of the stage or a view for a later stage needs it. Each correction is for the stages that
     end between one use and the next.
     """
-    uses = sorted({*readers, *(use for use in need.used if use > producer)})
+    kept = need.kept
+    if set(readers).issubset(kept):
+        return
+    uses = sorted({*readers, *need.used[bisect_right(need.used, producer) :]})
     last = -1  # the reader, or the one whose view is used
     for use, following in pairwise([*uses, _NEVER]):
         last = use if use in readers else last
-        kept = max((k for k in need.kept if k <= use), default=-1)
-        lent = max((made for made, end in need.lent if made <= use < end), default=-1)
-        first = max(producer, kept, lent) + 1
+        count = bisect_right(kept, use)
+        first = max(producer, kept[count - 1] if count else -1) + 1
+        if need.lent:
+            lent = max((made for made, end in need.lent if made <= use < end), default=-1)
+            first = max(first, lent + 1)
         if first <= last:
             yield IntervalCorrection(
                 first=first,
