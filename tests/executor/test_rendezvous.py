@@ -100,17 +100,19 @@ def test_what_a_rank_that_fails_before_it_has_come_has_told_is_raised_by_all(ran
     found = _start(_torchrun(store), [r for r in RANKS if r != rank])
     assert all("waited 0.5 s" in str(error) for error in found), "it left before rank 0 answered"
     with ThreadPoolExecutor(1) as pool:
-        failing = pool.submit(_fail, _torchrun(store), rank)
-        found = _start(_torchrun(store), [r for r in RANKS if r != rank])
+        failing = pool.submit(_fail, _torchrun(store), rank, patience_seconds=20.0)
+        found = _start(_torchrun(store), [r for r in RANKS if r != rank], seconds=20.0)
         failing.result()
     for error in found:
         assert isinstance(error, placer.PeerError), error
         assert str(error).startswith(f"rank {rank}, devices: are none")
 
 
-def _fail(finder_of: Callable[[int], StoreFinder], rank: int) -> None:
+def _fail(
+    finder_of: Callable[[int], StoreFinder], rank: int, patience_seconds: float = 0.3
+) -> None:
     failures = FailureBroadcast(
-        rank, len(RANKS), "test", find_store=finder_of(rank), patience_seconds=0.3
+        rank, len(RANKS), "test", find_store=finder_of(rank), patience_seconds=patience_seconds
     )
     failures.tell_failure(placer.PlacerError("devices", "are none", "name some"))
     failures.await_readers()
