@@ -36,7 +36,7 @@ from placer.partition.types import DeviceSlot, Partition, PlanningOptions
 from placer.partition.units import grouped_order, program_order, sampled_orders, unit_graph
 from placer.program import Program
 
-_MOST_ALIVE = 5_000  # of partly decided downsets in a proof: planning stays within a second or so
+_MOST_ALIVE = 150_000  # of partly decided downsets in a proof: at most about half a second
 _SAMPLES = 4  # orders that are drawn where memory decides: a stage's peak depends on its order
 _SAMPLED_UNITS, _MOST_SAMPLED = 2_000, 5_000  # in all of them; a graph of more has none
 # Units before and after a boundary where all are tried, in orders so long that cuts are thinned:
