@@ -175,15 +175,17 @@ def on_fakes() -> Iterator[None]:
 class GuessData:
     """Lets code that looks at the values of tensors run on fake ones of ``mode``, by guessing the values.
 
-    A scalar read is ``value``, 1 or 0 (True or False); as many elements are selected as there can
-    be; an array for numpy is full of ``value``. ``guessed`` says whether it happened, which makes the
-    run one of many that are possible. Packed sequences are all as long as can be; what is computed
-    from their lengths is then known.
+    A scalar read is ``value``, 1 or 0 (True or False); a loop that waits for another value would never
+    end, so too many reads in one run are an error. As many elements are selected as there can be; an
+    array for numpy is full of ``value``. ``guessed`` says whether it happened, which makes the run one
+    of many that are possible. Packed sequences are all as long as can be; what is computed from their
+    lengths is then known.
     """
 
     def __init__(self, mode: FakeMode, value: int = 1) -> None:
         self.value = value
         self.guessed = False
+        self._reads_left = _MOST_READS
         self._mode = mode
         self._before = mode.guess
         self._reads = _GuessReads(self)
@@ -230,12 +232,19 @@ class GuessData:
                 with self._mode:
                     return largest(func, *args, **kwargs)
         elif func is torch.ops.aten._local_scalar_dense.default:
+            self._reads_left -= 1
+            if self._reads_left < 0:
+                raise RuntimeError(
+                    f"a run read {_MOST_READS} values that are all guessed as {self.value}: a loop that "
+                    "waits for another one does not end"
+                ) from refused
             return _number(args[0].dtype, self.value)
         elif func is torch.ops.aten.equal.default:
             return bool(self.value)
         raise refused
 
 
+_MOST_READS = 1_000  # of single values in one run
 _READ_AS_VALUES = ("numpy", "__array__", "tolist", "__format__")
 _EMBEDDINGS = (nn.functional.embedding, nn.functional.embedding_bag)
 _WATCHED = {*_READ_AS_VALUES, *(f.__name__ for f in _EMBEDDINGS), *PACKING, *RECURRENT}

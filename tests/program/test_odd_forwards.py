@@ -177,3 +177,38 @@ def test_a_model_that_goes_row_by_row_is_not_cut_and_says_why() -> None:
         placer.make_plan(RowByRow(), {**SPEC, "microbatches": 2}, x)
     assert "the batch size decides what is computed" in str(error.value)
     assert "test_odd_forwards.py:" in str(error.value)
+
+
+class UntilDone(nn.Module):
+    """As many steps as the values need: guessed ones never end the first loop, or begin the second."""
+
+    def __init__(self, least: float) -> None:
+        super().__init__()
+        self.first, self.last, self.least = nn.Linear(8, 8), nn.Linear(8, 2), least
+
+    def forward(self, x: Tensor) -> Tensor:
+        done = x.new_zeros(len(x))
+        while done.min() < self.least if self.least > 0 else not done.min() >= 1:
+            x = torch.tanh(self.first(x))
+            done = done + 0.4 + x.mean(-1).abs()
+        return self.last(x)
+
+
+@pytest.mark.parametrize("least", [1.0, 0.0])
+def test_a_loop_until_a_value_is_reached_ends_in_a_capture(least: float) -> None:
+    assert placer.verify(UntilDone(least), {"devices": ["cpu:0"]}, torch.randn(4, 8)).ok
+
+
+class Endless(UntilDone):
+    """Neither guess ends it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        while x.max() > x.min() or not x.max() > x.min():
+            x = self.first(x)
+        return x
+
+
+def test_a_loop_that_no_guess_ends_is_an_error() -> None:
+    with pytest.raises(placer.CaptureError, match="a loop that waits for another one") as error:
+        placer.make_plan(Endless(0.0), {"devices": ["cpu:0"]}, torch.randn(4, 8))
+    assert "looks at the values of tensors" in str(error.value)
