@@ -42,9 +42,9 @@ def make_plan(
 
     Nothing is allocated: model and inputs may live on ``meta``. With ``processes`` the plan is for
     one process per device (``torchrun``), and its peaks are those of a dry run of every rank.
-    `compile` plans so by itself inside a job. A plan that overflows a budget
-    has ``fits`` False. A dry run decides that for CUDA devices, where it goes through a model of torch's
-    allocator, and on others where an estimate is near its budget.
+    `compile` plans so by itself inside a job. A plan that overflows a budget has ``fits`` False. A dry run
+    decides that for CUDA devices, where it goes through a model of torch's allocator, and on others where
+    an estimate is near its budget.
 
     ``ignore_device_moves``: the model was split by hand, and the devices that its forward moves
     tensors to (``x.to("cuda:1")``) are ignored, for the plan says where everything runs. Raises

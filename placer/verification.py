@@ -167,7 +167,7 @@ def _run_plain(
     leaves = flatten_call(call, args, kwargs)
     batch = cut_batch(call, leaves, replicas=plan.replicas, microbatches=plan.microbatches)
     if batch.total is None or plan.replicas * plan.microbatches == 1:
-        output = _call_plain(plain, args, kwargs, plan.precision, "the batch")
+        output = _call_plain(plain, args, kwargs, plan.precision)
     else:
         statistics = DeferredStatistics() if defers_statistics(plan) else None
         output = _run_cuts(plain, placed.staged, batch, statistics, plan.precision)
@@ -200,8 +200,8 @@ def _run_cuts(
         for _ in row:
             args, kwargs = rebuild_call(call, next(slices))
             with nullcontext() if statistics is None else statistics.gathering(buffers, CALLER):
-                said = f"slice {len(outputs) + 1} of {len(batch.slices)} of the batch"
-                outputs.append(_call_plain(plain, args, kwargs, precision, said))
+                place = len(outputs) + 1, len(batch.slices)
+                outputs.append(_call_plain(plain, args, kwargs, precision, place))
         if number == 0:
             kept = {name: b.detach().clone() for name, b in plain.named_buffers()}
     for name, buffer in plain.named_buffers():
@@ -220,27 +220,34 @@ def _run_cuts(
 
 
 def _call_plain(
-    plain: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], precision: str, said: str
+    plain: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    precision: str,
+    place: tuple[int, int] | None = None,
 ) -> Any:
-    """The plain model's result, under the autocast that ``precision`` means for the placed one."""
+    """The plain model's result, under the autocast that ``precision`` means for the placed one.
+
+    ``place`` says which slice of the batch the arguments are, of how many; None: they are all of it.
+    """
     device = next((tensor.device.type for tensor in plain.parameters()), "cpu")
     try:
         with precision_context(precision, device):
             return plain(*args, **kwargs)
     except Exception as error:
-        raise PlacerError(
-            "the plain model",
-            f"fails on {said}: {type(error).__name__}: {error}",
-            "its rows may depend on each other: use 1 replica and 1 micro-batch"
-            if said != "the batch"
-            else f"it was run with precision {precision!r}, as the plan says"
-            * (precision != "fp32"),
-        ) from error
+        part, remedy = "the batch", ""
+        if place is not None:
+            part = f"slice {place[0]} of {place[1]} of the batch"
+            remedy = "its rows may depend on each other: use 1 replica and 1 micro-batch"
+        elif precision != "fp32":
+            remedy = f"it was run with precision {precision!r}, as the plan says"
+        said = f"fails on {part}: {type(error).__name__}: {error}"
+        raise PlacerError("the plain model", said, remedy) from error
 
 
 def _leaves(output: Any) -> list[Any]:
     """All leaves of a result, also those that objects in it hold."""
-    return flatten_result(output, lambda _: False)[0]
+    return flatten_result(output)[0]
 
 
 @contextmanager

@@ -47,9 +47,9 @@ class NodeFailed(Exception):
 
 
 def stand_in_loss(output: Any) -> Tensor:
-    """A scalar that depends on every floating-point tensor in ``output``: the sum of mean squares.
+    """The sum of the mean squares of the floating-point tensors in ``output``, in place of a user's loss.
 
-    Like a usual loss it needs a gradient of the size of the results.
+    Of objects it reads what `result_tensors` finds. Its gradient has the size of the results, as usual.
     """
     terms = [x.square().mean() for x in result_tensors(output) if x.is_floating_point()]
     return torch.stack([term.float() for term in terms]).sum() if terms else torch.zeros(())

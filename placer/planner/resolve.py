@@ -41,11 +41,7 @@ def wanted_devices(program: Program, spec: PlacementSpec) -> dict[str, str]:
     """
     placed, problems = resolve_layers(spec.layers, layer_paths(program))
     for layer, reason in _one_node_modules(program).items():
-        inside = {
-            path: device
-            for path, device in placed.items()
-            if path == layer or _module_around(path, {layer: reason}) is not None
-        }
+        inside = {path: device for path, device in placed.items() if _is_part(path, layer)}
         if len(set(inside.values())) > 1:
             problems.append(_on_two_devices(spec, layer, reason, inside))
         elif inside:
@@ -66,7 +62,7 @@ def wanted_devices(program: Program, spec: PlacementSpec) -> dict[str, str]:
 
 
 def _one_node_modules(program: Program) -> dict[str, str]:
-    """Modules with others inside that are on one device, with the reason."""
+    """Modules that are on one device with all that is inside them, each with the reason."""
     targets = {str(node.target) for node in program.graph.nodes if node.op == "call_module"}
     found = {
         layer: "it is one operation of torch.nn"
@@ -78,8 +74,13 @@ def _one_node_modules(program: Program) -> dict[str, str]:
 
 def _module_around(path: str, whole: Mapping[str, str]) -> str | None:
     """Which of the ``whole`` modules has the one at ``path`` inside; None if none has."""
-    outer = (layer for layer in whole if layer != path and (not layer or is_in((layer,), path)))
+    outer = (layer for layer in whole if layer != path and _is_part(path, layer))
     return min(outer, key=len, default=None)
+
+
+def _is_part(path: str, layer: str) -> bool:
+    """Is the module at ``path`` the one at ``layer`` ("": the model itself), or inside it?"""
+    return not layer or is_in((layer,), path)
 
 
 def _on_two_devices(

@@ -72,7 +72,9 @@ class ResultFormat:
         return tree_unflatten(values, self.spec)
 
 
-def flatten_result(result: Any, is_leaf: Callable[[Any], bool]) -> tuple[list[Any], ResultFormat]:
+def flatten_result(
+    result: Any, is_leaf: Callable[[Any], bool] = lambda _: False
+) -> tuple[list[Any], ResultFormat]:
     """The leaves of ``result``, and their format; in objects, tensors and what ``is_leaf`` says.
 
     Raises ``Untraceable`` for an object that cannot be pickled.
@@ -108,7 +110,7 @@ def flatten_result(result: Any, is_leaf: Callable[[Any], bool]) -> tuple[list[An
 
 def result_tensors(result: Any) -> list[Tensor]:
     """The tensors of what a model returned, in order, as far as a loss is taken to read them."""
-    leaves, form = flatten_result(result, lambda _: False)
+    leaves, form = flatten_result(result)
     return [leaf for leaf in form.visible(leaves) if isinstance(leaf, Tensor)]
 
 

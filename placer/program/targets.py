@@ -184,7 +184,7 @@ class WholeRoot:
             result = torch.func.functional_call(
                 self.skeleton, dict(state), args, kwargs, tie_weights=False
             )
-        return flatten_result(result, lambda _: False)[0]
+        return flatten_result(result)[0]
 
     def __repr__(self) -> str:
         return f"WholeRoot({type(self.skeleton).__qualname__}, {self.names})"

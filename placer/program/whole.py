@@ -47,7 +47,7 @@ def record_whole(
     try:
         with ambient(world), guesses, watch_attributes(dict(twin.named_modules()), read):
             args, kwargs = rebuild_call(bound, inputs)
-            leaves, result = flatten_result(twin.forward(*args, **kwargs), lambda _: False)
+            leaves, result = flatten_result(twin.forward(*args, **kwargs))
     except Exception as error:
         raise ForwardFailure("", locate(error), guessed=guesses.guessed) from error
     finally:

@@ -207,7 +207,7 @@ def _fillings(
 
 
 def _rows_to_try(output: Any, rows: int, target: Any, total: int) -> Rows:
-    leaves, form = flatten_result(output, lambda _: False)
+    leaves, form = flatten_result(output)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     rowless = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and not per_row(x, rows)]
     if len(rowless) == len(tensors):

@@ -112,17 +112,15 @@ def releases(
     end between one use and the next.
     """
     kept = need.kept
-    if set(readers).issubset(kept):
+    if set(readers).issubset(kept):  # backward needs it after every reader, as of most values
         return
     uses = sorted({*readers, *need.used[bisect_right(need.used, producer) :]})
     last = -1  # the reader, or the one whose view is used
     for use, following in pairwise([*uses, _NEVER]):
         last = use if use in readers else last
         count = bisect_right(kept, use)
-        first = max(producer, kept[count - 1] if count else -1) + 1
-        if need.lent:
-            lent = max((made for made, end in need.lent if made <= use < end), default=-1)
-            first = max(first, lent + 1)
+        lent = max((made for made, end in need.lent if made <= use < end), default=-1)
+        first = max(producer, kept[count - 1] if count else -1, lent) + 1
         if first <= last:
             yield IntervalCorrection(
                 first=first,

@@ -159,11 +159,13 @@ def gather_result(
         for index, position in enumerate(batch.of_replica(replica)):
             crossings = finder.find(batch.slices[position], grad=False)
             given = results.leaves.get(index) if source == assignment.rank else None
-            gathered.append(_share(crossings.result, given, source, finder.device, broadcast))
+            gathered.append(
+                _broadcast_leaves(crossings.result, given, source, finder.device, broadcast)
+            )
     return join_results(crossings.staged, gathered)
 
 
-def _share(
+def _broadcast_leaves(
     expected: Sequence[Any],
     given: Sequence[Any] | None,
     source: int,

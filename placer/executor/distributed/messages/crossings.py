@@ -94,6 +94,11 @@ class Crossings:
         )
 
     @cached_property
+    def known(self) -> tuple[CrossingValue, ...]:
+        """The values without tensors, such as sizes: they do not travel, for every rank knows them."""
+        return tuple(value for value in self.values.values() if not value.tensors)
+
+    @cached_property
     def gradients_may_lack(self) -> bool:
         """May a loss leave out a result, so that a gradient that is expected does not come?"""
         wanted = [x for x in self.result if isinstance(x, TensorSpec) and x.requires_grad]

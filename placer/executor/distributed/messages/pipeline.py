@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from placer.executor.distributed.failures.layer_failure import explain_failure
 from placer.executor.distributed.messages.crossings import Crossings, TensorSpec
-from placer.executor.distributed.messages.transport import Channel, Messages, compare_leaf
+from placer.executor.distributed.messages.transport import Channel, Messages, compare_tensor
 from placer.executor.execute import MicrobatchRun, PlacedMicrobatch, run_schedule
 from placer.executor.replica import Replica
 from placer.program import unflatten_output
@@ -86,7 +86,7 @@ class Pipeline:
             if loss_of is None:
                 for found, expected in zip(leaves, given.crossings.result, strict=True):
                     if isinstance(expected, TensorSpec):
-                        compare_leaf(found, expected)
+                        compare_tensor(found, expected)
                 results.leaves[index] = leaves
                 return None
             output = unflatten_output(given.crossings.staged.call, leaves)

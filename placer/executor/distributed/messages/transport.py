@@ -143,9 +143,9 @@ class Messages:
     def receive(self, action: Action, run: MicrobatchRun) -> None:
         position = self._at[action]
         if action.kind == "F":
-            for value in self._crossings[action.microbatch_index].values.values():
-                elsewhere = self._rank_of[value.maker] != self._rank
-                if elsewhere and not value.tensors and action.stage_index in value.readers:
+            for value in self._crossings[action.microbatch_index].known:
+                made_here = self._rank_of[value.maker] == self._rank
+                if action.stage_index in value.readers and not made_here:
                     run.put(value.name, value.rebuild({}), self._place)
         for peer in self._peers:
             self._get_ready(peer, position, self._next.get(action, position))
@@ -277,14 +277,18 @@ class Messages:
 
 
 def compare_leaf(found: Any, expected: Any) -> None:
-    """Raise ``ValueError`` when ``found`` is not what shapes alone say: other ranks have that."""
-    if not isinstance(expected, TensorSpec):
-        if isinstance(expected, (int, float)) and found != expected:
-            raise ValueError(
-                f"hands on the number {found} where shapes alone say {expected}: it depends on the "
-                "data; place the layers that make it, and all after them, on the last device"
-            )
-        return
+    """Raise ``ValueError`` when ``found``, a tensor or a number, is not what other ranks expect."""
+    if isinstance(expected, TensorSpec):
+        compare_tensor(found, expected)
+    elif isinstance(expected, int | float) and found != expected:
+        raise ValueError(
+            f"hands on the number {found} where shapes alone say {expected}: it depends on the data; "
+            "place the layers that make it, and all after them, on the last device"
+        )
+
+
+def compare_tensor(found: Any, expected: TensorSpec) -> None:
+    """Raise ``ValueError`` when ``found`` is not what shapes alone say."""
     if not isinstance(found, Tensor):
         raise ValueError(f"hands on a {type(found).__name__} where others expect a tensor")
     if tuple(found.shape) != expected.shape:
