@@ -42,7 +42,7 @@ from numpy.typing import NDArray
 from placer.cost import CostTable
 from placer.partition.candidate import in_flight_at, optimizer_on, peak_share, reference_bytes
 from placer.partition.model import ModelUnits, StateBytes, state_bytes
-from placer.partition.stage_cost.tables import node_transients
+from placer.partition.stage_cost.order_bytes import node_transients
 from placer.partition.types import DeviceSlot, PlanningOptions
 
 # Larger graphs have the first bound only: the second compares all pairs of units.

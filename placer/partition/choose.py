@@ -91,7 +91,7 @@ def choose_partition(
         bound = search.try_solutions(model)
         search.try_noncontiguous(bound)
         assert search.best is not None
-        best = search.with_all_cuts(search.best)
+        best = search.with_other_cuts(search.best)
     return describe_partition(best, program, costs, search.pins_of(best), options, bound)
 
 
@@ -196,12 +196,20 @@ class _Search:
             units = reordered
 
     def _try_nearby(self, order: _Order, found: Candidate) -> None:
-        """Try all cuts near those of ``found``, which was chosen among thinned ones."""
+        """Try all cuts near those of ``found``, which was chosen among thinned ones.
+
+        Where memory decides, the thinned ones too: a stage's peak may fall by much at a cut far away.
+        """
         for _ in range(_MOST_ROUNDS):
             counts: Collection[int] = order.counts(found)
             far = max(1, min(_NEARBY, _MOST_NEAR // len(counts)))
             near = {count + d for count in counts for d in range(-far, far + 1)}
-            nearer = self._solve(order, self._build(order, self._cuts(order, near)))
+            if self._options.objective == "memory" or found.fullest > _NEAR:
+                cuts = self._cuts(order, near)
+            else:
+                last = len(order.units)
+                cuts = sorted({order.ends[min(max(count, 0), last)] for count in near})
+            nearer = self._solve(order, self._build(order, cuts))
             if nearer is None:
                 return
             reordered, counts = self._in_program_order(order, nearer)
@@ -214,13 +222,20 @@ class _Search:
             self._offer(found)
 
     def with_all_cuts(self, found: Candidate) -> Candidate:
-        """``found`` with tables that have other cuts than its own, too."""
-        if len(found.tables.cuts) > len(set(found.cuts)):
-            return found
+        """``found`` with tables that have all cuts of its order, or the thinned ones and its own."""
         order = self._order_of(found)
         counts = order.counts(found)
-        tables = self._build(order, self._cuts(order, counts))
+        cuts = self._cuts(order, counts)
+        if set(cuts).issubset(found.tables.cuts):
+            return found
+        tables = self._build(order, cuts)
         return replace(found, tables=tables, cuts=tuple(order.cuts(tables, counts)))
+
+    def with_other_cuts(self, found: Candidate) -> Candidate:
+        """``found`` with tables that have other cuts than its own, for the alternatives of each."""
+        if len(found.tables.cuts) > len(set(found.cuts)):
+            return found
+        return self.with_all_cuts(found)
 
     def _along(self, units: Sequence[int]) -> _Order:
         return _Order(units, self._units, self._pin_of)

@@ -33,7 +33,9 @@ import numpy as np
 
 from placer.catalogue import DeviceKind
 from placer.cost import CostTable
-from placer.partition.stage_cost.tables import LOSS_NBYTES, IntervalTables, Table
+from placer.partition.stage_cost.order_bytes import LOSS_NBYTES
+from placer.partition.stage_cost.rectangles import Table
+from placer.partition.stage_cost.tables import IntervalTables
 from placer.schedule import Counts, InFlight
 
 

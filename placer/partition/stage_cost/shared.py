@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from placer.cost import CostTable
 from placer.partition.stage_cost.live_through import LiveThrough, Span
+from placer.partition.stage_cost.order_bytes import LOSS_NBYTES
 from placer.partition.stage_cost.score import OptimizerMemory, state_bytes
-from placer.partition.stage_cost.tables import LOSS_NBYTES, IntervalTables
+from placer.partition.stage_cost.tables import IntervalTables
 
 Table = NDArray[np.float64]
 

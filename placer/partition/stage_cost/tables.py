@@ -1,8 +1,8 @@
 """Tables of bytes for all stages along one order at once: one entry per pair of cuts.
 
-Tables are sums of rectangles: "some user of v lies in [a, i]" holds exactly for a in
-(previous user, user] and i >= user, so one two-dimensional prefix sum gives it for all intervals.
-Building takes O(C * n + users) time and memory for C cuts and n nodes; each query is O(1).
+Tables are sums of rectangles (`placer.partition.stage_cost.order_bytes`), so one two-dimensional
+prefix sum gives each. Building takes O(C * n + users) time and memory for C cuts and n nodes; each
+query is O(1).
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.cost import CostTable, Work
-from placer.partition.stage_cost.pending_gradients import (
-    IntervalCorrection,
-    largest_up_to,
-    pending_gradients,
+from placer.partition.stage_cost.order_bytes import (
+    LOSS_NBYTES,
+    OrderBytes,
+    by_position,
+    find_order_bytes,
+    positions_of,
 )
-from placer.partition.stage_cost.received import find_needs, releases, smaller_copies
+from placer.partition.stage_cost.pending_gradients import IntervalCorrection, largest_up_to
+from placer.partition.stage_cost.received import smaller_copies
+from placer.partition.stage_cost.rectangles import Rectangles, Table
 from placer.partition.stage_cost.region_liveness import RegionLiveness
-
-Table = NDArray[np.float64]
-
-LOSS_NBYTES = 4  # a float32; it is alive while backward runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,197 +65,67 @@ def build_tables(
     cuts: Sequence[int],
     *,
     later: bool = True,
+    known: OrderBytes | None = None,
 ) -> IntervalTables:
     """The tables for the stages that ``cuts`` of ``order`` (positions of nodes) allow.
 
     The loss is computed with the last node of the order. ``later``: there are later backwards than a
-    stage's first one, of further micro-batches.
+    stage's first one, of further micro-batches. ``known``: the bytes along this order, where they
+    are known.
     """
-    n = len(order)
-    place = np.empty(n + 1, dtype=np.int64)  # node -> position; the loss stays last
-    place[np.asarray(order, dtype=np.int64)] = np.arange(n)
-    place[n] = n
-    build = _Builder(n + 1, cuts)
+    width = len(order) + 1
+    build = _Builder(width, cuts)
+    place = positions_of(order) if known is None else known.place
     regions = None
     if costs.keys:
-        regions = RegionLiveness(costs, place, build.starts, build.ends, n + 1)
-    held = _held_values(costs, place, build, regions)
-    corrections = pending_gradients(
-        costs,
-        place,
-        lambda x, y, i, j, nbytes: held.waiting.add(x, y, i, nbytes, until=j),
-        held_from=None if regions is None else regions.held_from,
-    )
-    crossing = _crossing_values(costs, place, build)
-    state = _state(costs, place, build)
-    # The loss is alive in all of its stage's backward: it is added below for stages that end with it,
-    # so it is taken off here where it is counted already.
-    held.waiting.add(0, n, n, -LOSS_NBYTES)
-    forwards, backwards = zip(*(node_transients(costs, i) for i in range(n + 1)), strict=True)
-    forward_transient = _by_position(place, forwards)
-    waiting, saved, forward = held.waiting.table(), held.saved.table(), held.forward.table()
-    live = waiting + _by_position(place, backwards)
+        regions = RegionLiveness(costs, place, build.starts, build.ends, width)
+    along = known or find_order_bytes(costs, place, regions)
+    held, crossing, state = along.held, along.crossing, along.state
+    parts = Rectangles()  # of storages, that are not received
+    for start, first_saver, nbytes in smaller_copies(costs, place, build.starts):
+        parts.add(start, start, first_saver, -nbytes)
+    saved = build.at_ends(held.saved.with_more(parts))
+    waiting = build.everywhere(held.waiting.with_more(parts))
+    forward = build.everywhere(held.forward)
+    corrections = list(held.pending)
+    live = waiting + along.backward_transient
     if regions is not None:
         live += regions.table("waiting")
-        incoming = _by_position(place, [c.backward_incoming for c in costs.nodes])
-        live = np.maximum(live, regions.recomputing(waiting, incoming, forward_transient))
+        incoming = by_position(place, [c.backward_incoming for c in costs.nodes])
+        again = regions.recomputing(waiting, incoming, along.forward_transient)
+        live = np.maximum(live, again)
         corrections += regions.not_yet()
         saved = saved + build.pick_ends(regions.table("saved"))
         forward = forward + regions.table("forward")
-    used, owned = state.trained.table(), state.owned.table()
+    used, owned = build.everywhere(state.trained), build.everywhere(state.owned)
     growing, grown = _backward_live(build, live, corrections, used, owned, later=later)
-    growing += state.sent_home.table()
+    growing += build.at_ends(state.sent_home)
     growing[:, -1] += LOSS_NBYTES
     if grown is not None:
         grown[:, -1] += LOSS_NBYTES
-    received = crossing.received.table()
+    received = build.at_ends(crossing.received)
+    most_forward = build.running_max(
+        forward + along.forward_transient, corrections=crossing.released
+    )
     return IntervalTables(
         cuts=tuple(cuts),
-        parameters=state.parameters.table(),
-        buffers=state.buffers.table(),
+        parameters=build.at_ends(state.parameters),
+        buffers=build.at_ends(state.buffers),
         trained=build.pick_ends(used),
         owned=build.pick_ends(owned),
         saved=saved,
-        saved_fixed=held.saved_fixed.table(),
+        saved_fixed=build.at_ends(held.saved_fixed),
         received=received,
-        computed=crossing.computed.table(),
-        sent=crossing.sent.table(),
-        forward_live=build.running_max(forward + forward_transient, corrections=crossing.released)
-        + received,
+        computed=build.at_ends(crossing.computed),
+        sent=build.at_ends(crossing.sent),
+        forward_live=most_forward + received,
         backward_live_growing=growing,
         backward_live_grown=grown,
         updating=build.running_max(_updating(state.trained_at, build)),
         work=costs.work,
         nodes=np.argsort(place),
-        hosted=_by_position(place, [c.host_nbytes for c in costs.nodes]),
-        results=crossing.results.table(),
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _HeldValues:
-    """Bytes of values that no region needs: from forward to backward, in backward, in forward."""
-
-    saved: _Rectangles
-    saved_fixed: _Rectangles
-    waiting: _Rectangles
-    forward: _Rectangles
-
-
-def _held_values(
-    costs: CostTable,
-    place: NDArray[np.int64],
-    build: _Builder,
-    regions: RegionLiveness | None,
-) -> _HeldValues:
-    saved, saved_fixed = build.at_ends(), build.at_ends()
-    waiting, forward = build.rectangles(), build.rectangles()
-    for number, v in enumerate(costs.values):
-        if regions is not None and regions.take(number):
-            continue
-        savers, users = _at(place, v.savers), _at(place, v.users)
-        producer = int(place[v.producer]) if v.producer >= 0 else -1
-        saved.some(savers, v.nbytes)
-        if v.fixed:
-            saved_fixed.some(savers, v.nbytes)
-        if len(savers) == 1:
-            waiting.add(0, savers[0], savers[0] + 1, v.nbytes)
-        else:
-            waiting.some(savers, v.nbytes)
-        if producer >= 0:
-            last = build.width if savers else max(users, default=producer) + 1
-            forward.add(0, producer, producer + 1, v.nbytes, until=last)
-    for start, first_saver, nbytes in smaller_copies(costs, place, build.starts):
-        saved.add(start, start, first_saver, -nbytes)
-        waiting.add(start, start, first_saver, -nbytes)
-    return _HeldValues(saved=saved, saved_fixed=saved_fixed, waiting=waiting, forward=forward)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _CrossingValues:
-    """Values that cross the boundaries of stages; ``released``: copies that are freed before the end."""
-
-    received: _Rectangles
-    computed: _Rectangles
-    sent: _Rectangles
-    results: _Rectangles
-    released: list[IntervalCorrection]
-
-
-def _crossing_values(
-    costs: CostTable, place: NDArray[np.int64], build: _Builder
-) -> _CrossingValues:
-    received, computed, sent = build.at_ends(), build.at_ends(), build.at_ends()
-    released: list[IntervalCorrection] = []
-    loss = build.width - 1
-    needs = find_needs(costs, place)
-    crossing = [
-        *(
-            (int(place[i]), _at(place, r), costs.nodes[i].output_nbytes, needs.nodes[i])
-            for i, r in enumerate(costs.readers)
-        ),
-        *(
-            (-1, _at(place, r), b, need)
-            for r, b, need in zip(
-                costs.input_readers, costs.input_nbytes, needs.inputs, strict=True
-            )
-        ),
-    ]
-    for producer, readers, nbytes, need in crossing:
-        received.some(readers, nbytes, after=producer)
-        if readers:
-            released += releases(producer, readers, need, nbytes)
-        if producer >= 0:
-            computed.some(readers, nbytes, after=producer)
-        if producer >= 0 and readers and readers[-1] > producer:
-            sent.add(0, producer, producer, nbytes, until=readers[-1])
-
-    returned = sum(b for _, readers, b, _ in crossing if readers and readers[-1] == loss)
-    results = build.at_ends()
-    results.add(0, loss, loss, returned)
-    return _CrossingValues(
-        received=received, computed=computed, sent=sent, results=results, released=released
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _State:
-    """Parameters and buffers; ``sent_home``: gradients received from later stages' copies of parameters."""
-
-    parameters: _Rectangles
-    buffers: _Rectangles
-    trained: _Rectangles
-    owned: _Rectangles
-    sent_home: _Rectangles
-    trained_at: Sequence[
-        tuple[int, int]
-    ]  # of those with gradients the first use and bytes, in order
-
-
-def _state(costs: CostTable, place: NDArray[np.int64], build: _Builder) -> _State:
-    parameters, buffers, sent_home = build.at_ends(), build.at_ends(), build.at_ends()
-    trained, owned = build.rectangles(), build.rectangles()
-    trained_at: list[tuple[int, int]] = []
-    for tensor in costs.state:
-        uses = _at(place, tensor.readers)
-        held = buffers if tensor.is_buffer else parameters
-        if not uses:  # it is on the first stage
-            held.add(0, 0, 0, tensor.nbytes)
-            continue
-        held.some(uses, tensor.nbytes)
-        if tensor.trained:
-            trained_at.append((uses[0], tensor.nbytes))
-            trained.some(uses, tensor.nbytes)
-            owned.add(0, uses[0], uses[0], tensor.nbytes)
-            # A later stage's copy sends its gradient before this stage's backward.
-            sent_home.add(0, uses[0], uses[0], tensor.nbytes, until=uses[-1])
-    return _State(
-        parameters=parameters,
-        buffers=buffers,
-        trained=trained,
-        owned=owned,
-        sent_home=sent_home,
-        trained_at=trained_at,
+        hosted=by_position(place, [c.host_nbytes for c in costs.nodes]),
+        results=build.at_ends(crossing.results),
     )
 
 
@@ -284,11 +154,6 @@ def _backward_live(
     return growing, grown
 
 
-def _at(place: NDArray[np.int64], nodes: Iterable[int]) -> list[int]:
-    """The positions of ``nodes``, each once, in order."""
-    return sorted({int(place[i]) for i in nodes})
-
-
 def _updating(trained_at: Iterable[tuple[int, int]], build: _Builder) -> Table:
     """Per start and position the temporary bytes of Adam's loop for a parameter first used there.
 
@@ -301,24 +166,9 @@ def _updating(trained_at: Iterable[tuple[int, int]], build: _Builder) -> Table:
         if before is not None:
             found.append((min(at, before[0]), max(at, before[0]), 2 * nbytes + before[1]))
         for last_start, column, most in found:
-            rows = table[: build.row_of[last_start], column]
+            rows = table[: build.rows_up_to(last_start), column]
             np.maximum(rows, most, out=rows)
         before = at, nbytes
-    return table
-
-
-def node_transients(costs: CostTable, node: int) -> tuple[int, int]:
-    """Bytes that are alive only while the node's forward runs, and while its backward does."""
-    key = costs.keys[node] if node < len(costs.keys) else None
-    cost = costs.nodes[node]
-    if key is not None and key.offload and not key.recompute:
-        return cost.forward_sending, cost.backward_fetching
-    return cost.forward_transient, cost.backward_transient
-
-
-def _by_position(place: NDArray[np.int64], values: Sequence[float]) -> Table:
-    table = np.zeros(len(values))
-    table[place] = values
     return table
 
 
@@ -329,17 +179,29 @@ class _Builder:
         self.width = width
         self.starts = list(cuts[:-1])
         self.ends = [*cuts[1:-1], width]  # the last stage computes the loss too
-        self.row_of = _ranks(self.starts, width)
+        self._rows_before = np.searchsorted(self.starts, np.arange(width + 1))
+        self._end_of = np.searchsorted(self.ends, np.arange(width + 1), side="right")
+        self._positions = np.arange(width + 1)
         self._valid = np.asarray(self.ends)[None, :] > np.asarray(self.starts)[:, None]
 
-    def rectangles(self) -> _Rectangles:
-        """A column for each position."""
-        return _Rectangles(self.row_of, list(range(self.width + 1)))
+    def rows_up_to(self, position: int) -> int:
+        """How many stages start at positions up to this one."""
+        return int(self._rows_before[position + 1])
 
-    def at_ends(self) -> _Rectangles:
-        """A column for each end of a stage: that of the last position before it."""
+    def everywhere(self, rectangles: Rectangles) -> Table:
+        """Their sum, with a column for each position."""
+        return self._sum(rectangles, self._positions)
+
+    def at_ends(self, rectangles: Rectangles) -> Table:
+        """Their sum, with a column for each end of a stage: that of the last position before it."""
         # Of a position, the first end after it is the first whose column has the position.
-        return _Rectangles(self.row_of, _ranks(self.ends, self.width + 1), self._valid)
+        return np.where(self._valid, self._sum(rectangles, self._end_of), 0.0)
+
+    def _sum(self, rectangles: Rectangles, column_of: NDArray[np.int64]) -> Table:
+        sums = rectangles.steps(self._rows_before, column_of)
+        for before, row in pairwise(sums):  # half the time of a sum along this axis
+            row += before
+        return np.cumsum(sums, axis=1, out=sums)[:-1, :-1]
 
     def pick_ends(self, table: Table) -> Table:
         """``[start, column]`` -> ``[start, cut where the stage ends]``; 0 where end <= start."""
@@ -348,58 +210,3 @@ class _Builder:
     def running_max(self, table: Table, *, corrections: Sequence[IntervalCorrection] = ()) -> Table:
         """The largest value of columns start … end - 1, per start and end."""
         return np.where(self._valid, largest_up_to(table, self.starts, self.ends, corrections), 0.0)
-
-
-def _ranks(ascending: Sequence[int], count: int) -> list[int]:
-    """For each of 0 … count - 1, how many of ``ascending`` are at most that."""
-    found: list[int] = np.searchsorted(ascending, np.arange(count), side="right").tolist()
-    return found
-
-
-class _Rectangles:
-    """A sum of constants over rectangles (starts x columns), as a difference array.
-
-    ``row_of`` has per position how many starts are up to it, ``column_of`` the first column that has it;
-    the last one of those is that of what lies after all columns. 0 where it is not ``valid``.
-    """
-
-    def __init__(
-        self,
-        row_of: Sequence[int],
-        column_of: Sequence[int],
-        valid: NDArray[np.bool_] | None = None,
-    ) -> None:
-        self._row_of, self._column_of, self._valid = row_of, column_of, valid
-        self._steps = np.zeros((row_of[-1] + 1, column_of[-1] + 1))
-
-    def add(
-        self, first: int, last: int, column: int, value: float, *, until: int | None = None
-    ) -> None:
-        """Add ``value`` for stages that start at positions first … last, in columns column … until - 1."""
-        row_of, column_of = self._row_of, self._column_of
-        top = row_of[first - 1] if first > 0 else 0
-        bottom = row_of[last] if last >= 0 else 0
-        begin = column_of[column]
-        end = column_of[-1] if until is None else column_of[min(until, len(column_of) - 1)]
-        if top >= bottom or begin >= end:
-            return
-        steps = self._steps
-        steps[top, begin] += value
-        steps[bottom, begin] -= value
-        steps[top, end] -= value
-        steps[bottom, end] += value
-
-    def some(self, positions: Sequence[int], value: float, *, after: int = -1) -> None:
-        """Add ``value`` where some of ``positions`` lies in [start, column] and ``after`` before start."""
-        previous = after
-        for position in positions:
-            if position > previous:
-                self.add(previous + 1, position, position, value)
-                previous = position
-
-    def table(self) -> Table:
-        sums = self._steps.copy()
-        for before, row in pairwise(sums):  # half the time of a sum along this axis
-            row += before
-        found = np.cumsum(sums, axis=1)[:-1, :-1]
-        return found if self._valid is None else np.where(self._valid, found, 0.0)

@@ -1,0 +1,222 @@
+"""Bytes of stages along one order of nodes, wherever they begin and end.
+
+Each is a sum of rectangles: "some user of v lies in [a, i]" holds exactly for a in
+(previous user, user] and i >= user. `placer.partition.stage_cost.tables` sums them for given cuts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placer.cost import CostTable
+from placer.partition.stage_cost.pending_gradients import IntervalCorrection, pending_gradients
+from placer.partition.stage_cost.received import find_needs, releases
+from placer.partition.stage_cost.rectangles import Rectangles, Table
+from placer.partition.stage_cost.region_liveness import RegionLiveness
+
+LOSS_NBYTES = 4  # a float32; it is alive while backward runs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldValues:
+    """Bytes of values that no region needs: from forward to backward, in backward, in forward.
+
+    ``waiting`` has gradients of skip connections too, for stages that compute all that they pass on;
+    ``pending`` corrects it for the others.
+    """
+
+    saved: Rectangles
+    saved_fixed: Rectangles
+    waiting: Rectangles
+    forward: Rectangles
+    pending: tuple[IntervalCorrection, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrossingValues:
+    """Values that cross the boundaries of stages; ``released``: copies that are freed before the end."""
+
+    received: Rectangles
+    computed: Rectangles
+    sent: Rectangles
+    results: Rectangles
+    released: tuple[IntervalCorrection, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """Parameters and buffers; ``sent_home``: gradients received from later stages' copies of parameters.
+
+    ``trained_at``: of those with gradients the first use and bytes, in order.
+    """
+
+    parameters: Rectangles
+    buffers: Rectangles
+    trained: Rectangles
+    owned: Rectangles
+    sent_home: Rectangles
+    trained_at: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrderBytes:
+    """What `build_tables` sums for the cuts of an order; the loss is computed with the last node.
+
+    The transients are bytes per position.
+    """
+
+    place: NDArray[np.int64]  # node -> position
+    held: HeldValues
+    crossing: CrossingValues
+    state: State
+    forward_transient: Table
+    backward_transient: Table
+
+
+def positions_of(order: Sequence[int]) -> NDArray[np.int64]:
+    """Node -> position along ``order``; the loss stays last."""
+    n = len(order)
+    place = np.empty(n + 1, dtype=np.int64)
+    place[np.asarray(order, dtype=np.int64)] = np.arange(n)
+    place[n] = n
+    return place
+
+
+def find_order_bytes(
+    costs: CostTable, place: NDArray[np.int64], regions: RegionLiveness | None = None
+) -> OrderBytes:
+    """The bytes of stages along the order in which nodes have these places.
+
+    ``regions`` takes the values that it counts; with it, the result is for its cuts only.
+    """
+    count = len(place)
+    forwards, backwards = zip(*(node_transients(costs, i) for i in range(count)), strict=True)
+    return OrderBytes(
+        place=place,
+        held=_held_values(costs, place, regions),
+        crossing=_crossing_values(costs, place),
+        state=_state(costs, place),
+        forward_transient=by_position(place, forwards),
+        backward_transient=by_position(place, backwards),
+    )
+
+
+def _held_values(
+    costs: CostTable, place: NDArray[np.int64], regions: RegionLiveness | None
+) -> HeldValues:
+    saved, saved_fixed, waiting, forward = (Rectangles() for _ in range(4))
+    loss = len(place) - 1
+    for number, v in enumerate(costs.values):
+        if regions is not None and regions.take(number):
+            continue
+        savers, users = _at(place, v.savers), _at(place, v.users)
+        producer = int(place[v.producer]) if v.producer >= 0 else -1
+        saved.some(savers, v.nbytes)
+        if v.fixed:
+            saved_fixed.some(savers, v.nbytes)
+        if len(savers) == 1:
+            waiting.add(0, savers[0], savers[0] + 1, v.nbytes)
+        else:
+            waiting.some(savers, v.nbytes)
+        if producer >= 0:
+            last = loss + 1 if savers else max(users, default=producer) + 1
+            forward.add(0, producer, producer + 1, v.nbytes, until=last)
+    pending = pending_gradients(
+        costs,
+        place,
+        lambda x, y, i, j, nbytes: waiting.add(x, y, i, nbytes, until=j),
+        held_from=None if regions is None else regions.held_from,
+    )
+    # The loss is alive in all of its stage's backward: it is added to the tables of stages that end
+    # with it, so it is taken off here where it is counted already.
+    waiting.add(0, loss, loss, -LOSS_NBYTES)
+    return HeldValues(
+        saved=saved,
+        saved_fixed=saved_fixed,
+        waiting=waiting,
+        forward=forward,
+        pending=tuple(pending),
+    )
+
+
+def _crossing_values(costs: CostTable, place: NDArray[np.int64]) -> CrossingValues:
+    received, computed, sent, results = (Rectangles() for _ in range(4))
+    released: list[IntervalCorrection] = []
+    loss = len(place) - 1
+    needs = find_needs(costs, place)
+    crossing = [
+        *(
+            (int(place[i]), _at(place, r), costs.nodes[i].output_nbytes, needs.nodes[i])
+            for i, r in enumerate(costs.readers)
+        ),
+        *(
+            (-1, _at(place, r), b, need)
+            for r, b, need in zip(
+                costs.input_readers, costs.input_nbytes, needs.inputs, strict=True
+            )
+        ),
+    ]
+    for producer, readers, nbytes, need in crossing:
+        received.some(readers, nbytes, after=producer)
+        if readers:
+            released += releases(producer, readers, need, nbytes)
+        if producer >= 0:
+            computed.some(readers, nbytes, after=producer)
+        if producer >= 0 and readers and readers[-1] > producer:
+            sent.add(0, producer, producer, nbytes, until=readers[-1])
+    returned = sum(b for _, readers, b, _ in crossing if readers and readers[-1] == loss)
+    results.add(0, loss, loss, returned)
+    return CrossingValues(
+        received=received, computed=computed, sent=sent, results=results, released=tuple(released)
+    )
+
+
+def _state(costs: CostTable, place: NDArray[np.int64]) -> State:
+    parameters, buffers, trained, owned, sent_home = (Rectangles() for _ in range(5))
+    trained_at: list[tuple[int, int]] = []
+    for tensor in costs.state:
+        uses = _at(place, tensor.readers)
+        held = buffers if tensor.is_buffer else parameters
+        if not uses:  # it is on the first stage
+            held.add(0, 0, 0, tensor.nbytes)
+            continue
+        held.some(uses, tensor.nbytes)
+        if tensor.trained:
+            trained_at.append((uses[0], tensor.nbytes))
+            trained.some(uses, tensor.nbytes)
+            owned.add(0, uses[0], uses[0], tensor.nbytes)
+            # A later stage's copy sends its gradient before this stage's backward.
+            sent_home.add(0, uses[0], uses[0], tensor.nbytes, until=uses[-1])
+    return State(
+        parameters=parameters,
+        buffers=buffers,
+        trained=trained,
+        owned=owned,
+        sent_home=sent_home,
+        trained_at=tuple(trained_at),
+    )
+
+
+def node_transients(costs: CostTable, node: int) -> tuple[int, int]:
+    """Bytes that are alive only while the node's forward runs, and while its backward does."""
+    key = costs.keys[node] if node < len(costs.keys) else None
+    cost = costs.nodes[node]
+    if key is not None and key.offload and not key.recompute:
+        return cost.forward_sending, cost.backward_fetching
+    return cost.forward_transient, cost.backward_transient
+
+
+def by_position(place: NDArray[np.int64], values: Sequence[float]) -> Table:
+    """``values`` of nodes, in the order of their positions."""
+    table = np.zeros(len(values))
+    table[place] = values
+    return table
+
+
+def _at(place: NDArray[np.int64], nodes: Iterable[int]) -> list[int]:
+    """The positions of ``nodes``, each once, in order."""
+    return sorted({int(place[i]) for i in nodes})
