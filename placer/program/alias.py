@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import networkx as nx
 import torch
 from torch import Tensor, fx, nn
 
@@ -175,24 +176,13 @@ def _groups(graph: fx.Graph, run: _Watcher, state: set[int]) -> tuple[tuple[str,
             touching[key].append(index)
         for key in run.written.get(name, ()):
             last_write[key] = index
-    parent = list(range(len(order)))
-
-    def find(index: int) -> int:
-        while parent[index] != index:
-            parent[index] = parent[parent[index]]
-            index = parent[index]
-        return index
-
+    groups = nx.utils.UnionFind(range(len(order)))
     for key, last in sorted(last_write.items(), key=lambda item: item[1]):
         everywhere = key in state or key in run.given
         members = [i for i in touching[key] if everywhere or i <= last]
-        for member in members:
-            first, second = find(members[0]), find(member)
-            parent[max(first, second)] = min(first, second)
-    groups: dict[int, list[str]] = defaultdict(list)
-    for index, name in enumerate(order):
-        groups[find(index)].append(name)
-    return tuple(tuple(group) for group in groups.values() if len(group) > 1)
+        groups.union(*members)
+    ordered = sorted(sorted(group) for group in groups.to_sets() if len(group) > 1)
+    return tuple(tuple(order[i] for i in group) for group in ordered)
 
 
 def _storages(value: Any) -> Iterable[int]:
