@@ -5,10 +5,11 @@ devices, whose fullest device must stay within the memory given; nothing is kept
 allocator. The search walks by prediction and lets the ledger decide near the boundary; every edge that
 is reported passed it. Nothing is allocated.
 
-    python -m benchmarks.capacity [MODEL ...] [--memory GIB]
+    python -m benchmarks.capacity [MODEL ...] [--memory GIB] [--ours]
 
 MODEL: U-Net, SegResNet, DynUNet, SwinUNETR, r3d_18. What is not named keeps its figures in
-results/capacity.json.
+results/capacity.json. With --ours only placer's rows are searched anew, from the edges in that file
+on; the others do not change with placer.
 """
 
 from __future__ import annotations
@@ -266,17 +267,23 @@ class Search:
             peak = max(self.simulated(name, method, edge, devices))
         return peak <= limit
 
-    def largest(self, name: str, method: Method, devices: int, memory: int) -> dict[str, Any]:
-        """The largest edge that fits, its peaks, and what the next edge would need.
-
-        Peaks grow about with the cube of the edge: the search starts where the nearest edge that
-        is planned already says, and goes up or down step by step.
-        """
+    def likely(self, name: str, method: Method, devices: int, memory: int) -> int:
+        """The largest edge by the nearest one that is planned: peaks grow about with the edge's cube."""
         step, limit = self.subject.step, memory * GIB
         planned = [e for n, e, d in self.plans if (n, d) == (name, devices)] or [_FIRST]
         peaks = {e: max(self.predicted(name, method, e, devices)) for e in planned}
         nearest = min(planned, key=lambda e: abs(math.log(peaks[e] / limit)))
-        edge = int(nearest * (limit / peaks[nearest]) ** (1 / 3)) // step * step
+        return int(nearest * (limit / peaks[nearest]) ** (1 / 3)) // step * step
+
+    def largest(
+        self, name: str, method: Method, devices: int, memory: int, start: int = 0
+    ) -> dict[str, Any]:
+        """The largest edge that fits, its peaks, and what the next edge would need.
+
+        The search goes up or down step by step from ``start``, or from where it is likely.
+        """
+        step, limit = self.subject.step, memory * GIB
+        edge = start or self.likely(name, method, devices, memory)
         if self.fits(name, method, max(edge, step), devices, limit):
             edge = max(edge, step)
             while self.fits(name, method, edge + step, devices, limit):
@@ -298,38 +305,54 @@ class Search:
         }
 
 
-def _row(search: Search, label: str, method: Method, devices: int, memory: int) -> dict[str, Any]:
+def _row(
+    search: Search, label: str, method: Method, devices: int, memory: int, start: int
+) -> dict[str, Any]:
     try:
-        return search.largest(label, method, devices, memory)
+        return search.largest(label, method, devices, memory, start)
     except RivalFailure as failure:
         known = {"method": label, "devices": devices, "memory_gib": memory}
         return {**known, "edge": 0, "peaks": [], "failure": str(failure)}
 
 
-def run(names: list[str], memories: Sequence[int]) -> dict[str, list[dict[str, Any]]]:
-    """Results per model; those of the file are kept for other models and other sizes of memory."""
+def run(
+    names: list[str], memories: Sequence[int], *, ours: bool = False
+) -> dict[str, list[dict[str, Any]]]:
+    """Results per model; those of the file are kept for other models and other sizes of memory.
+
+    ``ours``: only placer's rows are searched anew.
+    """
     path = RESULTS / "capacity.json"
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     for name in names:
         subject = SUBJECTS[name]
         search = Search(subject)
         for memory in memories:
-            rows = []
+            cells = {_cell(row): row for row in found.get(name, [])}
             for label, method in methods(subject).items():
+                if ours and not label.startswith("placer"):
+                    continue
                 for devices in method.devices:
+                    before = cells.get((memory, label, devices), {}).get("edge", 0)
                     began = time.perf_counter()
-                    rows.append(_row(search, label, method, devices, memory))
+                    row = _row(search, label, method, devices, memory, before if ours else 0)
                     took = time.perf_counter() - began
-                    edge = rows[-1]["edge"]
-                    line = f"{name}, {memory} GiB x {devices}, {label}: {edge} ({took:.0f} s)"
-                    print(line, flush=True)
-            today = datetime.now(UTC).date().isoformat()
-            rows = [{**row, "date": today} for row in rows]
-            kept = [row for row in found.get(name, []) if row["memory_gib"] != memory]
-            found[name] = sorted([*kept, *rows], key=lambda row: row["memory_gib"])
+                    line = f"{name}, {memory} GiB x {devices}, {label}: {row['edge']}"
+                    print(f"{line} (before: {before}; {took:.0f} s)", flush=True)
+                    cells[_cell(row)] = {**row, "date": datetime.now(UTC).date().isoformat()}
+            order = [
+                (label, n) for label, method in methods(subject).items() for n in method.devices
+            ]
+            found[name] = [
+                cells[gib, *cell] for gib in MEMORIES for cell in order if (gib, *cell) in cells
+            ]
             found = {known: found[known] for known in SUBJECTS if known in found}
             path.write_text(json.dumps(found, indent=1) + "\n")
     return found
+
+
+def _cell(row: Mapping[str, Any]) -> tuple[int, str, int]:
+    return row["memory_gib"], row["method"], row["devices"]
 
 
 _NOTE = (
@@ -345,8 +368,15 @@ def _dates(results: Mapping[str, list[dict[str, Any]]]) -> list[str]:
     """When the models were measured, if not all on one day."""
     days: dict[str, dict[str, None]] = {}
     for name, rows in results.items():
-        for row in rows:
-            days.setdefault(row["date"], {})[name] = None
+        ours = {row["date"] for row in rows if row["method"].startswith("placer")}
+        others = {row["date"] for row in rows if not row["method"].startswith("placer")}
+        for day in ours | others:
+            what = (
+                name
+                if day in ours & others
+                else f"{name} ({'placer' if day in ours else 'others'})"
+            )
+            days.setdefault(day, {})[what] = None
     if len(days) == 1:
         return []
     return [f"Measured {day}: {', '.join(names)}." for day, names in sorted(days.items())] + [""]
@@ -447,11 +477,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", default=[], help=", ".join(SUBJECTS))
     parser.add_argument("--memory", type=int, choices=MEMORIES, action="append", help="GiB")
+    parser.add_argument("--ours", action="store_true", help="only placer's rows")
     given = parser.parse_args()
     unknown = [name for name in given.models if name not in SUBJECTS]
     if unknown:
         parser.error(f"no model {unknown[0]!r}; there are {', '.join(SUBJECTS)}")
-    write(run(given.models or list(SUBJECTS), given.memory or MEMORIES))
+    write(run(given.models or list(SUBJECTS), given.memory or MEMORIES, ours=given.ours))
 
 
 if __name__ == "__main__":
