@@ -84,7 +84,7 @@ def _print_fitting(console: Console, tried: Tried, *, as_options: bool) -> None:
         console.print(f"  - {change}", markup=False)
 
 
-_SPEC_FIELD = re.compile(r'"(\w+)": (?:"auto"|"?(\w+)"?)')
+_SPEC_FIELD = re.compile(r'"(\w+)": (?:"auto"|"?([\w.]+)"?)')
 
 
 def as_option(change: str) -> str:
@@ -98,12 +98,16 @@ def as_option(change: str) -> str:
     'give a smaller --reserve'
     >>> as_option('give more "host_memory", or recompute others ("checkpoint")')
     'give more --host-memory, or recompute others (--checkpoint)'
+    >>> as_option('"offload": "auto" and "host_memory": "1.5GiB" (wait in host memory)')
+    '--offload --host-memory 1.5GiB (wait in host memory)'
     """
     change = change.replace('write a smaller "reserve" into the spec', "give a smaller --reserve")
-    change = change.replace('"host_memory"', "--host-memory").replace(
+    options = _SPEC_FIELD.sub(
+        lambda m: f"--{m[1].replace('_', '-')}" + (f" {m[2]}" if m[2] else ""), change
+    )
+    options = options.replace('"host_memory"', "--host-memory").replace(
         '"checkpoint")', "--checkpoint)"
     )
-    options = _SPEC_FIELD.sub(lambda m: f"--{m[1]} {m[2]}" if m[2] else f"--{m[1]}", change)
     return re.sub(r"(?<=\S)(?:,| and) --", " --", options)
 
 

@@ -211,10 +211,10 @@ def _lighter(make: PlanMaker, spec: PlacementSpec) -> Iterator[Tried]:
     ways: tuple[dict[str, str], ...] = (
         {"checkpoint": "auto"}, {"offload": "auto"}, {"checkpoint": "auto", "offload": "auto"},
     )  # fmt: skip
-    enough = False
+    enough = offloading = False  # is one of them enough; is offloading, within the host's limit?
     for way in ways:
         if enough and len(way) == 2:
-            return
+            break
         new = {field: "auto" for field in way if getattr(spec, field) != "auto"}
         if len(new) < len(way):
             continue
@@ -223,7 +223,28 @@ def _lighter(make: PlanMaker, spec: PlacementSpec) -> Iterator[Tried]:
         what = " or ".join(does[field] for field in new)
         tried = list(_try(f"{words} ({what})", make, _updated(spec, **new)))
         yield from tried
-        enough = enough or any(t.fits for t in tried)
+        fits = any(t.fits for t in tried)
+        enough = enough or fits
+        offloading = offloading or (fits and "offload" in way)
+    if not offloading:
+        yield from _more_host_memory(make, spec)
+
+
+def _more_host_memory(make: PlanMaker, spec: PlacementSpec) -> Iterator[Tried]:
+    """The host memory with which offloading suffices, where ``spec`` limits it and that is too little."""
+    if spec.host_memory is None:
+        return
+    wanted = _updated(spec, offload="auto", host_memory=None)
+    try:
+        plan = make.try_out(wanted)
+    except PlacerError:  # the change does not go with the rest of the spec
+        return
+    if plan.fits and plan.host is not None:
+        needed = format_bytes(plan.host.needed, enough=True).replace(" ", "")
+        more = f'"host_memory": "{needed}"'
+        change = more if spec.offload == "auto" else f'"offload": "auto" and {more}'
+        peak = max(device.peak for device in plan.devices)
+        yield Tried(change=f"{change} (wait in host memory)", fits=True, peak=peak)
 
 
 def _devices(make: PlanMaker, spec: PlacementSpec, plan: Plan) -> Iterator[Tried]:

@@ -63,6 +63,20 @@ def test_each_remedy_does_what_it_says() -> None:
     assert placer.make_plan(MODEL, _spec(memory, microbatches=2, schedule="1F1B"), X).fits
 
 
+@pytest.mark.parametrize("offload", [[], "auto"])
+def test_more_host_memory_is_a_remedy(offload: Any) -> None:
+    """With the amount that is named, the spec fits."""
+    spec = _spec(int(0.8 * _peak()), offload=offload, host_memory=1000)
+    with pytest.raises(placer.BudgetError) as caught:
+        placer.compile(MODEL, spec, X)
+    (change,) = [t.change for t in caught.value.tried if "host_memory" in t.change]
+    assert ('"offload": "auto"' in change) == (not offload)
+    named = re.search('"host_memory": "(.*?)"', change)
+    assert named is not None
+    plan = placer.make_plan(MODEL, {**spec, "offload": "auto", "host_memory": named[1]}, X)
+    assert plan.fits and plan.host is not None
+
+
 def test_where_nothing_helps_the_nearest_is_named() -> None:
     with pytest.raises(placer.BudgetError) as caught:
         placer.auto_spec(MODEL, X, devices=_spec(20_000)["devices"], reserve=0, optimizer="sgd")
