@@ -38,7 +38,10 @@ class Choose(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyChoice:
-    """A partition with its regions; ``least_seconds`` bounds the extra time of its stages from below."""
+    """A partition with its regions; ``least_seconds`` bounds the extra time of its stages from below.
+
+    It is 0 where no bound is known.
+    """
 
     costs: CostTable
     partition: Partition
@@ -114,7 +117,7 @@ def choose_policy(
             extra_seconds=light.extra_seconds,
             least_seconds=0.0,
         )
-    untreated = search.made(plain, first, [])
+    kept = search.made(plain, first, [])
     start = search.found([choose_stage_policy(stage, choices, unlimited)], unpinned)
     found = [search.improve(first), start, search.improve(start.partition)]
     moved: set[object] = set()
@@ -129,16 +132,20 @@ def choose_policy(
         moved.add(_boundaries(now))
         found.append(search.found(search.most_saving(now), unpinned))
         found.append(search.improve(found[-1].partition))
-    best = min([untreated, *found], key=_rank)
+    best = min([kept, *found], key=_rank)
     if best.own:  # what is known about other placements, for the plan to tell
         described = choose(best.costs, _pins(best.partition))
         if _boundaries(described) == _boundaries(best.partition):
             best = replace(best, partition=described)
+    extra = best.extra_seconds
+    least = search.least(best) if limited and best.fits else 0.0
+    if options.offload_overlap and any(key and key.offload for key in best.costs.keys):
+        # The search adds the seconds of copies up, as if nothing ran beside them.
+        untreated = search.rate(plain, best.partition)
+        extra = max(0.0, _busy_seconds(best.partition) - _busy_seconds(untreated))
+        least = 0.0
     return PolicyChoice(
-        costs=best.costs,
-        partition=best.partition,
-        extra_seconds=best.extra_seconds,
-        least_seconds=search.least(best) if limited and best.fits else 0.0,
+        costs=best.costs, partition=best.partition, extra_seconds=extra, least_seconds=least
     )
 
 
@@ -152,6 +159,11 @@ def is_heavy(
     limited = any(slot.budget is not None for slot in slots)
     enough = first.fits and (limited or options.objective != "memory")
     return bool(choices) and not enough
+
+
+def _busy_seconds(partition: Partition) -> float:
+    """Seconds of a micro-batch, all stages together."""
+    return sum(stage.forward_seconds + stage.backward_seconds for stage in partition.stages)
 
 
 def _pins(partition: Partition) -> dict[str, str]:
@@ -260,6 +272,10 @@ class _Search:
             host_excess=0 if budget is None else max(0, taken - budget),
         )
 
+    def rate(self, costs: CostTable, partition: Partition) -> Partition:
+        """``partition`` with what its stages need and take under ``costs``."""
+        return rate_partition(self._program, costs, partition.placed, self._options)
+
     def most_saving(self, partition: Partition) -> list[StagePolicy]:
         """What gives every stage of ``partition`` its least peak."""
         return [
@@ -274,10 +290,8 @@ class _Search:
         seen: set[object] = set()
         while len(seen) < _MOVES and _boundaries(partition) not in seen:
             seen.add(_boundaries(partition))
-            stages = partition.placed
-            rate = partial(rate_partition, self._program, stages=stages, options=self._options)
             light = self.most_saving(partition)
-            for way in (rate, choose):
+            for way in (partial(self.rate, partition=partition), choose):
                 found = self.found(light, way)
                 if found.fits:
                     return found
@@ -286,8 +300,7 @@ class _Search:
 
     def improve(self, partition: Partition) -> _Found:
         """``partition`` with the regions that its stages need."""
-        stages = partition.placed
-        rate = partial(rate_partition, self._program, stages=stages, options=self._options)
+        rate = partial(self.rate, partition=partition)
         labelled, limits = self._stages(partition)
         targets = [limit.budget for limit in limits]
         host_budget = self._options.host_budget

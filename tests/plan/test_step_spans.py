@@ -182,6 +182,27 @@ def test_copies_to_the_host_are_beside_the_computations_or_among_them(width: int
     assert rows == ["cuda:0", *there.on, *back.on]
 
 
+def test_automatic_offloading_adds_what_copies_take_beside_the_computations() -> None:
+    """Not the sum of all copies; and how little it could be is then not known."""
+    layers = [layer for _ in range(3) for layer in (nn.Linear(4096, 4096), nn.Tanh())]
+    with torch.device("meta"):
+        model, x = nn.Sequential(*layers), torch.empty(2**20, 4096)
+    kept = estimated_plan(model, {"devices": [{"name": "cuda:0", "kind": "h100"}]}, (x,))
+    memory = int(0.8 * kept.devices[0].peak)
+    device = {"name": "cuda:0", "kind": "h100", "memory": memory}
+    fields = {"devices": [device], "reserve": 0, "context": 0, "offload": "auto"}
+    apart, beside = (
+        estimated_plan(model, {**fields, "offload_overlap": overlap}, (x,))
+        for overlap in (False, True)
+    )
+    for plan in (apart, beside):
+        assert plan.offload and plan.extra_time is not None
+        added = plan.step_seconds - kept.step_seconds
+        assert plan.extra_time.value == pytest.approx(added, rel=1e-6)
+    assert apart.extra_time is not None and apart.extra_time.lower_bound > 0
+    assert beside.extra_time is not None and beside.extra_time.lower_bound == 0
+
+
 def test_a_cpu_has_no_stream_for_copies() -> None:
     with torch.device("meta"):
         model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.empty(64, 8)

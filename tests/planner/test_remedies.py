@@ -11,6 +11,7 @@ import pytest
 import torch
 from captured import captured_once
 from models import ConvNet
+from torch import nn
 from unet3d import unet3d
 
 import placer
@@ -66,14 +67,17 @@ def test_each_remedy_does_what_it_says() -> None:
 @pytest.mark.parametrize("offload", [[], "auto"])
 def test_more_host_memory_is_a_remedy(offload: Any) -> None:
     """With the amount that is named, the spec fits."""
-    spec = _spec(int(0.8 * _peak()), offload=offload, host_memory=1000)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Tanh())]
+    model, x = nn.Sequential(*layers), torch.randn(512, 16)
+    plain = placer.make_plan(model, {"devices": ["cpu:0"], "optimizer": "sgd"}, x)
+    spec = _spec(int(0.8 * plain.devices[0].peak), offload=offload, host_memory=1000)
     with pytest.raises(placer.BudgetError) as caught:
-        placer.compile(MODEL, spec, X)
+        placer.compile(model, spec, x)
     (change,) = [t.change for t in caught.value.tried if "host_memory" in t.change]
     assert ('"offload": "auto"' in change) == (not offload)
     named = re.search('"host_memory": "(.*?)"', change)
     assert named is not None
-    plan = placer.make_plan(MODEL, {**spec, "offload": "auto", "host_memory": named[1]}, X)
+    plan = placer.make_plan(model, {**spec, "offload": "auto", "host_memory": named[1]}, x)
     assert plan.fits and plan.host is not None
 
 
