@@ -187,6 +187,20 @@ def wrap() -> list[str]:
     ]
 
 
+def shard() -> list[str]:
+    """What FSDP2 says of a part, and a step of a part whose layers it has sharded."""
+    from torch.distributed.fsdp import fully_shard
+
+    whole, _, _ = _pair(make_spec(2, 1, 2))
+    placed, _, x = _pair(make_spec(2, 1, 2))
+    for layer in placed.children():
+        fully_shard(layer)
+    return [
+        _message(lambda: fully_shard(whole)),
+        _message(lambda: placed.step(x, target=labels(8, 0), loss_fn=flat)),
+    ]
+
+
 def clip_a_part(spec: placer.PlacementSpec) -> dict[str, str]:
     """What torch's clipping says of this rank's parameters, given in the ways of training loops."""
     placed, plain, x = _pair(spec)

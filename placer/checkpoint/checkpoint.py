@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -148,6 +150,12 @@ def _load(
         for entry, value in read_entries(entries, table, found):
             if not isinstance(entries[entry], Tensor):
                 entries[entry] = value
+            elif _layout(value) != _layout(entries[entry]):
+                raise CheckpointError(
+                    f"checkpoint {found}, {entry_name(entry)}",
+                    f"is a {_layout(value)} tensor, the model's is a {_layout(entries[entry])} one",
+                    UNCHANGED,
+                )
         _require_types(entries, found)
         if optimizer is not None:
             require_alike_groups(module, contents, optimizer, entries)
@@ -160,11 +168,12 @@ def _load(
             remedy = "load another checkpoint: the module may hold a part of this one"
             raise CheckpointError(error.where, error.problem, remedy) from error
         _restore_extra_state(module, contents, model, entries)
-        if optimizer is not None:
-            restore_optimizer(module, contents, optimizer, entries)
         restore_random(entries.get(random), ranks.devices, ranks.layout)
 
     ranks.agree(verify)
+    if optimizer is not None:  # first, for it may find that its state is none, and can be put back
+        with _kept_where_refused(optimizer):
+            ranks.agree(lambda: _restore_optimizer(module, contents, optimizer, entries, found))
     ranks.agree(restore)
     return dict(entries.get("extra") or {})
 
@@ -199,6 +208,9 @@ def _differences(model: Entries, table: Table) -> list[str]:
         elif isinstance(value, Tensor) and tuple(saved.shape or ()) != tuple(value.shape):
             shapes = f"{tuple(saved.shape or ())}, the model's is {tuple(value.shape)}"
             problems.append(f"{name} has shape {shapes}")
+        elif isinstance(value, Tensor) and not torch.can_cast(saved.torch_dtype, value.dtype):
+            own = str(value.dtype).removeprefix("torch.")
+            problems.append(f"{name} has dtype {saved.dtype}, the model's is {own}")
     return problems
 
 
@@ -215,6 +227,39 @@ def _optimizer_entries(
             entries.append(entry)
     missing = [n for n in sorted(wanted) if f"model/{n}" in table and f"group/{n}" not in table]
     return entries, [f"{n} was saved without an optimizer" for n in missing]
+
+
+def _layout(tensor: Tensor) -> str:
+    """How a tensor holds its elements: copies into one that does otherwise fail, or lose some."""
+    if tensor.is_quantized:
+        return "quantized"
+    layout = str(tensor.layout).removeprefix("torch.")
+    return f"{layout} meta" if tensor.is_meta else layout
+
+
+@contextmanager
+def _kept_where_refused(optimizer: Optimizer) -> Iterator[None]:
+    """Give ``optimizer`` its state again where the block raises."""
+    before = optimizer.state, optimizer.param_groups
+    try:
+        yield
+    except BaseException:
+        optimizer.state, optimizer.param_groups = before
+        raise
+
+
+def _restore_optimizer(
+    module: nn.Module, contents: Contents, optimizer: Optimizer, entries: Entries, folder: Path
+) -> None:
+    """`restore_optimizer`; what the optimizer raises for its state is a ``CheckpointError``."""
+    try:
+        restore_optimizer(module, contents, optimizer, entries)
+    except Exception as error:
+        raise CheckpointError(
+            f"checkpoint {folder}",
+            f"{type(optimizer).__name__} does not take the state in it ({type(error).__name__}: {error})",
+            f"make the optimizer that was saved, or load with optimizer=None; {UNCHANGED}",
+        ) from error
 
 
 def _require_types(entries: Entries, folder: Path) -> None:

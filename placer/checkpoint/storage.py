@@ -147,7 +147,11 @@ def _read_value(record: Record, folder: Path) -> Any:
             f"{record.crc32} was saved"
         )
     try:
-        value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about what is refused here anyway
+            value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:  # torch says to allow code, which is no advice here
+        raise _DamageError("is not plain data: reading it could run code") from error
     except Exception as error:
         # Whatever the bytes make torch raise: their checksum is right, so somebody wrote them so.
         raise _DamageError(f"cannot be read ({_reason(error)})") from error

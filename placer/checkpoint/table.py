@@ -69,6 +69,12 @@ class Record(BaseModel):
         """Whether the entry is a tensor, not a plain value."""
         return self.dtype is not None
 
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The data type of the tensor that the entry is."""
+        assert self.dtype is not None
+        return _DTYPES[self.dtype]
+
 
 Table = Mapping[str, Record]
 

@@ -225,10 +225,48 @@ def test_no_file_of_a_checkpoint_runs_code(trial: Trial, tmp_path: Path) -> None
             table["entries"][entry] |= {**at, "crc32": zlib.crc32(data)}
         (path / "contents.json").write_text(json.dumps(_with_checksum(table)))
         error = trial.load(path)
-        assert error is not None and "extra: cannot be read" in str(error)
+        assert error is not None and "extra: is not plain data" in str(error)
+        assert "weights_only" not in str(error)
     assert not marker.exists()
     pickle.loads(code)
     assert marker.exists()  # it would have
+
+
+def _with_entry(trial: Trial, path: Path, entry: str, value: Any) -> Path:
+    """A copy of the checkpoint whose ``entry`` holds ``value``, with checksums that are right."""
+    saved = io.BytesIO()
+    torch.save(value, saved)
+    data = saved.getvalue()
+    trial.copied(path)
+    (path / "__1_0.distcp").write_bytes(data)
+    table = json.loads((path / "contents.json").read_text())
+    record = {"file": "__1_0.distcp", "offset": 0, "length": len(data), "crc32": zlib.crc32(data)}
+    if isinstance(value, torch.Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        record |= {"dtype": dtype, "shape": list(value.shape)}
+    table["entries"][entry] = record
+    (path / "contents.json").write_text(json.dumps(_with_checksum(table)))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("entry", "value", "said"),
+    [
+        ("model/1.weight", torch.zeros(2, device="meta"), "1.weight: is a strided meta tensor"),
+        ("model/1.weight", torch.zeros(2).to_sparse(), "1.weight: is a sparse_coo tensor"),
+        ("model/1.weight", torch.zeros(2) * 1j, "dtype complex64, the model's is float32"),
+        ("model/1.num_batches_tracked", torch.tensor(2.5), "has dtype float32, the model's is int"),
+        ("state/1.weight/step", "x", "Adam does not take the state in it (ValueError"),
+    ],
+)
+def test_values_that_cannot_be_loaded_change_nothing(
+    trial: Trial, tmp_path: Path, entry: str, value: Any, said: str
+) -> None:
+    """Somebody wrote them so, with right checksums: nothing is written before that is seen."""
+    error = trial.load(_with_entry(trial, tmp_path / "c", entry, value))
+    assert error is not None
+    assert said in str(error)
+    assert "nothing was changed" in error.remedy or "does not go with the module" in str(error)
 
 
 def test_a_checkpoint_without_checksums_is_upgraded(trial: Trial, tmp_path: Path) -> None:

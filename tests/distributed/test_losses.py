@@ -77,6 +77,11 @@ def test_torchs_wrappers_are_refused(job_of: Callable[[int], Job]) -> None:
         assert all("DistributedDataParallel: cannot wrap" in said for said in messages)
 
 
+def test_a_sharded_part_is_refused(job_of: Callable[[int], Job]) -> None:
+    for messages in job_of(2).run(cases.shard):
+        assert all("fully_shard: cannot shard a placed model" in said for said in messages)
+
+
 @pytest.mark.parametrize("shape", [(2, 1), (2, 2)])
 def test_torchs_clipping_of_a_part_is_refused(
     job_of: Callable[[int], Job], shape: tuple[int, int]

@@ -95,6 +95,21 @@ def refuse_wrappers(part: nn.Module) -> None:
     weakref.finalize(part, handle.remove)
 
 
+def refuse_sharding(new_class: type) -> None:
+    """Raise ``PlacerError`` where ``fully_shard`` gives a part ``new_class``, which is the last it does."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and issubclass(new_class, fsdp.FSDPModule):
+        raise _sharded()
+
+
+def _sharded() -> PlacerError:
+    return PlacerError(
+        "torch.distributed.fsdp.fully_shard",
+        "cannot shard a placed model: each rank has other parameters already, those of its stages",
+        'call placed.step as it is; to need less memory, add devices to the spec, or "checkpoint"',
+    )
+
+
 def refuse_partial_clipping(part: nn.Module) -> None:
     """Have ``torch.nn.utils.clip_grad_norm_`` raise ``PlacerError`` for gradients of ``part``.
 
@@ -124,9 +139,13 @@ def check_parameters(
 ) -> tuple[int, ...]:
     """The ids of the parameters that are trained.
 
-    Raises ``PlacerError`` when there are others than the ``known`` ones, or others are ``frozen``.
+    Raises ``PlacerError`` when there are others than the ``known`` ones, or others are ``frozen``, or
+    they have been sharded.
     """
     named = list(part.named_parameters())
+    distributed = sys.modules.get("torch.distributed.tensor")  # not imported for this alone
+    if distributed is not None and any(isinstance(p, distributed.DTensor) for _, p in named):
+        raise _sharded()
     new = [name for name, _ in named if name not in known]
     if new:
         raise PlacerError(

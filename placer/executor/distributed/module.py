@@ -22,6 +22,7 @@ from placer.executor.distributed.checks import (
     check_training,
     refuse_joint_optimizers,
     refuse_partial_clipping,
+    refuse_sharding,
     refuse_wrappers,
 )
 from placer.executor.distributed.failures.broadcast import FailureBroadcast
@@ -131,6 +132,11 @@ class DistributedModule(PartialModule):
         if assignment.num_devices > 1:
             refuse_joint_optimizers(self)
             refuse_partial_clipping(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "__class__":
+            refuse_sharding(value)
+        super().__setattr__(name, value)
 
     def __reduce__(self) -> NoReturn:
         raise PlacerError(
