@@ -16,7 +16,7 @@ from placer.cli.inputs import parse_inputs
 from placer.cli.options import SubjectOptions
 from placer.cli.target import build_model
 from placer.cli.values import parse_values
-from placer.program import IgnoringDeviceMoves, Program, capture_model, flatten_call
+from placer.program import IgnoreDeviceMoves, Program, capture_model, flatten_call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ def load_subject(
     kwargs = parse_values("--kwarg", options.keywords)
     torch.manual_seed(seed)
     arguments = parse_values("--model-arg", options.model_arguments)
-    with IgnoringDeviceMoves() if options.ignore_device_moves else nullcontext():
+    with IgnoreDeviceMoves() if options.ignore_device_moves else nullcontext():
         model = build_model(options.model, arguments, allocate=allocate)
     model.train(not options.evaluation)
     if double:

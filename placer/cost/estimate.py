@@ -19,7 +19,7 @@ from placer.cost.types import CostTable, NodeCost, StateTensor, StoredValue
 from placer.cost.work import Work
 from placer.errors import CaptureError
 from placer.precision import precision_context
-from placer.program import FakeWorld, Program, first_names, named_state
+from placer.program import FakeConverter, Program, first_names, named_state
 from placer.program.call import describe_shapes
 
 
@@ -189,16 +189,16 @@ def _record(
     offloads: bool,
 ) -> Recording:
     """One run on fake tensors. Raises ``CaptureError`` when the model does not run so."""
-    world = FakeWorld()
-    model = world.module(program.model)
-    constants = {name: world.tensor(t) for name, t in program.constants.items()}
+    converter = FakeConverter()
+    model = converter.module(program.model)
+    constants = {name: converter.tensor(t) for name, t in program.constants.items()}
     try:
-        with world.running(program.conditions.guess):
+        with converter.running(program.conditions.guess):
             return record_run(
                 program.graph,
                 program.order,
                 model,
-                [world.tensor(t) for t in inputs],
+                [converter.tensor(t) for t in inputs],
                 constants,
                 training=training,
                 run_context=partial(precision_context, precision, "cpu"),

@@ -26,7 +26,7 @@ def find_batched_results(program: Program, result: Sequence[tuple[str, Any]]) ->
             flow.add_edge(_BATCH, name)
     for node in program.graph.nodes:
         flow.add_edges_from((source.name, node.name) for source in node.all_input_nodes)
-    for group in program.together:
+    for group in program.colocated:
         nx.add_cycle(flow, group)
     for node, written in program.mutated_state_of.items():
         flow.add_edges_from((node, ("state", name)) for name in written)

@@ -41,7 +41,7 @@ def _wrong_stages(plan: Plan, program: Program) -> Iterator[str]:
         for source in node.all_input_nodes:
             if node.name in place and place.get(source.name, (-1, 0)) > place[node.name]:
                 yield f"{node.name!r} comes before {source.name!r}, which it reads"
-    for group in program.together:
+    for group in program.colocated:
         if len({place[name][0] for name in group}) > 1:
             yield f"{', '.join(map(repr, sorted(group)))} must be on one stage: they share memory"
     for names, why in _in_order(program):
@@ -53,8 +53,8 @@ def _wrong_stages(plan: Plan, program: Program) -> Iterator[str]:
 def _in_order(program: Program) -> Iterator[tuple[list[str], str]]:
     """Nodes that must run in the order of the program, and why."""
     position = {name: i for i, name in enumerate(program.order)}
-    yield sorted(program.draws, key=position.__getitem__), "both draw random numbers"
-    for group in program.together:
+    yield sorted(program.rng_nodes, key=position.__getitem__), "both draw random numbers"
+    for group in program.colocated:
         yield sorted(group, key=position.__getitem__), "they share memory"
 
 

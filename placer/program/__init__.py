@@ -32,18 +32,18 @@ from placer.program.call import (
 )
 from placer.program.capture import capture_model
 from placer.program.copying import copy_module, tensors_of
-from placer.program.fake import FakeWorld
-from placer.program.leaves import hooks_set_aside, is_in, is_kept_whole, is_torch_leaf
-from placer.program.moves import IgnoringDeviceMoves
-from placer.program.result import flatten_result, result_tensors
-from placer.program.settings import (
-    Setting,
+from placer.program.fake import FakeConverter
+from placer.program.guards import (
+    AttributeGuard,
     TensorPath,
-    changed_setting,
-    copy_settings,
+    copy_guarded_attributes,
+    failed_guard,
     find_tensor,
-    settings_restored,
+    guarded_attributes_restored,
 )
+from placer.program.leaves import is_inside, is_torch_leaf, must_stay_whole, without_hooks
+from placer.program.moves import IgnoreDeviceMoves
+from placer.program.result import flatten_result, result_tensors
 from placer.program.state import first_names, named_state
 from placer.program.types import (
     TENSOR,
@@ -62,14 +62,14 @@ from placer.program.validity import (
 
 __all__ = [
     "TENSOR",
+    "AttributeGuard",
     "BoundCall",
     "CallFormat",
     "Conditions",
-    "FakeWorld",
-    "IgnoringDeviceMoves",
+    "FakeConverter",
+    "IgnoreDeviceMoves",
     "Program",
     "SameProgram",
-    "Setting",
     "TensorPath",
     "WholeModule",
     "bind_arguments",
@@ -77,26 +77,26 @@ __all__ = [
     "call_tensors",
     "capture_model",
     "captured_key",
-    "changed_setting",
     "condition_key",
+    "copy_guarded_attributes",
     "copy_module",
-    "copy_settings",
+    "failed_guard",
     "find_difference",
     "find_tensor",
     "first_names",
     "flatten_call",
     "flatten_result",
-    "hooks_set_aside",
-    "is_in",
-    "is_kept_whole",
+    "guarded_attributes_restored",
+    "is_inside",
     "is_torch_leaf",
+    "must_stay_whole",
     "named_state",
     "placeholder_names",
     "rebuild_arguments",
     "rebuild_call",
     "result_tensors",
-    "settings_restored",
     "tensors_of",
     "training_flags",
     "unflatten_output",
+    "without_hooks",
 ]

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 from placer._torch import DispatchMode, storage_key
 from placer.operands import tensors_of_tree
-from placer.program.fake import FakeWorld
+from placer.program.fake import FakeConverter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +23,8 @@ class Aliasing:
 
     mutated_state_of: dict[str, tuple[str, ...]]
     mutated_inputs: tuple[str, ...]
-    together: tuple[tuple[str, ...], ...]
-    draws: tuple[str, ...]
+    colocated: tuple[tuple[str, ...], ...]
+    rng_nodes: tuple[str, ...]
 
 
 class NodeFailure(Exception):
@@ -43,7 +43,7 @@ def analyze_aliasing(
     *,
     guess: int = 1,
 ) -> Aliasing:
-    """Run ``graph`` on fake twins of the inputs and of the model's state; nothing is allocated.
+    """Run ``graph`` on fake copies of the inputs and of the model's state; nothing is allocated.
 
     ::
 
@@ -56,15 +56,17 @@ def analyze_aliasing(
     A write to an input, or to a parameter or buffer, ties all nodes that touch that storage,
     later ones too, because each stage gets its own copy of those. Raises ``NodeFailure``.
     """
-    world = FakeWorld()
-    twin = world.module(model)
+    converter = FakeConverter()
+    fake_model = converter.module(model)
     state = {
         storage_key(tensor): name
-        for name, tensor in (*twin.named_parameters(), *twin.named_buffers())
+        for name, tensor in (*fake_model.named_parameters(), *fake_model.named_buffers())
     }
-    interpreter = _Watcher(twin, graph, {name: world.tensor(t) for name, t in constants.items()})
-    fakes = [world.tensor(tensor) for tensor in inputs]
-    with torch.enable_grad(), world.running(guess), interpreter.writes:
+    interpreter = _Watcher(
+        fake_model, graph, {name: converter.tensor(t) for name, t in constants.items()}
+    )
+    fakes = [converter.tensor(tensor) for tensor in inputs]
+    with torch.enable_grad(), converter.running(guess), interpreter.writes:
         interpreter.run(*fakes)
     mutated = {
         name: tuple(sorted({state[key] for key in keys if key in state}))
@@ -77,8 +79,8 @@ def analyze_aliasing(
             for name, keys in interpreter.inputs.items()
             if any(keys & written for written in interpreter.written.values())
         ),
-        together=_groups(graph, interpreter, set(state)),
-        draws=tuple(interpreter.draws),
+        colocated=_groups(graph, interpreter, set(state)),
+        rng_nodes=tuple(interpreter.draws),
     )
 
 

@@ -17,12 +17,12 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map
 
-from placer.program.reach import Place, Reach
+from placer.program.reachable import ReachableState, Slot
 from placer.program.sizes import SizeFloat, SizeInt, plain
 
 
 @contextmanager
-def caches_set_aside(reach: Reach) -> Iterator[None]:
+def isolated_caches(reach: ReachableState) -> Iterator[None]:
     """In this block and thread, cached functions and global variables keep nothing of what runs.
 
     A cached function is not looked up for arguments that hold recorded sizes. Other calls use the
@@ -30,29 +30,29 @@ def caches_set_aside(reach: Reach) -> Iterator[None]:
     A cache into which tensors of this block came is emptied.
     """
     stand_ins: dict[int, Any] = {}
-    replaced: list[tuple[Place, Any]] = []
+    replaced: list[tuple[Slot, Any]] = []
     containers: list[tuple[Any, Any]] = []  # with copies of what they hold
-    variables: list[tuple[Place, Any]] = []
+    variables: list[tuple[Slot, Any]] = []
     try:
-        for place in reach.cached:
-            if place.read() is place.value:
-                if id(place.value) not in stand_ins:
-                    stand_ins[id(place.value)] = _stand_in(place.value)
-                stand_in = stand_ins[id(place.value)]
-                place.write(stand_in)
-                replaced.append((place, stand_in))
+        for slot in reach.cached:
+            if slot.read() is slot.value:
+                if id(slot.value) not in stand_ins:
+                    stand_ins[id(slot.value)] = _stand_in(slot.value)
+                stand_in = stand_ins[id(slot.value)]
+                slot.write(stand_in)
+                replaced.append((slot, stand_in))
         # Most are a module's own tables of hooks, which are empty.
         containers += [(held, held.copy() if held else ()) for held in reach.containers]
-        variables += [(place, place.read()) for place in reach.variables]
+        variables += [(slot, slot.read()) for slot in reach.variables]
         yield
     finally:
-        for place, before in reversed(variables):
-            _restore_variable(place, before)
+        for slot, before in reversed(variables):
+            _restore_variable(slot, before)
         for container, copy in reversed(containers):
             _restore(container, copy)
-        for place, stand_in in reversed(replaced):
-            if place.read() is stand_in:  # else the code itself has put something there
-                place.write(place.value)
+        for slot, stand_in in reversed(replaced):
+            if slot.read() is stand_in:  # else the code itself has put something there
+                slot.write(slot.value)
 
 
 def _restore(container: Any, before: Any) -> None:
@@ -73,10 +73,10 @@ def _items(container: Any) -> list[Any]:
     return [id(value) for value in values]
 
 
-def _restore_variable(place: Place, before: Any) -> None:
-    now = place.read()
+def _restore_variable(slot: Slot, before: Any) -> None:
+    now = slot.read()
     if now is not before and _is_of_a_run(now):
-        place.write(before)
+        slot.write(before)
 
 
 def _is_of_a_run(value: Any) -> bool:
@@ -88,7 +88,7 @@ def _is_of_a_run(value: Any) -> bool:
 
 
 def _stand_in(cached: Any) -> Callable[..., Any]:
-    """What is called in the place of ``cached``, a function of ``functools.lru_cache``."""
+    """What is called in the slot of ``cached``, a function of ``functools.lru_cache``."""
     thread = threading.get_ident()
     function = cached.__wrapped__
     computed: list[Any] = []  # what the call that is made has given already

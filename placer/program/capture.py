@@ -13,11 +13,11 @@ from placer.errors import CaptureError, causes
 from placer.program.alias import Aliasing, NodeFailure, analyze_aliasing
 from placer.program.call import BoundCall, bind_call, describe_shapes, make_call_format
 from placer.program.failure import ForwardFailure, TraceFailure, describe, locate_function
-from placer.program.fake import FakeWorld
-from placer.program.fingerprint import fingerprint_graph, spell_graph
+from placer.program.fake import FakeConverter
+from placer.program.fingerprint import fingerprint_graph, graph_lines
+from placer.program.guards import tensor_paths
 from placer.program.leaves import find_whole_modules, is_torch_leaf
 from placer.program.record import RecordedProgram, record_model
-from placer.program.settings import tensor_paths
 from placer.program.state import named_state
 from placer.program.types import Conditions, Program, WholeModule, training_flags
 from placer.program.watch import RECORDING
@@ -53,9 +53,9 @@ def capture_model(
     require("planning")
     _check_model(model)
     bound = bind_call(model, args, kwargs)
-    world = FakeWorld()
+    converter = FakeConverter()
     with RECORDING:
-        session = _Session(model, bound, world, world.module(model))
+        session = _Session(model, bound, converter, converter.module(model))
         session.ignore_device_moves = ignore_device_moves
         recording = session.record()
         aliasing = session.check(recording)
@@ -77,13 +77,13 @@ class _Session:
     """One capture: which modules are whole so far, and why."""
 
     def __init__(
-        self, model: nn.Module, bound: BoundCall, world: FakeWorld, twin: nn.Module
+        self, model: nn.Module, bound: BoundCall, converter: FakeConverter, fake_model: nn.Module
     ) -> None:
         self.model = model
         self.bound = bound
-        self.world = world
-        self.twin = twin
-        self.inputs = [world.tensor(tensor) for tensor in bound.tensors]
+        self.converter = converter
+        self.fake_model = fake_model
+        self.inputs = [converter.tensor(tensor) for tensor in bound.tensors]
         self.whole = {module.layer: module for module in find_whole_modules(model)}
         self.guess = 1
         self.ignore_device_moves = False
@@ -121,7 +121,7 @@ class _Session:
             ) from error
 
     def _run(self, inputs: Sequence[Tensor], *, named: bool = True) -> RecordedProgram:
-        call = self.world, self.model, self.twin, self.bound, inputs
+        call = self.converter, self.model, self.fake_model, self.bound, inputs
         try:
             if "" in self.whole:
                 return record_whole(*call, guess=self.guess)
@@ -171,7 +171,7 @@ class _Session:
         except TraceFailure as failure:
             self.fixed_batch = f"{failure.layer}: {failure.reason} ({failure.location})"
             return
-        first, second = spell_graph(recording.graph), spell_graph(other.graph)
+        first, second = graph_lines(recording.graph), graph_lines(other.graph)
         if first == second:
             return
         nodes = list(recording.graph.nodes)
@@ -194,7 +194,7 @@ class _Session:
         sizes = [tensor.size(0) for tensor in self.inputs if tensor.dim()]
         if not sizes or sizes[0] == 0:
             return None
-        with self.world.mode, torch.no_grad():
+        with self.converter.mode, torch.no_grad():
             return [
                 torch.cat([x, x]).detach().requires_grad_(x.requires_grad)
                 if x.dim() and x.size(0) == sizes[0]
@@ -262,11 +262,11 @@ def _assemble(
         state_of={node.name: _state_of(node, modules, recording.constants) for node in nodes},
         mutated_state_of=aliasing.mutated_state_of,
         mutated_inputs=aliasing.mutated_inputs,
-        together=aliasing.together,
-        draws=aliasing.draws,
+        colocated=aliasing.colocated,
+        rng_nodes=aliasing.rng_nodes,
         constants=recording.constants,
         constant_paths=tensor_paths(
-            model, [(s.path, s.name) for s in recording.settings], recording.constants
+            model, [(s.path, s.name) for s in recording.guards], recording.constants
         ),
         call=make_call_format(bound, recording.result),
         whole_modules=tuple(
@@ -282,9 +282,9 @@ def _assemble(
             any_batch=not session.fixed_batch,
             whole=frozenset(session.whole),
             guess=session.guess,
-            lines=tuple(spell_graph(graph)),
+            lines=tuple(graph_lines(graph)),
             locations=tuple(recording.location_of.get(node.name, "") for node in graph.nodes),
-            settings=recording.settings,
+            guards=recording.guards,
             ignore_device_moves=session.ignore_device_moves,
         ),
         training=model.training,
@@ -299,7 +299,7 @@ def _side_effect_notes(recording: RecordedProgram) -> tuple[str, ...]:
     setters: dict[str, list[str]] = {}
     for path, attribute in recording.side_effects:
         setters.setdefault(attribute, []).append(path or "the model")
-    read = {setting.name for setting in recording.settings}
+    read = {setting.name for setting in recording.guards}
     notes = []
     for attribute, paths in setters.items():
         others = f" and of {len(paths) - 1} more" if len(paths) > 1 else ""

@@ -42,7 +42,7 @@ _LARGEST = 1000  # operations, beyond which it is a computation and no constant
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class KnownValue:
     """The value of a node, and the constants of the graph that it was computed from."""
 
     value: Any
@@ -51,7 +51,7 @@ class Known:
 
 def find_value(
     node: fx.Node, constants: Mapping[str, Tensor], numbers: Mapping[fx.Node, Any]
-) -> Known | None:
+) -> KnownValue | None:
     """The value of ``node``, if it is computed from constants and plain numbers only.
 
     Constants are tensors that are neither parameters nor buffers nor inputs, such as plain
@@ -65,7 +65,7 @@ def find_value(
     with without_torch_function(), without_modes(), torch.device("cpu"):
         for source in order:
             values[source] = _compute(source, constants, numbers, values)
-    return Known(values[node], [source for source in order if source.name in constants])
+    return KnownValue(values[node], [source for source in order if source.name in constants])
 
 
 def is_constant(
@@ -134,7 +134,7 @@ def copy_real(value: Tensor) -> Tensor:
         return value.clone()
 
 
-def data_of(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
+def tensor_from_numpy(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
     """The tensor that ``func`` makes of an array of numpy; None where it does something else."""
     function = _FROM_DATA.get(func)
     if function is None or not any(isinstance(x, np.ndarray) for x in tree_iter((args, kwargs))):
@@ -156,7 +156,7 @@ _FROM_DATA: dict[Any, Any] = {
 INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 
 
-def index_by_tensors(index: Any, make_constant: Callable[[Tensor], Tensor]) -> Any:
+def replace_numpy_indices(index: Any, make_constant: Callable[[Tensor], Tensor]) -> Any:
     """``index`` of a tensor with constants in the place of numpy's arrays; of masks, where they are true."""
     found: list[Any] = []
     for part in index if isinstance(index, tuple) else (index,):

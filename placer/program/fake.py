@@ -27,66 +27,66 @@ from placer._torch import (
     without_torch_function,
 )
 from placer.errors import CaptureError
-from placer.program.caches import caches_set_aside
+from placer.program.caches import isolated_caches
 from placer.program.copying import copy_module, tensors_of
 from placer.program.failure import Untraceable
 from placer.program.fake_mode import FakeMode
 from placer.program.packed import PACKING, RECURRENT, run_recurrent
-from placer.program.reach import Reach, find_reach
-from placer.program.rng_nodes import keep_random
+from placer.program.python_random import keep_random
+from placer.program.reachable import ReachableState, find_reachable_state
 
 _CPU = torch.device("cpu")
 
 
-class FakeWorld:
-    """One ``FakeTensorMode`` and the fake twin of every tensor seen so far; owns no real tensor's data.
+class FakeConverter:
+    """One ``FakeTensorMode`` and the fake tensor of every tensor seen so far; owns no real tensor's data.
 
-    All twins are on the CPU, whatever device (``meta`` included) the original is on. Tensors that
-    share a storage get twins that share one.
+    All fake tensors are on the CPU, whatever device (``meta`` included) the original is on. Tensors that
+    share a storage get fake tensors that share one.
     """
 
     def __init__(self) -> None:
         self.mode = FakeMode(allow_non_fake_inputs=True)
-        self._twins: dict[int, Tensor] = {}
-        self._originals: dict[int, Tensor] = {}  # by the twin's id; also keeps the ids in _twins
+        self._fakes: dict[int, Tensor] = {}
+        self._originals: dict[int, Tensor] = {}  # by the fake's id; also keeps the ids in _fakes
         self._bases: dict[tuple[int, torch.dtype], Tensor] = {}
         self._sharing: dict[int, set[int]] = {}
-        self._reach = Reach()  # of the modules' code
+        self._reachable = ReachableState()  # of the modules' code
 
     def tensor(self, original: Tensor) -> Tensor:
-        """The fake twin of ``original``: same shape, strides, dtype, and ``requires_grad``."""
-        twin = self._twins.get(id(original))
-        if twin is None:
-            twin = self._make(original)
-            self._twins[id(original)] = twin
-            self._originals[id(twin)] = original
-        return twin
+        """The fake tensor of ``original``: same shape, strides, dtype, and ``requires_grad``."""
+        fake = self._fakes.get(id(original))
+        if fake is None:
+            fake = self._make(original)
+            self._fakes[id(original)] = fake
+            self._originals[id(fake)] = original
+        return fake
 
-    def stand_for(self, twin: Tensor, original: Tensor) -> None:
-        """Have ``twin``, which a run has computed, stand for a tensor of the model."""
-        self._twins[id(original)] = twin
-        self._originals[id(twin)] = original
+    def register(self, fake: Tensor, original: Tensor) -> None:
+        """Have ``fake``, which a run has computed, stand for a tensor of the model."""
+        self._fakes[id(original)] = fake
+        self._originals[id(fake)] = original
 
-    def original(self, twin: Tensor) -> Tensor | None:
-        """The tensor that ``twin`` stands for, or None when it is not one of this world's twins."""
-        return self._originals.get(id(twin))
+    def original(self, fake: Tensor) -> Tensor | None:
+        """The tensor that ``fake`` stands for, or None for a tensor that this converter did not make."""
+        return self._originals.get(id(fake))
 
     @contextmanager
     def running(self, guess: int = 1) -> Iterator[None]:
-        """Run code on twins; the values of tensors that it looks at are guessed (`GuessData`)."""
-        with self.mode, GuessData(self.mode, guess), on_fakes(), self.caches_set_aside():
+        """Run code on fake tensors; the values of tensors that it looks at are guessed (`GuessData`)."""
+        with self.mode, GuessData(self.mode, guess), fake_execution(), self.isolated_caches():
             yield
 
-    def caches_set_aside(self) -> AbstractContextManager[None]:
+    def isolated_caches(self) -> AbstractContextManager[None]:
         """Have the code of the modules, in this block, keep nothing outside of them."""
-        return caches_set_aside(self._reach)
+        return isolated_caches(self._reachable)
 
     def tree(self, value: Any) -> Any:
-        """``value`` with every tensor in it (pytree) replaced by its twin."""
+        """``value`` with every tensor in it (pytree) replaced by its fake."""
         return tree_map_only(Tensor, self.tensor, value)
 
     def module(self, model: nn.Module) -> nn.Module:
-        """A deep copy of ``model`` whose parameters, buffers and other tensors are twins.
+        """A deep copy of ``model`` whose parameters, buffers and other tensors are fake tensors.
 
         Raises ``CaptureError`` when the model cannot be copied.
         """
@@ -95,15 +95,15 @@ class FakeWorld:
             self._note_storage(tensor)
         memo: dict[int, Any] = {id(tensor): self.tensor(tensor) for tensor in tensors}
         try:
-            twin = copy_module(model, memo)
+            fake = copy_module(model, memo)
         except Exception as error:
             raise CaptureError(
                 type(model).__name__,
                 f"the model cannot be copied ({type(error).__name__}: {error})",
                 "give the attribute that cannot be copied a __deepcopy__, or create it lazily",
             ) from error
-        self._reach.extend(find_reach(twin))
-        return twin
+        self._reachable.extend(find_reachable_state(fake))
+        return fake
 
     def _note_storage(self, original: Tensor) -> None:
         self._sharing.setdefault(_storage(original), set()).add(id(original))
@@ -119,20 +119,20 @@ class FakeWorld:
             else:
                 data = torch.empty(original.shape, dtype=original.dtype, device="meta")
             data.requires_grad_(original.requires_grad)
-            twin = FakeTensor(self.mode, data, _CPU)
+            fake = FakeTensor(self.mode, data, _CPU)
         if isinstance(original, nn.Parameter):
-            twin._is_param = True  # as `nn.Parameter` says of a tensor of another class
-        return twin
+            fake._is_param = True  # as `nn.Parameter` says of a tensor of another class
+        return fake
 
     def _make_sharing(self, original: Tensor) -> Tensor:
-        """A twin that is a view of that of the storage."""
+        """A fake that is a view of that of the storage."""
         with self.mode, torch.no_grad():
-            twin = self._base(original).as_strided(
+            fake = self._base(original).as_strided(
                 original.size(), original.stride(), original.storage_offset()
             )
             if isinstance(original, nn.Parameter):
-                return nn.Parameter(twin, requires_grad=original.requires_grad)
-            return twin.requires_grad_(original.requires_grad)
+                return nn.Parameter(fake, requires_grad=original.requires_grad)
+            return fake.requires_grad_(original.requires_grad)
 
     def _base(self, original: Tensor) -> Tensor:
         key = (_storage(original), original.dtype)
@@ -143,7 +143,7 @@ class FakeWorld:
 
 
 @contextmanager
-def on_fakes() -> Iterator[None]:
+def fake_execution() -> Iterator[None]:
     """What code on fake tensors needs around it.
 
     Torch logs a traceback of what fails on them, which is told once, by an error; and a module

@@ -31,13 +31,13 @@ from placer._torch import (
     without_torch_function,
 )
 from placer.operands import tensors_in
-from placer.program.shapes import LIST_RULES, SHAPE_RULES, Made, Recipe
+from placer.program.shapes import LIST_RULES, SHAPE_RULES, NewTensor, Recipe
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _OPERATOR = type(torch.ops.aten.clone.default)
 
 # Operators that C++ runs on tensors without data in some microseconds; a view shares its storage.
-QUICK_OPERATORS = {
+CPP_VIEWS = {
     getattr(getattr(torch.ops.aten, name), overload)
     for name, overload in (
         ("view", "default"),
@@ -60,9 +60,7 @@ QUICK_OPERATORS = {
 }
 
 # The same for operators that share no memory: these kernels are asked when there is no recipe.
-QUICK_KERNELS = {
-    getattr(torch.ops.aten, name).default for name in ("clone", "bmm", "mm", "_softmax")
-}
+CPP_KERNELS = {getattr(torch.ops.aten, name).default for name in ("clone", "bmm", "mm", "_softmax")}
 
 # What operators have made so far, by `_spelled`. A pure function of shapes, and as torch's own cache
 # of fake results it is of the process: capture, costs and dry runs ask for the same.
@@ -127,7 +125,7 @@ class FakeMode(FakeTensorMode):
             self.guess = guess
 
     def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if func in QUICK_OPERATORS and all(map(self._is_plain, args)):
+        if func in CPP_VIEWS and all(map(self._is_plain, args)):
             return self._run_in_cpp(func, args, kwargs)
         if func is _READS_NUMBER and type(args[0]) is FakeTensor:
             return _read_number(args[0])
@@ -214,7 +212,7 @@ class FakeMode(FakeTensorMode):
         """Ask torch, and remember what can be made again."""
         given = tensors_in(args, kwargs)
         before = [(x.shape, x.stride()) for x in given]
-        if func in QUICK_KERNELS:
+        if func in CPP_KERNELS:
             result = self._run_in_cpp(func, args, kwargs)
         else:
             result = self._ask_torch(func, types, args, kwargs)
@@ -242,7 +240,7 @@ class FakeMode(FakeTensorMode):
         if result.is_neg() or result.is_conj():
             return _UNKNOWN
         storage = result.untyped_storage()
-        made = Made(tuple(result.shape), result.stride(), result.dtype)
+        made = NewTensor(tuple(result.shape), result.stride(), result.dtype)
         if any(storage is other for other in storages) or result.requires_grad:
             return _UNKNOWN
         return made if storage.nbytes() == made.nbytes else _UNKNOWN
@@ -250,11 +248,11 @@ class FakeMode(FakeTensorMode):
     def _follow(self, recipe: Recipe, args: Any) -> Any:
         several, made = recipe
         results = tuple(
-            self._make(x) if type(x) is Made else x if x is None else args[x] for x in made
+            self._make(x) if type(x) is NewTensor else x if x is None else args[x] for x in made
         )
         return results if several else results[0]
 
-    def _make(self, made: Made) -> Tensor:
+    def _make(self, made: NewTensor) -> Tensor:
         data = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device=_META)
         return self._tensors.make(data)
 

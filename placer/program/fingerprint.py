@@ -15,7 +15,7 @@ def fingerprint_graph(model: nn.Module, graph: fx.Graph) -> str:
 
     It changes when an operation, an argument, or a name, shape or dtype of the state changes.
     """
-    digest = hashlib.sha256("\n".join(spell_graph(graph)).encode())
+    digest = hashlib.sha256("\n".join(graph_lines(graph)).encode())
     for kind, named in (
         ("parameter", model.named_parameters(remove_duplicate=False)),
         ("buffer", model.named_buffers(remove_duplicate=False)),
@@ -25,7 +25,7 @@ def fingerprint_graph(model: nn.Module, graph: fx.Graph) -> str:
     return digest.hexdigest()
 
 
-def spell_graph(graph: fx.Graph) -> list[str]:
+def graph_lines(graph: fx.Graph) -> list[str]:
     """One line per node: operation, target, arguments, with nodes by number."""
     number = {node: index for index, node in enumerate(graph.nodes)}
     return [

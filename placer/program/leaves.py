@@ -34,19 +34,19 @@ def is_torch_leaf(module: nn.Module) -> bool:
     )
 
 
-def is_in(paths: Collection[str], path: str) -> bool:
+def is_inside(paths: Collection[str], path: str) -> bool:
     """Is the module at ``path`` one of those at ``paths``, or inside one?"""
     return any(path == p or path.startswith(p + ".") for p in paths)
 
 
-def is_kept_whole(module: nn.Module) -> bool:
+def must_stay_whole(module: nn.Module) -> bool:
     """Has ``module`` what must run around or inside the whole of it: hooks, parametrizations?"""
     table = module.__dict__
     return any(table.get(name) for name in _HOOKS) or "parametrizations" in module._modules
 
 
 @contextmanager
-def hooks_set_aside(modules: Iterable[nn.Module]) -> Iterator[None]:
+def without_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Have ``modules`` no hooks in this block that keep them whole."""
     tables = [module.__dict__[name] for module in modules for name in _HOOKS]
     contents = [dict(table) for table in tables]
@@ -63,7 +63,7 @@ def find_whole_modules(model: nn.Module) -> list[WholeModule]:
     """Submodules that must stay whole, with the line of the hook or of the forward that says so."""
     whole = []
     for path, module in model.named_modules():
-        if not path or is_torch_leaf(module) or not is_kept_whole(module):
+        if not path or is_torch_leaf(module) or not must_stay_whole(module):
             continue
         hooks = [hook for name in _HOOKS for hook in getattr(module, name, {}).values()]
         location = locate_function(hooks[0] if hooks else type(module).forward)

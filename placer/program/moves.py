@@ -13,7 +13,7 @@ from placer.errors import CaptureError
 _CPU = torch.device("cpu")
 
 
-def set_device_aside(
+def replace_device(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], torch.device | None]:
     """The arguments of the torch function ``name`` with the CPU for the accelerator that they name.
@@ -78,12 +78,12 @@ class NamedDevices:
             raise self.error
 
 
-class IgnoringDeviceMoves(TorchFunctionMode):
+class IgnoreDeviceMoves(TorchFunctionMode):
     """In this block nothing is moved to an accelerator: tensors stay, new ones are where others are."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        args, kwargs, device = set_device_aside(name, args, dict(kwargs or {}))
+        args, kwargs, device = replace_device(name, args, dict(kwargs or {}))
         if device is None:
             return func(*args, **kwargs)
         tensor = args[0] if args and isinstance(args[0], Tensor) else None

@@ -17,14 +17,14 @@ from torch import Tensor, fx, nn
 
 from placer.program.call import BoundCall
 from placer.program.failure import TraceFailure, describe, leads_to, locate
-from placer.program.fake import FakeWorld, on_fakes
-from placer.program.fingerprint import spell_graph
-from placer.program.leaves import is_in
+from placer.program.fake import FakeConverter, fake_execution
+from placer.program.fingerprint import graph_lines
+from placer.program.guards import AttributeGuard
+from placer.program.leaves import is_inside
+from placer.program.python_random import PythonRandomDraw
 from placer.program.recorder import Recorder
 from placer.program.restore import Snapshot
 from placer.program.result import ResultFormat
-from placer.program.rng_nodes import DrewInPython
-from placer.program.settings import Setting
 from placer.program.writer import CPU
 
 
@@ -38,18 +38,18 @@ class RecordedProgram:
     constants: dict[str, Tensor]
     result: ResultFormat
     side_effects: tuple[tuple[str, str], ...]  # (module path, attribute) that forward changes
-    settings: tuple[Setting, ...]  # the plain attributes that it read
+    guards: tuple[AttributeGuard, ...]  # the plain attributes that it read
     checkpointed: dict[str, str]  # modules under activation checkpointing -> the line that says so
 
 
-class DrewSomewhere(TraceFailure):
+class UnlocatedRandomDraw(TraceFailure):
     """Some module draws random numbers that are not torch's."""
 
 
 def record_model(
-    world: FakeWorld,
+    converter: FakeConverter,
     model: nn.Module,
-    twin: nn.Module,
+    fake_model: nn.Module,
     bound: BoundCall,
     inputs: Sequence[Tensor],
     whole: frozenset[str],
@@ -58,32 +58,34 @@ def record_model(
     ignore_device_moves: bool = False,
     named: bool = True,
 ) -> RecordedProgram:
-    """Run ``twin``, the fake copy of ``model``, on fake ``inputs`` and write down what it does.
+    """Run ``fake_model``, the fake copy of ``model``, on fake ``inputs`` and write down what it does.
 
     Modules whose paths are in ``whole`` become single nodes, and so do the layers of ``torch.nn``;
     the values of tensors that they look at are guessed (``guess``).
     Names of nodes are the same every time, unless not ``named``, for a program that is only compared.
-    The twin is as before afterwards. Raises ``TraceFailure`` naming the innermost module that
+    The fake_model is as before afterwards. Raises ``TraceFailure`` naming the innermost module that
     cannot be recorded, ``ForwardFailure`` when the model fails by itself, and ``CaptureError`` where
     it moves tensors to several devices, unless ``ignore_device_moves``.
     """
-    snapshot = Snapshot(twin)
+    snapshot = Snapshot(fake_model)
     make = partial(Recorder, ignore_device_moves=ignore_device_moves)
-    run = partial(_run, partial(make, world, model, twin, whole, guess), world, bound, inputs)
+    run = partial(
+        _run, partial(make, converter, model, fake_model, whole, guess), converter, bound, inputs
+    )
     try:
         try:
-            recorder, leaves = run(finds_draws=False)
-        except DrewSomewhere as failure:
+            recorder, leaves = run(locate_draws=False)
+        except UnlocatedRandomDraw as failure:
             # Only now the generators are looked at around every module, which takes long.
             snapshot.restore()
             run()
             raise TraceFailure("", f"{failure.reason}, but not in every call", "") from failure
-        effects = _replace_buffers(recorder, model, twin, snapshot.changes())
-        cached = [recorder.keep_cached(_attribute(twin, *effect)) for effect in effects]
+        effects = _replace_buffers(recorder, model, fake_model, snapshot.changes())
+        cached = [recorder.keep_cached(_attribute(fake_model, *effect)) for effect in effects]
         graph = recorder.writer.finish(leaves, named=named)
         if effects:
             # Does what forward left behind change the next one?
-            spelled = [spell_graph(graph), _spell_again(run)]
+            spelled = [graph_lines(graph), _spell_again(run)]
             if any(cached):  # the second reads what the first has computed, as all later ones do
                 spelled = [spelled[1], _spell_again(run)]
             for path, attribute in effects:
@@ -101,23 +103,23 @@ def record_model(
         constants={k: v for k, v in writer.constants.items() if k in names},
         result=recorder.result,
         side_effects=tuple(effects),
-        settings=recorder.settings(),
+        guards=recorder.guards(),
         checkpointed=recorder.checkpointed,
     )
 
 
 def _run(
     make_recorder: Callable[[], Recorder],
-    world: FakeWorld,
+    converter: FakeConverter,
     bound: BoundCall,
     inputs: Sequence[Tensor],
     *,
-    finds_draws: bool = True,
+    locate_draws: bool = True,
 ) -> tuple[Recorder, list[Any]]:
     recorder = make_recorder()
-    recorder.finds_draws = finds_draws
+    recorder.locate_draws = locate_draws
     try:
-        with ambient(world), recorder.watching():
+        with recording_modes(converter), recorder.watching():
             return recorder, recorder.run(bound, inputs)
     except TraceFailure:
         raise
@@ -128,21 +130,21 @@ def _run(
             raise recorder.failed from error
         if recorder.failed_in is not None and leads_to(error, recorder.failed_in[0]):
             raise TraceFailure(recorder.failed_in[1], describe(error), locate(error)) from error
-        kind = DrewSomewhere if isinstance(error, DrewInPython) else TraceFailure
+        kind = UnlocatedRandomDraw if isinstance(error, PythonRandomDraw) else TraceFailure
         raise kind("", describe(error), locate(error)) from error
 
 
 def _spell_again(run: Callable[[], tuple[Recorder, list[Any]]]) -> list[str]:
     recorder, leaves = run()
-    return spell_graph(recorder.writer.finish(leaves, named=False))
+    return graph_lines(recorder.writer.finish(leaves, named=False))
 
 
-def _attribute(twin: nn.Module, path: str, attribute: str) -> Any:
-    return twin.get_submodule(path).__dict__.get(attribute)
+def _attribute(fake_model: nn.Module, path: str, attribute: str) -> Any:
+    return fake_model.get_submodule(path).__dict__.get(attribute)
 
 
 def _replace_buffers(
-    recorder: Recorder, model: nn.Module, twin: nn.Module, changes: Iterable[tuple[str, str]]
+    recorder: Recorder, model: nn.Module, fake_model: nn.Module, changes: Iterable[tuple[str, str]]
 ) -> list[tuple[str, str]]:
     """Write down which buffers forward put other tensors in the place of; the other changes.
 
@@ -150,10 +152,10 @@ def _replace_buffers(
     """
     others = []
     for path, attribute in changes:
-        if is_in(recorder.kept, path):
+        if is_inside(recorder.kept, path):
             continue
         before = model.get_submodule(path)._buffers.get(attribute)
-        now = twin.get_submodule(path)._buffers.get(attribute)
+        now = fake_model.get_submodule(path)._buffers.get(attribute)
         if (
             before is None
             or now is None
@@ -167,14 +169,14 @@ def _replace_buffers(
 
 
 @contextmanager
-def ambient(world: FakeWorld) -> Iterator[None]:
+def recording_modes(converter: FakeConverter) -> Iterator[None]:
     """Gradients on (a capture inside ``torch.no_grad`` serves training too), fakes on the CPU."""
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(world.mode)
-        stack.enter_context(on_fakes())
-        stack.enter_context(world.caches_set_aside())
+        stack.enter_context(converter.mode)
+        stack.enter_context(fake_execution())
+        stack.enter_context(converter.isolated_caches())
         if torch.get_default_device() != CPU:  # a device context is asked at every torch function
             stack.enter_context(CPU)
         yield

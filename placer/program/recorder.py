@@ -34,12 +34,12 @@ from placer.program.call import BoundCall, flat_forward, placeholder_names
 from placer.program.constants import (
     INDEXING,
     copy_real,
-    data_of,
     digest,
     find_value,
-    index_by_tensors,
     is_constant,
     is_written,
+    replace_numpy_indices,
+    tensor_from_numpy,
 )
 from placer.program.failure import (
     ForwardFailure,
@@ -50,12 +50,12 @@ from placer.program.failure import (
     locate,
     locate_caller,
 )
-from placer.program.fake import FakeWorld, GuessData
-from placer.program.leaves import is_in, is_torch_leaf
-from placer.program.moves import NamedDevices, set_device_aside
+from placer.program.fake import FakeConverter, GuessData
+from placer.program.guards import AttributeGuard, make_guards, watch_attributes
+from placer.program.leaves import is_inside, is_torch_leaf
+from placer.program.moves import NamedDevices, replace_device
+from placer.program.python_random import forbid_python_random, keep_random
 from placer.program.result import ResultFormat, flatten_result
-from placer.program.rng_nodes import forbid_python_random, keep_random
-from placer.program.settings import Setting, read_settings, watch_attributes
 from placer.program.sizes import SizeFloat, SizeInt, plain
 from placer.program.targets import (
     ApplyFunction,
@@ -94,9 +94,9 @@ class Recorder(TorchFunctionMode):
 
     def __init__(
         self,
-        world: FakeWorld,
+        converter: FakeConverter,
         model: nn.Module,
-        twin: nn.Module,
+        fake_model: nn.Module,
         whole: frozenset[str],
         guess: int,
         *,
@@ -106,9 +106,9 @@ class Recorder(TorchFunctionMode):
         self.guess = guess
         self.devices = NamedDevices(ignored=ignore_device_moves)
         self.model = model
-        self.twin = twin
+        self.fake_model = fake_model
         self.whole = whole
-        self.writer = GraphWriter(world, twin)
+        self.writer = GraphWriter(converter, fake_model)
         self.failed_in: tuple[Exception, str] | None = None  # the innermost module of an exception
         self.failed: ForwardFailure | None = None  # what a module that is run as it is raised
         self.refused: TraceFailure | None = None  # the first thing that a graph cannot express
@@ -124,15 +124,15 @@ class Recorder(TorchFunctionMode):
         self.checkpointed: dict[str, str] = {}
         self.looked_at: dict[fx.Node, tuple[str, str]] = {}  # constants, and where
         self.looked_at_tensors: list[Tensor] = []  # the same as the model has them
-        self.finds_draws = False  # which module draws in Python is looked for
+        self.locate_draws = False  # which module draws in Python is looked for
         self.inside = False  # of a torch function, whose operators are its own
         self.made: set[fx.Node] = set()  # constants that forward makes, of arrays of numpy
         self.made_tensors: list[Tensor] = []  # keeps them alive
         self.numbers: dict[fx.Node, Any] = {}  # what sizes are in this run
         self.attributes: set[tuple[str, str]] = set()  # plain ones that were read, by module path
-        self.paths = {id(module): path for path, module in twin.named_modules()}
-        self.twins = dict(zip(map(id, model.modules()), twin.modules(), strict=True))
-        self.owned = {id(module): _state(module) for module in twin.modules()}
+        self.paths = {id(module): path for path, module in fake_model.named_modules()}
+        self.fake_modules = dict(zip(map(id, model.modules()), fake_model.modules(), strict=True))
+        self.owned = {id(module): _state(module) for module in fake_model.modules()}
 
     # -- running ---------------------------------------------------------------------------------
 
@@ -143,11 +143,11 @@ class Recorder(TorchFunctionMode):
         self.saved_hooks = saved_tensor_hooks()
         looked_into = {
             path: module
-            for path, module in self.twin.named_modules()
-            if not is_torch_leaf(module) and not is_in(self.whole, path)
+            for path, module in self.fake_model.named_modules()
+            if not is_torch_leaf(module) and not is_inside(self.whole, path)
         }
         watched = watch_attributes(looked_into, self.read_attribute)
-        with watch_calls(self), watched, self, _Unseen(self):
+        with watch_calls(self), watched, self, _OperatorMode(self):
             yield
 
     def read_attribute(self, path: str, name: str) -> None:
@@ -155,9 +155,9 @@ class Recorder(TorchFunctionMode):
         if not self.paused:
             self.attributes.add((path, name))
 
-    def settings(self) -> tuple[Setting, ...]:
+    def guards(self) -> tuple[AttributeGuard, ...]:
         """The attributes of the model that were read."""
-        return read_settings(self.model, self.attributes, self.looked_at_tensors)
+        return make_guards(self.model, self.attributes, self.looked_at_tensors)
 
     def run(self, bound: BoundCall, inputs: Sequence[Tensor]) -> list[Any]:
         """The result leaves of one run, as arguments of the graph's output."""
@@ -171,7 +171,7 @@ class Recorder(TorchFunctionMode):
             return [self.writer.argument(leaf) for leaf in leaves]
 
         with forbid_python_random():
-            leaves = flat_forward(bound, flatten)(self.twin, *inputs)
+            leaves = flat_forward(bound, flatten)(self.fake_model, *inputs)
         if self.devices.error is not None:
             raise self.devices.error
         if self.refused is not None:  # forward caught the exception, and went another way
@@ -194,7 +194,7 @@ class Recorder(TorchFunctionMode):
         finally:
             self.inside = before
 
-    def run_unseen(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def run_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operator that no torch function called: ``torch.from_numpy``, ``Variable``, old constructors."""
         if self.paused or self.inside:
             return func(*args, **kwargs)
@@ -235,11 +235,11 @@ class Recorder(TorchFunctionMode):
             raise Untraceable(f"it differentiates a part of itself (torch.autograd.{name})")
         if method and name in _SIZES:
             return self.size(func, name, args, kwargs)
-        if (data := data_of(func, args, kwargs)) is not None:
+        if (data := tensor_from_numpy(func, args, kwargs)) is not None:
             return self.make_constant(data)
         if func in INDEXING:
-            args = (args[0], index_by_tensors(args[1], self.make_constant), *args[2:])
-        args, kwargs, device = set_device_aside(name, args, kwargs)
+            args = (args[0], replace_numpy_indices(args[1], self.make_constant), *args[2:])
+        args, kwargs, device = replace_device(name, args, kwargs)
         if device is not None:
             self.devices.note(device, self.writer.layer, locate_caller())
         if method and name == "cuda":
@@ -292,7 +292,7 @@ class Recorder(TorchFunctionMode):
             raise Untraceable("it computes under saved-tensor hooks")
 
     def call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        module = self.twins.get(id(module), module)
+        module = self.fake_modules.get(id(module), module)
         path = self.paths.get(id(module))
         if path is None:  # made in forward, such as nn.Softmax(dim=1)(x): a part of its caller
             return original(module, *args, **kwargs)
@@ -311,7 +311,7 @@ class Recorder(TorchFunctionMode):
             return self.call_whole(original, path, module, args, kwargs)
         caller, self.writer.layer = self.writer.layer, path
         try:
-            with forbid_python_random() if self.finds_draws else nullcontext():
+            with forbid_python_random() if self.locate_draws else nullcontext():
                 return original(module, *args, **kwargs)
         except Exception as error:
             if self.failed_in is None or not leads_to(error, self.failed_in[0]):
@@ -324,7 +324,7 @@ class Recorder(TorchFunctionMode):
         self, original: Callable[..., Any], path: str, module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
         node_args, node_kwargs = self.writer.argument(args), self.writer.argument(kwargs)
-        guess = GuessData(self.writer.world.mode, self.guess)
+        guess = GuessData(self.writer.converter.mode, self.guess)
         self.paused = True
         try:
             # Layers of torch draw no numbers but torch's, and none without data.
@@ -420,7 +420,7 @@ class Recorder(TorchFunctionMode):
         if value.requires_grad:
             raise Untraceable("it makes a tensor that requires a gradient")
         self.made_tensors.append(value)
-        fake = self.writer.world.tensor(value)
+        fake = self.writer.converter.tensor(value)
         self.made.add(self.writer.constant(fake, f"_constant_{digest(value)}", value))
         copied = fake.clone()
         self.record("call_method", "clone", (fake,), {}, copied)
@@ -438,7 +438,7 @@ class Recorder(TorchFunctionMode):
             if not is_constant(writer.node_of(tensor), writer.constants, self.numbers):
                 return False
         for tensor in made:
-            writer.world.stand_for(tensor, torch.empty_like(tensor, device="meta"))
+            writer.converter.register(tensor, torch.empty_like(tensor, device="meta"))
         return bool(made)
 
     def check_constants(self) -> None:
@@ -486,7 +486,7 @@ class Recorder(TorchFunctionMode):
         return number
 
 
-class _Unseen(DispatchMode):
+class _OperatorMode(DispatchMode):
     """Tells the recorder of operators; most are those of torch functions that it heard of."""
 
     def __init__(self, recorder: Recorder) -> None:
@@ -494,7 +494,7 @@ class _Unseen(DispatchMode):
         self._recorder = recorder
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        return self._recorder.run_unseen(func, args, kwargs)
+        return self._recorder.run_operator(func, args, kwargs)
 
 
 # Torch's own puts warnings aside for each call, which takes longer than most of what is recorded.

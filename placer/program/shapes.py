@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class NewTensor:
     """A new tensor on the CPU with a storage of its own."""
 
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class Made:
         return (last + 1) * self.dtype.itemsize
 
 
-Recipe = tuple[bool, tuple[Made | int | None, ...]]
+Recipe = tuple[bool, tuple[NewTensor | int | None, ...]]
 """Is it a tuple; per result what is made, the position of the argument that it is, or None."""
 
 _FLOATS = (torch.float32, torch.float64)
@@ -46,11 +46,11 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def _new(shape: Sequence[int], dtype: torch.dtype) -> Made:
-    return Made(tuple(shape), _strides(shape), dtype)
+def _new(shape: Sequence[int], dtype: torch.dtype) -> NewTensor:
+    return NewTensor(tuple(shape), _strides(shape), dtype)
 
 
-def _alone(made: Made | None) -> Recipe:
+def _alone(made: NewTensor | None) -> Recipe:
     return False, (made,)
 
 

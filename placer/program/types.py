@@ -11,8 +11,8 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import TreeSpec
 
+from placer.program.guards import AttributeGuard, TensorPath
 from placer.program.result import ResultFormat
-from placer.program.settings import Setting, TensorPath
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class Conditions:
     guess: int  # of the values of tensors that those look at, for runs on fake tensors
     lines: tuple[str, ...]  # the graph spelled, a line per node
     locations: tuple[str, ...]  # "file.py:123" or "" of each of these lines
-    settings: tuple[Setting, ...]  # the plain attributes that the program's Python code read
+    guards: tuple[AttributeGuard, ...]  # the plain attributes that the program's Python code read
     ignore_device_moves: bool = False  # was the model's own choice of devices ignored?
 
 
@@ -79,8 +79,8 @@ class Program:
     state_of: Mapping[str, tuple[str, ...]]  # node -> names of the parameters and buffers it reads
     mutated_state_of: Mapping[str, tuple[str, ...]]  # node -> names of those it writes in forward
     mutated_inputs: tuple[str, ...]  # the tensor inputs that the forward writes in place
-    together: tuple[tuple[str, ...], ...]  # groups of nodes that must share a stage
-    draws: tuple[str, ...]  # nodes that draw random numbers, in program order
+    colocated: tuple[tuple[str, ...], ...]  # groups of nodes that must share a stage
+    rng_nodes: tuple[str, ...]  # nodes that draw random numbers, in program order
     constants: Mapping[str, torch.Tensor]  # get_attr node -> tensor that tracing burned in
     call: CallFormat
     whole_modules: tuple[WholeModule, ...]

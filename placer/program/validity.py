@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from placer.program.call import bind_call, describe_shapes
 from placer.program.failure import ForwardFailure, TraceFailure
-from placer.program.fake import FakeWorld
-from placer.program.fingerprint import spell_graph
+from placer.program.fake import FakeConverter
+from placer.program.fingerprint import graph_lines
+from placer.program.guards import AttributeGuard
 from placer.program.record import record_model
-from placer.program.settings import Setting
 from placer.program.types import CallFormat, Conditions
 from placer.program.watch import RECORDING
 
@@ -29,9 +29,9 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SameProgram:
-    """It does not; ``settings`` are the plain attributes that this time were read."""
+    """It does not; ``guards`` are the plain attributes that this time were read."""
 
-    settings: tuple[Setting, ...]
+    guards: tuple[AttributeGuard, ...]
 
 
 def condition_key(
@@ -69,14 +69,14 @@ def find_difference(
     allocated. Raises ``CaptureError`` when the model itself fails.
     """
     bound = bind_call(model, args, kwargs)
-    world = FakeWorld()
-    inputs = [world.tensor(tensor) for tensor in bound.tensors]
+    converter = FakeConverter()
+    inputs = [converter.tensor(tensor) for tensor in bound.tensors]
     try:
         with RECORDING:
             recording = record_model(
-                world,
+                converter,
                 model,
-                world.module(model),
+                converter.module(model),
                 bound,
                 inputs,
                 conditions.whole,
@@ -91,7 +91,7 @@ def find_difference(
     except TraceFailure as failure:
         return Difference(location=failure.location, operation=failure.reason)
     nodes = list(recording.graph.nodes)
-    spelled = spell_graph(recording.graph)
+    spelled = graph_lines(recording.graph)
     for index, (was, now) in enumerate(zip(conditions.lines, spelled, strict=False)):
         if was != now:
             location = conditions.locations[index] or recording.location_of.get(
@@ -100,4 +100,4 @@ def find_difference(
             return Difference(location=location, operation=nodes[index].name)
     if len(spelled) != len(conditions.lines):
         return Difference(location="", operation=nodes[-1].name)
-    return SameProgram(settings=recording.settings)
+    return SameProgram(guards=recording.guards)

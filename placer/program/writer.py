@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import SUPPORTED_NODES, tree_flatten
 
 from placer.program.failure import Untraceable, locate_caller
-from placer.program.fake import FakeWorld
+from placer.program.fake import FakeConverter
 from placer.program.result import PLAIN
 from placer.program.sizes import SizeFloat, SizeInt, plain
 from placer.program.targets import BuildTree
@@ -33,8 +33,8 @@ class GraphWriter:
     ``layer`` is the path of the module whose code is running.
     """
 
-    def __init__(self, world: FakeWorld, twin: nn.Module) -> None:
-        self.world = world
+    def __init__(self, converter: FakeConverter, fake_model: nn.Module) -> None:
+        self.converter = converter
         self.graph = fx.Graph()
         self.layer = ""
         self.layer_of: dict[str, str] = {}
@@ -45,11 +45,12 @@ class GraphWriter:
         self._pure: set[fx.Node] = set()
         self._taken: set[str] = set()
         self._state = {
-            id(tensor): name for name, tensor in (*twin.named_buffers(), *twin.named_parameters())
+            id(tensor): name
+            for name, tensor in (*fake_model.named_buffers(), *fake_model.named_parameters())
         }
         self._attributes = {
             id(value): f"{path}.{name}".lstrip(".")
-            for path, module in twin.named_modules()
+            for path, module in fake_model.named_modules()
             for name, value in module.__dict__.items()
             if isinstance(value, Tensor)
         }
@@ -156,7 +157,7 @@ class GraphWriter:
             return self._node_of[id(tensor)]
         if id(tensor) in self._state:
             return self.node("get_attr", self._state[id(tensor)])
-        original = self.world.original(tensor)
+        original = self.converter.original(tensor)
         if original is None:
             if type(tensor) not in (Tensor, nn.Parameter):
                 raise Untraceable("it uses a tensor from code that cannot be recorded")

@@ -73,10 +73,10 @@ def _groups(program: Program) -> tuple[list[list[int]], set[int]]:
     nodes = {node.name: node for node in program.graph.nodes}
     inputs = {node.name for node in program.graph.nodes if node.op == "placeholder"}
     unsafe: set[int] = set()
-    for names in program.together:
+    for names in program.colocated:
         if any(source.name in inputs for n in names for source in nodes[n].all_input_nodes):
             unsafe |= {position[name] for name in names}
-    return [[position[name] for name in group] for group in program.together], unsafe
+    return [[position[name] for name in group] for group in program.colocated], unsafe
 
 
 def whole_groups(program: Program, keys: Sequence[RegionKey | None]) -> Keys:

@@ -36,7 +36,7 @@ TensorPath = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class AttributeGuard:
     """An attribute of the module at ``path``, what it was, and that in a form to compare.
 
     ``looked_at``: it is or holds a tensor whose values the Python code looked at. Of others only
@@ -55,35 +55,37 @@ class Setting:
         return isinstance(self.value, _PLAIN)
 
     def holds(self, modules: Mapping[str, nn.Module], freezer: Freezer) -> bool:
-        """Is the attribute still what it was? ``freezer`` has had the settings before this one."""
+        """Is the attribute still what it was? ``freezer`` has had the guards before this one."""
         now = _attribute(modules.get(self.path), self.name)
         if now is self.value and self.is_plain:
             return True
         return bool(freezer.freeze(now, looked_at=self.looked_at) == self.frozen)
 
 
-def changed_setting(
-    settings: Collection[Setting], modules: Mapping[str, nn.Module]
-) -> Setting | None:
-    """The first of ``settings`` that an attribute of ``modules`` (by path) differs from."""
+def failed_guard(
+    guards: Collection[AttributeGuard], modules: Mapping[str, nn.Module]
+) -> AttributeGuard | None:
+    """The first of ``guards`` that an attribute of ``modules`` (by path) differs from."""
     freezer = Freezer()
-    return next((s for s in settings if not s.holds(modules, freezer)), None)
+    return next((s for s in guards if not s.holds(modules, freezer)), None)
 
 
-def read_settings(
+def make_guards(
     model: nn.Module, names: Collection[tuple[str, str]], looked_at: Collection[Tensor] = ()
-) -> tuple[Setting, ...]:
+) -> tuple[AttributeGuard, ...]:
     """What the attributes (path, name) of ``model`` are; the tensors ``looked_at`` with their values."""
     modules = dict(model.named_modules())
     freezer = Freezer()
     seen = set(map(id, looked_at))
-    settings = []
+    guards = []
     for path, name in sorted(names):
         value = _attribute(modules.get(path), name)
         looked = any(id(tensor) in seen for _, tensor in _tensors_in(value))
         frozen = freezer.freeze(value, looked_at=looked)
-        settings.append(Setting(path=path, name=name, value=value, frozen=frozen, looked_at=looked))
-    return tuple(settings)
+        guards.append(
+            AttributeGuard(path=path, name=name, value=value, frozen=frozen, looked_at=looked)
+        )
+    return tuple(guards)
 
 
 def tensor_paths(
@@ -91,7 +93,7 @@ def tensor_paths(
 ) -> dict[str, TensorPath]:
     """Where those of ``tensors`` are that modules hold: in the attributes ``names``, or as attributes.
 
-    Where several of ``names`` hold one, any will do: `Setting` says when they part.
+    Where several of ``names`` hold one, any will do: `AttributeGuard` says when they part.
     """
     modules = dict(model.named_modules())
     found: dict[int, TensorPath] = {}
@@ -117,8 +119,8 @@ def find_tensor(model: nn.Module, path: TensorPath) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
-def copy_settings(
-    settings: Collection[Setting],
+def copy_guarded_attributes(
+    guards: Collection[AttributeGuard],
     sources: Mapping[str, nn.Module],
     targets: Mapping[str, nn.Module],
 ) -> bool:
@@ -128,7 +130,7 @@ def copy_settings(
     lacks. Returns whether any differed.
     """
     changed = False
-    for path, name in {(s.path, s.name): None for s in settings}:
+    for path, name in {(s.path, s.name): None for s in guards}:
         if path not in sources or path not in targets:
             continue
         now, then = _attribute(sources[path], name), _attribute(targets[path], name)
@@ -144,11 +146,11 @@ def copy_settings(
 
 
 @contextmanager
-def settings_restored(
-    modules: Mapping[str, nn.Module], settings: Collection[Setting]
+def guarded_attributes_restored(
+    modules: Mapping[str, nn.Module], guards: Collection[AttributeGuard]
 ) -> Iterator[None]:
-    """Have ``modules`` these settings in this block: those that are plain values or missing."""
-    tables = [(vars(modules[s.path]), s) for s in settings if s.path in modules and s.is_plain]
+    """Have ``modules`` these guards in this block: those that are plain values or missing."""
+    tables = [(vars(modules[s.path]), s) for s in guards if s.path in modules and s.is_plain]
     before = [table.get(setting.name, _ABSENT) for table, setting in tables]
     for table, setting in tables:
         if _attribute(modules[setting.path], setting.name) is not setting.value:

@@ -13,17 +13,17 @@ import torch
 from placer.program.failure import Untraceable
 
 
-class DrewInPython(Untraceable):
+class PythonRandomDraw(Untraceable):
     """It draws from ``random`` or ``numpy.random``: the draw would be the same for ever."""
 
 
 @contextmanager
 def forbid_python_random() -> Iterator[None]:
-    """Raise ``DrewInPython`` where code draws random numbers that are not torch's."""
+    """Raise ``PythonRandomDraw`` where code draws random numbers that are not torch's."""
     before = _python_state()
     yield
     if _python_state() != before:
-        raise DrewInPython("it draws from Python's or numpy's random numbers")
+        raise PythonRandomDraw("it draws from Python's or numpy's random numbers")
 
 
 @contextmanager

@@ -40,7 +40,7 @@ def _itself(function: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Slot:
     """Where a value is held: a key of a dict or list, a closure's cell, or an attribute of a class."""
 
     holder: Any
@@ -71,21 +71,21 @@ class Place:
 
 
 @dataclass(slots=True)
-class Reach:
+class ReachableState:
     """What was found: places of ``functools.lru_cache`` functions, variables, and containers."""
 
-    cached: list[Place] = field(default_factory=list)
-    variables: list[Place] = field(default_factory=list)
+    cached: list[Slot] = field(default_factory=list)
+    variables: list[Slot] = field(default_factory=list)
     containers: list[Any] = field(default_factory=list)
 
-    def extend(self, other: Reach) -> None:
+    def extend(self, other: ReachableState) -> None:
         """Add what ``other`` has."""
         self.cached += other.cached
         self.variables += other.variables
         self.containers += other.containers
 
 
-def find_reach(model: nn.Module) -> Reach:
+def find_reachable_state(model: nn.Module) -> ReachableState:
     """What the code that ``model`` can run reaches; a few milliseconds for most models."""
     search = _Search()
     for module in model.modules():
@@ -99,7 +99,7 @@ def find_reach(model: nn.Module) -> Reach:
 
 class _Search:
     def __init__(self) -> None:
-        self.found = Reach()
+        self.found = ReachableState()
         self._seen: set[int] = set()
         self._alive: list[Any] = []  # keeps the ids in _seen valid
         self._waiting: list[Any] = []
@@ -122,7 +122,7 @@ class _Search:
             if hasattr(wrapped, "__code__") and _is_foreign(wrapped):
                 return
             if holder is not None:
-                self.found.cached.append(Place(holder, key, value, wrap))
+                self.found.cached.append(Slot(holder, key, value, wrap))
             self.add(wrapped)
         elif (
             isinstance(value, (FunctionType, MethodType, type, functools.partial, tuple))
@@ -192,7 +192,7 @@ class _Search:
     def _variable(self, holder: Any, key: Any, value: Any) -> None:
         self.look(holder, key, value)
         if value is None or isinstance(value, Tensor):
-            self.found.variables.append(Place(holder, key, value))
+            self.found.variables.append(Slot(holder, key, value))
 
     def _module(self, module: ModuleType, names: set[str]) -> None:
         if _is_foreign(module):
