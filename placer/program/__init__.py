@@ -1,22 +1,25 @@
-"""Capture: a model and one call of it in, its graph on fake tensors out.
+"""Capture: run a model once on fake tensors and write down its operations as an ``fx`` graph.
 
-Begin with `capture`, which records and checks.
+Start reading at `capture`, which records the model and checks the graph.
 
-=====================  ===========================================================================
-record, recorder       one run of the model, heard of call by call; `watch` and `sizes` report what
-and writer             torch does not, the writer has the graph
-whole, leaves          what becomes a single node, and a model of which nothing else can be had
-fake, packed           stand-ins without data; `constants`: those whose values may be looked at
-caches, reach          what earlier calls left in caches and global variables stays out
-alias                  which nodes share memory, write to state or draw random numbers
-call, result           arguments to a flat list of tensors and back; `state`: names of the weights
-settings               plain attributes that the forward read, under which the graph is right
-moves                  devices that the model's own code names
-targets                what a graph calls where there is no function for it
-fingerprint, validity  is it the same graph; does it serve other sizes and modes too
-restore, copying,      the model is left as it was; failures say module, reason and line
-draws, failure
-=====================  ===========================================================================
+=========================  =======================================================================
+record, recorder, writer   run the model once, intercept every call, write the graph
+watch, sizes               intercept what torch's own hooks miss: module calls, arithmetic on sizes
+whole, leaves              modules (or a whole model) that become a single node
+fake, fake_mode, shapes,   fake tensors; kernels and shape rules that are faster than torch's
+packed                     (`packed`: packed sequences)
+constants                  values that the model's code may read although its tensors are fake
+caches, reachable          keep results of earlier calls (caches, global variables) out of the run
+alias                      find nodes that share memory, write to state or draw random numbers
+call, result               flatten arguments and results to lists of tensors, and rebuild them
+guards                     attributes that forward read; the graph is valid while they are unchanged
+moves                      devices that the model's own code names
+targets                    callables of graph nodes for which torch has no function
+fingerprint, validity      compare graphs; is a graph valid for other sizes and modes?
+restore, copying,          leave the model as it was; names of its parameters and buffers
+state
+python_random, failure     random numbers that are not torch's; why recording failed, and where
+=========================  =======================================================================
 """
 
 from placer.program.call import (

@@ -1,4 +1,4 @@
-"""Capture a model: record it, keep whole what cannot be recorded, check the graph by running it."""
+"""Capture a model: record it, make modules that cannot be recorded single nodes, check the graph."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _CHECKPOINTED = "the model checkpoints its activations, so backward runs it agai
 
 _CHECK_INPUTS = "check the example inputs: shapes, dtypes, and the mode of the model"
 _NO_VALUES = (
-    "it looks at the values of tensors, which planning does not have (0 and 1 were tried): keep what "
-    "it needs of them in plain numbers"
+    "it reads values of tensors, which planning does not have (0 and 1 were tried): keep the values "
+    "that it needs in plain Python numbers"
 )
 
 
@@ -40,15 +40,17 @@ def capture_model(
     *,
     ignore_device_moves: bool = False,
 ) -> Program:
-    """The graph of ``model`` called with ``args`` and ``kwargs``, in its present mode (train or eval).
+    """The program of ``model`` called with ``args`` and ``kwargs``, in its present mode (train or eval).
 
-    Allocates nothing and leaves the model alone: a fake copy of it is run. The model and the inputs
-    may be on any device, ``meta`` included. A submodule that cannot be recorded becomes one node
-    (``whole_modules`` says why) and the recording starts again, so there are at most as many
+    Allocates no memory and does not change the model: a fake copy of it is run. The model and the
+    inputs may be on any device, ``meta`` included. A submodule that cannot be recorded becomes one
+    node (``whole_modules`` says why) and the recording starts again, so there are at most as many
     recordings as modules. A second recording with twice the batch finds out what depends on the
-    batch size. A model that was split by hand, whose forward moves tensors to several devices, is
-    refused unless ``ignore_device_moves``. Raises ``CaptureError``, and ``VersionError`` when the
-    installed torch cannot do this.
+    batch size.
+
+    Raises ``CaptureError`` when the model cannot be captured. A model whose forward moves tensors to
+    several devices is one, unless ``ignore_device_moves``. Raises ``VersionError`` when the installed
+    torch lacks what capture needs.
     """
     require("planning")
     _check_model(model)
@@ -63,18 +65,18 @@ def capture_model(
 
 
 def _end_frames(failure: Exception) -> None:
-    """Let go of the variables of all functions that ``failure`` ended.
+    """Clear the frames of ``failure``, so that contexts which they entered end.
 
-    What they have entered would stay in force as long as the exception is referred to:
-    ``torch.utils.checkpoint`` enters its saved-tensor hooks in a generator, which it does not close
-    when the function fails (torch 2.11 and 2.12; the next recording was then saved by its hooks).
+    ``torch.utils.checkpoint`` enters saved-tensor hooks in a generator that it does not close when the
+    function fails (torch 2.11 and 2.12). While the exception keeps the generator alive, the hooks
+    stay in force, and the next recording ran under them.
     """
     for cause in causes(failure, implicit=True):
         traceback.clear_frames(cause.__traceback__)
 
 
 class _Session:
-    """One capture: which modules are whole so far, and why."""
+    """One capture: repeated recordings, and the modules that so far had to become single nodes."""
 
     def __init__(
         self, model: nn.Module, bound: BoundCall, converter: FakeConverter, fake_model: nn.Module
@@ -90,7 +92,7 @@ class _Session:
         self.fixed_batch = ""
 
     def record(self) -> RecordedProgram:
-        """The finest recording there is, the same program for other batch sizes where possible."""
+        """Record with as few single-node modules as possible, for every batch size if possible."""
         while True:
             try:
                 recording = self._run(self.inputs)
@@ -102,7 +104,7 @@ class _Session:
                 return recording
 
     def check(self, recording: RecordedProgram) -> Aliasing:
-        """Run the graph by itself, which also finds out which nodes share memory."""
+        """Run the graph by itself on fake tensors; this also finds out which nodes share memory."""
         try:
             return analyze_aliasing(
                 self.model,
@@ -158,7 +160,11 @@ class _Session:
         )
 
     def _compare_batches(self, recording: RecordedProgram) -> None:
-        """Record with twice the batch: the same graph, or the module that makes it differ is named."""
+        """Record with twice the batch and compare the graphs.
+
+        Raises ``TraceFailure`` naming the module where they first differ, so that it becomes a single
+        node. Where that does not help, sets ``fixed_batch`` to the reason.
+        """
         doubled = self._doubled_inputs()
         self.fixed_batch = ""
         if doubled is None:
@@ -228,7 +234,7 @@ def _check_model(model: nn.Module) -> None:
             raise CaptureError(
                 path or "the model",
                 "is compiled already (torch.compile), which hides its layers",
-                f"give the module that it was made of: {name}._orig_mod in the place of {name}",
+                f"pass the module that was compiled: {name}._orig_mod instead of {name}",
             )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if nn.parameter.is_lazy(tensor):
@@ -295,7 +301,7 @@ def _assemble(
 
 
 def _side_effect_notes(recording: RecordedProgram) -> tuple[str, ...]:
-    """That the program leaves out what forward sets on modules, by attribute."""
+    """A sentence for each attribute that forward sets on modules: the placed model does not set it."""
     setters: dict[str, list[str]] = {}
     for path, attribute in recording.side_effects:
         setters.setdefault(attribute, []).append(path or "the model")

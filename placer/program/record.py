@@ -1,7 +1,7 @@
 """Record what a model computes: run it once on fake tensors and write down every torch call.
 
-`placer.program.recorder` hears of every call, `placer.program.writer` writes it down. Here the run
-begins and ends: the modules are left as they were, and what went wrong is said of the innermost one.
+`placer.program.recorder` intercepts the calls, and `placer.program.writer` writes the graph. This file
+prepares the run, restores the modules afterwards, and attributes failures to the innermost module.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from placer.program.writer import CPU
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedProgram:
-    """What one run of a model on fake tensors did."""
+    """What was recorded in one run of a model on fake tensors; tables are keyed by node name."""
 
     graph: fx.Graph
     layer_of: dict[str, str]
@@ -38,12 +38,12 @@ class RecordedProgram:
     constants: dict[str, Tensor]
     result: ResultFormat
     side_effects: tuple[tuple[str, str], ...]  # (module path, attribute) that forward changes
-    guards: tuple[AttributeGuard, ...]  # the plain attributes that it read
-    checkpointed: dict[str, str]  # modules under activation checkpointing -> the line that says so
+    guards: tuple[AttributeGuard, ...]  # the plain attributes that forward read
+    checkpointed: dict[str, str]  # path of a module under activation checkpointing -> source line
 
 
 class UnlocatedRandomDraw(TraceFailure):
-    """Some module draws random numbers that are not torch's."""
+    """Forward drew random numbers that are not torch's; the run did not find out in which module."""
 
 
 def record_model(
@@ -61,11 +61,11 @@ def record_model(
     """Run ``fake_model``, the fake copy of ``model``, on fake ``inputs`` and write down what it does.
 
     Modules whose paths are in ``whole`` become single nodes, and so do the layers of ``torch.nn``;
-    the values of tensors that they look at are guessed (``guess``).
-    Names of nodes are the same every time, unless not ``named``, for a program that is only compared.
-    The fake_model is as before afterwards. Raises ``TraceFailure`` naming the innermost module that
-    cannot be recorded, ``ForwardFailure`` when the model fails by itself, and ``CaptureError`` where
-    it moves tensors to several devices, unless ``ignore_device_moves``.
+    where these read values of tensors, they get ``guess``. With ``named``, equal graphs have equal
+    node names; a graph that is only compared does not need that. ``fake_model`` is restored
+    afterwards. Raises ``TraceFailure`` naming the innermost module that cannot be recorded,
+    ``ForwardFailure`` when the model itself fails, and ``CaptureError`` when it moves tensors to
+    several devices, unless ``ignore_device_moves``.
     """
     snapshot = Snapshot(fake_model)
     make = partial(Recorder, ignore_device_moves=ignore_device_moves)
@@ -76,7 +76,8 @@ def record_model(
         try:
             recorder, leaves = run(locate_draws=False)
         except UnlocatedRandomDraw as failure:
-            # Only now the generators are looked at around every module, which takes long.
+            # Run again and compare the generators' states around every module. That is slow, so it
+            # is done only now.
             snapshot.restore()
             run()
             raise TraceFailure("", f"{failure.reason}, but not in every call", "") from failure
@@ -84,12 +85,12 @@ def record_model(
         cached = [recorder.keep_cached(_attribute(fake_model, *effect)) for effect in effects]
         graph = recorder.writer.finish(leaves, named=named)
         if effects:
-            # Does what forward left behind change the next one?
-            spelled = [graph_lines(graph), _spell_again(run)]
-            if any(cached):  # the second reads what the first has computed, as all later ones do
-                spelled = [spelled[1], _spell_again(run)]
+            # Does what forward left behind change what the next forward computes?
+            first, second = graph_lines(graph), _lines_of_another(run)
+            if any(cached):  # the second run reads what the first computed, as all later ones do
+                first, second = second, _lines_of_another(run)
             for path, attribute in effects:
-                if path and spelled[0] != spelled[1]:
+                if path and first != second:
                     raise TraceFailure(path, f"its forward changes its attribute {attribute!r}", "")
     finally:
         snapshot.restore()
@@ -134,7 +135,8 @@ def _run(
         raise kind("", describe(error), locate(error)) from error
 
 
-def _spell_again(run: Callable[[], tuple[Recorder, list[Any]]]) -> list[str]:
+def _lines_of_another(run: Callable[[], tuple[Recorder, list[Any]]]) -> list[str]:
+    """The graph of another run, as text."""
     recorder, leaves = run()
     return graph_lines(recorder.writer.finish(leaves, named=False))
 
@@ -146,9 +148,10 @@ def _attribute(fake_model: nn.Module, path: str, attribute: str) -> Any:
 def _replace_buffers(
     recorder: Recorder, model: nn.Module, fake_model: nn.Module, changes: Iterable[tuple[str, str]]
 ) -> list[tuple[str, str]]:
-    """Write down which buffers forward put other tensors in the place of; the other changes.
+    """Record each buffer that forward replaced by another tensor as a copy into the buffer.
 
-    What changed in a module that stays whole is that module's own business.
+    ``changes`` are (module path, attribute). Returns those that are no such replacements. Changes in
+    modules that are a single node are left out: the node makes them itself.
     """
     others = []
     for path, attribute in changes:
@@ -170,13 +173,15 @@ def _replace_buffers(
 
 @contextmanager
 def recording_modes(converter: FakeConverter) -> Iterator[None]:
-    """Gradients on (a capture inside ``torch.no_grad`` serves training too), fakes on the CPU."""
+    """The modes of a recording: gradients on, also inside ``torch.no_grad``, and fake CPU tensors."""
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(converter.mode)
         stack.enter_context(fake_execution())
         stack.enter_context(converter.isolated_caches())
-        if torch.get_default_device() != CPU:  # a device context is asked at every torch function
+        if (
+            torch.get_default_device() != CPU
+        ):  # entered only if needed: it slows every torch function
             stack.enter_context(CPU)
         yield

@@ -1,4 +1,4 @@
-"""Is a captured graph the model's program under other conditions too: other sizes, another mode?"""
+"""Find out whether a captured graph is also right for other sizes, dtypes or modes of the model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from placer.program.watch import RECORDING
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Where the program first becomes another one: the line of code and the operation there."""
+    """Where the model's operations first differ from the captured graph."""
 
     location: str  # "file.py:123", "" if unknown
     operation: str
@@ -29,7 +29,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SameProgram:
-    """It does not; ``guards`` are the plain attributes that this time were read."""
+    """The model's operations are those of the captured graph; ``guards`` are of this recording."""
 
     guards: tuple[AttributeGuard, ...]
 
@@ -37,9 +37,10 @@ class SameProgram:
 def condition_key(
     conditions: Conditions, call: CallFormat, modes: tuple[bool, ...], tensors: Sequence[Tensor]
 ) -> Hashable:
-    """What the program may depend on: equal keys, the same program.
+    """A key for a call: calls with equal keys run the same program if the guards hold.
 
-    Modes, dtypes and sizes; the size of the batch only where recording found that it matters.
+    It consists of modes, shapes and dtypes; the batch size is part of it only if capture found that
+    the program depends on it.
     """
     shapes = tuple(
         tensor.shape[1:] if batched and conditions.any_batch else tensor.shape
@@ -63,10 +64,10 @@ def find_difference(
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
 ) -> Difference | SameProgram:
-    """Record ``model`` called with these arguments, on fake tensors, and compare the programs.
+    """Record ``model`` called with these arguments, and compare with the graph in ``conditions``.
 
-    One recording (a forward on fake tensors); nothing is
-    allocated. Raises ``CaptureError`` when the model itself fails.
+    One forward on fake tensors; nothing is allocated. Raises ``CaptureError`` when the model itself
+    fails.
     """
     bound = bind_call(model, args, kwargs)
     converter = FakeConverter()

@@ -1,4 +1,4 @@
-"""A model whose own forward cannot be recorded, as a graph of one node: coarse is better than none."""
+"""A graph of a single node for a model whose own ``forward`` cannot be recorded."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def record_whole(
     *,
     guess: int,
 ) -> RecordedProgram:
-    """The graph that calls all of ``model`` in one node, a function of its inputs and its state.
+    """A graph that calls all of ``model`` in one node, a function of its parameters, buffers and inputs.
 
-    Raises ``ForwardFailure`` when the model fails by itself.
+    Raises ``ForwardFailure`` when the model itself fails.
     """
     snapshot = Snapshot(fake_model)
     guesses = GuessData(converter.mode, guess)
@@ -85,7 +85,7 @@ def record_whole(
 
 
 def _skeleton(model: nn.Module) -> nn.Module:
-    """``model`` with its parameters and buffers on ``meta``, without hooks (they are run around it)."""
+    """``model`` with its tensors on ``meta`` and without its own hooks, which run around the node."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         empty = torch.empty_like(tensor, device="meta")
