@@ -1,4 +1,4 @@
-"""When nothing fits: print what would."""
+"""Print which changes would make a placement fit, when it does not."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def report_misfit(
     error: BudgetError | None = None,
     as_json: bool = False,
 ) -> NoReturn:
-    """Print what would make the placement fit and leave with the exit code for a misfit.
+    """Print what would make the placement fit, and exit with `EXIT_NO_FIT`.
 
-    ``make`` plans a changed spec. ``error`` has the tries, if they were made already. With
-    ``as_json`` it goes to stdout.
+    ``make`` plans a changed spec. ``error`` has the changes that were tried, if they were tried
+    already. With ``as_json`` the result is also printed as JSON to stdout.
     """
     if plan.fits_devices:  # the host has too little
         as_options = error is not None
@@ -78,7 +78,7 @@ def report_misfit(
 
 
 def _print_fitting(console: Console, tried: Tried, *, as_options: bool) -> None:
-    """A change that suffices on a line of its own; the others are told at the end."""
+    """Print a change if it makes the placement fit. The others are printed at the end."""
     if tried.fits:
         change = as_option(tried.change) if as_options else tried.change
         console.print(f"  - {change}", markup=False)
@@ -88,7 +88,7 @@ _SPEC_FIELD = re.compile(r'"(\w+)": (?:"auto"|"?(\w+)"?)')
 
 
 def as_option(change: str) -> str:
-    """A change of a spec in the words of the options of ``placer auto``.
+    """Rewrite a change of a spec's fields as one of the options of ``placer auto``.
 
     >>> as_option('cut the batch: "microbatches": 2, "schedule": "1F1B"')
     'cut the batch: --microbatches 2 --schedule 1F1B'
