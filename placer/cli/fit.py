@@ -39,8 +39,8 @@ def report_misfit(
     ``make`` plans a changed spec. ``error`` has the changes that were tried, if they were tried
     already. With ``as_json`` the result is also printed as JSON to stdout.
     """
+    as_options = error is not None
     if plan.fits_devices:  # the host has too little
-        as_options = error is not None
         error = host_error(plan)
         remedy = as_option(error.remedy) if as_options else error.remedy
         console.print(f"what would make it fit:\n  - {remedy}", markup=False)
@@ -52,13 +52,13 @@ def report_misfit(
         largest = find_largest_node(program, spec, inputs, make.costs)
         console.print(largest.describe(), style="bold red", markup=False)
     console.print("what would make it fit:")
-    told = partial(_print_fitting, console, as_options=error is not None)
+    print_fitting = partial(_print_fitting, console, as_options=as_options)
     if error is None:
         with progress(console, "planning changes that may make it fit"):
-            error = misfit_error(program, spec, inputs, plan, make, found=told)
+            error = misfit_error(program, spec, inputs, plan, make, found=print_fitting)
     else:  # `auto` tried the changes before anything was printed
         for tried in error.tried:
-            told(tried)
+            print_fitting(tried)
         no_room = as_option(no_room)
     with progress(console, "planning with other amounts of memory"):
         needed = memory_needed(spec, make)
@@ -69,7 +69,7 @@ def report_misfit(
     if short:
         console.print("tried, not enough (largest peak of a device):", style="dim")
     for tried in short:
-        change = tried.change if told.keywords["as_options"] is False else as_option(tried.change)
+        change = as_option(tried.change) if as_options else tried.change
         line = f"  - {change}: {format_bytes(tried.peak)}"
         console.print(line, style="dim", markup=False)
     if as_json:

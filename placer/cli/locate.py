@@ -51,8 +51,8 @@ def find_source(place: str, target: str) -> Path | None:
     path = Path(place)
     if not path.is_file():
         folder = path.parent
-        beside = [p.name for p in folder.glob("*.py")] if folder.is_dir() else []
-        near = nearest(path.name, beside)
+        siblings = [p.name for p in folder.glob("*.py")] if folder.is_dir() else []
+        near = nearest(path.name, siblings)
         hint = f"did you mean {folder / near}?" if near else "check the path"
         raise ModelError(target, f"no such file: {path}", hint)
     return path
@@ -110,12 +110,12 @@ def _module_file(place: str, target: str) -> Path | None:
 
 def _top_spec(top: str) -> importlib.machinery.ModuleSpec | None:
     """The spec of the top-level module; the working folder goes first, if it has a Python file there."""
-    beside = None
+    local = None
     if top not in sys.modules:
-        beside = importlib.machinery.PathFinder.find_spec(top, [str(Path.cwd())])
-    if beside is not None and beside.origin is not None:
-        return beside
-    return importlib.util.find_spec(top) or beside
+        local = importlib.machinery.PathFinder.find_spec(top, [str(Path.cwd())])
+    if local is not None and local.origin is not None:
+        return local
+    return importlib.util.find_spec(top) or local
 
 
 def _inside(folders: Iterable[str], part: str) -> Path | None:

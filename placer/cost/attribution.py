@@ -9,6 +9,7 @@ from torch import Tensor
 
 from placer.autograd_graph import nodes_behind, nodes_of
 from placer.cost.storages import StorageRecorder
+from placer.operands import nbytes_of
 
 
 class BackwardAttribution:
@@ -43,8 +44,7 @@ class BackwardAttribution:
                 if isinstance(grad, Tensor) and target is not None and target != position:
                     stored = self._recorder.storage(grad)
                     if stored is not None:
-                        nbytes = grad.numel() * grad.element_size()
-                        stored.sent.append((position, target, nbytes))
+                        stored.sent.append((position, target, nbytes_of(grad)))
                         stored.of_weight |= of_weight
 
         return send

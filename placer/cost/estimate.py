@@ -18,6 +18,7 @@ from placer.cost.storages import RecordedStorage
 from placer.cost.types import CostTable, NodeCost, StateTensor, StoredValue
 from placer.cost.work import Work
 from placer.errors import CaptureError
+from placer.operands import nbytes_of
 from placer.precision import precision_context
 from placer.program import FakeConverter, Program, first_names, named_state
 from placer.program.alias import NodeFailure
@@ -48,7 +49,7 @@ def estimate_costs(
     table = _table(program, inputs, recording, training=training)
     if not (offloads and training):
         return table
-    return _with_sending(
+    return _with_offloaded_transients(
         table,
         _record(
             program, inputs, training=True, precision=precision, kernels=kernels, offloads=True
@@ -97,7 +98,7 @@ class CostEstimates:
                 kernels=kernels,
                 offloads=True,
             )
-            self._tables[key, True] = _with_sending(self._tables[key, False], sent)
+            self._tables[key, True] = _with_offloaded_transients(self._tables[key, False], sent)
         return self._tables[key, offloads]
 
 
@@ -211,7 +212,7 @@ def _record(
         raise _does_not_run(program, failure, inputs, precision) from failure.__cause__
 
 
-def _with_sending(table: CostTable, sent: Recording) -> CostTable:
+def _with_offloaded_transients(table: CostTable, sent: Recording) -> CostTable:
     """``table`` with ``forward_transient_offloaded`` from ``sent``, a recording with ``offloads``."""
     nodes = tuple(
         replace(node, forward_transient_offloaded=tally.forward_transient)
@@ -296,7 +297,7 @@ def _table(
         added=needs.added,
         readers=readers,
         input_readers=input_readers,
-        input_nbytes=tuple(t.numel() * t.element_size() for t in inputs),
+        input_nbytes=tuple(map(nbytes_of, inputs)),
         state=_state(program, training=training),
         saving=recording.saving if training else frozenset(),
         work=Work(
@@ -354,7 +355,7 @@ def _state(program: Program, *, training: bool) -> tuple[StateTensor, ...]:
     return tuple(
         StateTensor(
             name=name,
-            nbytes=tensor.numel() * tensor.element_size(),
+            nbytes=nbytes_of(tensor),
             readers=tuple(sorted(readers[name])),
             is_buffer=not isinstance(tensor, nn.Parameter),
             trained=training and isinstance(tensor, nn.Parameter) and tensor.requires_grad,

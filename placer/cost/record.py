@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_leaves
 
 from placer.cost.attribution import BackwardAttribution
 from placer.cost.kernels import device_kernels
 from placer.cost.storages import OUTSIDE, NodeTally, RecordedStorage, StorageRecorder
 from placer.errors import CaptureError, PlacerError
+from placer.operands import nbytes_of, tensors_of_tree
 from placer.program import result_tensors
 from placer.program.alias import NodeFailure
 from placer.program.fake_mode import detach_fake
@@ -174,8 +174,9 @@ class _Run:
             except Exception as error:
                 raise NodeFailure(node) from error
         values[node.name] = result
-        self.output_nbytes[position] = _nbytes(result)
-        found = [self._recorder.storage(x) for x in tree_leaves(result) if isinstance(x, Tensor)]
+        tensors = tensors_of_tree(result)
+        self.output_nbytes[position] = nbytes_of(*tensors)
+        found = map(self._recorder.storage, tensors)
         self.output_storages[position] = tuple(s for s in found if s is not None)
         self._attribution.claim(result, position)
 
@@ -238,7 +239,3 @@ def last_readers(graph: fx.Graph) -> dict[str, list[str]]:
                 seen.add(source.name)
                 dying[node.name].append(source.name)
     return dying
-
-
-def _nbytes(value: Any) -> int:
-    return sum(x.numel() * x.element_size() for x in tree_leaves(value) if isinstance(x, Tensor))

@@ -17,7 +17,7 @@ from placer._torch import DispatchMode
 from placer.cost.operations import Operation, operations_of
 from placer.cost.workspaces import cpu_result, workspace_nbytes
 from placer.errors import CaptureError
-from placer.operands import tensors_in
+from placer.operands import nbytes_of, tensors_in
 
 OUTSIDE = -1  # the position of what is made before the first node runs: inputs
 
@@ -175,8 +175,7 @@ class StorageRecorder(DispatchMode):
         if stored is not None:
             stored.users.add(self.position)
             stored.savers.add(self.position)
-            nbytes = tensor.numel() * tensor.element_size()
-            stored.saved_nbytes.append((self.position, min(nbytes, stored.nbytes)))
+            stored.saved_nbytes.append((self.position, min(nbytes_of(tensor), stored.nbytes)))
 
     def read(self, record: RecordedStorage) -> None:
         """Record that the running node's backward reads a saved storage."""

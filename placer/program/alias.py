@@ -63,7 +63,7 @@ def analyze_aliasing(
         storage_key(tensor): name
         for name, tensor in (*fake_model.named_parameters(), *fake_model.named_buffers())
     }
-    interpreter = _Watcher(
+    interpreter = _AliasInterpreter(
         fake_model, graph, {name: converter.tensor(t) for name, t in constants.items()}
     )
     fakes = [converter.tensor(tensor) for tensor in inputs]
@@ -120,7 +120,7 @@ _BATCH_NORMS = (
 )
 
 
-class _Watcher(fx.Interpreter):
+class _AliasInterpreter(fx.Interpreter):
     """Runs the graph and notes which storages each node uses, and which of them it writes."""
 
     def __init__(self, model: nn.Module, graph: fx.Graph, constants: Mapping[str, Tensor]) -> None:
@@ -170,7 +170,9 @@ class _Watcher(fx.Interpreter):
         return value
 
 
-def _groups(graph: fx.Graph, run: _Watcher, state: set[int]) -> tuple[tuple[str, ...], ...]:
+def _groups(
+    graph: fx.Graph, run: _AliasInterpreter, state: set[int]
+) -> tuple[tuple[str, ...], ...]:
     order = list(run.touched)
     last_write: dict[int, int] = {}
     touching: dict[int, list[int]] = defaultdict(list)

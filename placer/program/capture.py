@@ -57,11 +57,11 @@ def capture_model(
     bound = bind_call(model, args, kwargs)
     converter = FakeConverter()
     with RECORDING:
-        session = _Session(model, bound, converter, converter.module(model))
-        session.ignore_device_moves = ignore_device_moves
-        recording = session.record()
-        aliasing = session.check(recording)
-    return _assemble(model, recording, aliasing, bound, session)
+        capture = _Capture(model, bound, converter, converter.module(model))
+        capture.ignore_device_moves = ignore_device_moves
+        recording = capture.record()
+        aliasing = capture.check(recording)
+    return _assemble(model, recording, aliasing, bound, capture)
 
 
 def _end_frames(failure: Exception) -> None:
@@ -75,7 +75,7 @@ def _end_frames(failure: Exception) -> None:
         traceback.clear_frames(cause.__traceback__)
 
 
-class _Session:
+class _Capture:
     """One capture: repeated recordings, and the modules that so far had to become single nodes."""
 
     def __init__(
@@ -250,7 +250,7 @@ def _assemble(
     recording: RecordedProgram,
     aliasing: Aliasing,
     bound: BoundCall,
-    session: _Session,
+    capture: _Capture,
 ) -> Program:
     graph = recording.graph
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
@@ -258,7 +258,7 @@ def _assemble(
     whole = {
         path: WholeModule(layer=path, reason=_CHECKPOINTED, location=location)
         for path, location in recording.checkpointed.items()
-    } | session.whole
+    } | capture.whole
     called = {str(node.target) for node in nodes if node.op in ("call_module", "get_attr")}
     return Program(
         model=model,
@@ -285,16 +285,16 @@ def _assemble(
             modes=training_flags(model),
             shapes=tuple(tensor.shape for tensor in bound.tensors),
             dtypes=tuple(tensor.dtype for tensor in bound.tensors),
-            any_batch=not session.fixed_batch,
-            whole=frozenset(session.whole),
-            guess=session.guess,
+            any_batch=not capture.fixed_batch,
+            whole=frozenset(capture.whole),
+            guess=capture.guess,
             lines=tuple(graph_lines(graph)),
             locations=tuple(recording.location_of.get(node.name, "") for node in graph.nodes),
             guards=recording.guards,
-            ignore_device_moves=session.ignore_device_moves,
+            ignore_device_moves=capture.ignore_device_moves,
         ),
         training=model.training,
-        fixed_batch=session.fixed_batch,
+        fixed_batch=capture.fixed_batch,
         location_of=recording.location_of,
         notes=_side_effect_notes(recording),
     )

@@ -142,8 +142,8 @@ class FakeMode(FakeTensorMode):
                 func,
                 torch.get_default_dtype(),
                 torch.is_inference_mode_enabled(),
-                *map(self._spelled, args),
-                *((name, self._spelled(value)) for name, value in kwargs.items()),
+                *map(self._key_of, args),
+                *((name, self._key_of(value)) for name, value in kwargs.items()),
             )
         except _NotKnownByShape:
             return self._ask_torch(func, types, args, kwargs)
@@ -186,7 +186,7 @@ class FakeMode(FakeTensorMode):
             )
         return not isinstance(argument, Tensor)
 
-    def _spelled(self, argument: Any) -> Hashable:
+    def _key_of(self, argument: Any) -> Hashable:
         """What a result can depend on; numbers come with their types, since ``1 == 1.0 == True``.
 
         Raises ``_NotKnownByShape`` for an argument of another kind.
@@ -207,7 +207,7 @@ class FakeMode(FakeTensorMode):
         if kind in _PLAIN:
             return kind, argument
         if kind is list or kind is tuple:
-            return kind, *map(self._spelled, argument)
+            return kind, *map(self._key_of, argument)
         raise _NotKnownByShape
 
     def _learn(self, key: Hashable, func: Any, types: Any, args: Any, kwargs: Any) -> Any:

@@ -39,7 +39,7 @@ TensorPath = tuple[Any, ...]
 class AttributeGuard:
     """An attribute that forward read: the module's ``path``, the ``name``, and the ``value`` then.
 
-    ``frozen`` is the value in a form that can be compared (`Freezer`). ``looked_at``: the attribute is
+    ``frozen`` is the value in a form that can be compared (`Freezer`). ``values_read``: the attribute is
     or holds a tensor whose values the Python code read. For other tensors only the shape, the dtype
     and their identity matter to the program.
     """
@@ -48,7 +48,7 @@ class AttributeGuard:
     name: str
     value: Any
     frozen: Any
-    looked_at: bool
+    values_read: bool
 
     @property
     def is_plain(self) -> bool:
@@ -60,7 +60,7 @@ class AttributeGuard:
         now = _attribute(modules.get(self.path), self.name)
         if now is self.value and self.is_plain:
             return True
-        return bool(freezer.freeze(now, looked_at=self.looked_at) == self.frozen)
+        return bool(freezer.freeze(now, values_read=self.values_read) == self.frozen)
 
 
 def failed_guard(
@@ -72,22 +72,22 @@ def failed_guard(
 
 
 def make_guards(
-    model: nn.Module, names: Collection[tuple[str, str]], looked_at: Collection[Tensor] = ()
+    model: nn.Module, names: Collection[tuple[str, str]], values_read: Collection[Tensor] = ()
 ) -> tuple[AttributeGuard, ...]:
     """Guards for the attributes ``names`` (module path, attribute) of ``model``, in sorted order.
 
-    Values of tensors are compared only for those in ``looked_at``.
+    Values of tensors are compared only for those in ``values_read``.
     """
     modules = dict(model.named_modules())
     freezer = Freezer()
-    seen = set(map(id, looked_at))
+    seen = set(map(id, values_read))
     guards = []
     for path, name in sorted(names):
         value = _attribute(modules.get(path), name)
         looked = any(id(tensor) in seen for _, tensor in _tensors_in(value))
-        frozen = freezer.freeze(value, looked_at=looked)
+        frozen = freezer.freeze(value, values_read=looked)
         guards.append(
-            AttributeGuard(path=path, name=name, value=value, frozen=frozen, looked_at=looked)
+            AttributeGuard(path=path, name=name, value=value, frozen=frozen, values_read=looked)
         )
     return tuple(guards)
 
@@ -254,20 +254,20 @@ class Freezer:
         self._known: dict[tuple[int, bool], tuple[Any, Any]] = {}
         self._numbers: dict[int, int] = {}
 
-    def freeze(self, value: Any, *, looked_at: bool = False) -> Any:
-        """The form of ``value``; it includes the values of tensors if they were ``looked_at``."""
-        key = id(value), looked_at
+    def freeze(self, value: Any, *, values_read: bool = False) -> Any:
+        """The form of ``value``; it includes the values of tensors if they were ``values_read``."""
+        key = id(value), values_read
         if key not in self._known:
-            self._known[key] = value, self._freeze(value, _DEPTH, looked_at)
+            self._known[key] = value, self._freeze(value, _DEPTH, values_read)
         return self._known[key][1]
 
-    def _freeze(self, value: Any, depth: int, looked_at: bool) -> Any:
+    def _freeze(self, value: Any, depth: int, values_read: bool) -> Any:
         kind = type(value)
         if isinstance(value, _PLAIN):
             return kind, value
         if isinstance(value, Tensor):
             number = self._numbers.setdefault(id(value), len(self._numbers))
-            values = value.tolist() if looked_at and not value.is_meta else None
+            values = value.tolist() if values_read and not value.is_meta else None
             return kind, value.shape, value.dtype, number, values
         if isinstance(value, np.ndarray):
             return kind, value.shape, value.dtype, value.tobytes()
@@ -277,7 +277,7 @@ class Freezer:
         if parts is None:
             return _Same(value)
         depth = _depth_inside(value, depth)
-        return kind, [(key, self._freeze(item, depth, looked_at)) for key, item in parts]
+        return kind, [(key, self._freeze(item, depth, values_read)) for key, item in parts]
 
 
 def _parts(value: Any) -> list[tuple[Any, Any]] | None:

@@ -123,8 +123,8 @@ class Recorder(TorchFunctionMode):
         self.reentrant: Sequence[Any] | None = None  # inputs of the reentrant checkpoint we are in
         self.checkpointed: dict[str, str] = {}  # path of a checkpointed module -> source line
         # Constants whose values forward read -> module and line, and the model's tensors for them.
-        self.looked_at: dict[fx.Node, tuple[str, str]] = {}
-        self.looked_at_tensors: list[Tensor] = []
+        self.values_read: dict[fx.Node, tuple[str, str]] = {}
+        self.values_read_tensors: list[Tensor] = []
         self.locate_draws = False  # find out which module draws random numbers in Python
         self.inside = False  # a torch function: its operators are part of it
         self.made: set[fx.Node] = set()  # constants that forward made from numpy arrays
@@ -158,7 +158,7 @@ class Recorder(TorchFunctionMode):
 
     def guards(self) -> tuple[AttributeGuard, ...]:
         """The attributes of the model that were read, with their values."""
-        return make_guards(self.model, self.attributes, self.looked_at_tensors)
+        return make_guards(self.model, self.attributes, self.values_read_tensors)
 
     def run(self, bound: BoundCall, inputs: Sequence[Tensor]) -> list[Any]:
         """Run forward; the leaves of its result as arguments for the graph's output node."""
@@ -412,8 +412,8 @@ class Recorder(TorchFunctionMode):
             raise Untraceable(_READS_VALUES) from error
         for constant in known.constants:
             if constant not in self.made:
-                self.looked_at.setdefault(constant, (self.writer.layer, locate_caller()))
-                self.looked_at_tensors.append(constants[constant.name])
+                self.values_read.setdefault(constant, (self.writer.layer, locate_caller()))
+                self.values_read_tensors.append(constants[constant.name])
         with without_torch_function(), without_modes():
             return func(*executable((known.value, *args[1:])), **executable(kwargs))
 
@@ -445,7 +445,7 @@ class Recorder(TorchFunctionMode):
 
     def check_constants(self) -> None:
         """Refuse a forward that reads values of a constant and writes to it: the next run differs."""
-        for constant, (layer, location) in self.looked_at.items():
+        for constant, (layer, location) in self.values_read.items():
             if is_written(constant):
                 raise TraceFailure(layer, _READS_VALUES, location)
 

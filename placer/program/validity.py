@@ -92,13 +92,13 @@ def find_difference(
     except TraceFailure as failure:
         return Difference(location=failure.location, operation=failure.reason)
     nodes = list(recording.graph.nodes)
-    spelled = graph_lines(recording.graph)
-    for index, (was, now) in enumerate(zip(conditions.lines, spelled, strict=False)):
+    lines = graph_lines(recording.graph)
+    for index, (was, now) in enumerate(zip(conditions.lines, lines, strict=False)):
         if was != now:
             location = conditions.locations[index] or recording.location_of.get(
                 nodes[index].name, ""
             )
             return Difference(location=location, operation=nodes[index].name)
-    if len(spelled) != len(conditions.lines):
+    if len(lines) != len(conditions.lines):
         return Difference(location="", operation=nodes[-1].name)
     return SameProgram(guards=recording.guards)
