@@ -1,11 +1,11 @@
-"""The only file that calls private functions of torch. `PRIVATE_NAMES` lists them.
+"""All uses of private names of torch; `PRIVATE_NAMES` lists them, with the releases that have them.
 
-Not counted as private, and used where they are needed: the tables of a module (``_parameters``,
+Other files may use these, which we do not count as private: the tables of a module (``_parameters``,
 ``_buffers``, ``_modules``, its hooks), a tensor's ``_version``, an operator's ``_schema``, and the
-public names of ``torch.utils._pytree``, ``torch.utils._python_dispatch``, ``torch._subclasses``.
+public names of ``torch.utils._pytree``, ``torch.utils._python_dispatch`` and ``torch._subclasses``.
 
-The file can be imported on any torch: private names are looked up when they are used, and
-`missing_names` says which ones this torch does not have.
+This file can be imported with any release of torch, because private names are looked up when they are
+used. `missing_names` tells which ones the installed torch lacks.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from placer.errors import causes
 
 Feature = Literal["planning", "running", "a process per device"]
-"""What a private name is needed for."""
+"""A part of placer that needs private names of torch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrivateName:
-    """A name that torch does not promise to keep, and the releases of torch it was run with."""
+    """A private name of torch, and the range of releases with which placer was tested."""
 
-    name: str  # from ``torch`` down
-    feature: Feature  # what placer cannot do without it
+    name: str  # the full name, beginning with ``torch``
+    feature: Feature  # what needs it
     lowest: str = "2.11"
     highest: str = "2.15"
 
@@ -96,9 +96,9 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "torch.nn.utils.clip_grad._get_total_norm",
     ),
 )
-# Attributes of objects cannot be looked for without the object, so they are listed here only:
-# ``_op_dk`` (of an operator); ``_sequence_nr``, ``_set_sequence_nr`` and ``_raw_saved_*`` (of autograd's
-# nodes); ``_timeout`` (of a backend's options).
+# Private attributes of objects that cannot be checked without an object: ``_op_dk`` of an operator;
+# ``_sequence_nr``, ``_set_sequence_nr`` and ``_raw_saved_*`` of autograd nodes; ``_timeout`` of a
+# backend's options.
 
 _BUILDS_ON: Mapping[Feature, tuple[Feature, ...]] = {
     "planning": (),
@@ -108,7 +108,7 @@ _BUILDS_ON: Mapping[Feature, tuple[Feature, ...]] = {
 
 
 def missing_names(feature: Feature) -> tuple[str, ...]:
-    """The names of torch that ``feature`` needs and this torch does not have, in the table's order."""
+    """The private names that ``feature`` needs and the installed torch lacks, in the table's order."""
     features = (*_BUILDS_ON[feature], feature)
     return tuple(
         each.name for each in PRIVATE_NAMES if each.feature in features and not _is_there(each.name)
@@ -116,7 +116,7 @@ def missing_names(feature: Feature) -> tuple[str, ...]:
 
 
 def _is_there(name: str) -> bool:
-    """Can ``name`` be reached from the longest part of it that is a module?"""
+    """Does ``name`` exist, a module or an attribute in one?"""
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         try:
@@ -134,10 +134,10 @@ def _is_there(name: str) -> bool:
 def clone_shallow(
     module: nn.Module, parameters: dict[str, Tensor | None], buffers: dict[str, Tensor | None]
 ) -> nn.Module:
-    """A stand-in for ``module`` that shares its attributes and hooks and has the given tensors.
+    """A shallow copy of ``module`` that shares its attributes and hooks, with the given tensors.
 
-    ``nn.DataParallel`` makes its replicas by ``_replicate_for_data_parallel``. The tensors need not
-    be leaves, so they go straight into ``_parameters``; RNNs keep a second list of their weights.
+    It is made as ``nn.DataParallel`` makes replicas. The tensors need not be leaves, so they are put
+    into ``_parameters`` directly; RNNs have a second list of their weights.
     """
     clone: nn.Module = module._replicate_for_data_parallel()
     clone._parameters = parameters  # type: ignore[assignment]
@@ -148,7 +148,7 @@ def clone_shallow(
 
 
 def storage_key(tensor: Tensor) -> int:
-    """One number per storage: what tensors that are views of one another share."""
+    """A number that identifies the tensor's storage; views of one another have the same."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return int(tensor.untyped_storage()._cdata)
@@ -157,38 +157,38 @@ def storage_key(tensor: Tensor) -> int:
 def compile_graph(graph: fx.Graph) -> tuple[Callable[..., Any], str]:
     """The function ``forward(self, …)`` of ``graph``, and its source.
 
-    An ``fx.GraphModule`` would make it too, and be in the way of layers named as its own properties
-    are (``code``, ``graph``).
+    This is not an ``fx.GraphModule``, whose properties (``code``, ``graph``) would clash with layers
+    of the same names.
     """
     made = graph.python_code(root_module="self")
     return fx.graph_module._forward_from_src(made.src, made.globals), made.src
 
 
 def is_under_compile() -> bool:
-    """Is this code traced by ``torch.compile``, or run by what it compiled?"""
+    """Is this code being traced by ``torch.compile``, or called from compiled code?"""
     if torch.compiler.is_compiling():
         return True
     return torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False)
 
 
 def is_transformed() -> bool:
-    """Does a ``torch.func`` transform (grad, vmap, jvp) run, or forward-mode AD?
+    """Is a ``torch.func`` transform (grad, vmap, jvp) or forward-mode AD active?
 
-    There an ``autograd.Function`` needs rules that torch's own operations have.
+    These need rules that torch's operators have, but not every ``autograd.Function``.
     """
     level: int = torch.autograd.forward_ad._current_level
     return level >= 0 or bool(torch._C._are_functorch_transforms_active())
 
 
 def next_sequence_number() -> int:
-    """The number that the next autograd node made in this thread will get."""
+    """The sequence number of the next autograd node that is made in this thread."""
     return torch._C._autograd._get_sequence_nr()
 
 
 def running_sequence_number() -> int | None:
-    """The number of the autograd node whose backward runs now; None outside backward.
+    """The sequence number of the autograd node whose backward runs now; None outside of backward.
 
-    -1 for one that `run_at_once` was told of.
+    It is -1 for a node that was given to `run_at_once`.
     """
     node = torch._C._current_autograd_node()
     number = None if node is None else node._sequence_nr()
@@ -196,9 +196,9 @@ def running_sequence_number() -> int | None:
 
 
 def run_at_once(node: torch.autograd.graph.Node) -> None:
-    """Have autograd run ``node`` before all that waits, when its gradient has come.
+    """Make autograd run ``node`` as soon as its gradient is there, before all other nodes.
 
-    Of the nodes that are ready, autograd runs the one with the highest number, the last made one.
+    Of the nodes that are ready, autograd runs the one with the highest sequence number.
     """
     node._set_sequence_nr(_FIRST_IN_LINE)  # type: ignore[attr-defined]
 
@@ -208,17 +208,17 @@ _FIRST_IN_LINE = 2**63 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCall:
-    """A call of autograd's engine that raised: what it was given, and the frames of Python inside it."""
+    """A call of autograd's engine that raised an exception, with its arguments."""
 
     roots: tuple[Any, ...]  # tensors and ``GradientEdge``s
     gradients: tuple[Any, ...]  # of the roots
     retains_graph: bool
     inputs: tuple[Any, ...]  # whose gradients were asked for; empty: all leaves
-    frames: tuple[FrameType, ...]
+    frames: tuple[FrameType, ...]  # Python frames inside of the call
 
 
 def failed_engine_call(error: BaseException) -> EngineCall | None:
-    """The backward in which ``error``, or what caused it, was raised; None outside."""
+    """The backward in which ``error``, or one of its causes, was raised; None if in none."""
     for cause in causes(error):
         frames = [frame for frame, _ in traceback.walk_tb(cause.__traceback__)]
         for position, frame in enumerate(frames):
@@ -235,7 +235,7 @@ def failed_engine_call(error: BaseException) -> EngineCall | None:
 
 
 def run_engine(call: EngineCall) -> None:
-    """The same call of autograd's engine again, which does not keep its graph."""
+    """Repeat a call of autograd's engine, without retaining the graph."""
     if call.inputs:
         torch.autograd.grad(call.roots, call.inputs, call.gradients, allow_unused=True)
     else:
@@ -243,16 +243,16 @@ def run_engine(call: EngineCall) -> None:
 
 
 def sequence_number(node: torch.autograd.graph.Node) -> int | None:
-    """When ``node`` was made; None for one that accumulates into a leaf, or was told to `run_at_once`."""
+    """The sequence number of ``node``; None for an ``AccumulateGrad``, or after `run_at_once`."""
     number: int = node._sequence_nr()
     return None if number in (2**64 - 1, _FIRST_IN_LINE) else number
 
 
 def has_run(node: torch.autograd.graph.Node) -> bool | None:
-    """Has the backward of ``node`` been run? None where it keeps nothing, and so frees nothing.
+    """Has the backward of ``node`` been run? None if it saved nothing, so that this is unknown.
 
-    A backward frees what a node saved when the node is done. Saved tensors are not unpacked to find
-    out (that could recompute them), so the graph is of no use afterwards.
+    A node that has run has freed what it saved. To find out without unpacking saved tensors, which
+    could recompute them, this registers hooks on them; the graph cannot be used afterwards.
     """
     if hasattr(type(node), "maybe_clear_saved_tensors"):  # a Python function's
         try:
@@ -267,7 +267,7 @@ def has_run(node: torch.autograd.graph.Node) -> bool | None:
                 try:
                     tensor.register_hooks(_keep, _keep)
                 except RuntimeError as error:
-                    if "is forbidden" in str(error):  # it is None, which tells nothing
+                    if "is forbidden" in str(error):  # None was saved
                         continue
                     return "freed" in str(error)
                 return False
@@ -284,7 +284,7 @@ def default_store() -> Any:
 
 
 def default_timeout(device: torch.device) -> timedelta:
-    """How long the default process group waits for a rank on ``device``."""
+    """The timeout of the default process group for tensors on ``device``."""
     assert dist.group.WORLD is not None
     backend = dist.group.WORLD._get_backend(device)
     timeout: timedelta = backend.options._timeout
@@ -297,23 +297,23 @@ def is_checkpointing(hooks: object) -> bool:
 
 
 REENTRANT_CHECKPOINT: type = torch.utils.checkpoint.CheckpointFunction
-"""What reentrant ``torch.utils.checkpoint`` applies: function, keep RNG state, inputs."""
+"""The autograd function of reentrant ``torch.utils.checkpoint``: (function, keep RNG state, *inputs)."""
 
 
 def saved_tensor_hooks() -> object:
-    """The pack and unpack hooks in force, None outside of any."""
+    """The saved-tensor hooks (pack, unpack) that are in force, or None."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 READS_DEVICE = torch.ops.prim.device.default
-"""A read of a tensor's device. Fake tensors have modes hear of it more often than of operations."""
+"""The operator that reads a tensor's device. On fake tensors, modes see it more often than others."""
 
 
 class DispatchMode(TorchDispatchMode):
-    """A dispatch mode that `run`s operators; reads of a device, which no mode here is after, it answers.
+    """A dispatch mode whose subclasses implement `run`; reads of a tensor's device do not reach them.
 
-    ``torch.compile`` may look into it: torch keeps it out of others by a wrapper around every call,
-    which costs as much as the mode.
+    ``torch.compile`` may trace code under it. Torch would prevent that by a wrapper around every call,
+    which takes as long as the mode itself.
     """
 
     @classmethod
@@ -322,23 +322,22 @@ class DispatchMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is READS_DEVICE and type(args[0]) is FakeTensor:
-            return args[0].device  # known: no further mode need be asked
-        # Else every look at a tensor would be told to the modes that hear of torch functions.
+            return args[0].device  # no need to ask other modes
+        # Otherwise torch-function modes would see every access to a tensor in `run`.
         with without_torch_function():
             if func is READS_DEVICE:
                 return func(args[0])
             return self.run(func, args, kwargs or {})
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What ``func(*args, **kwargs)`` is to give."""
+        """Return the result for ``func(*args, **kwargs)``."""
         raise NotImplementedError
 
 
 class FakeTensors:
-    """Makes the fake tensors of one mode, faster than ``FakeTensor`` itself does.
+    """Makes fake tensors of one mode and device, faster than ``FakeTensor`` does.
 
-    What a new one has as attributes is the same for all of a mode and a device: it is copied from
-    one that torch has made.
+    Their attributes are all the same, so they are copied from a fake tensor that torch has made.
     """
 
     def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
@@ -348,7 +347,7 @@ class FakeTensors:
         self._attributes = dict(sample.__dict__)
 
     def make(self, data: Tensor) -> FakeTensor:
-        """``FakeTensor(mode, data, device)``, for ``data`` on meta that needs no gradient."""
+        """``FakeTensor(mode, data, device)`` for ``data`` on meta that requires no gradient."""
         made: FakeTensor = Tensor._make_subclass(
             FakeTensor, data, False, dispatch_device=True, device_for_backend_keys=self._device
         )
@@ -358,12 +357,12 @@ class FakeTensors:
 
 
 def as_meta(mode: FakeTensorMode) -> AbstractContextManager[None]:
-    """Inside, C++ sees the fake tensors of ``mode`` as tensors on meta, and no mode hears of them."""
+    """In this context, C++ treats the fake tensors of ``mode`` as meta tensors, without any mode."""
     return in_kernel_invocation_manager(mode)
 
 
 def without_modes() -> AbstractContextManager[object]:
-    """Outside of every dispatch mode that is active (a ledger, fake tensors)."""
+    """A context in which all dispatch modes are disabled."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     return _disable_current_modes()
@@ -371,7 +370,7 @@ def without_modes() -> AbstractContextManager[object]:
 
 @contextmanager
 def without_transforms() -> Iterator[None]:
-    """Outside of every ``torch.func`` transform that is active."""
+    """A context in which all ``torch.func`` transforms are disabled."""
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
     autograd = torch._C._autograd
@@ -387,24 +386,24 @@ def without_transforms() -> Iterator[None]:
 
 
 def without_torch_function() -> AbstractContextManager[object]:
-    """Outside of every torch-function mode that is active."""
+    """A context in which all torch-function modes are disabled."""
     return torch._C.DisableTorchFunction()
 
 
 def abort_group(group: dist.ProcessGroup) -> None:
-    """End what ``group`` does, without waiting for its other ranks, and forget it.
+    """Abort and remove ``group`` without waiting for its other ranks.
 
-    ``dist.destroy_process_group`` is for one that is at rest. Over gloo there is nothing
-    to abort; not run with NCCL, of which torch says that aborts of several groups, one after
-    the other, may wait for each other on different ranks (pytorch#119797).
+    ``dist.destroy_process_group`` is for a group without operations in progress. Over gloo there is
+    nothing to abort. This was not tested with NCCL; according to pytorch#119797, ranks that abort
+    several groups one after the other may wait for each other.
     """
     dist.distributed_c10d._abort_process_group(group)
 
 
 def call_before_clipping(check: Callable[[Sequence[Tensor]], None]) -> Callable[[], object]:
-    """Have ``torch.nn.utils.clip_grad_norm_`` call ``check`` with the gradients, however it is imported.
+    """Make ``torch.nn.utils.clip_grad_norm_`` call ``check`` with the gradients before it takes their norm.
 
-    That is before it computes their norm. The answer is called to end this.
+    This works however the function is imported. Returns a function that removes the check.
     """
     _replace_total_norm()
     key = object()
@@ -417,7 +416,7 @@ _clipping_checks: dict[object, Callable[[Sequence[Tensor]], None]] = {}
 
 @cache
 def _replace_total_norm() -> None:
-    """Once in a process: ``clip_grad_norm_`` looks this function up in its module."""
+    """Patch the function that ``clip_grad_norm_`` looks up in its module, once per process."""
     module: Any = torch.nn.utils.clip_grad
     total_norm = module._get_total_norm
 
@@ -434,7 +433,7 @@ def _replace_total_norm() -> None:
 def override_operators(
     key: str, kernels: Mapping[Any, Callable[..., Any]], *, with_keyset: bool = False
 ) -> Iterator[None]:
-    """Have the dispatcher call ``kernels`` for these aten operators at ``key``."""
+    """In this block, the dispatcher calls ``kernels`` (aten operator -> function) at the dispatch key."""
     with torch.library._scoped_library("aten", "IMPL") as library:
         for op, kernel in kernels.items():
             name = op.name().removeprefix("aten::")
@@ -443,12 +442,12 @@ def override_operators(
 
 
 def call_composite(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """What a composite operator does where no device has a kernel of its own."""
+    """Call the composite implementation of ``op``, which calls other operators."""
     return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
 def autocast_operators(device_type: str) -> set[Any]:
-    """The aten operators that autocast of ``device_type`` treats."""
+    """The aten operators that have an autocast kernel for ``device_type``."""
     key = f"Autocast{device_type.upper()}"
     found = set()
     for name in torch._C._dispatch_get_all_op_names():
@@ -459,13 +458,13 @@ def autocast_operators(device_type: str) -> set[Any]:
 
 
 def call_below_autocast(op: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call ``op`` as if autocast did not know it; what it calls is cast still."""
+    """Call ``op`` without its own autocast kernel; operators that it calls are still cast."""
     after = keyset & torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.AutocastCPU)
     return op.redispatch(after, *args, **kwargs)
 
 
 def call_without_autocast(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call ``op`` with nothing cast in it, as autocast's own kernels do."""
+    """Call ``op`` with autocast disabled inside, as autocast's own kernels do."""
     with torch._C._ExcludeDispatchKeyGuard(
         torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
     ):
@@ -473,11 +472,11 @@ def call_without_autocast(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def set_expandable_segments() -> None:
-    """Have torch's CUDA allocator take new memory in expandable segments, as the variable would."""
+    """Set expandable segments for torch's CUDA allocator, as ``PYTORCH_ALLOC_CONF`` would."""
     torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def has_expandable_segments() -> bool:
-    """Does torch's CUDA allocator say that it takes new memory in expandable segments?"""
+    """Does torch's CUDA allocator use expandable segments for new memory?"""
     settings = torch.cuda.memory._snapshot()["allocator_settings"]
     return bool(settings.get("expandable_segments", False))

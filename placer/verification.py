@@ -23,9 +23,9 @@ from placer.executor.scatter import CutBatch, cut_batch, join_results
 from placer.executor.statistics import DeferredStatistics, defers_statistics, update_statistics
 from placer.plan.types import Plan
 from placer.precision import precision_context
-from placer.program import IgnoringDeviceMoves, flatten_call, flatten_result, rebuild_call
+from placer.program import IgnoreDeviceMoves, flatten_call, flatten_result, rebuild_call
 from placer.program.copying import copy_module
-from placer.program.rng_nodes import keep_random
+from placer.program.python_random import keep_random
 
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
@@ -110,7 +110,7 @@ def verify(
     )
     plain = copy_module(model)
     wanted = loss_fn or stand_in_loss
-    with _seeded(seed), IgnoringDeviceMoves() if ignore_device_moves else nullcontext():
+    with _seeded(seed), IgnoreDeviceMoves() if ignore_device_moves else nullcontext():
         theirs, cuts = _run_plain(plain, placed, args, kwargs, wanted)
     with _seeded(seed):
         ours = _run_placed(placed, args, kwargs, wanted)

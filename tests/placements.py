@@ -56,7 +56,7 @@ def assert_valid_plan(
     assert len(stage_of) == sum(len(stage.nodes) for stage in plan.stages)
     assert [stage.index for stage in plan.stages] == list(range(len(plan.stages)))
     _check_edges(program, plan, stage_of)
-    for group in program.together:
+    for group in program.colocated:
         assert len({stage_of[node] for node in group}) == 1, group
     _check_devices(model, spec, program, plan, stage_of)
     _check_reasons(program, plan)
@@ -86,7 +86,7 @@ def _check_devices(
     paths = [name for name, _ in model.named_modules(remove_duplicate=False)]
     pins, _ = resolve_layers(spec.layers, paths)
     for node, layer in program.layer_of.items():
-        group = next((g for g in program.together if node in g), (node,))
+        group = next((g for g in program.colocated if node in g), (node,))
         if layer in pins and len({pins.get(program.layer_of[n]) for n in group}) == 1:
             assert device_of[node] == pins[layer], (node, layer)
     fits = [

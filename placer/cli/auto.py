@@ -1,4 +1,4 @@
-"""``placer auto``: a spec under which the model fits."""
+"""``placer auto``: find a spec with which the model fits the given devices."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from placer.cli.options import AsJson, SubjectOptions
-from placer.cli.output import people, print_text, progress
+from placer.cli.options import AsJson, ModelOptions
+from placer.cli.output import human_console, print_text, progress
 
 Devices = Annotated[
     list[str],
@@ -29,7 +29,7 @@ Kind = Annotated[
     typer.Option(
         "--kind",
         metavar="KIND",
-        help="Kind of the devices, such as a100 or h100, or a file of 'placer calibrate'.",
+        help="Kind of the devices, such as a100 or h100, or a file that 'placer calibrate' wrote.",
     ),
 ]
 Output = Annotated[
@@ -86,7 +86,7 @@ EXAMPLE = "placer auto net.py:Net --input 8x64 -d cuda:0=16GiB -o spec.json"
 
 
 def auto(
-    subject: SubjectOptions,
+    model_options: ModelOptions,
     devices: Devices,
     output: Output = None,
     plan_output: PlanOutput = None,
@@ -104,9 +104,9 @@ def auto(
     host_memory: HostMemory = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find a spec that fits, on as few of the devices as it needs.
+    """Find a spec with which the model fits, using as few of the devices as possible.
 
-    Without -o the spec goes to stdout, and the table to stderr.
+    Without -o the spec is printed to stdout, and the table to stderr.
     """
     from placer.files import check_writable, writing
     from placer.spec import PlacementSpec
@@ -125,13 +125,13 @@ def auto(
         "reserve": reserve,
         "host_memory": int(host_memory) if host_memory and host_memory.isdecimal() else host_memory,
     }
-    with _telling_options(devices):
+    with _errors_name_options(devices):
         wanted = PlacementSpec.model_validate(
             {field: value for field, value in given.items() if value is not None}
         )
-    subject.check()
+    model_options.check()
     check_writable(output, plan_output)
-    console = people(as_json=as_json or output is None)
+    console = human_console(as_json=as_json or output is None)
     with progress(console, "importing torch and the model"):
         from placer.cli.fit import report_misfit
         from placer.errors import BudgetError
@@ -140,14 +140,14 @@ def auto(
         from placer.report import plan_table
         from placer.simulation.judge import plan_maker
 
-        loaded = subject.load()
+        loaded = model_options.load()
     with progress(console, "recording the operations of the model"):
         program, leaves = loaded.program()
     make = plan_maker(program, leaves)
     try:
         with (
             progress(console, "looking for a spec that fits"),
-            _telling_options(devices),
+            _errors_name_options(devices),
         ):
             chosen = choose_spec(program, wanted, leaves, make)
             made = make(chosen)
@@ -168,7 +168,7 @@ def auto(
 
 
 def _devices(texts: Sequence[str], kind: str | None) -> list[dict[str, Any]]:
-    """``cuda:0=16GiB`` as the spec has it; the spec's own checks judge names and sizes."""
+    """The ``devices`` of a spec from texts such as ``cuda:0=16GiB``; the spec checks names and sizes."""
     from placer.errors import PlacerError
 
     if not texts:
@@ -189,8 +189,8 @@ def _devices(texts: Sequence[str], kind: str | None) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def _telling_options(devices: Sequence[str]) -> Iterator[None]:
-    """Names the options in a ``SpecError``: there is no spec yet whose fields it could name."""
+def _errors_name_options(devices: Sequence[str]) -> Iterator[None]:
+    """Make a ``SpecError`` name options of the command, since there is no spec file."""
     from placer.errors import SpecError
 
     try:
@@ -203,7 +203,7 @@ def _telling_options(devices: Sequence[str]) -> Iterator[None]:
 def _as_option(
     devices: Sequence[str], pointer: str, problem: str, remedy: str
 ) -> tuple[str, str, str]:
-    """A problem of a spec as one of the option that its field came from."""
+    """Rewrite a problem of a spec's field as a problem of the option that set the field."""
     _, field, *path = pointer.split("/")
     option = f"--{field.replace('_', '-')}"
     if field == "devices" and path[-1:] == ["kind"]:
@@ -222,7 +222,7 @@ def _count(text: str) -> int | str:
 
 
 def _optimizer(text: str | None) -> Any:
-    """A name, or ``bytes=8`` for an optimizer by its bytes per parameter."""
+    """The ``optimizer`` of a spec from its name, or from ``bytes=8``: bytes of state per parameter."""
     if text is not None and text.startswith("bytes=") and text.removeprefix("bytes=").isdecimal():
         return {"bytes_per_parameter": int(text.removeprefix("bytes="))}
     return text

@@ -1,4 +1,4 @@
-"""``placer calibrate``: how fast a device that is here runs each class of operations."""
+"""``placer calibrate``: measure how fast a device of this machine runs each class of operations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from placer.cli.options import AsJson
-from placer.cli.output import people, plain_table, print_json, progress, rounds_of
+from placer.cli.output import human_console, plain_table, print_json, progress, round_progress
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -20,18 +20,18 @@ Device = Annotated[
     typer.Option(
         "--device",
         metavar="DEVICE",
-        help="What to measure: cuda:0, cpu. Default: cuda:0 if there is one.",
+        help="The device to measure, such as cuda:0 or cpu. Default: cuda:0 if there is one.",
     ),
 ]
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the kind here (JSON).")
 ]
 Name = Annotated[
-    str | None, typer.Option("--name", help="What to call the kind; by default as the file.")
+    str | None, typer.Option("--name", help="Name of the device kind. Default: that of the file.")
 ]
 Budget = Annotated[
     float,
-    typer.Option("--seconds", min=0.001, help="Time for each of about 100 samples."),
+    typer.Option("--seconds", min=0.001, help="Seconds for each of about 100 samples."),
 ]
 
 EXAMPLE = "placer calibrate --device cpu --seconds 0.01 -o this-machine.json"
@@ -44,12 +44,12 @@ def calibrate(
     seconds: Budget = 0.15,
     as_json: AsJson = False,
 ) -> None:
-    """Measure in under a minute how fast a device runs what models are made of.
+    """Measure in under a minute how fast a device runs each class of operations.
 
-    A spec names the file as the kind of a device, {"name": "cuda:0", "kind": "FILE"}, or a command
-    takes it as --profile FILE.
+    Use the file in a spec as the kind of a device, {"name": "cuda:0", "kind": "FILE"}, or with
+    --profile FILE.
     """
-    console = people(as_json=as_json)
+    console = human_console(as_json=as_json)
     with progress(console, "importing torch"):
         from placer.kindfile import save_kind
         from placer.profiling import calibrate as measure
@@ -57,12 +57,12 @@ def calibrate(
 
     check_output(output)
     place = device_here(device)
-    with rounds_of(console, f"measuring {place}") as heard:
+    with round_progress(console, f"measuring {place}") as report_round:
         kind = measure(
             place,
             name=name or (output.stem if output else None),
             seconds=seconds,
-            progress=lambda what, number, count: heard(number, count, what),
+            progress=lambda what, number, count: report_round(number, count, what),
         )
     values = file_values(kind, place)
     console.print(_table(kind))

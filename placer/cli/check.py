@@ -1,4 +1,4 @@
-"""``placer check``: does a spec go with a model; what can a model be cut into."""
+"""``placer check``: check a spec against a model, or show into how many pieces a model can be cut."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from placer.cli.options import AsJson, SubjectOptions
-from placer.cli.output import people, print_json, progress
+from placer.cli.options import AsJson, ModelOptions
+from placer.cli.output import human_console, print_json, progress
 from placer.errors import CaptureError, PlacerError, SpecError, nearest
 
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
 
-    from placer.cli.subject import Subject
+    from placer.cli.loaded_model import LoadedModel
     from placer.program import Program
     from placer.spec import PlacementSpec
 
@@ -57,7 +57,7 @@ EXAMPLE = "placer check net.py:Net spec.json --input 8x64"
 
 
 def check(
-    subject: SubjectOptions,
+    model_options: ModelOptions,
     memory: Memory,
     spec: Spec = None,
     optimizer: Optimizer = None,
@@ -72,15 +72,15 @@ def check(
     for option, value in given:
         if wanted is not None and value is not None:
             remedy = "leave it out, or leave out the spec to see how many devices the model needs"
-            raise PlacerError(option, f"is not for a check of a spec: {spec} has its own", remedy)
+            raise PlacerError(option, f"cannot be given with a spec: {spec} has its own", remedy)
     optimizer = "adam" if optimizer is None else optimizer
     training = training is not False
     sizes = _sizes(memory)
     _check_optimizer(optimizer)
-    subject.check(inputs_required=wanted is None)
-    console = people(as_json=as_json)
+    model_options.check(inputs_required=wanted is None)
+    console = human_console(as_json=as_json)
     with progress(console, "importing torch and the model"):
-        loaded = subject.load(inputs_required=wanted is None)
+        loaded = model_options.load(inputs_required=wanted is None)
     if wanted is not None:
         _check_spec(console, loaded, wanted, source=str(spec), as_json=as_json)
     else:
@@ -90,14 +90,14 @@ def check(
 
 
 def _check_spec(
-    console: Console, subject: Subject, spec: PlacementSpec, *, source: str, as_json: bool
+    console: Console, loaded: LoadedModel, spec: PlacementSpec, *, source: str, as_json: bool
 ) -> None:
     from placer.cli.fit import report_misfit
     from placer.report import plan_table
     from placer.simulation.judge import plan_maker
     from placer.spec import resolve_layers, resolve_patterns
 
-    paths = [name for name, _ in subject.model.named_modules(remove_duplicate=False) if name]
+    paths = [name for name, _ in loaded.model.named_modules(remove_duplicate=False) if name]
     placed, problems = resolve_layers(spec.layers, paths)
     for field, patterns in (("checkpoint", spec.checkpoint), ("offload", spec.offload)):
         if not isinstance(patterns, str):
@@ -107,7 +107,7 @@ def _check_spec(
     places = f"it places {len(placed)} of {len(paths)} layers"
     if not spec.layers:
         places = f"it leaves the choice for all {len(paths)} layers to placer"
-    console.print(f"{source} goes with {subject.target}: {places}", markup=False)
+    console.print(f"{source} is valid for {loaded.target}: {places}", markup=False)
     free = [path for path in paths if path not in placed]
     if spec.layers and free:
         tops = [path for path in free if path.rpartition(".")[0] not in free]
@@ -115,13 +115,13 @@ def _check_spec(
         names = ", ".join(tops[:_SHOWN]) + more
         console.print(f"not in the spec, so placer chooses: {names}", markup=False)
     result: dict[str, Any] = {"valid": True, "layers_placed": len(placed), "layers": len(paths)}
-    if not subject.has_inputs:
+    if not loaded.has_inputs:
         console.print("give --input to see whether it fits", style="dim")
         if as_json:
             print_json(result)
         return
     with progress(console, "recording the operations of the model"):
-        program, leaves = subject.program()
+        program, leaves = loaded.program()
     make = plan_maker(program, leaves)
     with progress(console, "planning"):
         made = make(spec)
@@ -134,7 +134,7 @@ def _check_spec(
 
 def _check_model(
     console: Console,
-    subject: Subject,
+    loaded: LoadedModel,
     sizes: Sequence[tuple[str, int]],
     *,
     optimizer: str,
@@ -145,13 +145,13 @@ def _check_model(
     from placer.planner.cut_limits import count_pieces
 
     with progress(console, "recording the operations of the model"):
-        program, leaves = subject.program()
+        program, leaves = loaded.program()
     pieces = count_pieces(program)
     operations = Counter(program.layer_of.values())
     whole = [
         {
             "layer": module.layer,
-            "class": type(subject.model.get_submodule(module.layer)).__qualname__,
+            "class": type(loaded.model.get_submodule(module.layer)).__qualname__,
             "reason": module.reason,
             "location": module.location,
             "done": "kept whole on one device",
@@ -173,7 +173,7 @@ def _check_model(
     }
     try:
         result |= _measured(program, leaves, sizes, whole, optimizer=optimizer, training=training)
-    except CaptureError as error:  # what stays whole may need the values of tensors, say
+    except CaptureError as error:  # for example, a module that stays whole reads values of tensors
         notes.append(f"memory cannot be estimated: {error.where} {error.problem}")
     print_limits(console, result, dict(sizes))
     if as_json:
@@ -216,7 +216,7 @@ def _measured(
 
 
 def _kept_free(memory: int) -> int:
-    """Bytes that are not for tensors, of each device of ``memory`` bytes that is counted."""
+    """Bytes of a device with ``memory`` bytes that are not for tensors: the context and the reserve."""
     from placer.planner.devices import device_slot
     from placer.spec import DeviceSpec, PlacementSpec
 

@@ -1,4 +1,4 @@
-"""``placer demo``: a real brain volume, planned, split, trained and checked."""
+"""``placer demo``: plan, train and verify a small 3D U-Net on a real brain volume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``placer doctor``: what this machine has, and what is missing for what."""
+"""``placer doctor``: show this machine's packages and devices, and what is missing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from placer.cli.options import AsJson
-from placer.cli.output import people, plain_table, print_json
+from placer.cli.output import human_console, plain_table, print_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -19,7 +19,7 @@ EXAMPLE = "placer doctor --json"
 
 
 def doctor(as_json: AsJson = False) -> None:
-    """Show packages, devices and what they can be used for; exit code 2 when something is missing."""
+    """Show packages, devices, and what placer can do here; exit code 2 if something is missing."""
     from placer import __version__
     from placer.cli.main import EXIT_USAGE
     from placer.doctor import examine
@@ -28,7 +28,7 @@ def doctor(as_json: AsJson = False) -> None:
     if as_json:
         print_json({"placer": __version__, **found.to_json()})
     else:
-        console = people(as_json=False)
+        console = human_console(as_json=False)
         for table in (_packages(found), _devices(found), _features(found)):
             console.print(table)
             console.print()

@@ -1,4 +1,4 @@
-"""Example arguments that the user's own code makes: ``--input path/file.py:callable``."""
+"""Get example arguments from a callable of the user: ``--input path/file.py:callable``."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from placer.cli.target import find_callable, user_failure
 
 
 def load_example(target: str, *, values_needed: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of forward that ``target`` returns when it is called: positional, by keyword.
+    """Call ``target``, and return the positional and the keyword arguments of forward that it makes.
 
-    It returns a tuple of positional arguments, a dict of keyword arguments, a tuple and a dict of
-    these, or the one argument. Raises ``ModelError``: it is not found, raises an exception, or
-    returns tensors on ``meta`` where ``values_needed``.
+    It may return a tuple of positional arguments, a dict of keyword arguments, a pair of both, or a
+    single argument. Raises ``ModelError`` if it is not found, if it raises an exception, or if it
+    returns tensors on ``meta`` although ``values_needed``.
     """
     make = find_callable(target)
     try:

@@ -1,4 +1,4 @@
-"""When nothing fits: print what would."""
+"""Print which changes would make a placement fit, when it does not."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def report_misfit(
     error: BudgetError | None = None,
     as_json: bool = False,
 ) -> NoReturn:
-    """Print what would make the placement fit and leave with the exit code for a misfit.
+    """Print what would make the placement fit, and exit with `EXIT_NO_FIT`.
 
-    ``make`` plans a changed spec. ``error`` has the tries, if they were made already. With
-    ``as_json`` it goes to stdout.
+    ``make`` plans a changed spec. ``error`` has the changes that were tried, if they were tried
+    already. With ``as_json`` the result is also printed as JSON to stdout.
     """
+    as_options = error is not None
     if plan.fits_devices:  # the host has too little
-        as_options = error is not None
         error = host_error(plan)
         remedy = as_option(error.remedy) if as_options else error.remedy
         console.print(f"what would make it fit:\n  - {remedy}", markup=False)
@@ -52,13 +52,13 @@ def report_misfit(
         largest = find_largest_node(program, spec, inputs, make.costs)
         console.print(largest.describe(), style="bold red", markup=False)
     console.print("what would make it fit:")
-    told = partial(_print_fitting, console, as_options=error is not None)
+    print_fitting = partial(_print_fitting, console, as_options=as_options)
     if error is None:
         with progress(console, "planning changes that may make it fit"):
-            error = misfit_error(program, spec, inputs, plan, make, found=told)
+            error = misfit_error(program, spec, inputs, plan, make, found=print_fitting)
     else:  # `auto` tried the changes before anything was printed
         for tried in error.tried:
-            told(tried)
+            print_fitting(tried)
         no_room = as_option(no_room)
     with progress(console, "planning with other amounts of memory"):
         needed = memory_needed(spec, make)
@@ -69,7 +69,7 @@ def report_misfit(
     if short:
         console.print("tried, not enough (largest peak of a device):", style="dim")
     for tried in short:
-        change = tried.change if told.keywords["as_options"] is False else as_option(tried.change)
+        change = as_option(tried.change) if as_options else tried.change
         line = f"  - {change}: {format_bytes(tried.peak)}"
         console.print(line, style="dim", markup=False)
     if as_json:
@@ -78,7 +78,7 @@ def report_misfit(
 
 
 def _print_fitting(console: Console, tried: Tried, *, as_options: bool) -> None:
-    """A change that suffices on a line of its own; the others are told at the end."""
+    """Print a change if it makes the placement fit. The others are printed at the end."""
     if tried.fits:
         change = as_option(tried.change) if as_options else tried.change
         console.print(f"  - {change}", markup=False)
@@ -88,7 +88,7 @@ _SPEC_FIELD = re.compile(r'"(\w+)": (?:"auto"|"?([\w.]+)"?)')
 
 
 def as_option(change: str) -> str:
-    """A change of a spec in the words of the options of ``placer auto``.
+    """Rewrite a change of a spec's fields as one of the options of ``placer auto``.
 
     >>> as_option('cut the batch: "microbatches": 2, "schedule": "1F1B"')
     'cut the batch: --microbatches 2 --schedule 1F1B'

@@ -1,4 +1,4 @@
-"""Example inputs from the command line: ``[name=]SHAPE[:DTYPE]``; read without importing torch."""
+"""Parse ``--input`` options, ``[name=]SHAPE[:DTYPE]``, without importing torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-# By torch's name, the bytes of an element.
+# Name of a dtype in torch -> bytes of an element.
 _DTYPES = {
     "float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2,
     "int8": 1, "uint8": 1, "bool": 1, "complex64": 8,
@@ -36,7 +36,7 @@ _FORM = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputSpec:
-    """One tensor that forward takes: ``name`` None is positional; integers are below ``below``."""
+    """One tensor that forward takes; positional if ``name`` is None; integers are below ``below``."""
 
     name: str | None
     shape: tuple[int, ...]
@@ -45,20 +45,20 @@ class InputSpec:
 
     @property
     def dtype(self) -> torch.dtype:
-        """As torch has it."""
+        """The dtype as torch's object."""
         import torch
 
         found: torch.dtype = getattr(torch, self.dtype_name)
         return found
 
     def on_meta(self) -> Tensor:
-        """The input without data."""
+        """The input on ``meta``, without data."""
         import torch
 
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     def random(self) -> Tensor:
-        """The input with random data: normal, or whole numbers from 0 up to ``below``."""
+        """The input with random data: normally distributed, or integers from 0 to ``below - 1``."""
         import torch
 
         if self.dtype.is_floating_point or self.dtype.is_complex:
@@ -76,7 +76,7 @@ def is_example(text: str) -> bool:
 
 
 def parse_input(text: str) -> InputSpec:
-    """The input that ``text`` describes. Raises ``PlacerError``.
+    """The input that ``text`` describes. Raises ``PlacerError`` if it is not understood.
 
     >>> parse_input("mask=4x16:bool").shape
     (4, 16)
@@ -116,9 +116,10 @@ def parse_input(text: str) -> InputSpec:
 
 
 def parse_inputs(texts: Sequence[str], *, required: bool = True) -> tuple[InputSpec, ...]:
-    """All inputs, in order. Raises ``PlacerError``, also for a name given twice.
+    """All inputs, in order.
 
-    No input at all is an error where they are ``required``.
+    Raises ``PlacerError`` if a text is not understood, if a name is given twice, or if there is no
+    input although one is ``required``.
     """
     inputs = tuple(parse_input(text) for text in texts)
     names = [item.name for item in inputs if item.name is not None]

@@ -1,4 +1,4 @@
-"""What a model can be cut into, in words: the pieces, what stays whole and why, what that limits."""
+"""Print into which pieces a model can be cut, which modules stay whole and why, and what that limits."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from placer.cli.output import plain_table
 if TYPE_CHECKING:
     from rich.console import Console
 
-_SHOWN = 8  # modules that stay whole for one reason
+_SHOWN = 8  # modules listed for one reason
 
 
 def print_limits(console: Console, result: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
-    """Print the result of ``placer check`` without a spec; ``sizes`` are in bytes, by their text."""
+    """Print the result of ``placer check`` without a spec; ``sizes`` maps '16GiB' to its bytes."""
     console.print(
         f"{result['nodes']} operations in {result['pieces']} pieces that can go to different "
         "devices\n"
@@ -53,7 +53,7 @@ def _print_devices(console: Console, result: Mapping[str, Any], sizes: Mapping[s
 
 
 def _print_whole(console: Console, modules: list[dict[str, Any]]) -> None:
-    """Each module that stays whole; those of one class and reason together, the largest first."""
+    """Print the modules that stay whole, grouped by class and reason, the slowest first in a group."""
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for module in modules:
         key = module["class"], module["reason"], module["location"]
@@ -68,12 +68,12 @@ def _print_whole(console: Console, modules: list[dict[str, Any]]) -> None:
         one = "it" if len(members) == 1 else "each"
         console.print(f"  {kind}: {one} is {members[0]['done']}{limit}", style="dim", markup=False)
         if not members[0]["layer"]:
-            hint = "  move this code into a submodule, and only that one stays whole"
+            hint = "  if you move this code into a submodule, only that one stays whole"
             console.print(hint, style="dim", markup=False)
 
 
 def _limit(module: Mapping[str, Any]) -> str:
-    """How the module limits the split."""
+    """How the module limits the number of equal stages, as the end of a sentence."""
     if "share_of_seconds" not in module:
         return ""
     shares = (
@@ -85,7 +85,9 @@ def _limit(module: Mapping[str, Any]) -> str:
         return shares
     plural = "stage is" if stages == 1 else f"{stages} equal stages are"
     return (
-        f"{shares}: no more than {plural} possible" if stages > 1 else f"{shares}: it sets the pace"
+        f"{shares}: no more than {plural} possible"
+        if stages > 1
+        else f"{shares}: its stage is the slowest, however the rest is split"
     )
 
 
@@ -99,7 +101,8 @@ def _print_largest(console: Console, largest: Mapping[str, Any] | None) -> None:
     peak, least = format_bytes(largest["peak"]), format_bytes(largest["least_bytes"])
     console.print(
         f"largest piece that cannot be split: {', '.join(layers[:4])}{more}. It needs {peak} on a "
-        f"device of its own, and no less than {least} beside anything else. On devices with {peak} "
-        f"to use, the model needs at least {format_count(largest['least_devices'], 'device')}.",
+        f"device of its own, and at least {least} in addition to other stages on its device. With "
+        f"{peak} of usable memory per device, the model needs at least "
+        f"{format_count(largest['least_devices'], 'device')}.",
         markup=False,
     )

@@ -1,8 +1,8 @@
-"""MODEL and ``--input file.py:callable``, checked without importing them, and so without torch.
+"""Check MODEL and ``--input file.py:callable`` without importing them, and so without torch.
 
-Importing a model takes seconds; a name that is mistyped is told before that. What cannot be known
-without importing (names that code makes, packages that find their modules by themselves) is left to
-`placer.cli.target`, which has the last word.
+Importing a model takes seconds; here a mistyped name is reported at once. What cannot be known without
+importing (names that code generates, packages that find their modules by themselves) is left to
+`placer.cli.target`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from placer.errors import PlacerError, nearest
 
 _FORM = "write package.module:callable or path/file.py:callable"
-# Where one of these names is used, a file may hold names that its text does not.
+# A file that uses one of these names may define names that do not occur in its text.
 _MAKE_NAMES = frozenset({"globals", "locals", "vars", "exec", "eval", "setattr", "__getattr__"})
 
 
@@ -32,38 +32,41 @@ def is_file(place: str) -> bool:
 
 
 def check_target(target: str) -> None:
-    """Raise ``ModelError`` where it is plain that ``target`` names no callable."""
+    """Raise ``ModelError`` if it is certain that ``target`` names no callable."""
     place, _, name = target.rpartition(":")
     if not place or not name:
-        return  # what it could be is known after importing it
+        return  # `find_callable` reports this, with the names in the module
     path = find_source(place, target)
     if path is not None:
         _check_name(path, place, name, target)
 
 
 def find_source(place: str, target: str) -> Path | None:
-    """The file of ``place``; None where only importing it can tell. Raises ``ModelError``."""
+    """The file of ``place``, a path or a module name; None if only an import can find it.
+
+    Raises ``ModelError`` if there is no such file or module.
+    """
     if not is_file(place):
         return _module_file(place, target)
     path = Path(place)
     if not path.is_file():
         folder = path.parent
-        beside = [p.name for p in folder.glob("*.py")] if folder.is_dir() else []
-        near = nearest(path.name, beside)
+        siblings = [p.name for p in folder.glob("*.py")] if folder.is_dir() else []
+        near = nearest(path.name, siblings)
         hint = f"did you mean {folder / near}?" if near else "check the path"
         raise ModelError(target, f"no such file: {path}", hint)
     return path
 
 
 def not_python(error: SyntaxError, target: str) -> ModelError:
-    """What is told of a file that Python cannot read."""
+    """The error for a file with a syntax error."""
     return ModelError(
         f"{error.filename}:{error.lineno}", f"is not Python: {error.msg}", f"({target})"
     )
 
 
 def no_callable(place: str, part: str, known: Sequence[str], target: str) -> ModelError:
-    """What is told of a name that ``place`` does not have."""
+    """The error for a name ``part`` that ``place`` does not have; ``known`` are the names it has."""
     near = nearest(part, known)
     some = ", ".join(known[:8])
     hint = f"did you mean {place}:{near}?" if near else f"it has {some or 'none'}"
@@ -71,7 +74,7 @@ def no_callable(place: str, part: str, known: Sequence[str], target: str) -> Mod
 
 
 def no_module(missing: str, near: str | None, target: str) -> ModelError:
-    """What is told of a module that is not installed, by its full name."""
+    """The error for a module that is not installed; ``missing`` is its full name."""
     parent = missing.rpartition(".")[0]
     hint = "check the name, and that it is installed"
     if near:
@@ -80,7 +83,7 @@ def no_module(missing: str, near: str | None, target: str) -> ModelError:
 
 
 def _module_file(place: str, target: str) -> Path | None:
-    """The file of a module, looked for in the folders of its packages."""
+    """The file of a module, searched for in the folders of its packages."""
     top, *parts = place.split(".")
     search = [str(Path.cwd()), *sys.path]
     try:
@@ -106,13 +109,13 @@ def _module_file(place: str, target: str) -> Path | None:
 
 
 def _top_spec(top: str) -> importlib.machinery.ModuleSpec | None:
-    """Where ``top`` comes from: the working folder goes first, but not one without a Python file."""
-    beside = None
+    """The spec of the top-level module; the working folder goes first, if it has a Python file there."""
+    local = None
     if top not in sys.modules:
-        beside = importlib.machinery.PathFinder.find_spec(top, [str(Path.cwd())])
-    if beside is not None and beside.origin is not None:
-        return beside
-    return importlib.util.find_spec(top) or beside
+        local = importlib.machinery.PathFinder.find_spec(top, [str(Path.cwd())])
+    if local is not None and local.origin is not None:
+        return local
+    return importlib.util.find_spec(top) or local
 
 
 def _inside(folders: Iterable[str], part: str) -> Path | None:
@@ -124,13 +127,13 @@ def _inside(folders: Iterable[str], part: str) -> Path | None:
 
 
 def _check_name(path: Path, place: str, name: str, target: str) -> None:
-    """Raise ``ModelError`` where the file's text shows that it does not have ``name``."""
+    """Raise ``ModelError`` if the file's text shows that it does not define ``name``."""
     try:
         tree = ast.parse(path.read_bytes(), filename=path.name)
     except SyntaxError as error:
         raise not_python(error, target) from None
     except (OSError, ValueError):
-        return  # importing it says what is wrong
+        return  # the import will report what is wrong
     part = name.split(".")[0]
     if any(_makes_names(node) for node in ast.walk(tree)):
         return
@@ -149,7 +152,7 @@ def _makes_names(node: ast.AST) -> bool:
 
 
 def _names_of(tree: ast.AST) -> Iterator[str]:
-    """All that is given a name anywhere in the file: more than what importing it would show."""
+    """All names that are defined anywhere in the file, more than a module has after its import."""
     for node in ast.walk(tree):
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):

@@ -1,4 +1,4 @@
-"""The ``placer`` command: every subcommand in a file of its own, imported when it is asked for."""
+"""The ``placer`` command. Every subcommand is in a file of its own, which is imported when it is run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn, cast
 import typer
 from typer.core import TyperGroup
 
-from placer.cli.options import with_subject
+from placer.cli.options import with_model_options
 from placer.cli.output import print_error_json
 from placer.errors import BudgetError, PlacerError, PlanError, SpecError
 from placer.versions import explain_failed_import
@@ -32,12 +32,12 @@ _COMMANDS = (
     "doctor",
 )
 EXIT_USAGE, EXIT_NO_FIT = 2, 3
-EXIT_INTERRUPTED = 130  # as a shell has it for a command that Ctrl-C ended
-_TRACEBACK = "PLACER_TRACEBACK"  # set: exceptions of the model's own code keep their traceback
+EXIT_INTERRUPTED = 130  # the exit code that shells use for a command that Ctrl-C ended
+_TRACEBACK = "PLACER_TRACEBACK"  # variable to show tracebacks of exceptions in the model's code
 
 
 class _Commands(TyperGroup):
-    """Commands by name, each imported when it is asked for."""
+    """The group of all commands; the module of a command is imported when it is run."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(_COMMANDS)
@@ -49,11 +49,11 @@ class _Commands(TyperGroup):
         function = getattr(module, cmd_name)
         single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         example = f"Example:  {module.EXAMPLE}"
-        single.command(cmd_name, epilog=example)(_guarded(with_subject(function)))
+        single.command(cmd_name, epilog=example)(_with_error_output(with_model_options(function)))
         return typer.main.get_command(single)
 
     def invoke(self, ctx: Any) -> Any:
-        """As in click; what is wrong with the arguments themselves is JSON too under ``--json``."""
+        """As in click; with ``--json``, usage errors are also printed as JSON."""
         arguments = [*getattr(ctx, "_protected_args", ()), *ctx.args]
         try:
             return super().invoke(ctx)
@@ -67,13 +67,13 @@ class _Commands(TyperGroup):
             raise
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """As in click, with the nearest command named when there is none."""
+        """As in click, which suggests the nearest of the ``commands`` for an unknown one."""
         self.commands = cast(Any, dict.fromkeys(_COMMANDS))
         return super().resolve_command(ctx, args)
 
 
-def _guarded(command: Callable[..., None]) -> Callable[..., None]:
-    """``command`` with errors as text on stderr (JSON on stdout under ``--json``) and an exit code."""
+def _with_error_output(command: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``command`` to print errors to stderr, with ``--json`` as JSON to stdout, and set exit codes."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
@@ -83,12 +83,14 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
                 command(*args, **kwargs)
         except PlacerError as error:
             code = EXIT_NO_FIT if isinstance(error, BudgetError) else EXIT_USAGE
-            raise _told(_with_source(error, kwargs.get("spec")), code, as_json=as_json) from None
+            raise _print_error(
+                _with_source(error, kwargs.get("spec")), code, as_json=as_json
+            ) from None
         except (typer.Exit, typer.Abort):
             raise
         except KeyboardInterrupt:
             interrupted = PlacerError("", "interrupted")
-            raise _told(interrupted, EXIT_INTERRUPTED, as_json=as_json) from None
+            raise _print_error(interrupted, EXIT_INTERRUPTED, as_json=as_json) from None
         except (Exception, SystemExit) as error:
             location = _model_location(error)
             if isinstance(error, SystemExit):
@@ -98,13 +100,13 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
             else:
                 remedy = f"set {_TRACEBACK}=1 to see the traceback"
                 shown = PlacerError(location, f"{type(error).__name__}: {error}", remedy)
-            raise _told(shown, EXIT_USAGE, as_json=as_json, kind="ModelError") from None
+            raise _print_error(shown, EXIT_USAGE, as_json=as_json, kind="ModelError") from None
 
     return run
 
 
-def _told(error: PlacerError, code: int, *, as_json: bool, kind: str = "") -> typer.Exit:
-    """Print ``error``; what to raise then."""
+def _print_error(error: PlacerError, code: int, *, as_json: bool, kind: str = "") -> typer.Exit:
+    """Print ``error``; returns the exception that ends the command with ``code``."""
     print(f"error: {error}", file=sys.stderr)
     if as_json:
         print_error_json(error, code, kind=kind)
@@ -112,14 +114,14 @@ def _told(error: PlacerError, code: int, *, as_json: bool, kind: str = "") -> ty
 
 
 def _exited(location: str, error: SystemExit) -> PlacerError:
-    """What is told where the model's own code called ``sys.exit``."""
+    """The error to print when the model's code called ``sys.exit``."""
     code = "" if error.code is None else repr(error.code)
     remedy = "have the model's code raise an error that says what is wrong"
     return PlacerError(location or "the model", f"its code called sys.exit({code})", remedy)
 
 
 def _with_source(error: PlacerError, spec: object) -> PlacerError:
-    """``error``, naming the command's file when its spec or plan does not go with the model."""
+    """``error``, naming the command's spec or plan file if it is about a spec or plan without a name."""
     if isinstance(error, SpecError) and error.source == SpecError.UNNAMED and spec is not None:
         return SpecError(str(spec), error.problems)
     if isinstance(error, PlanError) and error.where == PlanError.UNNAMED and spec is not None:
@@ -129,7 +131,7 @@ def _with_source(error: PlacerError, spec: object) -> PlacerError:
 
 
 def _model_location(error: BaseException) -> str:
-    """Where the model's own code raised ``error``, "" when it was placer or no model is loaded."""
+    """``file.py:line`` where the model's code raised ``error``, or "" if other code raised it."""
     if "torch" not in sys.modules:
         return ""
     from placer.cli.target import user_location
@@ -166,11 +168,11 @@ def _root(
         ),
     ] = False,
 ) -> None:
-    """Here so that typer makes a group although no command is registered."""
+    """Makes typer build a group, although no command is registered with it."""
 
 
-# New objects between two runs of the garbage collector. Python's 2,000 make it look through all of
-# torch's modules time and again: a fifth of the time of a plan of ResNet50.
+# New objects between two runs of the garbage collector. With Python's default of 2,000, it scans all
+# of torch's modules many times, which is a fifth of the time to plan a ResNet50.
 _GARBAGE_THRESHOLD = 200_000
 
 
@@ -189,7 +191,7 @@ def main() -> None:
 
 
 def _leave() -> NoReturn:
-    """End at once: to take down a half-made plan and torch can take seconds."""
+    """Exit at once, without Python's cleanup, which can take seconds."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(EXIT_INTERRUPTED)

@@ -1,4 +1,4 @@
-"""A spec whose devices are of the kind that a file describes (``--profile FILE``)."""
+"""Apply ``--profile FILE`` to a spec: its devices get the kind that the file describes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from placer.spec import PlacementSpec
 
 
 def with_kind_file(spec: PlacementSpec, path: Path | None) -> PlacementSpec:
-    """``spec`` with the file as the kind of all devices of the type that it was measured on.
+    """``spec`` with the file as the kind of all devices of the type that was measured.
 
-    Raises ``PlacerError`` for a file that describes no kind, and where there is no such device.
+    Raises ``PlacerError`` for a file that describes no kind, or if the spec has no such device.
     """
     if path is None:
         return spec

@@ -17,7 +17,7 @@ from placer.cli.values import parse_values
 from placer.errors import PlacerError
 
 if TYPE_CHECKING:
-    from placer.cli.subject import Subject
+    from placer.cli.loaded_model import LoadedModel
 
 Model = Annotated[
     str,
@@ -38,8 +38,8 @@ Inputs = Annotated[
         "-i",
         metavar="[NAME=]SHAPE[:DTYPE]",
         help="An input of forward, such as 1x3x224x224 or mask=4x16:bool; repeatable. "
-        "Integers: 16x64:int64<50257 is below 50257. Or path/file.py:callable that returns the "
-        "arguments of forward: lists and dicts of tensors, too.",
+        "16x64:int64<50257 are integers from 0 to 50256. Or path/file.py:callable that returns the "
+        "arguments of forward, which may be lists and dicts of tensors.",
         default_factory=list,
         show_default=False,
     ),
@@ -79,7 +79,8 @@ IgnoreDeviceMoves = Annotated[
 Processes = Annotated[
     bool,
     typer.Option(
-        "--processes", help="One process per device, as under torchrun, instead of one for all."
+        "--processes",
+        help="Plan for one process per device, as under torchrun, instead of a single process.",
     ),
 ]
 Profile = Annotated[
@@ -87,8 +88,8 @@ Profile = Annotated[
     typer.Option(
         "--profile",
         metavar="FILE",
-        help="What 'placer profile' measured of this model, or 'placer calibrate' of the device: "
-        "the times of all devices of that type are by this file.",
+        help="A file that 'placer profile' wrote for this model, or 'placer calibrate' for the "
+        "device: times on all devices of that type are estimated from it.",
     ),
 ]
 AsJson = Annotated[
@@ -97,8 +98,8 @@ AsJson = Annotated[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SubjectOptions:
-    """What says which model a command is about, and how it is called."""
+class ModelOptions:
+    """The arguments and options that name a model and example inputs for it."""
 
     model: Model
     inputs: Inputs
@@ -108,7 +109,7 @@ class SubjectOptions:
     ignore_device_moves: IgnoreDeviceMoves = False
 
     def check(self, *, inputs_required: bool = True) -> None:
-        """Raise ``PlacerError`` for what is wrong with them as far as that shows without torch."""
+        """Raise ``PlacerError`` for every error that can be found without importing torch."""
         shapes, examples = self.split_inputs()
         parse_inputs(shapes, required=inputs_required and not examples)
         parse_values("--kwarg", self.keywords)
@@ -117,7 +118,10 @@ class SubjectOptions:
             check_target(target)
 
     def split_inputs(self) -> tuple[list[str], list[str]]:
-        """Inputs given as shapes, and the callable that makes all of them, if there is one."""
+        """The inputs given as shapes, and those given as callables, of which there is at most one.
+
+        Raises ``PlacerError`` if a callable is given with other inputs.
+        """
         examples = [text for text in self.inputs if is_example(text)]
         shapes = [text for text in self.inputs if not is_example(text)]
         if len(examples) > 1 or (examples and shapes):
@@ -135,32 +139,32 @@ class SubjectOptions:
         double: bool = False,
         inputs_required: bool = True,
         seed: int = 0,
-    ) -> Subject:
-        """The model and its inputs, see `placer.cli.subject.load_subject`."""
-        from placer.cli.subject import load_subject
+    ) -> LoadedModel:
+        """Build the model and its inputs; see `placer.cli.loaded_model.load_model`."""
+        from placer.cli.loaded_model import load_model
 
-        return load_subject(
+        return load_model(
             self, allocate=allocate, double=double, inputs_required=inputs_required, seed=seed
         )
 
 
-def with_subject(command: Callable[..., None]) -> Callable[..., None]:
-    """``command``, its parameter ``subject: SubjectOptions`` taken apart into what typer knows."""
+def with_model_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace the parameter ``model_options`` of ``command`` by one parameter per field, for typer."""
     own = inspect.signature(command, eval_str=True).parameters.values()
-    if not any(parameter.annotation is SubjectOptions for parameter in own):
+    if not any(parameter.annotation is ModelOptions for parameter in own):
         return command
-    hints = get_type_hints(SubjectOptions, include_extras=True)
-    parts = inspect.signature(SubjectOptions).parameters.values()
+    hints = get_type_hints(ModelOptions, include_extras=True)
+    parts = inspect.signature(ModelOptions).parameters.values()
     parameters = [part.replace(annotation=hints[part.name]) for part in parts] + [
         parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
         for parameter in own
-        if parameter.annotation is not SubjectOptions
+        if parameter.annotation is not ModelOptions
     ]
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
-        subject = {field.name: values.pop(field.name) for field in fields(SubjectOptions)}
-        command(subject=SubjectOptions(**subject), **values)
+        options = {field.name: values.pop(field.name) for field in fields(ModelOptions)}
+        command(model_options=ModelOptions(**options), **values)
 
     vars(run)["__signature__"] = inspect.Signature(parameters)
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

@@ -1,4 +1,4 @@
-"""Where output goes: tables for people, JSON for machines, never both on stdout."""
+"""Output of commands: tables and text, or with ``--json`` only JSON on stdout."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from placer.errors import BudgetError, PlacerError, SpecError
 _WIDTH = 100  # columns where the output is not a terminal
 
 
-def people(*, as_json: bool) -> Console:
-    """The console for people: stdout, or stderr when stdout is for machines."""
+def human_console(*, as_json: bool) -> Console:
+    """The console for tables and text: stdout, or stderr if stdout is for JSON."""
     console = Console(stderr=as_json, highlight=False, soft_wrap=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _WIDTH
@@ -28,26 +28,26 @@ def people(*, as_json: bool) -> Console:
 
 
 def plain_table(**options: Any) -> Table:
-    """An empty table as all commands show theirs: a line below the headers, no frame."""
+    """An empty table in the style of all commands: a line below the headers, no frame."""
     return Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, **options)
 
 
 def print_json(data: Any) -> None:
-    """``data`` as JSON text on stdout."""
+    """Print ``data`` as JSON to stdout."""
     print_text(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def print_text(text: str) -> None:
-    """``text`` on stdout as it is."""
+    """Print ``text`` to stdout as it is."""
     sys.stdout.write(text)
     sys.stdout.flush()
 
 
 def print_error_json(error: PlacerError, exit_code: int, *, kind: str = "") -> None:
-    """``error`` as one JSON object on stdout: its kind, place, problem, remedy, and the exit code.
+    """Print ``error`` to stdout as a JSON object: kind, place, problem, remedy and exit code.
 
-    A `SpecError` has ``problems``, a list of these; a `BudgetError` what is missing and what was
-    tried.
+    For a `SpecError` it has a list of ``problems``; for a `BudgetError`, the device, the missing bytes
+    and the changes that were tried.
     """
     found: dict[str, Any] = {
         "kind": kind or type(error).__name__,
@@ -69,7 +69,7 @@ def print_error_json(error: PlacerError, exit_code: int, *, kind: str = "") -> N
 
 @contextmanager
 def progress(console: Console, doing: str) -> Iterator[None]:
-    """Say what takes a while: a moving line on a terminal, elsewhere a plain one on stderr."""
+    """Show that something takes a while: a spinner on a terminal, else a line on stderr."""
     if not console.is_terminal:
         print(f"{doing} …", file=sys.stderr, flush=True)
         yield
@@ -79,8 +79,8 @@ def progress(console: Console, doing: str) -> Iterator[None]:
 
 
 @contextmanager
-def rounds_of(console: Console, doing: str) -> Iterator[Callable[[int, int, str], None]]:
-    """As `progress`, for what goes in rounds: call what this gives with number, count and what is next."""
+def round_progress(console: Console, doing: str) -> Iterator[Callable[[int, int, str], None]]:
+    """As `progress`, for work in rounds. Yields a function to call with (number, count, what is next)."""
     if not console.is_terminal:
         print(f"{doing} …", file=sys.stderr, flush=True)
         yield lambda *_: None

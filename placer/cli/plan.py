@@ -1,4 +1,4 @@
-"""``placer plan``: what a spec comes to for a model."""
+"""``placer plan``: make the plan of a spec for a model, and show it."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from typing import Annotated
 
 import typer
 
-from placer.cli.options import AsJson, Processes, Profile, Spec, SubjectOptions
-from placer.cli.output import people, print_json, progress
+from placer.cli.options import AsJson, ModelOptions, Processes, Profile, Spec
+from placer.cli.output import human_console, print_json, progress
 
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="PLAN", help="Save the plan here (JSON).")
 ]
 Page = Annotated[
-    Path | None, typer.Option("--html", metavar="PAGE", help="Write the plan as a page here.")
+    Path | None, typer.Option("--html", metavar="PAGE", help="Write the plan as an HTML page here.")
 ]
 Trace = Annotated[
     Path | None,
     typer.Option(
         "--trace",
         metavar="TRACE",
-        help="Write when everything in a step runs, for ui.perfetto.dev.",
+        help="Write a trace of an estimated step here, for ui.perfetto.dev.",
     ),
 ]
 Explain = Annotated[
-    bool, typer.Option("--explain", help="Say for every boundary why the stage ends there.")
+    bool, typer.Option("--explain", help="Explain why each stage ends where it does.")
 ]
 
 
@@ -33,7 +33,7 @@ EXAMPLE = "placer plan net.py:Net spec.json --input 8x64 -o plan.json"
 
 
 def plan(
-    subject: SubjectOptions,
+    model_options: ModelOptions,
     spec: Spec,
     output: Output = None,
     html: Page = None,
@@ -43,14 +43,14 @@ def plan(
     profile: Profile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show on which device everything goes and what it costs; nothing is allocated."""
+    """Show which device each layer goes to, and the memory and time it takes; nothing is allocated."""
     from placer.files import check_writable
     from placer.spec import load_spec
 
     wanted = load_spec(spec)
-    subject.check()
+    model_options.check()
     check_writable(output, html, trace)
-    console = people(as_json=as_json)
+    console = human_console(as_json=as_json)
     with progress(console, "importing torch and the model"):
         from placer.cli.fit import report_misfit
         from placer.cli.measured import with_kind_file
@@ -59,7 +59,7 @@ def plan(
         from placer.simulation.judge import plan_maker
 
         wanted = with_kind_file(wanted, profile)
-        loaded = subject.load()
+        loaded = model_options.load()
     with progress(console, "recording the operations of the model"):
         program, leaves = loaded.program()
     make = plan_maker(program, leaves, processes=processes)

@@ -1,4 +1,4 @@
-"""``placer profile``: bytes and FLOPs per layer as estimated; seconds as measured on a device here."""
+"""``placer profile``: show estimated bytes and FLOPs per layer, and measure seconds on a device."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from placer.cli.options import AsJson, SubjectOptions
-from placer.cli.output import people, plain_table, print_json, progress, rounds_of
+from placer.cli.options import AsJson, ModelOptions
+from placer.cli.output import human_console, plain_table, print_json, progress, round_progress
 
 if TYPE_CHECKING:
     from rich.table import Table
     from torch import Tensor
 
-    from placer.cli.subject import Subject
+    from placer.cli.loaded_model import LoadedModel
     from placer.cost import CostTable
     from placer.profiling import Measured
     from placer.program import Program
@@ -24,11 +24,11 @@ _COLUMNS = ("parameters", "output", "saved", "transient", "forward_flops", "back
 
 Depth = Annotated[
     int | None,
-    typer.Option("--depth", min=1, metavar="N", help="Sum up layers below this depth of the path."),
+    typer.Option("--depth", min=1, metavar="N", help="Show layers to this depth, with all inside."),
 ]
 Precision = Annotated[str, typer.Option("--precision", help="fp32, bf16 or fp16.")]
 Training = Annotated[
-    bool, typer.Option("--training/--no-training", help="Count the backward pass too.")
+    bool, typer.Option("--training/--no-training", help="Include the backward pass.")
 ]
 
 
@@ -37,7 +37,7 @@ Device = Annotated[
     typer.Option(
         "--device",
         metavar="DEVICE",
-        help="Run the model here (cuda:0, cpu) and measure the seconds of every node.",
+        help="Run the model on this device (cuda:0, cpu) and measure the seconds of every node.",
     ),
 ]
 Output = Annotated[
@@ -46,19 +46,19 @@ Output = Annotated[
         "--output",
         "-o",
         metavar="FILE",
-        help="Measure, and write what plans read as --profile FILE or as the kind of a device.",
+        help="Measure, and write a file for --profile, or for the kind of a device in a spec.",
     ),
 ]
 Rounds = Annotated[
-    int, typer.Option("--rounds", min=1, metavar="N", help="Steps to take the medians of.")
+    int, typer.Option("--rounds", min=1, metavar="N", help="Number of steps to measure.")
 ]
 Kind = Annotated[
     str | None,
     typer.Option(
         "--kind",
         metavar="KIND",
-        help="Kind of the device, for what is not measured: the catalogue's, or a file of "
-        "'placer calibrate'.",
+        help="Kind of the device, for everything that is not measured: a name such as a100, or a "
+        "file that 'placer calibrate' wrote.",
     ),
 ]
 
@@ -66,7 +66,7 @@ EXAMPLE = "placer profile net.py:Net --input 8x64 --depth 1 --device cpu -o net-
 
 
 def profile(
-    subject: SubjectOptions,
+    model_options: ModelOptions,
     depth: Depth = None,
     precision: Precision = "fp32",
     training: Training = True,
@@ -76,18 +76,18 @@ def profile(
     output: Output = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show bytes and FLOPs of every layer for one batch, estimated; nothing is allocated.
+    """Show estimated bytes and FLOPs of every layer for one batch; nothing is allocated.
 
-    With --device or -o the model is run as well, forward and backward: the seconds of every layer are
-    the medians of warm steps.
+    With --device or -o the model is also run, forward and backward, to measure the seconds of every
+    layer (medians over the steps after a warm-up).
     """
     from placer.errors import PlacerError, nearest
 
     if precision not in ("fp32", "bf16", "fp16"):
         near = nearest(precision, ("fp32", "bf16", "fp16"))
         raise PlacerError("--precision", f"no precision {precision!r}", f"did you mean {near!r}?")
-    subject.check()
-    console = people(as_json=as_json)
+    model_options.check()
+    console = human_console(as_json=as_json)
     measures = device is not None or output is not None
     with progress(console, "importing torch and the model"):
         from placer.cost import estimate_costs
@@ -95,15 +95,23 @@ def profile(
         from placer.profiling import check_output, device_here, file_values
 
         check_output(output)
-        loaded = subject.load(allocate=measures)
+        loaded = model_options.load(allocate=measures)
     with progress(console, "recording the operations of the model"):
         program, leaves = loaded.program()
     measured, values = None, None
     if measures:
         place = device_here(device or "")
-        with rounds_of(console, f"running steps on {place}") as heard:
+        with round_progress(console, f"running steps on {place}") as report_round:
             measured = _measure(
-                loaded, program, leaves, place, kind, precision, rounds, heard, training=training
+                loaded,
+                program,
+                leaves,
+                place,
+                kind,
+                precision,
+                rounds,
+                report_round,
+                training=training,
             )
         values = file_values(measured.kind, place, inputs=leaves)
         costs = measured.costs
@@ -132,14 +140,14 @@ def profile(
 
 
 def _measure(
-    loaded: Subject,
+    loaded: LoadedModel,
     program: Program,
     leaves: list[Tensor],
     place: str,
     kind: str | None,
     precision: str,
     rounds: int,
-    heard: Any,
+    report_round: Any,
     *,
     training: bool,
 ) -> Measured:
@@ -154,7 +162,7 @@ def _measure(
         precision=precision,
         training=training,
         rounds=rounds,
-        each_round=lambda number: heard(number, rounds, "steps"),
+        each_round=lambda number: report_round(number, rounds, "steps"),
     )
 
 
@@ -164,7 +172,7 @@ _LOSS = "(the loss)"
 def layer_seconds(
     program: Program, measured: Measured, depth: int | None
 ) -> dict[str, dict[str, float]]:
-    """Layer -> seconds of its nodes, forward and backward, and what they were estimated at."""
+    """Layer -> measured seconds of its nodes in forward and in backward, and the estimate of both."""
     profile = measured.kind.profile
     assert profile is not None
     found: dict[str, dict[str, float]] = {}
@@ -213,8 +221,8 @@ def _seconds_table(
 def layer_costs(program: Program, costs: CostTable, depth: int | None) -> dict[str, dict[str, int]]:
     """Layer -> bytes and FLOPs, in program order; ``""`` is the model's own code.
 
-    ``parameters`` counts a tied parameter where it is used first; ``output`` what the layer's
-    operations give; ``saved`` each value once, with its first saver; ``transient`` is a maximum.
+    A tied parameter is counted where it is used first, and a saved value at the first node that saves
+    it. ``output`` is the sum over the layer's operations, ``transient`` their maximum.
     """
     homes = []
     for name in costs.names:

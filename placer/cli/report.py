@@ -1,4 +1,4 @@
-"""``placer report``: a saved plan as a page."""
+"""``placer report``: write a saved plan as an HTML page."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from placer.cli.output import people
+from placer.cli.output import human_console
 
 Saved = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan saved by 'plan -o' (JSON).")]
 Output = Annotated[Path, typer.Option("--output", "-o", metavar="PAGE", help="The HTML file.")]
@@ -16,7 +16,7 @@ Simulation = Annotated[
     typer.Option(
         "--simulation",
         metavar="FILE",
-        help="What 'simulate --json' printed: its peaks are shown beside the predicted ones.",
+        help="Output of 'simulate --json': its peaks are shown next to the predicted ones.",
     ),
 ]
 
@@ -43,4 +43,4 @@ def report(
         raise PlacerError(
             str(simulation), "does not hold simulated peaks", "give what 'simulate --json' printed"
         ) from None
-    people(as_json=False).print(f"page written to {output}")
+    human_console(as_json=False).print(f"page written to {output}")

@@ -1,4 +1,4 @@
-"""``placer simulate``: a dry run of the placed model on simulated devices."""
+"""``placer simulate``: dry-run a training step of the placed model on simulated devices."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from placer.cli.options import AsJson, Processes, SpecOrPlan, SubjectOptions
-from placer.cli.output import people, plain_table, print_json, progress
+from placer.cli.options import AsJson, ModelOptions, Processes, SpecOrPlan
+from placer.cli.output import human_console, plain_table, print_json, progress
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from placer.simulation import SimulationReport
 
 
-_FAR_OFF = 0.1  # of the simulated peak: predictions for the inputs at hand are nearer
+_FAR_OFF = 0.1  # fraction of the simulated peak; a prediction for the same inputs is closer
 _OTHER_INPUTS = (
     "the peaks that {} predicts are far off: it was probably made for inputs of another size; "
     "make a plan for these with 'placer plan'"
@@ -27,25 +27,25 @@ EXAMPLE = "placer simulate net.py:Net spec.json --input 8x64"
 
 
 def simulate(
-    subject: SubjectOptions,
+    model_options: ModelOptions,
     spec: SpecOrPlan,
     processes: Processes = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run a training step on simulated devices and show the peak of each; nothing is allocated."""
+    """Run a training step on simulated devices and show their peaks; nothing is allocated."""
     from placer.cli.main import EXIT_NO_FIT
     from placer.cli.sources import load_spec_or_plan
     from placer.plan.types import Plan
     from placer.report import host_text, host_verdict, moment_text
 
     wanted = load_spec_or_plan(spec)
-    subject.check()
-    console = people(as_json=as_json)
+    model_options.check()
+    console = human_console(as_json=as_json)
     with progress(console, "importing torch and the model"):
         from placer.api import simulate_captured
         from placer.simulation.judge import plan_maker
 
-        loaded = subject.load()
+        loaded = model_options.load()
     with progress(console, "recording the operations of the model"):
         program, leaves = loaded.program()
     plan = wanted
@@ -106,7 +106,7 @@ def _table(plan: Plan, report: SimulationReport) -> Table:
 
 
 def _moment(device: Mapping[str, Any]) -> Table:
-    """What was live on the device at its peak, the largest first."""
+    """The tensors alive on the device at its peak, the largest first."""
     from placer.report import LARGEST_HEADERS, largest_rows
 
     table = plain_table()
@@ -119,7 +119,7 @@ def _moment(device: Mapping[str, Any]) -> Table:
 
 
 def _verdict(plan: Plan) -> str:
-    """That the simulated peaks fit, or of which devices that cannot be said."""
+    """A sentence: the plan fits, or it is unknown for devices without a budget."""
     from placer.report import unknown_memory_text
 
     unknown = [device.device for device in plan.devices if device.budget is None]
@@ -136,7 +136,7 @@ def _far_off(report: SimulationReport) -> bool:
 
 
 def _overflows(plan: Plan, report: SimulationReport) -> list[str]:
-    """One line per device that needs more than its budget by the dry run."""
+    """A sentence per device that needs more than its budget in the dry run."""
     from placer.report import overflow_text
 
     lines = []

@@ -1,4 +1,4 @@
-"""Files that may hold a spec or a saved plan."""
+"""Load a file that holds either a spec or a saved plan."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from placer.spec.load import parse_spec, read_spec_text
 
 
 def load_spec_or_plan(path: Path) -> PlacementSpec | Plan:
-    """What the file holds; a plan is an object with ``stages``. Raises ``PlacerError``."""
+    """The spec or plan in the file; a plan is an object with ``stages``. Raises ``PlacerError``."""
     text = read_spec_text(path)
     try:
         data, _ = parse_json(text)
     except JSONError:
-        data = None  # reading it as a spec says what is wrong with it
+        data = None  # `parse_spec` reports what is wrong
     if isinstance(data, dict) and "stages" in data:
         return plan_from_json(data, source=str(path))
     return parse_spec(text, str(path))

@@ -1,4 +1,4 @@
-"""MODEL on the command line: find the callable, build the module."""
+"""Find the callable that MODEL names on the command line, and build the module with it."""
 
 from __future__ import annotations
 
@@ -28,19 +28,21 @@ from placer.errors import nearest
 
 _HERE = Path(__file__).parent.parent
 _TORCH = Path(torch.__file__).parent
-_SHOWN = 8  # callables of a file
+_SHOWN = 8  # callables that a hint lists
 
 
 def build_model(target: str, arguments: Mapping[str, Any], *, allocate: bool) -> nn.Module:
-    """The module that ``target`` (``package.module:callable`` or ``file.py:callable``) makes.
+    """Build the module that ``target`` (``package.module:callable`` or ``file.py:callable``) returns.
 
-    Without ``allocate`` it is built on ``meta``; where its constructor cannot do that (it reads
-    values of its tensors, say) it is built with memory after all. Raises ``ModelError``.
+    Without ``allocate`` it is built on ``meta``. If its constructor fails there, for example because
+    it reads values of its tensors, it is built in memory after all. Raises ``ModelError``.
     """
     make = find_callable(target)
     if isinstance(make, nn.Module):
         if arguments:
-            raise ModelError(target, "is a module already, so it takes no --model-arg", "leave it")
+            raise ModelError(
+                target, "is a module already, so it takes no --model-arg", "leave it out"
+            )
         return make
     _check_arguments(target, make, arguments)
     if not allocate:
@@ -49,10 +51,7 @@ def build_model(target: str, arguments: Mapping[str, Any], *, allocate: bool) ->
                 return _module(target, make(**arguments))
         except ModelError:
             raise
-        except (
-            Exception,
-            SystemExit,
-        ):  # the user's code may raise anything; the real run below tells
+        except (Exception, SystemExit):  # if it fails in memory too, that error is reported
             pass
     try:
         return _module(target, make(**arguments))
@@ -66,7 +65,7 @@ def build_model(target: str, arguments: Mapping[str, Any], *, allocate: bool) ->
 
 
 def find_callable(target: str) -> Callable[..., Any]:
-    """What ``target`` names. Raises ``ModelError`` with the nearest name."""
+    """Import the callable that ``target`` names. Raises ``ModelError`` with the nearest name."""
     place, colon, name = target.rpartition(":")
     if not colon or not place or not name:
         named = target.removesuffix(":") if colon else target
@@ -88,22 +87,22 @@ def find_callable(target: str) -> Callable[..., Any]:
 
 
 def user_failure(target: str, doing: str, error: BaseException) -> ModelError:
-    """The exception that the user's code raised, with their file and line."""
+    """The error for an exception that the user's code raised while ``doing`` something."""
     location = user_location(error) or target
     if isinstance(error, SystemExit):
         return ModelError(
             location,
             f"{doing} called sys.exit({'' if error.code is None else repr(error.code)})",
-            f"put what is a script's under 'if __name__ == \"__main__\":' ({target})",
+            f"put the code of the script under 'if __name__ == \"__main__\":' ({target})",
         )
     text = str(error).strip() or "no message"
     return ModelError(location, f"{doing} raised {type(error).__name__}: {text}", f"({target})")
 
 
 def user_location(error: BaseException) -> str:
-    """``file.py:line`` of the innermost frame of code that placer called, or ``""``.
+    """``file.py:line`` of the innermost frame of the user's code that placer called, or ``""``.
 
-    Frames of torch, of placer itself and of what led to placer do not count.
+    Frames of torch and of placer do not count, nor do the frames that called placer.
     """
     frames = traceback.extract_tb(error.__traceback__)
     ours = [i for i, frame in enumerate(frames) if _HERE in Path(frame.filename).parents]
@@ -136,12 +135,12 @@ def _check_arguments(target: str, make: Callable[..., Any], arguments: Mapping[s
         near = nearest(unknown[0], signature.parameters) if unknown else None
         hint = f"did you mean {near!r}? " if near else ""
         raise ModelError(
-            target, f"--model-arg does not go with it: {error}", f"{hint}it takes {signature}"
+            target, f"--model-arg does not fit: {error}", f"{hint}it takes {signature}"
         ) from None
 
 
 def _given(target: str, make: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
-    """Which ``--model-arg`` were given, beside the parameters that they are for."""
+    """A hint with the ``--model-arg`` that were given and the parameters that they are for."""
     given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
     try:
         known = inspect.signature(make).parameters
@@ -194,7 +193,7 @@ def _import_failure(target: str, name: str, error: BaseException) -> ModelError:
 
 
 def _nearest_module(missing: str) -> str | None:
-    """The module that was meant, among the neighbours of ``missing``."""
+    """The module in the same package whose name is nearest to ``missing``, or None."""
     parent, _, last = missing.rpartition(".")
     try:
         paths = importlib.import_module(parent).__path__ if parent else [str(Path.cwd())]
@@ -204,7 +203,7 @@ def _nearest_module(missing: str) -> str | None:
 
 
 def _callables(place: Any) -> list[str]:
-    """Names of what ``place`` defines that could make a model."""
+    """Names of the callables in a module or class; those that it defines itself, if there are any."""
     name = getattr(place, "__name__", "")
     public = [(key, value) for key, value in vars(place).items() if not key.startswith("_")]
     own = [k for k, v in public if callable(v) and getattr(v, "__module__", "") == name]
@@ -212,7 +211,7 @@ def _callables(place: Any) -> list[str]:
 
 
 def _offer(place: str) -> str:
-    """The model classes and functions of the module that was named alone, as a hint."""
+    """A hint that lists the model classes and functions of the module ``place``."""
     try:
         module = _load(place, place)
     except ModelError:

@@ -1,4 +1,4 @@
-"""``key=value`` options: values read as Python or JSON literals, else as text."""
+"""Parse ``key=value`` options. Values are Python or JSON literals, otherwise text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _JSON_WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 
 def parse_values(option: str, texts: Sequence[str]) -> dict[str, Any]:
-    """The keyword arguments that ``texts`` give. Raises ``PlacerError``.
+    """The keyword arguments in ``texts``. Raises ``PlacerError`` for a text that is not ``key=value``.
 
     >>> parse_values("--model-arg", ["width=32", "name=unet", "norm=None", "sizes=(1, 2)"])
     {'width': 32, 'name': 'unet', 'norm': None, 'sizes': (1, 2)}

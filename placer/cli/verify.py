@@ -1,4 +1,4 @@
-"""``placer verify``: proof that the placed model computes what the plain one does."""
+"""``placer verify``: check that the placed model computes what the original model does."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from placer.cli.options import AsJson, SpecOrPlan, SubjectOptions
-from placer.cli.output import people, plain_table, print_json, progress
+from placer.cli.options import AsJson, ModelOptions, SpecOrPlan
+from placer.cli.output import human_console, plain_table, print_json, progress
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from placer.verification import Comparison, Verification
 
 EXIT_DIFFERENT = 1
-_SHOWN = 10  # tensors that differ, listed for people
+_SHOWN = 10  # tensors that differ and are listed
 
 Double = Annotated[
     bool, typer.Option("--double", help="Run model and inputs in float64, and compare to 1e-10.")
@@ -28,8 +28,8 @@ RunOn = Annotated[
     typer.Option(
         "--run-on",
         metavar="DEVICE",
-        help="Run all stages on this device (default: the devices of the spec, or the CPU where "
-        "this machine has none of their type).",
+        help="Run all stages on this device (default: the devices of the spec, or the CPU if this "
+        "machine has none of their type).",
     ),
 ]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of the weights, the inputs and dropout.")]
@@ -45,7 +45,7 @@ EXAMPLE = "placer verify net.py:Net spec.json --input 8x64 --double"
 
 
 def verify(
-    subject: SubjectOptions,
+    model_options: ModelOptions,
     spec: SpecOrPlan,
     double: Double = False,
     run_on: RunOn = None,
@@ -53,30 +53,30 @@ def verify(
     tolerance: Tolerance = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run one step placed and one plain, and compare every output, gradient and parameter.
+    """Run a training step of the placed and of the original model, and compare them.
 
-    Exit code 1 when they differ.
+    Compared are every output, gradient and parameter. The exit code is 1 if any of them differs.
     """
     from placer.cli.sources import load_spec_or_plan
 
     wanted = load_spec_or_plan(spec)
     _check_run_on(run_on)
-    subject.check()
-    console = people(as_json=as_json)
+    model_options.check()
+    console = human_console(as_json=as_json)
     with progress(console, "importing torch and the model"):
         from placer.verification import verify as compare
 
-        loaded = subject.load(allocate=True, double=double, seed=seed)
+        loaded = model_options.load(allocate=True, double=double, seed=seed)
     with progress(console, "running a step of the placed model and one of the plain model"):
         result = compare(
             loaded.model,
             wanted,
             loaded.args,
             loaded.kwargs,
-            run_on=run_on or _stand_in(wanted),
+            run_on=run_on or _substitute_device(wanted),
             seed=seed,
             tolerance=tolerance,
-            ignore_device_moves=subject.ignore_device_moves,
+            ignore_device_moves=model_options.ignore_device_moves,
         )
     console.print(_table(result))
     console.print()
@@ -91,7 +91,7 @@ def verify(
 
 
 def to_json(result: Verification) -> dict[str, Any]:
-    """The verdict as JSON values; an error without bound (NaN, a missing tensor) is null."""
+    """The result as JSON values; an error that is not finite (NaN, a missing tensor) is null."""
 
     def values(c: Comparison) -> dict[str, Any]:
         error = c.relative_error if math.isfinite(c.relative_error) else None
@@ -121,8 +121,8 @@ def _check_run_on(name: str | None) -> None:
         raise PlacerError("--run-on", str(error)) from None
 
 
-def _stand_in(wanted: PlacementSpec | Plan) -> str | None:
-    """``"cpu"`` where this machine has no device of a type that is asked for."""
+def _substitute_device(wanted: PlacementSpec | Plan) -> str | None:
+    """``"cpu"`` if this machine lacks a type of device that the spec or plan names, else None."""
     from placer.executor.device_map import device_count
     from placer.plan.types import Plan
 
@@ -135,7 +135,7 @@ def _stand_in(wanted: PlacementSpec | Plan) -> str | None:
 
 
 def _table(result: Verification) -> Table:
-    """One row per kind of tensor: how many, and the one that is furthest off."""
+    """One row per kind of tensor: how many there are, and the one with the largest error."""
     table = plain_table()
     table.add_column("compared")
     table.add_column("tensors", justify="right")

@@ -1,16 +1,16 @@
-"""Cost: a program in, a table of bytes and FLOPs per node out; nothing is allocated.
+"""Cost: a table of bytes and FLOPs per node of a program; nothing is allocated.
 
-`estimate` makes the table from one run on fake tensors (`record`), which notes every storage
-(`storages`) and whose backward runs (`owners`); `gradients` says what of a backward waits for what.
-`operations` says of which class each operation is, and `work` how long all of them take on a device.
-`kernels` and `autocast` have that run save what a CUDA device would; `workspaces` and
-`cuda_workspaces` say what a CPU's and a GPU's kernels take besides; `devices` says what kind a device
-is (`placer.catalogue`).
+`estimate` makes the table from one run on fake tensors (`record`), which records every storage
+(`storages`) and knows whose backward runs (`attribution`). `gradients` derives which gradients wait
+for which node. `operations` classifies operations, and `work` computes how long they take on a device.
+With `kernels` and `autocast` the run saves the tensors that a CUDA device would save. `workspaces` and
+`cuda_workspaces` have the memory that kernels allocate internally. `devices` finds the kind of a
+device (`placer.catalogue`).
 """
 
 from placer.cost.cuda_workspaces import BLAS_NBYTES, cuda_workspaces, uses_blas
 from placer.cost.devices import device_kind, device_type, updates_together
-from placer.cost.estimate import CostEstimates, GuessedCosts, estimate_costs
+from placer.cost.estimate import CostEstimates, ScaledCosts, estimate_costs
 from placer.cost.kernels import device_kernels
 from placer.cost.record import stand_in_loss
 from placer.cost.regions import with_regions
@@ -24,9 +24,9 @@ __all__ = [
     "AddedGradient",
     "CostEstimates",
     "CostTable",
-    "GuessedCosts",
     "NodeCost",
     "PendingGradient",
+    "ScaledCosts",
     "StoredValue",
     "Work",
     "cpu_result",

@@ -1,8 +1,8 @@
-"""Autocast's lists of a device type, for fake CPU tensors that stand for tensors of that type.
+"""Make ``torch.autocast("cpu")`` cast fake CPU tensors as CUDA's autocast casts tensors of a GPU.
 
-``torch.autocast("cpu")`` casts by the CPU's lists. Where the dispatcher has an autocast kernel for
-one of CPU and CUDA only, the two differ; nearly all of those cast to fp32, and this file names the
-others. (torch 2.15, ``aten/src/ATen/autocast_mode.h`` and ``.cpp``.)
+The two differ for operators that have an autocast kernel on one of CPU and CUDA only. Nearly all of
+these are cast to fp32; this file lists the others. Source: torch 2.15,
+``aten/src/ATen/autocast_mode.h`` and ``.cpp``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ _PROMOTE = {  # cast to the widest type among the arguments
 
 
 def autocast_kernels(kind: Callable[[], str]) -> dict[Any, Callable[..., Any]]:
-    """Operator -> its autocast kernel, for all that CPU and CUDA treat differently."""
+    """Operator -> autocast kernel, for all operators that CPU and CUDA treat differently.
+
+    ``kind()`` gives the device type ("cpu" or "cuda") when an operator runs.
+    """
     lists = {kind: autocast_operators(kind) for kind in ("cpu", "cuda")}
     return {
         op: _kernel(op, kind, [name for name, ops in lists.items() if op in ops])

@@ -1,17 +1,18 @@
-"""What operations take of a CUDA device while they run, beyond arguments and results.
+"""Workspaces of CUDA kernels: memory that they take while they run, beyond arguments and results.
 
-A dispatch mode sees what goes into an operation and what comes out; what its kernels take between, it
-does not. The rules below are what one H100 did (torch 2.11, cuDNN 9.19, TF32 for convolutions, as is the
-default), so other GPUs may differ; `benchmarks/reserved.py` compares them with the measurements.
+A dispatch mode does not see this memory. The rules below describe one H100 (torch 2.11, cuDNN 9.19,
+TF32 for convolutions, as is the default); other GPUs may differ. `benchmarks/reserved.py` compares the
+rules with the measurements.
 
-Convolutions: cuDNN's fast kernels want the channels last, so it copies input, output and weights into
-its workspace, but for kernels that read or write the tensors as they are. These workspaces are elastic:
-with less memory, cuDNN takes another kernel that needs less, and is slower.
+Convolutions: cuDNN's fast kernels need channels-last tensors, so cuDNN copies input, output and weights
+into its workspace, unless a kernel can read or write the tensors as they are. These workspaces are
+elastic: with less memory, cuDNN chooses a slower kernel that needs less.
 
-Efficient attention: its backward adds up the query's gradient in tiles of its own.
+Efficient attention: the backward adds up the query's gradient in tiles.
 
-Sums over rows, such as a bias's gradient: partial sums, by the formula of torch's own kernel. Products of
-matrices: cuBLAS takes a workspace once (`BLAS_NBYTES`) and keeps it.
+Sums over rows, such as a bias's gradient: partial sums, by the formula of torch's kernel.
+
+Matrix products: cuBLAS allocates one workspace (`BLAS_NBYTES`) and keeps it.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ from placer.operands import nbytes_of
 aten = torch.ops.aten
 
 # cuBLAS's own workspace (``getChosenWorkspaceSize`` in ``aten/src/ATen/cuda/CublasHandlePool.cpp``):
-# 32 MiB on Hopper and later, 8.1 MiB on what came before; counted as on Hopper.
+# 32 MiB on Hopper and later, 8.1 MiB on earlier GPUs; we count 32 MiB for all.
 BLAS_NBYTES = 32 * 2**20
-_FEW_CHANNELS = 4  # a gradient of so few input channels has a kernel of its own
-_DIRECT_CHANNELS = 64  # of a result that three-dimensional kernels of fp32 write as it is
+_FEW_CHANNELS = 4  # the gradient for fewer input channels has a kernel of its own
+_DIRECT_CHANNELS = 64  # output channels that 3D kernels in fp32 write without a copy
 _ALIGNMENT = 16  # bytes
 _FP32_NBYTES = 4
-_PADDED_NBYTES = 4  # elements of fewer bytes are padded in every direction
-_FLAT, _SOLID = 4, 5  # dimensions of the weights of two- and three-dimensional convolutions
+_PADDED_NBYTES = 4  # channels of smaller elements are padded in forward and both gradients
+_FLAT, _SOLID = 4, 5  # dimensions of the weights of 2D and 3D convolutions
 _FLAT_SPLITS = 64
 _SPLITS, _SUMS_NBYTES = 4, 7 * 2**20
 _NARROW_CHANNELS, _NARROW_SUMS_NBYTES = 32, 10 * 2**20
-_SCRATCH_NBYTES = 147  # beside the copies
-_TILE, _LOCK_NBYTES = 64, 16  # of the tiles in which efficient attention adds up a gradient
+_SCRATCH_NBYTES = 147  # in addition to the copies
+_TILE, _LOCK_NBYTES = 64, 16  # side and lock of the tiles in which attention adds up a gradient
 _WARP, _ROWS, _VECTOR = 32, 4, 4  # threads along the columns and the rows; columns per thread
 # Rows per thread: ``min_values_per_thread`` and ``max_values_per_thread``.
 _LEAST_ROWS, _MOST_ROWS = 16, 256
@@ -49,9 +50,9 @@ _PROCESSORS, _THREADS = 132, 2048  # an H100's, and how many each runs at a time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workspace:
-    """Bytes that an operation takes and gives back when it has made the first ``after`` of its results.
+    """Memory that an operation takes, and frees when it has made the first ``after`` of its results.
 
-    An ``elastic`` one is not needed: where there is no room for it, a slower kernel runs.
+    An ``elastic`` workspace is optional: without room for it, a slower kernel runs.
     """
 
     nbytes: int
@@ -60,9 +61,9 @@ class Workspace:
 
 
 def cuda_workspaces(op: Any, args: Sequence[Any], result: Any) -> tuple[Workspace, ...]:
-    """The workspaces that ``op`` on a CUDA device takes, in order; those without bytes are left out.
+    """The workspaces that ``op`` takes on a CUDA device, in order; those of 0 bytes are left out.
 
-    ``result`` is what it returned; all tensors may be without data.
+    ``result`` is what it returned; all tensors may be fake.
 
     >>> x, weight = torch.ones(1, 64, 8, 8, 8), torch.ones(32, 64, 3, 3, 3)
     >>> args = (x, weight, None, [1] * 3, [1] * 3, [1] * 3, False, [0] * 3, 1)
@@ -76,7 +77,7 @@ def cuda_workspaces(op: Any, args: Sequence[Any], result: Any) -> tuple[Workspac
 
 
 def uses_blas(op: Any) -> bool:
-    """Is ``op`` a product of matrices, which cuBLAS computes?"""
+    """Is ``op`` a matrix product, which cuBLAS computes?"""
     return op in _PRODUCTS
 
 
@@ -148,12 +149,13 @@ def _attention_backward(
     query: Tensor,
     *others: Any,
 ) -> tuple[Workspace, ...]:
-    """Of efficient attention in float32: sums over rows of ``grad * out``, then partial sums of a gradient.
+    """Efficient attention in float32: row sums of ``grad * out``, then partial sums of a gradient.
 
-    ``_efficient_attention_backward`` (aten/src/ATen/native/transformers/cuda/attention_backward.cu), and
-    ``workspace_elements_gq`` of kernel_backward.h there: the query's gradient is added up over splits of
-    the keys in tiles of 64 x 64 with a lock each. Equal to what GPT-2 and a ViT took on an H100. Half
-    precision was not measured: nothing is said of it.
+    Source: ``_efficient_attention_backward`` in
+    aten/src/ATen/native/transformers/cuda/attention_backward.cu, and ``workspace_elements_gq`` of
+    kernel_backward.h there. The query's gradient is added up over splits of the keys in tiles of
+    64 x 64 with a lock each. The formula gives what GPT-2 and a ViT took on an H100. Half precision
+    was not measured and counts as 0 bytes.
     """
     if query.dtype != torch.float32:
         return ()
@@ -169,12 +171,12 @@ def _attention_backward(
 
 
 def _is_depthwise(x: Tensor, weight: Tensor, transposed: bool) -> bool:
-    """Does every group have one input channel? torch has kernels of its own for those."""
+    """Does every group have one input channel? Torch has its own kernels for these convolutions."""
     return not transposed and weight.size(1) == 1 and x.size(1) > 1
 
 
 def _is_direct(weight: Tensor, stride: Sequence[int]) -> bool:
-    """Kernels of size 1 with stride 1 are products of matrices, which need no other order."""
+    """Is it of kernel size 1 and stride 1? That is a matrix product, which needs no copies."""
     return _is_pointwise(weight) and all(step == 1 for step in stride)
 
 
@@ -183,7 +185,7 @@ def _is_pointwise(weight: Tensor) -> bool:
 
 
 def _writes_result(weight: Tensor) -> bool:
-    """Are the forward's results written in their own order? Only input and weights are copied then."""
+    """Is the result of forward written without a copy, so that only input and weights are copied?"""
     if weight.dtype != torch.float32:
         return False
     many = weight.size(1) >= _NARROW_CHANNELS
@@ -197,21 +199,21 @@ def _workspace(nbytes: int, *, after: int) -> Workspace:
 
 
 def _partial_sums(weight: Tensor) -> int:
-    """Bytes of partial sums in fp32, into which the weights' gradient is split: at most, as far as seen."""
+    """Bytes of fp32 partial sums for the weights' gradient: the most that was observed."""
     if weight.size(1) <= _NARROW_CHANNELS:
         return _NARROW_SUMS_NBYTES
     return min(_SPLITS * _FP32_NBYTES * weight.numel(), _SUMS_NBYTES)
 
 
 def _copies(x: Tensor, y: Tensor, weight: Tensor, *, padded: bool) -> int:
-    """Bytes of copies of all three with the channels last, ``padded`` to 16 bytes if there are several."""
+    """Bytes of channels-last copies of all three; ``padded``: channels are padded to 16 bytes."""
     if not padded:
         return nbytes_of(x, y, weight)
     return sum(t.numel() // t.size(1) * _padded(t) for t in (x, y)) + nbytes_of(weight)
 
 
 def _padded(tensor: Tensor) -> int:
-    """Bytes of the channels at one point."""
+    """Bytes of the channels of one point, padded unless there is one channel."""
     channels: int = tensor.size(1)
     nbytes = channels * tensor.element_size()
     return nbytes if channels == 1 else -(-nbytes // _ALIGNMENT) * _ALIGNMENT
@@ -220,10 +222,10 @@ def _padded(tensor: Tensor) -> int:
 def _sum(
     result: Tensor, x: Tensor, dims: Sequence[int] | None = None, *others: Any
 ) -> tuple[Workspace, ...]:
-    """Partial sums where rows are added up: ``setReduceConfig`` in ``ATen/native/cuda/Reduce.cuh``.
+    """Partial sums over rows, by ``setReduceConfig`` in ``ATen/native/cuda/Reduce.cuh``.
 
-    32 columns by 4 rows of threads, of which each adds up 4 columns; as many blocks share the rows as
-    keep the processors busy, and each of them writes one number per thread and column.
+    A block has 32 x 4 threads (columns x rows), and each thread sums 4 columns. The rows are shared by
+    as many blocks as keep the processors busy; each block writes one number per thread and column.
     """
     reduced = {d % x.dim() for d in dims or range(x.dim())}
     columns: int = result.numel()

@@ -1,4 +1,4 @@
-"""What the name of a device says: its kind where none is given, and whose kernels it runs."""
+"""What follows from a device's name: its type, whose kernels it runs, and its default kind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _DEFAULT_KIND = {"cuda": "a100", "cpu": "cpu"}
 
 
 def device_type(name: str) -> str:
-    """Whose kernels run on the device of that name: "cuda" or, for all others, "cpu".
+    """The type whose kernels the device runs: "cuda" or, for all other names, "cpu".
 
     >>> device_type("cuda:1"), device_type("cpu:1")
     ('cuda', 'cpu')
@@ -20,17 +20,18 @@ def device_type(name: str) -> str:
 
 
 def updates_together(devices: Iterable[str]) -> bool:
-    """Do torch's optimizers by default update all parameters of a device at once?
+    """Do torch's optimizers update all parameters of a device at once by default (``foreach``)?
 
-    They do where all parameters that they train are on CUDA devices (``_default_to_fused_or_foreach``
-    of torch.optim, 2.15); else one after the other. ``devices`` are the names of those devices.
+    They do if all parameters that they train are on CUDA devices (``_default_to_fused_or_foreach`` of
+    torch.optim, 2.15). ``devices`` are the names of the devices of these parameters.
     """
     return all(device_type(name) == "cuda" for name in devices)
 
 
 def device_kind(name: str, kind: str | None) -> DeviceKind:
-    """The entry of the catalogue, or the file, called ``kind``; or what a device ``name`` is taken for.
+    """The device kind ``kind``, a name in the catalogue or a file; by default an A100 for a GPU.
 
-    Raises ``PlacerError`` for a file that describes no kind.
+    ``name`` is the device's, such as "cuda:0" or "cpu". Raises ``PlacerError`` for an unknown kind or
+    a file that describes none.
     """
     return find_kind(kind or _DEFAULT_KIND.get(name.split(":")[0], "a100"))

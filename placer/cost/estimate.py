@@ -1,4 +1,4 @@
-"""Costs of a captured model for one micro-batch, from one run on fake tensors."""
+"""Estimate the costs of a captured model for one micro-batch, by one run on fake tensors."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from placer.cost.gradients import backward_needs, pending_gradients
-from placer.cost.record import NodeFailed, Recording, record_run
+from placer.cost.record import Recording, record_run
 from placer.cost.rows import with_fewer_rows
 from placer.cost.storages import RecordedStorage
 from placer.cost.types import CostTable, NodeCost, StateTensor, StoredValue
 from placer.cost.work import Work
 from placer.errors import CaptureError
+from placer.operands import nbytes_of
 from placer.precision import precision_context
-from placer.program import FakeWorld, Program, first_names, named_state
+from placer.program import FakeConverter, Program, first_names, named_state
+from placer.program.alias import NodeFailure
 from placer.program.call import describe_shapes
 
 
@@ -35,12 +37,11 @@ def estimate_costs(
     """Bytes and FLOPs of every node of ``program`` for a micro-batch shaped like ``inputs``.
 
     ``inputs`` are the tensor inputs of one micro-batch of one replica, on any device, ``meta``
-    included. Nothing is allocated: the run is on fake CPU tensors, with the kernels of the device
-    type ``kernels`` ("cpu" or "cuda", or per node which; by default what a CPU's operators keep,
-    without what its kernels take for themselves). With ``training`` the backward is run as
-    well, from a stand-in loss (`placer.cost.record.stand_in_loss`). With ``offloads`` there is one
-    more forward run, for what nodes need whose savings go to the host at once. Raises
-    ``CaptureError`` when the model does not run on such a micro-batch.
+    included. Nothing is allocated: the run is on fake CPU tensors. ``kernels`` is the device type
+    whose kernels run, "cpu" or "cuda", for all nodes or by node name; by default the CPU's, without
+    their workspaces. With ``training``, backward is run as well, from `stand_in_loss`. With
+    ``offloads``, one more forward finds what nodes need if what they save goes to the host at once.
+    Raises ``CaptureError`` when the model does not run on such a micro-batch.
     """
     recording = _record(
         program, inputs, training=training, precision=precision, kernels=kernels, offloads=False
@@ -48,7 +49,7 @@ def estimate_costs(
     table = _table(program, inputs, recording, training=training)
     if not (offloads and training):
         return table
-    return _with_sending(
+    return _with_offloaded_transients(
         table,
         _record(
             program, inputs, training=True, precision=precision, kernels=kernels, offloads=True
@@ -57,20 +58,20 @@ def estimate_costs(
 
 
 class CostEstimates:
-    """`estimate_costs` for one captured model, which makes no run of the model twice.
+    """`estimate_costs` for one captured model, with a cache of its results.
 
-    A search for a plan asks for the same micro-batch again and again, with other budgets, devices
-    or schedules; the costs depend on none of these.
+    A search for a plan asks for the same micro-batch many times, with other budgets, devices or
+    schedules, on which the costs do not depend.
     """
 
     def __init__(self, program: Program) -> None:
         self._program = program
         self._tables: dict[Any, CostTable] = {}
-        self._guesses: dict[Any, CostTable] = {}
+        self._scaled: dict[Any, CostTable] = {}
 
-    def guessed(self) -> GuessedCosts:
-        """The same without any further run of the model where there was one with more rows."""
-        return GuessedCosts(self, self._tables, self._guesses)
+    def scaled(self) -> ScaledCosts:
+        """Estimates that scale a table for more rows, if there is one, instead of running the model."""
+        return ScaledCosts(self, self._tables, self._scaled)
 
     def __call__(
         self,
@@ -97,17 +98,17 @@ class CostEstimates:
                 kernels=kernels,
                 offloads=True,
             )
-            self._tables[key, True] = _with_sending(self._tables[key, False], sent)
+            self._tables[key, True] = _with_offloaded_transients(self._tables[key, False], sent)
         return self._tables[key, offloads]
 
 
-class GuessedCosts:
-    """`CostEstimates` that makes no run where one with more rows is known: its costs with fewer rows."""
+class ScaledCosts:
+    """As `CostEstimates`, but a table that is known for more rows is scaled (`with_fewer_rows`)."""
 
     def __init__(
-        self, exact: CostEstimates, known: Mapping[Any, CostTable], guesses: dict[Any, CostTable]
+        self, exact: CostEstimates, known: Mapping[Any, CostTable], scaled: dict[Any, CostTable]
     ) -> None:
-        self._exact, self._known, self._guesses = exact, known, guesses
+        self._exact, self._known, self._scaled = exact, known, scaled
 
     def __call__(
         self,
@@ -123,7 +124,7 @@ class GuessedCosts:
         wanted = (key, offloads and training)
         if wanted in self._known:
             return self._known[wanted]
-        if wanted not in self._guesses:
+        if wanted not in self._scaled:
             shares = (
                 (_share(key, other), other) for other, sent in self._known if sent == wanted[1]
             )
@@ -136,8 +137,8 @@ class GuessedCosts:
                     offloads=offloads,
                     kernels=kernels,
                 )
-            self._guesses[wanted] = with_fewer_rows(self._known[source, wanted[1]], share)
-        return self._guesses[wanted]
+            self._scaled[wanted] = with_fewer_rows(self._known[source, wanted[1]], share)
+        return self._scaled[wanted]
 
 
 class _Key(NamedTuple):
@@ -167,7 +168,7 @@ def _key(
 
 
 def _share(few: _Key, many: _Key) -> float | None:
-    """What share of the rows of ``many`` those of ``few`` are; None where more than that differs."""
+    """The rows of ``few`` as a fraction of those of ``many``; None if the keys differ in more."""
     if few._replace(shapes=()) != many._replace(shapes=()):
         return None
     shares = set()
@@ -188,17 +189,17 @@ def _record(
     kernels: str | Mapping[str, str],
     offloads: bool,
 ) -> Recording:
-    """One run on fake tensors. Raises ``CaptureError`` when the model does not run so."""
-    world = FakeWorld()
-    model = world.module(program.model)
-    constants = {name: world.tensor(t) for name, t in program.constants.items()}
+    """Run the program once on fake tensors. Raises ``CaptureError`` when it does not run."""
+    converter = FakeConverter()
+    model = converter.module(program.model)
+    constants = {name: converter.tensor(t) for name, t in program.constants.items()}
     try:
-        with world.running(program.conditions.guess):
+        with converter.running(program.conditions.guess):
             return record_run(
                 program.graph,
                 program.order,
                 model,
-                [world.tensor(t) for t in inputs],
+                [converter.tensor(t) for t in inputs],
                 constants,
                 training=training,
                 run_context=partial(precision_context, precision, "cpu"),
@@ -207,21 +208,21 @@ def _record(
                 half=precision != "fp32",
                 visible=program.call.result.visible,
             )
-    except NodeFailed as failure:
+    except NodeFailure as failure:
         raise _does_not_run(program, failure, inputs, precision) from failure.__cause__
 
 
-def _with_sending(table: CostTable, sent: Recording) -> CostTable:
-    """``table`` with what the nodes' forwards need where their savings go to the host at once."""
+def _with_offloaded_transients(table: CostTable, sent: Recording) -> CostTable:
+    """``table`` with ``forward_transient_offloaded`` from ``sent``, a recording with ``offloads``."""
     nodes = tuple(
-        replace(node, forward_sending=tally.forward_transient)
+        replace(node, forward_transient_offloaded=tally.forward_transient)
         for node, tally in zip(table.nodes, sent.tallies, strict=True)
     )
     return replace(table, nodes=nodes)
 
 
 def _does_not_run(
-    program: Program, failure: NodeFailed, inputs: Sequence[Tensor], precision: str
+    program: Program, failure: NodeFailure, inputs: Sequence[Tensor], precision: str
 ) -> CaptureError:
     error = failure.__cause__
     text = str(error).strip().split("\n")[0]
@@ -234,7 +235,7 @@ def _does_not_run(
             "micro-batch"
         )
     return CaptureError(
-        program.layer_of[failure.node] or "the model",
+        program.layer_of[failure.node.name] or "the model",
         f"does not run on a micro-batch of {describe_shapes(inputs)}: "
         f"{type(error).__name__}: {text}",
         remedy,
@@ -242,7 +243,7 @@ def _does_not_run(
 
 
 def _kernels_of(program: Program, kernels: str | Mapping[str, str]) -> list[str]:
-    """Per node, and of the loss, which is on the last device."""
+    """The device type per node, and for the loss, which is on the device of the last node."""
     if isinstance(kernels, str):
         return [kernels] * (len(program.order) + 1)
     found = [kernels[name] for name in program.order]
@@ -269,9 +270,9 @@ def _table(
                 forward_traffic=sum(operation.nbytes for operation in tally.forward),
                 backward_traffic=sum(operation.nbytes for operation in tally.backward),
                 forward_transient=tally.forward_transient,
-                forward_sending=tally.forward_transient,
+                forward_transient_offloaded=tally.forward_transient,
                 backward_transient=needs.alone[i],
-                backward_fetching=needs.fetched[i],
+                backward_transient_offloaded=needs.fetched[i],
                 backward_incoming=needs.incoming[i],
                 output_nbytes=recording.output_nbytes[i],
             )
@@ -296,7 +297,7 @@ def _table(
         added=needs.added,
         readers=readers,
         input_readers=input_readers,
-        input_nbytes=tuple(t.numel() * t.element_size() for t in inputs),
+        input_nbytes=tuple(map(nbytes_of, inputs)),
         state=_state(program, training=training),
         saving=recording.saving if training else frozenset(),
         work=Work(
@@ -311,7 +312,7 @@ _Positions = tuple[int, ...]
 
 
 def _readers(program: Program) -> tuple[tuple[_Positions, ...], tuple[_Positions, ...]]:
-    """Per node the positions of those that read its result, and per input; the output is the loss."""
+    """Positions of the nodes that read each node's result and each input; the output is the loss."""
     position = {name: i for i, name in enumerate(program.order)}
     loss = len(program.order)
     of_node: list[set[int]] = [set() for _ in program.order]
@@ -333,7 +334,7 @@ def _readers(program: Program) -> tuple[tuple[_Positions, ...], tuple[_Positions
 
 
 def _parts(stored: RecordedStorage) -> tuple[tuple[int, int], ...]:
-    """Node and bytes, where a node saves only views of parts of ``stored``."""
+    """(node, bytes) for each node that saves only views of a part of ``stored``."""
     found: dict[int, list[int]] = {}
     for saver, nbytes in stored.saved_nbytes:
         found.setdefault(saver, []).append(nbytes)
@@ -354,7 +355,7 @@ def _state(program: Program, *, training: bool) -> tuple[StateTensor, ...]:
     return tuple(
         StateTensor(
             name=name,
-            nbytes=tensor.numel() * tensor.element_size(),
+            nbytes=nbytes_of(tensor),
             readers=tuple(sorted(readers[name])),
             is_buffer=not isinstance(tensor, nn.Parameter),
             trained=training and isinstance(tensor, nn.Parameter) and tensor.requires_grad,

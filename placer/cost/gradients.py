@@ -1,4 +1,4 @@
-"""What a recorded backward says about gradients: which wait, where, and what a node needs meanwhile."""
+"""Derive from a recorded backward which gradients wait for which node, and each node's live bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from placer.cost.types import AddedGradient, PendingGradient
 
 
 def pending_gradients(recording: Recording) -> tuple[PendingGradient, ...]:
-    """The gradients that one node's backward made and that of another consumes."""
+    """The gradients that the backward of one node made and the backward of another consumed."""
     return tuple(
         _pending(stored, stored.freed_by)
         for stored in _gradients(recording)
@@ -22,9 +22,10 @@ def pending_gradients(recording: Recording) -> tuple[PendingGradient, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardNeeds:
-    """Bytes per node in its backward; see `backward_needs`. Of ``alone``, ``incoming`` came in.
+    """Bytes per node in its backward; see `backward_needs`.
 
-    ``fetched`` is ``alone`` where the node's savings wait on the host, and come as they are read.
+    ``alone`` is the most bytes alive, ``incoming`` the gradients among them that the node received.
+    ``fetched`` is the same as ``alone`` if what the node saved is on the host until it is read.
     """
 
     alone: tuple[int, ...]
@@ -34,11 +35,11 @@ class BackwardNeeds:
 
 
 def backward_needs(recording: Recording) -> BackwardNeeds:
-    """Per node the most bytes live in its backward that no other node's backward needs.
+    """Per node the most bytes alive in its backward that no other node's backward needs.
 
-    Those are what it saved for itself, the gradients that came in and what it makes itself, the
-    gradients of its parameters among them. What it adds up for a node further up, the gradients of
-    several readers, comes second: that is on the device of the other node.
+    These are what only it saved, the gradients that it received, and what it makes, gradients of its
+    parameters included. Sums of gradients for an earlier node whose result has several readers are
+    counted separately, as ``added``, because they are made on that node's device.
     """
     private = _private(recording)
     incoming: dict[int, list[RecordedStorage]] = defaultdict(list)
@@ -76,7 +77,7 @@ def _gradients(recording: Recording) -> list[RecordedStorage]:
 
 
 def _private(recording: Recording) -> dict[int, int]:
-    """Node -> bytes that only its own backward needs."""
+    """Node -> bytes that were saved for its backward only."""
     sums: dict[int, int] = {}
     for stored in recording.storages:
         if not stored.backward and len(stored.savers) == 1:
@@ -126,25 +127,25 @@ def _pending(stored: RecordedStorage, target: int) -> PendingGradient:
 
 
 def _waiting(stored: RecordedStorage, target: int) -> list[tuple[int, int, int]]:
-    """The parts (from, to, bytes) of a gradient that ``target`` or a node before it waits for."""
+    """The parts (from, to, bytes) of a gradient that were sent to ``target`` or an earlier node."""
     sums = [] if stored.sum_for is None else [(stored.made_by, stored.sum_for, stored.nbytes)]
     return [part for part in (*stored.sent, *sums) if part[1] <= target]
 
 
 def _home(stored: RecordedStorage, target: int) -> int:
-    """The node whose result the gradient belongs to; ``target`` is the last that adds to it."""
+    """The node of whose result it is the gradient; ``target`` is the last node that adds to it."""
     return max((to for _, to, _ in _waiting(stored, target)), default=target)
 
 
 def _adding(stored: RecordedStorage) -> list[tuple[int, int]]:
-    """The nodes in whose backward the gradient is part of a sum for another node, and that node."""
+    """(node, home): the nodes in whose backward the gradient is part of a sum for the result of home."""
     target = stored.freed_by
     if target is None or target < 0:
         return []
     home = _home(stored, target)
     found = []
     if stored.made_by > target and not stored.sent:
-        found.append((stored.made_by, home))  # the sum itself: no node's backward handed it on
+        found.append((stored.made_by, home))  # the sum itself: no backward sent it on
     if home < target < stored.made_by:
         found.append((target, home))
     return found

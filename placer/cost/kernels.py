@@ -1,7 +1,7 @@
-"""Run on fake CPU tensors what a CUDA device would run, so that the same tensors are saved.
+"""Run on fake CPU tensors the operators that a CUDA device would run, so that the same tensors are saved.
 
-Below autograd an operation saves the same tensors on every device. The differences are decisions
-that composite operations take above it, by their tensors' device, and autocast's lists:
+An operator with a derivative of its own saves the same tensors on every device. What differs is which
+operators a composite operator calls, by the device of its tensors, and which ones autocast casts:
 
     dropout                       CPU: a float mask       CUDA: a boolean one, `native_dropout`
     scaled_dot_product_attention  CPU: flash, or math     CUDA: flash (half), efficient, or math
@@ -11,17 +11,15 @@ that composite operations take above it, by their tensors' device, and autocast'
     rms_norm                      CPU: step by step       CUDA: `_fused_rms_norm`
     softmax of fp16 in fp32       CPU: of a copy in fp32  CUDA: within the kernel
 
-Those CUDA operations have kernels for tensors without data and formulas for their derivatives, so
-forward and backward run on fake CPU tensors. (Fake CUDA tensors would run a forward without a GPU,
-but there torch's engine refuses their backward.) While `device_kernels` is entered, the dispatcher
-asks this file's functions first.
+These CUDA operators have fake kernels and derivative formulas, so forward and backward run on fake CPU
+tensors. (Fake CUDA tensors could run a forward without a GPU, but torch's engine refuses their
+backward there.) While `device_kernels` is entered, the dispatcher calls this file's functions first.
 
-What no dry run can tell: workspaces that cuDNN and cuBLAS take while they run, and sizes that
-cuDNN chooses itself. The workspaces belong to the device's `reserve`; a batch norm's reserve counts
-nothing (what the kernel without data says); an RNN's is bounded by what its derivative needs
-(`_RNN_KEPT`, from the formulas, not measured). Which attention runs depends on the GPU:
-this file follows torch's choice for sm80 and later, without cuDNN's own attention, which keeps as
-much as flash does.
+A run on fake tensors cannot tell the workspaces of cuDNN and cuBLAS, or sizes that cuDNN chooses.
+Workspaces are in `placer.cost.cuda_workspaces`. cuDNN's reserve of a batch norm counts as 0 bytes, as
+in torch's fake kernel. That of an RNN is bounded by what its derivative needs (`_RNN_KEPT`, from the
+formulas, not measured). Which attention runs depends on the GPU: this file follows torch's choice for
+sm80 and later, without cuDNN's own attention, which saves as much as flash does.
 """
 
 from __future__ import annotations
@@ -49,10 +47,10 @@ _RNN_KEPT = {"rnn_relu": 2, "rnn_tanh": 2, "lstm": 7, "gru": 6}
 
 @contextmanager
 def device_kernels(kind: Callable[[], str], *, half: bool) -> Iterator[None]:
-    """Fake CPU tensors run what a device of the type ``kind()`` ("cpu", "cuda") would, asked anew
-    at every operation; with ``half`` its autocast lists too.
+    """In this block, fake CPU tensors run the operators that a device of the type ``kind()`` would run.
 
-    Real tensors are left alone. Process-wide while entered.
+    ``kind`` returns "cpu" or "cuda" and is called at every operation. With ``half``, autocast also
+    casts as on that device. Real tensors are not affected. The block has effect on the whole process.
     """
 
     def chosen(op: Any, kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,10 +88,10 @@ def _batch_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> Any:
-    """The conditions are those of torch's ``_select_batch_norm_backend``.
+    """cuDNN's batch norm, under the conditions of torch's ``_select_batch_norm_backend``.
 
-    Of half inputs the kernels without data keep the statistics in half, CUDA's in fp32: 4 bytes per
-    channel are missing here.
+    For inputs in half precision, fake kernels save the statistics in half precision and CUDA's in
+    fp32, so 4 bytes per channel are missing here.
     """
     cudnn = (
         weight is not None
@@ -130,7 +128,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """What torch's ``sdp_utils.cpp`` and ``attention.cpp`` do for sm80 and later."""
+    """The attention that torch's ``sdp_utils.cpp`` and ``attention.cpp`` choose for sm80 and later."""
     mask = attn_mask
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -1e4)
@@ -212,7 +210,7 @@ def _gru_cell(
 
 
 class _FusedGruCell(torch.autograd.Function):
-    """What `_thnn_fused_gru_cell` makes and keeps: torch before 2.15 cannot say it without data.
+    """A fake `_thnn_fused_gru_cell`, which has no fake kernel before torch 2.15.
 
     Gates are rows x 3 units, the state is rows x units, the workspace rows x 5 units (ATen's
     ``native/cuda/RNN.cu``). All inputs are saved, because the backward can be differentiated itself
@@ -235,7 +233,7 @@ class _FusedGruCell(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # all are there until the kernel is done
+        saved = ctx.saved_tensors  # held in a variable: all stay alive until the kernel is done
         input_gates, hidden_gates, _, b_ih, _, _ = saved
         gates = [torch.empty_like(g) for g in (input_gates, hidden_gates)]
         biases = [None if b_ih is None else gate.sum(0) for gate in gates]
@@ -268,12 +266,12 @@ def _cudnn_rnn(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The weights of a placed model are no part of one buffer, so cuDNN works on a copy that is."""
+    """A recurrent layer of cuDNN, whose weights are copied to one buffer, as in a placed model."""
     if torch.is_autocast_enabled("cpu"):
         half = torch.get_autocast_dtype("cpu")
         x, hx, cx = x.to(half), hx.to(half), None if cx is None else cx.to(half)
         params = [p.to(half) for p in params]
-        buffer = x.new_empty(0)  # the casts lie in one buffer
+        buffer = x.new_empty(0)  # autocast has put its copies in one buffer already
     else:
         buffer = x.new_empty(sum(p.numel() for p in params))
     output = x.new_empty(*x.shape[:-1], hx.size(2) * (1 + bidirectional))
@@ -287,7 +285,7 @@ def _cudnn_rnn(
 
 
 class _CudnnRnn(torch.autograd.Function):
-    """What `_cudnn_rnn` makes, keeps and gives back (it has no backward for tensors without data)."""
+    """A fake `_cudnn_rnn` with a backward, for which torch has no fake kernel."""
 
     @staticmethod
     def forward(
@@ -306,7 +304,7 @@ class _CudnnRnn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # all are there until the kernel is done
+        saved = ctx.saved_tensors  # held in a variable: all stay alive until the kernel is done
         x, hx, cx, _, _, _, *params = saved
         flat = x.new_empty(sum(p.numel() for p in params))  # cuDNN's gradients lie in one buffer
         pieces = flat.split([p.numel() for p in params])
@@ -316,7 +314,7 @@ class _CudnnRnn(torch.autograd.Function):
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """What `_fused_rms_norm` makes and keeps (its derivative is CUDA's alone)."""
+    """A fake `_fused_rms_norm` with a backward, which torch has for CUDA only."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, dims: int) -> Any:

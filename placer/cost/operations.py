@@ -1,6 +1,6 @@
-"""What an operation is to a device's clock: its class, data type, FLOPs, bytes and width.
+"""Classify operators for the estimate of their time: class, data type, FLOPs, bytes and width.
 
-`placer.rates` says what these are for, and how long an operation of some class takes.
+`placer.rates` computes from these how long an operation takes on a device.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from torch.utils.flop_counter import flop_registry
 from placer.operands import nbytes_of
 
 _HALF = (torch.float16, torch.bfloat16)
-_ALIGNMENT = 8  # elements; tensor cores want sizes in half precision to be multiples of it
+_ALIGNMENT = 8  # elements; tensor cores need sizes in half precision to be multiples of it
 _NO_KERNEL = (
     "empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "_unsafe_view",
     "_reshape_alias", "alias", "detach", "lift_fresh", "_local_scalar_dense", "resize_",
 )  # fmt: skip
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "linear", "addbmm", "matmul",
              "_addmm_activation", "mkldnn_linear", "_scaled_mm")  # fmt: skip
-# Classes by what a name has in it, the first that fits; "_backward" is added where there is one.
+# (part of an operator's name, class): the first match counts; "_backward" is appended to the class
+# if it is in the name.
 _NAMED = (
     ("attention", "attention"),
     ("batch_norm", "batch_norm"),
@@ -50,20 +51,23 @@ _SCATTERS = ("embedding_dense_backward", "index_put", "index_put_", "_index_put_
 
 
 class Operation(NamedTuple):
-    """One operation as the clock sees it; ``width``: columns of a product, rows of a normalisation."""
+    """What determines the time of one operation."""
 
-    name: str  # of `placer.rates.CLASSES`
-    dtype: str  # of `placer.rates.DTYPES`
+    name: str  # its class, one of `placer.rates.CLASSES`
+    dtype: str  # one of `placer.rates.DTYPES`
     flops: int
-    nbytes: int
-    width: int
+    nbytes: int  # bytes read and written
+    width: int  # columns of a matrix product, rows of a normalisation; 0 for other classes
 
 
 def operations_of(
     op: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any,
     inputs: Sequence[Tensor], outputs: Sequence[Tensor],
 ) -> tuple[Operation, ...]:  # fmt: skip
-    """What ``op`` runs on a device: nothing for a view, two for a convolution's two gradients."""
+    """The operations that ``op`` runs: none for a view, up to two for a convolution's backward.
+
+    ``inputs`` and ``outputs`` are the tensors in its arguments and in ``result``.
+    """
     name, count = _name_and_count(op)
     if not name:
         return ()
@@ -78,7 +82,7 @@ def operations_of(
     kind = _class_of(name)
     if kind == "product":
         return (_product(args, inputs, outputs, flops, nbytes, dtype),)
-    if name in _GATHERS:  # of the table only the rows that are looked up
+    if name in _GATHERS:  # only the selected rows of the table are read
         nbytes = 2 * nbytes_of(*outputs) + nbytes_of(*inputs[1:])
     width = _WIDTHS[kind](args, inputs) if kind in _WIDTHS and inputs else 0
     return (Operation(kind, dtype, flops, nbytes, width),)
@@ -86,7 +90,7 @@ def operations_of(
 
 @functools.cache
 def _name_and_count(op: Any) -> tuple[str, Callable[..., Any] | None]:
-    """The operator's name, "" where it runs no kernel, and what counts its FLOPs."""
+    """The operator's name, "" if it runs no kernel, and torch's function to count its FLOPs, if any."""
     name = op._schema.name.partition("::")[2]
     if getattr(op, "is_view", False) or name in _NO_KERNEL:
         return "", None
@@ -94,7 +98,7 @@ def _name_and_count(op: Any) -> tuple[str, Callable[..., Any] | None]:
 
 
 def _dtype(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> str:
-    """The floating-point type that most bytes have; of a cast, what comes out or goes in first."""
+    """The floating-point type of the largest tensor; float64 if any tensor but a scalar has it."""
     found, most = torch.float32, -1
     for x in (*inputs, *outputs):
         dtype = x.dtype
@@ -125,7 +129,7 @@ def _class_of(name: str) -> str:
 
 
 def _convolution(args: Sequence[Any]) -> tuple[str, int]:
-    """The class of a convolution, and the columns of the product that it is."""
+    """The class of a convolution, and its output channels per group (columns as a matrix product)."""
     weight, transposed, groups = args[1], _transposed(args, 6), _groups(args, 8)
     if groups > 1 and groups == args[0].size(1):
         return "depthwise_convolution", 0
@@ -144,7 +148,7 @@ def _groups(args: Sequence[Any], at: int) -> int:
 
 
 def _convolution_gradients(args: Sequence[Any], dtype: str) -> tuple[Operation, ...]:
-    """The gradients of the input and of the weight, as far as they are asked for."""
+    """An operation for each of the gradients of input and weight that ``args`` ask for."""
     grad, x, weight = args[0], args[1], args[2]
     transposed, groups, mask = bool(args[7]), int(args[9]), args[10]
     wanted = [bool(wanted) for wanted in mask[:2]]
@@ -152,7 +156,7 @@ def _convolution_gradients(args: Sequence[Any], dtype: str) -> tuple[Operation, 
     columns = [x.size(1) // groups, grad.size(1) // groups]
     if groups > 1 and groups == x.size(1):
         kind, columns = "depthwise_convolution", [0, 0]
-    # Each as the forward. (torch's own count has a grouped one's weight gradient too high.)
+    # Each has the FLOPs of the forward. (Torch's count is too high for a grouped weight gradient.)
     rows = x if transposed else grad
     each = 2 * rows.size(0) * math.prod(rows.shape[2:]) * weight.numel()
     nbytes = nbytes_of(grad, x, weight)  # each reads two of the three, and makes the third
@@ -168,7 +172,7 @@ def _product(
     args: Sequence[Any], inputs: Sequence[Tensor], outputs: Sequence[Tensor],
     flops: int, nbytes: int, dtype: str,
 ) -> Operation:  # fmt: skip
-    """A product of matrices; ``width`` are the columns of the result."""
+    """A matrix product; its width is the number of columns of the result."""
     sizes = {n for x in inputs if x.dim() >= 2 for n in x.shape[-2:]}
     uneven = dtype == "half" and any(n % _ALIGNMENT for n in sizes)
     width = outputs[0].size(-1) if outputs and outputs[0].dim() else 1

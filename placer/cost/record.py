@@ -1,7 +1,8 @@
 """Run a captured model once on fake tensors, and record what every node makes, saves and frees.
 
-The run is forward, a stand-in loss, backward. `placer.cost.storages` sees storages come and go; the
-saved-tensor hooks see who keeps them for backward; `placer.cost.owners` whose backward is running.
+The run consists of forward, a stand-in loss and backward. `placer.cost.storages` records when storages
+are made and freed, saved-tensor hooks report which node saves them for backward, and
+`placer.cost.attribution` reports which node's backward is running.
 """
 
 from __future__ import annotations
@@ -14,42 +15,35 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_leaves
 
+from placer.cost.attribution import BackwardAttribution
 from placer.cost.kernels import device_kernels
-from placer.cost.owners import BackwardOwners
 from placer.cost.storages import OUTSIDE, NodeTally, RecordedStorage, StorageRecorder
 from placer.errors import CaptureError, PlacerError
+from placer.operands import nbytes_of, tensors_of_tree
 from placer.program import result_tensors
+from placer.program.alias import NodeFailure
 from placer.program.fake_mode import detach_fake
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """A finished run: what was recorded, and each node's result size and readers.
+    """What was recorded in a run. Sequences have an entry per node, by position, and one for the loss.
 
-    ``saving`` are the nodes that saved anything for backward, be it only a weight.
+    ``saving`` are the positions of nodes that saved something for backward, if only a weight.
     """
 
     storages: tuple[RecordedStorage, ...]
     saving: frozenset[int]
     tallies: tuple[NodeTally, ...]
     output_nbytes: tuple[int, ...]
-    output_storages: tuple[tuple[RecordedStorage, ...], ...]  # what a node's result is held in
-
-
-class NodeFailed(Exception):
-    """The node of that name raised what this was raised from."""
-
-    def __init__(self, node: str) -> None:
-        super().__init__(node)
-        self.node = node
+    output_storages: tuple[tuple[RecordedStorage, ...], ...]  # the storages of each node's result
 
 
 def stand_in_loss(output: Any) -> Tensor:
-    """The sum of the mean squares of the floating-point tensors in ``output``, in place of a user's loss.
+    """A loss to use where the user's is not known: the sum of the mean squares of ``output``.
 
-    Of objects it reads what `result_tensors` finds. Its gradient has the size of the results, as usual.
+    It reads the floating-point tensors that `result_tensors` finds, so that each gets a gradient.
     """
     terms = [x.square().mean() for x in result_tensors(output) if x.is_floating_point()]
     return torch.stack([term.float() for term in terms]).sum() if terms else torch.zeros(())
@@ -69,14 +63,15 @@ def record_run(
     offloads: bool = False,
     visible: Callable[[Sequence[Any]], list[Any]] = list,
 ) -> Recording:
-    """Record one run of ``graph`` on ``inputs`` with the weights of ``model`` (all of them fake).
+    """Record one run of ``graph`` on ``inputs`` with the weights of ``model``; all tensors are fake.
 
-    A loss depends on the ``visible`` ones of the result's leaves, and the caller holds all of them.
-    Call it under the fake mode that the tensors belong to. ``run_context`` makes the context that
-    each node runs in (autocast, with ``half``); ``kernels`` are the device types, per node and of
-    the loss, whose kernels run ("" for none in particular). With ``offloads`` nothing is kept for
-    backward, as when all of it goes to the host at once, and no backward is run. Raises
-    ``NodeFailed``, and ``CaptureError`` when the backward fails.
+    Call it under the fake mode of the tensors. ``order`` gives the nodes' positions. ``run_context``
+    makes the context in which each node runs (autocast; ``half`` says that its type is half
+    precision). ``kernels`` are device types, per node and for the loss, whose kernels run: "cpu",
+    "cuda", or "" for CPU kernels without their workspaces. ``visible`` selects the leaves of the result
+    that the loss reads; the caller holds all leaves. With ``offloads`` nothing is kept for backward, as
+    when everything saved goes to the host at once, and no backward is run. Raises ``NodeFailure`` when
+    a node fails, and ``CaptureError`` when the backward fails.
     """
     recorder = StorageRecorder(kernels)
     for tensor in (*model.parameters(), *model.buffers(), *constants.values()):
@@ -108,12 +103,15 @@ def record_run(
 def _saving_hooks(
     recorder: StorageRecorder, *, keeps: bool
 ) -> torch.autograd.graph.saved_tensors_hooks:
-    """Tell the recorder what is saved for backward, and when it is read; ``keeps``: it stays live."""
+    """Hooks that tell the recorder what is saved for backward, and when backward reads it.
+
+    With ``keeps``, saved tensors stay alive on the device.
+    """
 
     def pack(tensor: Tensor) -> Tensor:
         if not recorder.backward:
             recorder.save(tensor)
-        # A result would refer to its own node, and would not be freed.
+        # Detached: a result that autograd saves would otherwise keep its own graph alive.
         return detach_fake(tensor) if keeps else tensor.new_empty(0)
 
     def unpack(tensor: Tensor) -> Tensor:
@@ -126,7 +124,7 @@ def _saving_hooks(
 
 
 class _Run:
-    """Runs a graph node by node, and tells the recorder which; holds no value longer than readers do."""
+    """Runs a graph node by node and tells the recorder which; frees a value after its last reader."""
 
     def __init__(
         self,
@@ -143,13 +141,13 @@ class _Run:
         self._model = model
         self._constants = constants
         self._recorder = recorder
-        self._owners = BackwardOwners(recorder)
+        self._attribution = BackwardAttribution(recorder)
         self._run_context = run_context
         self.output_nbytes = [0] * (len(order) + 1)
         self.output_storages: list[tuple[RecordedStorage, ...]] = [()] * (len(order) + 1)
 
     def forward(self, inputs: Sequence[Tensor]) -> list[Any]:
-        """Run every node; the leaves of the result."""
+        """Run every node. Returns the leaves of the result."""
         values: dict[str, Any] = {}
         leaves = iter(inputs)
         last_reader = last_readers(self._graph)
@@ -174,15 +172,16 @@ class _Run:
             except PlacerError:
                 raise
             except Exception as error:
-                raise NodeFailed(node.name) from error
+                raise NodeFailure(node) from error
         values[node.name] = result
-        self.output_nbytes[position] = _nbytes(result)
-        found = [self._recorder.storage(x) for x in tree_leaves(result) if isinstance(x, Tensor)]
+        tensors = tensors_of_tree(result)
+        self.output_nbytes[position] = nbytes_of(*tensors)
+        found = map(self._recorder.storage, tensors)
         self.output_storages[position] = tuple(s for s in found if s is not None)
-        self._owners.claim(result, position)
+        self._attribution.claim(result, position)
 
     def loss(self, leaves: Sequence[Any], under_loss: Sequence[Any]) -> Tensor:
-        """A loss over those leaves; the others go to the caller, who computes no loss from them."""
+        """A stand-in loss of the leaves ``under_loss``; the other tensors are used by the caller."""
         visible = {id(leaf) for leaf in under_loss}
         others = (x for x in leaves if isinstance(x, Tensor) and id(x) not in visible)
         for stored in map(self._recorder.storage, others):
@@ -191,19 +190,19 @@ class _Run:
         return stand_in_loss(under_loss)
 
     def end_forward(self, loss: Tensor) -> None:
-        """What is live now without having been saved is kept by the node that made it."""
-        self._owners.claim(loss, self._loss)
+        """Count a storage that is alive now, but that no hook reported, as saved by its maker."""
+        self._attribution.claim(loss, self._loss)
         for stored in self._recorder.storages:
             if stored.live and not stored.savers and stored.made_by != OUTSIDE:
                 stored.savers.add(stored.made_by)
                 self._recorder.saving.add(stored.made_by)
 
     def backward(self, loss: Tensor) -> None:
-        """Raises ``CaptureError`` when a result has no backward."""
+        """Run the backward of ``loss``. Raises ``CaptureError`` when it fails."""
         self._recorder.backward = True
         for parameter in self._model.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._owners.mark_gradient)
+                parameter.register_post_accumulate_grad_hook(self._attribution.mark_gradient)
         try:
             loss.backward()
         except Exception as error:
@@ -215,7 +214,7 @@ class _Run:
 
 
 def run_node(node: fx.Node, model: nn.Module, values: dict[str, Any], constants: Any) -> Any:
-    """What ``node`` computes from ``values`` with the weights of ``model``."""
+    """The result of ``node``, given the ``values`` of other nodes and the weights of ``model``."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n.name])
     if node.op == "get_attr":
         if node.name in constants:
@@ -231,7 +230,7 @@ def run_node(node: fx.Node, model: nn.Module, values: dict[str, Any], constants:
 
 
 def last_readers(graph: fx.Graph) -> dict[str, list[str]]:
-    """Node -> the values that nobody reads after it."""
+    """Node -> the values that no later node reads, its own among them if nothing reads it."""
     seen: set[str] = set()
     dying: dict[str, list[str]] = defaultdict(list)
     for node in reversed(list(graph.nodes)):
@@ -240,7 +239,3 @@ def last_readers(graph: fx.Graph) -> dict[str, list[str]]:
                 seen.add(source.name)
                 dying[node.name].append(source.name)
     return dying
-
-
-def _nbytes(value: Any) -> int:
-    return sum(x.numel() * x.element_size() for x in tree_leaves(value) if isinstance(x, Tensor))

@@ -1,4 +1,4 @@
-"""Costs of a model of which some regions are recomputed or offloaded."""
+"""Adjust a cost table for regions that are recomputed or offloaded."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from placer.timeline import pinned_nbytes
 
 
 def with_regions(costs: CostTable, keys: Sequence[RegionKey | None]) -> CostTable:
-    """``costs`` with ``keys`` per node: what is recomputed costs its forward again in backward.
+    """``costs`` with the region key of each node.
 
-    An offloaded value's bytes are put down to the first node of the region that saves it. How the
-    keys change what is held for backward depends on the stages: see `placer.partition.stage_cost`.
+    A recomputed node runs its forward again in backward. The bytes of an offloaded value are counted
+    at the first node of each region that saves it. How regions change the bytes that are held for
+    backward depends on the stages: see `placer.partition.stage_cost`.
     """
     if not any(keys):
         return costs

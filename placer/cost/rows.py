@@ -1,4 +1,4 @@
-"""The costs of a micro-batch of fewer rows, without a run of the model."""
+"""Scale a cost table to a micro-batch of fewer rows, without running the model again."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _SIZES = tuple(field.name for field in fields(NodeCost))
 
 
 def with_fewer_rows(costs: CostTable, share: float) -> CostTable:
-    """About the costs of a micro-batch with ``share`` of the rows of that of ``costs``.
+    """Estimate the costs of a micro-batch that has the fraction ``share`` of the rows of ``costs``.
 
-    All that a node makes shrinks with the rows, which what it makes of weights alone does not: the
-    result is at most what a run would say, but for rounding and values that do not depend on the batch.
+    All bytes and FLOPs are scaled, except values that are made from weights alone. So the result is
+    too low where other values do not depend on the batch size.
     """
 
     def shrink(nbytes: int) -> int:

@@ -1,6 +1,6 @@
-"""Every storage of a run: which node made it, who used and saved it, when it went.
+"""Record every storage of a run: which node made it, which used and saved it, and when it was freed.
 
-A dispatch mode sees every storage come, a weak reference sees it go.
+A dispatch mode sees when a storage is made; a weak reference reports when it is freed.
 """
 
 from __future__ import annotations
@@ -17,35 +17,38 @@ from placer._torch import DispatchMode
 from placer.cost.operations import Operation, operations_of
 from placer.cost.workspaces import cpu_result, workspace_nbytes
 from placer.errors import CaptureError
-from placer.operands import tensors_in
+from placer.operands import nbytes_of, tensors_in
 
 OUTSIDE = -1  # the position of what is made before the first node runs: inputs
 
 
 @dataclass(slots=True, eq=False)
 class RecordedStorage:
-    """One storage of the run: which node made it in which phase, who used, saved and freed it."""
+    """One storage of the run; nodes are given by position."""
 
     nbytes: int
     made_by: int
-    backward: bool
+    backward: bool  # made in backward
     users: set[int] = field(default_factory=set)
     savers: set[int] = field(default_factory=set)
-    saved_nbytes: list[tuple[int, int]] = field(default_factory=list)  # saver, of what it saved
-    freed_by: int | None = None  # node in whose backward it went; None: it did not, or in forward
+    saved_nbytes: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # (saver, bytes that it saved)
+    freed_by: int | None = None  # node in whose backward it was freed; None: not freed in backward
     parameter_gradient: bool = False
-    of_weight: bool = False  # it waits to be added to what a weight's other readers give
-    fixed: bool = False  # made of weights alone
+    of_weight: bool = False  # a gradient to be added to those of a weight's other readers
+    fixed: bool = False  # made from weights alone
     live: bool = True
-    sent: list[tuple[int, int, int]] = field(default_factory=list)  # parts: (from, to node, bytes)
-    sum_for: int | None = None  # a sum of such parts: the node that they were sent to
+    sent: list[tuple[int, int, int]] = field(default_factory=list)  # (from node, to node, bytes)
+    sum_for: int | None = None  # it is a sum of gradients that were all sent to this node
 
 
 @dataclass(slots=True)
 class NodeTally:
-    """Sums for one node over the run; ``events`` are the changes of live bytes in its backward.
+    """The operations of one node, and its live bytes.
 
-    An event of no bytes: what was saved for backward is read there.
+    ``events`` are the changes of live bytes in its backward, in order. An event of 0 bytes is a read
+    of what was saved for backward.
     """
 
     forward: list[Operation] = field(default_factory=list)
@@ -55,7 +58,7 @@ class NodeTally:
 
 
 class StorageRecorder(DispatchMode):
-    """Watches one run; ``position`` and ``backward`` say which node is running, and which way.
+    """Records the storages of one run. ``position`` and ``backward`` say which node runs, in which pass.
 
     ``kernels`` are the device types, per node, whose kernels run.
     """
@@ -65,14 +68,14 @@ class StorageRecorder(DispatchMode):
         self.tallies = [NodeTally() for _ in kernels]
         self._kernels = kernels
         self.storages: list[RecordedStorage] = []
-        self.saving: set[int] = set()  # nodes that save something for backward, or a weight
+        self.saving: set[int] = set()  # nodes that save something for backward, if only a weight
         self.position = OUTSIDE
         self.backward = False
         self._known: dict[int, tuple[weakref.ref[Any], RecordedStorage | None]] = {}
         self._own_live = 0
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator, and record what it reads, makes and holds."""
+        """Run an operator, and record the storages that it reads, makes and needs as workspace."""
         result = func(*args, **kwargs)
         on_cpu = self.position != OUTSIDE and self._kernels[self.position] == "cpu"
         if on_cpu:
@@ -99,14 +102,14 @@ class StorageRecorder(DispatchMode):
         return result
 
     def _add_workspace(self, nbytes: int) -> None:
-        """Record what the operation that has just run held inside its call."""
+        """Record the workspace of the operation that has just run."""
         if nbytes:
             made = RecordedStorage(nbytes, self.position, self.backward)
             self._event(made, nbytes)
             self._event(made, -nbytes)
 
     def _common_home(self, gradients: list[Tensor]) -> int | None:
-        """Where all of ``gradients`` were sent, unless to the running node, which then adds by itself."""
+        """The node, other than the running one, to which all of ``gradients`` were sent, or None."""
         homes = []
         for tensor in gradients:
             stored = self.storage(tensor)
@@ -120,16 +123,16 @@ class StorageRecorder(DispatchMode):
         return record is None or record.fixed
 
     def storage(self, tensor: Tensor) -> RecordedStorage | None:
-        """The record of the tensor's storage; None for weights and what is not recorded."""
+        """The record of the tensor's storage; None for weights and storages that are not recorded."""
         known = self._known.get(id(_key(tensor)))
         return known[1] if known is not None else None
 
     def ignore(self, tensor: Tensor) -> None:
-        """Leave the tensor's storage (a weight) out of the record."""
+        """Do not record the tensor's storage: it is a weight's."""
         self._remember(tensor, None)
 
     def add(self, tensor: Tensor) -> RecordedStorage:
-        """Record the tensor's storage as made now, by the running node."""
+        """Record that the running node has made the tensor's storage."""
         made = RecordedStorage(_key(tensor).nbytes(), self.position, self.backward)
         self.storages.append(made)
         self._remember(tensor, made)
@@ -164,7 +167,7 @@ class StorageRecorder(DispatchMode):
             tally.forward_transient = max(tally.forward_transient, self._own_live)
 
     def save(self, tensor: Tensor) -> None:
-        """Note that the running node saves ``tensor`` for backward."""
+        """Record that the running node saves ``tensor`` for backward."""
         self.saving.add(self.position)
         if self.position != OUTSIDE and id(_key(tensor)) not in self._known:
             self.add(tensor).fixed = True  # a constant that no operation made
@@ -172,15 +175,14 @@ class StorageRecorder(DispatchMode):
         if stored is not None:
             stored.users.add(self.position)
             stored.savers.add(self.position)
-            nbytes = tensor.numel() * tensor.element_size()
-            stored.saved_nbytes.append((self.position, min(nbytes, stored.nbytes)))
+            stored.saved_nbytes.append((self.position, min(nbytes_of(tensor), stored.nbytes)))
 
     def read(self, record: RecordedStorage) -> None:
-        """Note that the running node's backward reads what was saved."""
+        """Record that the running node's backward reads a saved storage."""
         self._event(record, 0)
 
     def start_node(self, position: int) -> None:
-        """Say that the node at ``position`` runs from now on."""
+        """The node at ``position`` runs from now on."""
         self.position = position
         self._own_live = 0
 

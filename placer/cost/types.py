@@ -1,4 +1,4 @@
-"""What every node of a captured model costs: bytes, FLOPs, and how long its values live."""
+"""The cost table of a program: bytes, FLOPs, and lifetimes of values, per node."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from placer.regions.types import RegionKey
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredValue:
-    """One storage that forward made (or received), and who needs it; positions are node positions.
+    """One storage that forward made or received, and the nodes that need it, by position.
 
-    ``producer`` is -1 for the model's inputs. ``savers`` are the nodes whose backward needs it.
-    ``fixed``: made of weights alone (autocast's copies of them), so that its bytes do not depend on
-    the rows of a micro-batch. ``parts``: nodes that save only a part of it, and the part's bytes.
+    ``producer`` is the node that made it, -1 for the model's inputs. ``users`` read it in forward;
+    ``savers`` need it in backward. ``fixed``: made from weights alone (autocast's copies of them), so
+    that its bytes do not depend on the rows of a micro-batch. ``parts``: nodes that save only a part
+    of it, with the bytes of the part.
     """
 
     nbytes: int
@@ -27,14 +28,15 @@ class StoredValue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingGradient:
-    """A gradient that the backward of node ``source`` made and that of node ``target`` consumes.
+    """A gradient that the backward of node ``source`` makes and the backward of ``target`` consumes.
 
-    It belongs to the result of node ``home``: the target itself, or where the gradients of several
-    readers add up, ``target`` being the last of them. It may be a view of more than is needed (the
-    part of a concatenation): when the backward of ``sender`` hands it over to another stage,
-    ``surplus`` bytes of ``nbytes`` stay behind. ``earlier`` are the other parts that ``sender``
-    hands on: the nodes that consume them before ``target`` does, and their bytes. ``of_weight``: it
-    is part of the gradient of a weight that several nodes read, and not of an activation.
+    It is the gradient of the result of node ``home``. That is the target, unless gradients of several
+    readers of one result are added up; then ``target`` is the last of these readers. The storage may
+    hold more than the target needs (the gradient of a concatenation): when the backward of ``sender``
+    passes the gradient to another stage, ``surplus`` of its ``nbytes`` stay behind. ``earlier`` are
+    the other parts that ``sender`` passes on, as (the node that consumes the part before ``target``
+    does, bytes). ``of_weight``: it is part of the gradient of a weight that several nodes read, and
+    not of an activation.
     """
 
     nbytes: int
@@ -49,10 +51,11 @@ class PendingGradient:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddedGradient:
-    """Bytes that the backward of ``node`` needs on top in the stage that has ``home`` as well.
+    """Additional bytes that the backward of ``node`` needs if ``home`` is in the same stage.
 
-    Where several nodes read the result of ``home``, their gradients are added up on its device.
-    ``waiting`` of the bytes are there before the sum is made: what ``node`` saved is let go between.
+    If several nodes read the result of ``home``, their gradients are added up on the device of
+    ``home``. ``waiting`` of the ``nbytes`` are needed before the sum is computed; the tensors that
+    ``node`` saved are freed in between.
     """
 
     node: int
@@ -63,25 +66,31 @@ class AddedGradient:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCost:
-    """One node for one micro-batch; bytes are live bytes, traffic is bytes read and written."""
+    """Costs of one node for one micro-batch.
+
+    Traffic is bytes read and written. ``forward_transient`` is the most bytes alive at a time, of
+    those that the node makes, while it runs forward. ``backward_transient`` is the most bytes alive
+    at a time in its backward: gradients that it receives and makes, and what only it saved. With
+    ``_offloaded``: the same if what it saves goes to the host at once, and is fetched when it is read.
+    """
 
     forward_flops: int = 0
     backward_flops: int = 0
     forward_traffic: int = 0
     backward_traffic: int = 0
-    forward_transient: int = 0  # most bytes that it made and that were live while it ran forward
-    forward_sending: int = 0  # the same if what it saves goes to the host at once
-    backward_transient: int = 0  # the same in its backward, with what came in and its own savings
-    backward_fetching: int = 0  # the same if what it saved waits on the host until it is read
-    backward_incoming: int = 0  # of backward_transient, the gradients that came in
-    output_nbytes: int = 0  # what crosses if its result is needed elsewhere
-    host_nbytes: int = 0  # what is offloaded on its account: out in forward, back in backward
-    host_pinned_nbytes: int = 0  # what that takes of the host in pinned memory
+    forward_transient: int = 0
+    forward_transient_offloaded: int = 0
+    backward_transient: int = 0
+    backward_transient_offloaded: int = 0
+    backward_incoming: int = 0  # the gradients that it receives; part of backward_transient
+    output_nbytes: int = 0  # bytes of its result: what is sent if another stage reads it
+    host_nbytes: int = 0  # bytes that it offloads: copied out in forward, and back in backward
+    host_pinned_nbytes: int = 0  # bytes of pinned host memory that this takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateTensor:
-    """A parameter or buffer of the model, once, also where several names stand for it (tied weights)."""
+    """A parameter or buffer of the model. A tied one appears once, under its first name."""
 
     name: str
     nbytes: int
@@ -92,25 +101,27 @@ class StateTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostTable:
-    """The costs of all nodes for one micro-batch of one replica; owns no placement.
+    """The costs of all nodes for one micro-batch of one replica, whatever stage they are on.
 
-    Nodes are numbered by their position in ``names``, the program's order; position ``len(names)``
-    stands for the loss, which is computed where the results are.
+    Nodes are numbered by their position in ``names``, the program's order. Position ``len(names)`` is
+    the loss, which is computed on the last stage.
     """
 
     names: tuple[str, ...]
     nodes: tuple[NodeCost, ...]  # one longer than names: the loss
     values: tuple[StoredValue, ...]
-    results: tuple[tuple[int, ...], ...]  # per node: which of the values its result is held in
+    results: tuple[tuple[int, ...], ...]  # per node: indices of the values that store its result
     gradients: tuple[PendingGradient, ...]
     added: tuple[AddedGradient, ...]
     readers: tuple[tuple[int, ...], ...]  # per node: positions of the nodes that read its result
     input_readers: tuple[tuple[int, ...], ...]  # per tensor input of the model
     input_nbytes: tuple[int, ...]
     state: tuple[StateTensor, ...]
-    saving: frozenset[int]  # nodes whose backward needs something saved, be it only a weight
-    work: Work  # what the nodes run, for their seconds
-    keys: tuple[RegionKey | None, ...] = ()  # per node; (): every saved activation is kept
+    saving: frozenset[int]  # nodes that save something for backward, if only a weight
+    work: Work  # the operations of the nodes, from which seconds are computed
+    keys: tuple[
+        RegionKey | None, ...
+    ] = ()  # region of each node; (): all saved activations are kept
 
     @property
     def trained_nbytes(self) -> int:

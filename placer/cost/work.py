@@ -1,4 +1,4 @@
-"""What all nodes of a model run on a device, as arrays: seconds on any kind of device in one go."""
+"""The operations of all nodes as arrays, to compute the seconds of each node on any kind of device."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _KEYS = tuple(_CODES)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PassSeconds:
-    """Seconds per node of one pass: on the device, and on the host that launches it.
+    """Seconds per node of one pass: on the device, and on the host that launches the kernels.
 
-    The two overlap: what a process runs on a device takes the longer of both sums.
+    The two overlap: the nodes that a process runs on a device take the longer of the two sums.
     """
 
     device: Vector
@@ -35,17 +35,14 @@ class PassSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seconds:
-    """`PassSeconds` of every node, forward and backward; the loss is the last node."""
+    """Seconds of every node in forward and in backward; the last entry is the loss."""
 
     forward: PassSeconds
     backward: PassSeconds
 
 
 class Work:
-    """The operations of every node, forward and backward; the loss is the last node.
-
-    ``again`` are the nodes that run their forward a second time in backward.
-    """
+    """The operations of every node in forward and in backward; the last entry is the loss."""
 
     def __init__(
         self,
@@ -55,11 +52,11 @@ class Work:
     ) -> None:
         self._names = (*names, "loss")
         self._passes = (_Pass.of(forward), _Pass.of(backward))
-        self._again: tuple[int, ...] = ()
+        self._again: tuple[int, ...] = ()  # nodes that run their forward again in backward
         self._known: dict[DeviceKind, Seconds] = {}
 
     def seconds(self, kind: DeviceKind) -> Seconds:
-        """Seconds of every node on a device of that kind; as measured where it has a profile."""
+        """Seconds of every node on a device of that kind; measured ones where its profile has them."""
         if kind not in self._known:
             found = [p.seconds(kind.rates, len(self._names)) for p in self._passes]
             if kind.profile is not None:
@@ -75,7 +72,10 @@ class Work:
     def _measured(
         self, estimate: PassSeconds, measured: Mapping[str, tuple[float, float]]
     ) -> PassSeconds:
-        """``estimate`` with what a profile has: its seconds, scaled as the estimates of the node are."""
+        """Replace estimates by a profile's measurements, name -> (measured, estimated then).
+
+        A measurement is scaled by the ratio of the present estimate to the one at the measurement.
+        """
         device, host = estimate.device.copy(), estimate.host.copy()
         for i, name in enumerate(self._names):
             if name in measured:
@@ -85,18 +85,18 @@ class Work:
         return PassSeconds(device=device, host=host)
 
     def operations(self) -> dict[str, list[tuple[int, Operation]]]:
-        """Per pass the operations with their nodes' positions, for those who fit rates to them."""
+        """Per pass, (position of the node, operation) for all operations, to fit rates to them."""
         return {
             way: list(p.operations())
             for way, p in zip(("forward", "backward"), self._passes, strict=True)
         }
 
     def with_repeated(self, nodes: Sequence[int]) -> Work:
-        """The same where the forward of ``nodes`` is run again in backward."""
+        """A copy in which ``nodes`` run their forward again in backward."""
         return self._copy(self._passes, tuple(nodes))
 
     def with_share(self, share: float) -> Work:
-        """The same for a micro-batch of that share of the rows."""
+        """A copy for a micro-batch with the fraction ``share`` of the rows."""
         shrunk = (self._passes[0].with_share(share), self._passes[1].with_share(share))
         return self._copy(shrunk, self._again)
 
@@ -108,7 +108,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Pass:
-    """One array per column of `Operation`, and the node of each."""
+    """The operations of one pass: an array per field of `Operation`, and the position of the node."""
 
     node: NDArray[np.int64]
     code: NDArray[np.int64]
@@ -139,7 +139,7 @@ class _Pass:
         ]
 
     def seconds(self, rates: Rates, count: int) -> PassSeconds:
-        """`Rate.seconds` of all operations at once, added up by node."""
+        """The formula of `placer.rates.Rate.seconds` for all operations at once, summed by node."""
         rows = [[getattr(rates[key], field) for field in RATE_FIELDS] for key in _KEYS]
         columns = np.array(rows, dtype=np.float64).T[:, self.code]
         at = dict(zip(RATE_FIELDS, columns, strict=True))
@@ -158,7 +158,7 @@ class _Pass:
 
 
 def _quotient(amount: Vector, rate: Vector) -> Vector:
-    """Seconds for ``amount``; none where there is no rate."""
+    """``amount / rate``; 0 where the rate is 0."""
     return np.divide(amount, rate, out=np.zeros_like(amount), where=rate > 0)
 
 

@@ -1,13 +1,13 @@
-"""What CPU kernels allocate where no dry run sees it: inside one call, or of a size that oneDNN chooses.
+"""Workspaces of CPU kernels: memory that they allocate and free within one call.
 
-A dispatch mode sees what goes into an operator and what comes out. Some of ATen's CPU kernels take
-memory besides and give it back before they return; the sums below are what they hold at the worst
-moment beyond arguments and results. Each names the file under ``aten/src/ATen/native`` that
-allocates; they were checked against the allocator's events with torch 2.15 (tests/cost), and leave
-out what is as small as a row of weights or a table of indices. CUDA's kernels allocate none of this.
+A dispatch mode sees the arguments and results of an operator, but not this memory. Each formula below
+gives the most bytes that a kernel of ATen holds at a time beyond arguments and results, and names the
+file under ``aten/src/ATen/native`` that allocates them. The formulas were checked against the
+allocator's events with torch 2.15 (tests/cost); they leave out allocations as small as a row of weights
+or a table of indices. CUDA's kernels allocate none of this.
 
-What oneDNN takes inside a convolution, a matrix product in half precision or an LSTM depends on the
-processor's instructions and is not counted. What its LSTM keeps for backward is (`cpu_result`).
+Memory that oneDNN takes inside a convolution, a matrix product in half precision or an LSTM depends on
+the processor's instructions and is not counted. What its LSTM keeps for backward is (`cpu_result`).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _LINE = 64  # bytes; oneDNN pads rows to cache lines
 
 
 def workspace_nbytes(op: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
-    """Bytes that ``op`` on the CPU holds inside its call beyond arguments and ``result``.
+    """The most bytes that ``op`` on the CPU holds during its call, beyond arguments and ``result``.
 
     >>> x = torch.ones(2, 3, 4, dtype=torch.bfloat16)
-    >>> workspace_nbytes(aten.mean.default, (x,), {}, x.mean())  # in fp32, and the sum
+    >>> workspace_nbytes(aten.mean.default, (x,), {}, x.mean())  # a copy of x and the sum, in fp32
     100
     >>> workspace_nbytes(aten.relu.default, (x,), {}, x)
     0
@@ -44,11 +44,11 @@ def workspace_nbytes(op: Any, args: Sequence[Any], kwargs: dict[str, Any], resul
 
 
 def cpu_result(op: Any, args: Sequence[Any], result: Any) -> Any:
-    """The ``result`` of ``op`` on fake tensors as the CPU's kernel makes it.
+    """Correct the ``result`` of ``op`` where torch's fake kernel differs from the CPU's kernel.
 
-    In torch's functions for tensors without data, the workspace that an LSTM keeps has no bytes, and
-    a group norm of half precision with weights in fp32 gives gradients in fp32. Real results are
-    left alone.
+    In the fake kernels, the workspace that an LSTM keeps for backward has no bytes, and a group norm
+    in half precision with weights in fp32 returns gradients in fp32. Real results are returned as
+    they are.
     """
     if op is aten.mkldnn_rnn_layer.default and isinstance(result[3], FakeTensor):
         x, hidden_size, train = args[0], args[10], args[15]
@@ -60,11 +60,11 @@ def cpu_result(op: Any, args: Sequence[Any], result: Any) -> Any:
 
 
 def lstm_workspace_nbytes(x: Tensor, hidden_size: int) -> int:
-    """Bytes that one layer of oneDNN's LSTM in one direction keeps of ``x`` (steps, rows, features).
+    """Bytes that one layer of oneDNN's LSTM, in one direction, keeps for the backward of ``x``.
 
-    ``set_workspace_sizes`` in oneDNN's ``src/cpu/rnn/rnn_utils.hpp``: states, cell states and their
-    gradients of the layer and its input at every step, gates and outputs. Checked with oneDNN 3
-    on AVX-512, fp32 and bf16.
+    ``x`` is (steps, rows, features). Source: ``set_workspace_sizes`` in oneDNN's
+    ``src/cpu/rnn/rnn_utils.hpp``: states, cell states and their gradients of the layer and its input at
+    every step, gates and outputs. Checked with oneDNN 3 on AVX-512, in fp32 and bf16.
     """
     steps, rows, features = x.shape
     size, widest = x.element_size(), max(features, hidden_size)
@@ -90,12 +90,12 @@ def _padded_row(elements: int, size: int) -> int:
 
 
 def _copies(*tensors: Tensor) -> int:
-    """Bytes of the contiguous copies of those that are not."""
+    """Bytes of contiguous copies of those tensors that are not contiguous."""
     return sum(nbytes_of(t) for t in tensors if not t.is_contiguous())
 
 
 def _memory_format(x: Tensor) -> torch.memory_format | None:
-    """Dense in which order of dimensions, if in any."""
+    """The memory format in which ``x`` is dense, or None."""
     if x.is_contiguous():
         return torch.contiguous_format
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
@@ -103,29 +103,29 @@ def _memory_format(x: Tensor) -> torch.memory_format | None:
 
 
 def _batch_norm_backward(result: Any, grad: Tensor, x: Tensor, *others: Any, **_: Any) -> int:
-    """Normalization.cpp: the input's gradient is made a second time before the first is let go."""
+    """Normalization.cpp: the input's gradient is allocated a second time before the first is freed."""
     dense = _memory_format(x)
     wanted = others[-1][0]
     return nbytes_of(x) if wanted and dense is not None and dense == _memory_format(grad) else 0
 
 
 def _skew_input(result: Any, x: Tensor, *_: Any, **__: Any) -> int:
-    """layer_norm.cpp, SoftMax.cpp: a contiguous copy"""
+    """layer_norm.cpp, SoftMax.cpp: a contiguous copy of the input."""
     return _copies(x)
 
 
 def _skew_inputs(result: Any, grad: Tensor, saved: Tensor, *_: Any, **__: Any) -> int:
-    """Their backwards (cpu/layer_norm_kernel.cpp, too): of the gradient and of what was saved"""
+    """The same files, and cpu/layer_norm_kernel.cpp: contiguous copies of gradient and saved tensor."""
     return _copies(grad, saved)
 
 
 def _mean(result: Tensor, x: Tensor, *_: Any, **__: Any) -> int:
-    """ReduceOps.cpp: a mean in half precision is of a copy in fp32, and its sum is one."""
+    """ReduceOps.cpp: for a mean in half precision, a copy of the input and the sum, both in fp32."""
     return _in_fp32(x, result) if result.dtype in _HALF else _cast(x, result)
 
 
 def _sum(result: Tensor, x: Tensor, dims: Any = None, *_: Any, **__: Any) -> int:
-    """ReduceOps.cpp (``should_use_acc_buffer``): the same where rows and columns are summed up."""
+    """ReduceOps.cpp (``should_use_acc_buffer``): the same if the sum is along more than one stride."""
     if result.dtype in _HALF and x.dtype in _HALF and _strides_summed(x, dims or ()) > 1:
         return _in_fp32(x, result)
     return _cast(x, result)
@@ -140,7 +140,7 @@ def _cast(x: Tensor, result: Tensor) -> int:
 
 
 def _strides_summed(x: Tensor, dims: Sequence[int]) -> int:
-    """Along how many strides a kernel sums up: dimensions that lie one in the other are one."""
+    """The number of strides along which a kernel sums; adjacent dimensions in memory count once."""
     chosen = [d for d in dims if x.size(d) > 1]
     steps = sorted((x.stride(d), x.size(d)) for d in chosen)
     joined = sum(a * n == b for (a, n), (b, _) in itertools.pairwise(steps))
@@ -148,12 +148,12 @@ def _strides_summed(x: Tensor, dims: Sequence[int]) -> int:
 
 
 def _logsumexp(result: Tensor, x: Tensor, *_: Any, **__: Any) -> int:
-    """ReduceOps.cpp: the exponentials, and the maxima"""
+    """ReduceOps.cpp: the exponentials and the maxima."""
     return nbytes_of(x, result)
 
 
 def _binary(result: Tensor, x: Any, y: Any, *_: Any, **__: Any) -> int:
-    """TensorIterator.cpp: operands are cast to the common type before the kernel runs, the result after."""
+    """TensorIterator.cpp: copies of the operands, and of the result, in the common type."""
     operands = [t for t in (x, y) if isinstance(t, Tensor)]
     common = torch.promote_types(result.dtype, torch.result_type(x, y))
     return sum(t.numel() * common.itemsize for t in (*operands, result) if t.dtype != common)
@@ -164,14 +164,14 @@ def _where(result: Tensor, _: Tensor, x: Tensor, y: Tensor, **__: Any) -> int:
 
 
 def _safe_softmax(result: Tensor, x: Tensor, dim: int, *_: Any, **__: Any) -> int:
-    """transformers/attention.cpp: what is masked, as booleans, and which rows are so wholly."""
+    """transformers/attention.cpp: booleans for masked elements and for rows that are masked entirely."""
     return x.numel() + x.numel() // max(1, x.size(dim))
 
 
 def _attention(
     result: Any, query: Tensor, key: Tensor, value: Tensor, *others: Any, **_: Any
 ) -> int:
-    """transformers/attention.cpp: the projection and its three parts; then those and the scores."""
+    """transformers/attention.cpp: first the projection and its three parts, then the parts and the scores."""
     heads = others[1]
     parts = 3 * nbytes_of(query)
     scores: int = query.size(0) * heads * query.size(1) * key.size(1) * query.element_size()
@@ -179,13 +179,13 @@ def _attention(
 
 
 def _upsample_nearest(result: Tensor, x: Tensor, *_: Any, **__: Any) -> int:
-    """cpu/UpSampleKernel.cpp: a small image is upsampled in channels-last copies of both."""
+    """cpu/UpSampleKernel.cpp: for a small image, channels-last copies of input and result."""
     small = result.size(-1) + result.size(-2) <= _SMALL_IMAGE
     return _channels_last_copies(x, result) if small else 0
 
 
 def _upsample_bilinear(result: Tensor, x: Tensor, *_: Any, **__: Any) -> int:
-    """cpu/UpSampleKernel.cpp: and so is one of three channels."""
+    """cpu/UpSampleKernel.cpp: the same, and for an image of three channels."""
     colours = x.size(1) == 3
     return _channels_last_copies(x, result) if colours else _upsample_nearest(result, x)
 

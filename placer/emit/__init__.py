@@ -1,4 +1,4 @@
-"""Code and weights of stages: a Python function for each, and a copy of the model on its devices."""
+"""Generate a Python function for each stage of a plan, and put a copy of the weights on its devices."""
 
 from placer.emit.lines import node_lines
 from placer.emit.materialize import materialize

@@ -1,7 +1,6 @@
-"""Code generation for functions that take their inputs in a list, and empty it.
+"""Generate functions that take their inputs in a list and clear it: PyTorch's "boxed" convention.
 
-With plain arguments the caller's frame would keep every input alive until the function returns.
-Lists of inputs that are emptied are what PyTorch calls boxed calls.
+With plain arguments, the caller's frame would keep every input alive until the function returns.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from torch.fx.graph import CodeGen
 class BoxedCodeGen(CodeGen):
     """Writes ``def forward(self, device, boxed_inputs)``.
 
-    The first placeholder of the graph is ``device``; a second one with the name ``tree`` is
-    ``self``; all others are in the list.
+    The graph's first placeholder is the device. If the second one is named ``tree``, it gets the value
+    of ``self``. All others are in the list.
     """
 
     def __init__(self, tree: str) -> None:

@@ -21,11 +21,12 @@ def initialize_module(
     initialize: Callable[[nn.Module], None] | None,
     seed: int,
 ) -> None:
-    """Initialise the ``missing`` parameters and buffers of ``model``, which are on ``meta``, in place.
+    """Replace the ``missing`` parameters and buffers of ``model``, which are on ``meta``, by initial values.
 
-    Each module that has some of them is initialised on the CPU, with a random seed made of ``seed``
-    and its path, and moved to its devices before the next one. The state of the global random number
-    generator is restored. Raises ``PlacerError`` naming every module that has no initialiser.
+    Modules are initialised one at a time on the CPU, by ``initialize`` or their
+    ``reset_parameters()``, with a random seed made of ``seed`` and the module's path; the values are
+    then moved to ``device_of[name]``. The state of the global random number generator is restored.
+    Raises ``PlacerError`` naming every module that cannot be initialised.
     """
     owners: dict[str, list[str]] = {}
     for name in missing:
@@ -43,9 +44,8 @@ def initialize_module(
             f"these modules have no reset_parameters():\n    {listed}",
             "pass weights=… (a checkpoint file) or initialize=… (a function of one module)",
         )
-    made: dict[
-        int, tuple[Tensor, Tensor]
-    ] = {}  # id of the old tensor, which stays alive -> old and new
+    # id of an old tensor -> the old one, which keeps the id valid, and the new one
+    made: dict[int, tuple[Tensor, Tensor]] = {}
     with torch.random.fork_rng(devices=[]):
         for path, leaves in owners.items():
             torch.manual_seed(seed + zlib.crc32(path.encode()))
@@ -87,12 +87,12 @@ def _initialized(
 
 
 def _empty(tensor: Tensor) -> Tensor:
-    """Zeros on the CPU for a tensor on meta, the tensor itself if it has data."""
+    """Zeros on the CPU for a tensor on meta; a tensor with data on the CPU."""
     return torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.detach().cpu()
 
 
 def tensor_like(original: Tensor, data: Tensor) -> Tensor:
-    """``data`` as a parameter, with the attributes of ``original``, if that is one; else as a tensor."""
+    """``data`` as a parameter with the attributes of ``original`` if that is one, else as a tensor."""
     if isinstance(original, nn.Parameter):
         made = nn.Parameter(data, requires_grad=original.requires_grad)
         made.__dict__.update(original.__dict__)
@@ -101,7 +101,7 @@ def tensor_like(original: Tensor, data: Tensor) -> Tensor:
 
 
 def _replace(model: nn.Module, made: Mapping[int, tuple[Tensor, Tensor]]) -> None:
-    """Put every new tensor wherever the old one was: tied parameters have several names."""
+    """Replace each old tensor by the new one under all of its names: it may be tied."""
     for module in model.modules():
         tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for table in tables:

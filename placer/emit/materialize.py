@@ -1,4 +1,4 @@
-"""A copy of a model with its parameters and buffers on the devices of a plan, made one at a time."""
+"""Copy a model with its parameters and buffers to the devices of a plan, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ def materialize(
 ) -> nn.Module:
     """A copy of ``model`` whose parameters and buffers are on ``device_of[name]``.
 
-    The caller's model is not changed. With ``weights`` (a safetensors file, or one of ``torch.save``,
-    which is memory-mapped) every parameter and buffer is read from the file. Otherwise tensors with
-    data are copied, and modules with tensors on ``meta`` are initialised: by ``initialize(module)`` if
-    given, else by their ``reset_parameters``, on the CPU, one at a time, each with a seed made of its
-    path, so that all placements start from the same weights. Tied parameters stay tied. ``only`` are
-    the names to make (of tied ones the first); all others stay on ``meta``. Raises ``PlacerError``
-    that lists every parameter that cannot be made or does not match the file.
+    The caller's model is not changed. With ``weights`` (a safetensors file, or a file of
+    ``torch.save``, which is memory-mapped), every parameter and buffer is read from the file. Without,
+    tensors with data are copied, and modules with tensors on ``meta`` are initialised on the CPU, one
+    at a time: by ``initialize(module)`` if given, else by their ``reset_parameters``. Each module's
+    random seed is made of ``seed`` and its path, so that all placements start from the same weights.
+    Tied parameters stay tied. ``only`` are the names of the tensors to make (the first name of tied
+    ones); all others are on ``meta``. Raises ``PlacerError`` that lists every parameter that cannot be
+    made or does not match the file.
     """
     wanted = set(device_of) if only is None else set(only)
     if weights is not None:
@@ -108,7 +109,7 @@ def _read(
         more = f"\n    … and {len(problems) - 20} more" if len(problems) > 20 else ""
         raise PlacerError(
             f"weights {path}",
-            f"the file does not go with the model:\n    {shown}{more}",
+            f"the file does not match the model:\n    {shown}{more}",
             "give a state_dict of this model, saved with safetensors or torch.save",
         )
     return placed

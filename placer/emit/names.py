@@ -1,7 +1,7 @@
-"""Names of layers and keywords that are no Python identifiers, kept out of generated code.
+"""Keep names of layers and keywords that are no Python identifiers out of generated code.
 
-A layer may be called ``class``, or have quotes and newlines in its name. Such names are attributes of
-function objects that the generated code calls; they are never part of its text.
+A layer may be called ``class``, or have quotes and newlines in its name. The generated code calls
+objects that hold such names; the names are never part of its text.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ def is_plain(name: str) -> bool:
 
 
 def is_plain_path(path: str) -> bool:
-    """Can fx write ``path`` (names with dots between them)? It puts numbers in quotes."""
+    """Can fx write ``path``, names separated by dots? Numbers are allowed: fx puts them in quotes."""
     return all(is_plain(p) or (p.isascii() and p.isdecimal()) for p in path.split("."))
 
 
 class ReadPath:
-    """A function of a module: its submodule, parameter or buffer at ``path``."""
+    """A function that returns the submodule, parameter or buffer of a module at ``path``."""
 
     def __init__(self, path: str) -> None:
         self._parts = path.split(".")
@@ -36,7 +36,7 @@ class ReadPath:
 
 
 class WithKeywords:
-    """``function`` with its last arguments given by these keywords."""
+    """Calls ``function`` with its last arguments passed by these keywords."""
 
     def __init__(self, function: Callable[..., Any], keywords: Iterable[str]) -> None:
         self._function = function

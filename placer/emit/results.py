@@ -1,4 +1,4 @@
-"""Which results of a model depend on the batch, and so have a part for every micro-batch."""
+"""Find the results of a model that depend on the batch, and so have a part per micro-batch."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _BATCH = ("batch",)
 def find_batched_results(program: Program, result: Sequence[tuple[str, Any]]) -> tuple[bool, ...]:
     """Per entry of the model's ``result``: does it depend on an input that has a batch dimension?
 
-    Dependencies go along the inputs of nodes, along memory that nodes share (one may write what
-    another reads), and through parameters and buffers that one node writes and another reads. What
-    does not depend on the batch, such as a table of positions, is the same for every micro-batch.
+    A node depends on its inputs, on nodes that share memory with it, and on nodes that write the
+    parameters and buffers that it reads. A result that does not depend on the batch, such as a table
+    of positions, is the same for every micro-batch.
     """
     flow: nx.DiGraph[Any] = nx.DiGraph()
     placeholders = [node.name for node in program.graph.nodes if node.op == "placeholder"]
@@ -26,7 +26,7 @@ def find_batched_results(program: Program, result: Sequence[tuple[str, Any]]) ->
             flow.add_edge(_BATCH, name)
     for node in program.graph.nodes:
         flow.add_edges_from((source.name, node.name) for source in node.all_input_nodes)
-    for group in program.together:
+    for group in program.colocated:
         nx.add_cycle(flow, group)
     for node, written in program.mutated_state_of.items():
         flow.add_edges_from((node, ("state", name)) for name in written)

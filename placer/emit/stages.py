@@ -1,4 +1,4 @@
-"""A function for each stage of a plan, generated from the captured graph."""
+"""Generate a Python function for each stage of a plan from the captured graph."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def emit_stages(
     stage_nodes: Iterable[Iterable[str]],
     stage_regions: Sequence[Sequence[Region]],
 ) -> StagedModel:
-    """Code for each stage: ``stage_nodes`` are the names of its nodes, ``stage_regions`` its regions.
+    """Code for all stages; ``stage_nodes`` has the names of each stage's nodes, in order.
 
-    A stage runs its nodes in the order given, on which its peak memory depends. A value that a later
+    A stage runs its nodes in the given order, on which its peak memory depends. A value that a later
     stage reads is an output of its stage and an input of every stage that reads it. The last stage
-    returns the model's results, those of earlier stages included, so that all are on one device.
-    Raises ``PlanError`` where a node comes before one that it reads.
+    returns all results of the model, so that they are on one device. Raises ``PlanError`` if a node
+    comes before one that it reads.
     """
     stages_of_plan = [list(names) for names in stage_nodes]
     stage_of = {name: s for s, names in enumerate(stages_of_plan) for name in names}
@@ -108,7 +108,7 @@ def _result(graph: fx.Graph) -> tuple[tuple[str, Any], ...]:
 def _owners(program: Program, stage_of: Mapping[str, int]) -> dict[str, int]:
     """Parameter or buffer -> the first stage that reads it, or 0 if none does.
 
-    Tied parameters (one tensor with several names) have one owner.
+    All names of a tied parameter have the same stage.
     """
     first_of = first_names(program.model)
     owner: dict[str, int] = {}
@@ -153,7 +153,7 @@ def _emit_stage(
 def _split_at_regions(
     own: list[fx.Node], regions: Sequence[Region]
 ) -> Iterator[tuple[list[fx.Node], Region | None]]:
-    """The stage's nodes in runs: each region with its nodes, and the nodes between regions with None."""
+    """Split the stage's nodes: (nodes, region) for each region, (nodes, None) between regions."""
     starts = {region.first: region for region in regions}
     part: list[fx.Node] = []
     current: Region | None = None
@@ -223,7 +223,7 @@ def _is_plain(node: fx.Node) -> bool:
 def _copy_without_names(
     graph: fx.Graph, node: fx.Node, values: Mapping[str, fx.Node], tree: fx.Node
 ) -> fx.Node:
-    """A copy of ``node`` in ``graph`` that computes the same without its names in the source text."""
+    """A copy of ``node`` in ``graph`` whose names of layers and keywords are not in the source text."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n.name])
     if node.op == "get_attr":
         return graph.create_node(
@@ -241,7 +241,7 @@ def _copy_without_names(
 
 
 def _follow_stage_device(node: fx.Node, copied: fx.Node, device: fx.Node) -> fx.Node:
-    """Replace devices by the stage's: results of ``x.device``, and constants recorded as arguments."""
+    """Replace results of ``x.device``, and devices among the arguments, by the stage's device."""
     if node.op == "call_function" and node.target is getattr and node.args[1:2] == ("device",):
         return device
     if node.op in ("call_function", "call_method"):

@@ -1,4 +1,4 @@
-"""A model as one function per stage, without weights and devices, and what passes between them."""
+"""The generated code of a model: a function per stage, and the values that pass between stages."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ class SegmentCode:
 
     ``tree`` is any object with the model's submodules at their original paths. ``device`` replaces
     every device that was recorded as a constant (``torch.zeros(3, device=...)``). ``inputs`` is a
-    list, which the function empties. Values have the names of the nodes that compute them.
+    list, which the function clears. Values have the names of the nodes that compute them.
     ``recompute`` and ``offload`` say what is done with the activations that autograd saves
-    (`placer.regions.RegionKey`); with neither, they are kept on the device. ``overlapped``: what is
-    offloaded is copied beside the kernels.
+    (`placer.regions.RegionKey`); with neither, they are kept on the device. ``overlapped``: offloaded
+    tensors are copied while kernels run.
     """
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     released: frozenset[str]  # inputs that nothing in the stage needs afterwards
     modules: tuple[str, ...]  # paths of the modules that it calls
-    attributes: tuple[str, ...]  # paths of the parameters and buffers that it reads itself
+    attributes: tuple[str, ...]  # paths of parameters and buffers that it reads outside of modules
     written: tuple[str, ...]  # names of the parameters and buffers that it writes
     recompute: bool
     offload: bool
     overlapped: bool
     forward: Callable[..., tuple[Any, ...]]
-    source: str  # the generated Python, for people
+    source: str  # the generated Python code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCode:
-    """One stage: segments that run one after the other, most often a single one."""
+    """One stage: a sequence of segments, most often a single one."""
 
     index: int
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     modules: tuple[str, ...]  # paths of the modules that it calls
-    attributes: tuple[str, ...]  # paths of the parameters and buffers that it reads itself
+    attributes: tuple[str, ...]  # paths of parameters and buffers that it reads outside of modules
     state: tuple[str, ...]  # names of all parameters and buffers that it and its modules read
     segments: tuple[SegmentCode, ...]
 
@@ -68,6 +68,6 @@ class StagedModel:
     last_use: Mapping[str, int]  # value -> the last stage that reads it
     state_stage: Mapping[str, int]
     constants: Mapping[str, torch.Tensor]
-    constant_paths: Mapping[str, TensorPath]  # of those that attributes of modules hold
+    constant_paths: Mapping[str, TensorPath]  # of the constants that attributes of modules hold
     call: CallFormat
-    conditions: Conditions  # under which these stages are the model's program
+    conditions: Conditions  # under which the stages compute what the model does

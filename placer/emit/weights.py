@@ -1,4 +1,4 @@
-"""Single tensors of a checkpoint file, read without loading the rest of it."""
+"""Read single tensors of a checkpoint file without loading the whole file."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from placer.errors import PlacerError, nearest
 
-_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")  # that people give to weights
+_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")  # usual suffixes of weights files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsFile:
-    """An open checkpoint: the shape of every tensor, and a way to read one (on the CPU)."""
+    """An open checkpoint: the shape of every tensor, and a function to read one to the CPU."""
 
     shapes: Mapping[str, tuple[int, ...]]
     read: Callable[[str], Tensor]
@@ -27,10 +27,10 @@ class WeightsFile:
 
 @contextmanager
 def open_weights(path: Path) -> Iterator[WeightsFile]:
-    """The checkpoint at ``path``: ``*.safetensors``, else a file of ``torch.save``, memory-mapped.
+    """Open the checkpoint at ``path``: ``*.safetensors``, or a file of ``torch.save``, memory-mapped.
 
-    Only tensors are read (``weights_only``): no code in the file runs. Raises ``PlacerError`` when
-    the file is not there or holds no state dict.
+    Only tensors are read (``weights_only``), so no code in the file runs. Raises ``PlacerError`` when
+    the file does not exist or holds no state dict.
     """
     if not path.is_file():
         folder = path.parent.iterdir() if path.parent.is_dir() else ()

@@ -14,13 +14,13 @@ from placer.emit import StagedModel, emit_stages
 from placer.plan.check import check_plan
 from placer.plan.types import Plan
 from placer.program import (
-    Setting,
+    AttributeGuard,
     capture_model,
-    hooks_set_aside,
+    guarded_attributes_restored,
     is_torch_leaf,
     rebuild_call,
-    settings_restored,
     training_flags,
+    without_hooks,
 )
 
 
@@ -32,7 +32,7 @@ class ExampleCall:
     kwargs: Mapping[str, Any]
     modes: tuple[bool, ...]  # the training flag of every module, in the order of ``modules()``
     whole: frozenset[str]  # modules that stayed whole
-    settings: tuple[Setting, ...]  # plain attributes that its program read
+    guards: tuple[AttributeGuard, ...]  # plain attributes that its program read
     ignore_device_moves: bool = False
 
 
@@ -49,14 +49,14 @@ def example_call(staged: StagedModel) -> ExampleCall:
         kwargs=kwargs,
         modes=conditions.modes,
         whole=conditions.whole,
-        settings=tuple(s for s in conditions.settings if s.is_plain),
+        guards=tuple(s for s in conditions.guards if s.is_plain),
         ignore_device_moves=conditions.ignore_device_moves,
     )
 
 
 @contextmanager
 def as_captured(model: nn.Module, call: ExampleCall) -> Iterator[None]:
-    """Have ``model`` the modes and settings of ``call`` here, and no hooks on what was looked into."""
+    """Have ``model`` the modes and guards of ``call`` here, and no hooks on what was looked into."""
     present = training_flags(model)
     looked_into = [
         module
@@ -65,8 +65,8 @@ def as_captured(model: nn.Module, call: ExampleCall) -> Iterator[None]:
     ]
     _set_modes(model, call.modes)
     try:
-        settings = settings_restored(dict(model.named_modules()), call.settings)
-        with hooks_set_aside(looked_into), settings:
+        guards = guarded_attributes_restored(dict(model.named_modules()), call.guards)
+        with without_hooks(looked_into), guards:
             yield
     finally:
         _set_modes(model, present)

@@ -16,20 +16,20 @@ from placer.errors import CaptureError
 from placer.plan.types import Plan
 from placer.planner.follow import follow_plan
 from placer.program import (
+    AttributeGuard,
     BoundCall,
     CallFormat,
     SameProgram,
-    Setting,
     bind_arguments,
     call_difference,
     call_tensors,
     capture_model,
     captured_key,
-    changed_setting,
     condition_key,
+    failed_guard,
     find_difference,
-    is_kept_whole,
     is_torch_leaf,
+    must_stay_whole,
     rebuild_arguments,
     rebuild_call,
 )
@@ -57,7 +57,7 @@ def _keyword_hint(name: str, value: Any, *, step: bool) -> str:
 class _Known(NamedTuple):
     """Stages, and the values of attributes for which they are the model's program."""
 
-    settings: tuple[Setting, ...]
+    guards: tuple[AttributeGuard, ...]
     staged: StagedModel
 
 
@@ -80,9 +80,9 @@ class Programs:
         self._captured = staged
         self._whole = self._kept_whole()
         self._captured_buffers = self._buffers
-        settings = staged.conditions.settings
+        guards = staged.conditions.guards
         key = captured_key(staged.conditions, staged.call), self._whole, self._structure
-        self._known: dict[Hashable, list[_Known]] = {key: [_Known(settings, staged)]}
+        self._known: dict[Hashable, list[_Known]] = {key: [_Known(guards, staged)]}
 
     @property
     def call(self) -> CallFormat:
@@ -90,7 +90,7 @@ class Programs:
         return self._captured.call
 
     @property
-    def settings(self) -> list[Setting]:
+    def guards(self) -> list[AttributeGuard]:
         """The plain attributes that any of these programs read."""
         return [setting for known in self._known.values() for one in known for setting in one[0]]
 
@@ -125,8 +125,8 @@ class Programs:
     ) -> StagedModel:
         captured = self._captured
         known = self._known.setdefault((condition, whole, self._structure), [])
-        for settings, staged in reversed(known):
-            if changed_setting(settings, self._module_at) is None:
+        for guards, staged in reversed(known):
+            if failed_guard(guards, self._module_at) is None:
                 return staged
         with _as_in_compile():
             args, kwargs = rebuild_call(captured.call, _without_data(inputs))
@@ -135,10 +135,10 @@ class Programs:
             if whole == self._whole and self._buffers == self._captured_buffers:
                 found = find_difference(self._model, captured.conditions, args, kwargs)
             if isinstance(found, SameProgram):
-                known.append(_Known(found.settings, captured))
+                known.append(_Known(found.guards, captured))
             else:
                 staged = self._capture(args, kwargs)
-                known.append(_Known(staged.conditions.settings, staged))
+                known.append(_Known(staged.conditions.guards, staged))
         del known[:-_MOST_SETTINGS]
         return known[-1].staged
 
@@ -161,7 +161,7 @@ class Programs:
 
     def _kept_whole(self) -> tuple[int, ...]:
         """Of the modules that recording may look into, those that it may not now, by their places."""
-        return tuple(i for i, module in enumerate(self._containers) if is_kept_whole(module))
+        return tuple(i for i, module in enumerate(self._containers) if must_stay_whole(module))
 
     def _capture(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> StagedModel:
         ignored = self._captured.conditions.ignore_device_moves

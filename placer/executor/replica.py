@@ -16,7 +16,7 @@ from placer.executor.statistics import DeferredStatistics
 from placer.executor.transfer import copy_to, transfer
 from placer.executor.tree import build_tree
 from placer.precision import precision_context
-from placer.program import find_tensor, is_in
+from placer.program import find_tensor, is_inside
 
 
 class Replica:
@@ -93,7 +93,9 @@ class Replica:
         known = self.staged.state_stage.get(name)
         if known is not None:
             return known
-        return next(s.index for s in self.staged.stages if is_in((*s.modules, *s.attributes), name))
+        return next(
+            s.index for s in self.staged.stages if is_inside((*s.modules, *s.attributes), name)
+        )
 
     def run_stage(self, tree: Any, stage: StageCode, inputs: list[Any]) -> tuple[Any, ...]:
         """The stage's outputs; ``inputs`` are on its place already, and the list is emptied."""

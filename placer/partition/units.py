@@ -18,7 +18,7 @@ _SEED = 20_260_101
 def unit_graph(program: Program) -> nx.DiGraph:
     """The graph of units of ``program``; a vertex is the position of its first node, and has ``nodes``.
 
-    A unit has the nodes that share written memory (``program.together``), a node that returns several
+    A unit has the nodes that share written memory (``program.colocated``), a node that returns several
     values with the ``getitem`` calls that select them, and a parameter or constant with its first
     reader. Units with random operations depend on each other in program order. Units on a cycle become
     one (the condensation of the graph). Vertices and edges are sorted.
@@ -38,8 +38,8 @@ def unit_graph(program: Program) -> nx.DiGraph:
         for user in node.users:
             if user.op == "call_function" and user.target is operator.getitem:
                 joined.add_edge(here, position[user.name])
-    depends += itertools.pairwise(position[name] for name in program.draws)
-    for group in program.together:
+    depends += itertools.pairwise(position[name] for name in program.rng_nodes)
+    for group in program.colocated:
         nx.add_path(joined, [position[name] for name in group])
     unit_of = {i: min(group) for group in nx.connected_components(joined) for i in group}
     quotient: nx.DiGraph = nx.DiGraph()

@@ -1,9 +1,10 @@
-"""Plan: the lock file of a placement, below all that makes plans and all that runs them.
+"""The plan of a placement: its types, its JSON file, and what can be derived from it alone.
 
 =====================  ===========================================================================
-types                  what a plan says: stages, devices, transfers, and how good they are
-store, problems        saving and loading it as JSON; what is wrong with a file, in words
-check                  does a plan belong to a model; does it fit
-explain, summary       why each boundary is where it is; the plan in a few lines
+types                  a plan's fields: stages, devices, transfers, and how good they are
+store, problems        save and load a plan as JSON; describe what is wrong with a file
+check                  check that a plan belongs to a model, and that it fits
+step_spans             lay out a step in time
+explain, summary       explain why each stage ends where it does; describe a plan in a few lines
 =====================  ===========================================================================
 """

@@ -1,4 +1,4 @@
-"""Does a plan belong to a model, and does it fit?"""
+"""Check that a plan belongs to a model, and that it fits on its devices."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _SHOWN = 5
 
 
 def check_plan(plan: Plan, program: Program) -> None:
-    """Raise ``PlanError`` when ``plan`` was made for another model, with a diff of the nodes.
+    """Raise ``PlanError`` with a diff of the nodes if ``plan`` was made for another model.
 
-    Also when its stages are not what a plan for this model can have: a file may have been edited,
-    and stages that run what depends on each other in another order compute something else.
+    Also raises it if the stages are not valid for this model, since a file may have been edited: with
+    nodes missing or in another order, the placed model would compute something else.
     """
     if plan.fingerprint != program.fingerprint:
         raise _another_model(plan, program)
@@ -29,7 +29,7 @@ def check_plan(plan: Plan, program: Program) -> None:
 
 
 def _wrong_stages(plan: Plan, program: Program) -> Iterator[str]:
-    """What is wrong with the nodes of the stages, for this model."""
+    """Sentences on what is wrong with the nodes of the stages."""
     place = {name: (stage.index, i) for stage in plan.stages for i, name in enumerate(stage.nodes)}
     if place.keys() != set(program.order):
         odd = sorted(place.keys() ^ set(program.order))
@@ -41,7 +41,7 @@ def _wrong_stages(plan: Plan, program: Program) -> Iterator[str]:
         for source in node.all_input_nodes:
             if node.name in place and place.get(source.name, (-1, 0)) > place[node.name]:
                 yield f"{node.name!r} comes before {source.name!r}, which it reads"
-    for group in program.together:
+    for group in program.colocated:
         if len({place[name][0] for name in group}) > 1:
             yield f"{', '.join(map(repr, sorted(group)))} must be on one stage: they share memory"
     for names, why in _in_order(program):
@@ -51,10 +51,10 @@ def _wrong_stages(plan: Plan, program: Program) -> Iterator[str]:
 
 
 def _in_order(program: Program) -> Iterator[tuple[list[str], str]]:
-    """Nodes that must run in the order of the program, and why."""
+    """Lists of nodes that must run in the program's order, each with the reason."""
     position = {name: i for i, name in enumerate(program.order)}
-    yield sorted(program.draws, key=position.__getitem__), "both draw random numbers"
-    for group in program.together:
+    yield sorted(program.rng_nodes, key=position.__getitem__), "both draw random numbers"
+    for group in program.colocated:
         yield sorted(group, key=position.__getitem__), "they share memory"
 
 
@@ -80,7 +80,7 @@ def _another_model(plan: Plan, program: Program) -> PlanError:
 def require_fit(plan: Plan, *, among_ranks: bool = False) -> None:
     """Raise ``BudgetError`` naming the device that overflows the most, if any does.
 
-    With ``among_ranks`` the plan was made for one process, and it has the peaks of a process per device.
+    ``among_ranks``: the plan was made for one process, but its peaks are those of a process per device.
     """
     if plan.overflow_bytes == 0:
         return
@@ -100,7 +100,7 @@ def require_fit(plan: Plan, *, among_ranks: bool = False) -> None:
 
 
 def host_error(plan: Plan) -> BudgetError:
-    """That offloaded activations take more of the host's memory than they may."""
+    """The error for offloaded activations that need more host memory than they may take."""
     assert plan.host is not None, "something is offloaded"
     return BudgetError(
         "/host_memory",
@@ -113,7 +113,7 @@ def host_error(plan: Plan) -> BudgetError:
 
 
 def describe_overflow(device: DevicePeak) -> str:
-    """What ``device`` would have to hold, and how much more than its budget that is."""
+    """The bytes that ``device`` needs, and how much more than its budget that is."""
     missing = -(device.headroom or 0)
     reserve = f", with {format_bytes(device.reserve)} kept free" if device.reserve else ""
     if (device.room or 0) <= 0:

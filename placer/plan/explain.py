@@ -1,4 +1,4 @@
-"""Why the stages of a plan end where they do, in words."""
+"""Explain in words why the stages of a plan end where they do."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 
 def explain_plan(plan: Plan) -> str:
-    """What was minimised, how far from the optimum it can be, and every boundary with its reasons.
+    """The criterion that was minimised, the gap to the optimum, and the reasons for each boundary.
 
-    For each: the loads on both sides, the bytes that cross per micro-batch forward, and what the
-    criterion would be with that boundary at its best other place, the others free to move.
+    Per boundary: the loads on both sides, the bytes that cross it per micro-batch in forward, and the
+    value of the criterion if the boundary were at the next best place and all others free to move.
     """
     optimality = plan.optimality
     if optimality is None:
-        return "This plan does not say why: it was made by an older placer. Plan again."
+        return "This plan has no explanations: it was made by an older placer. Plan again."
     lines = [_how_good(optimality)]
     if plan.extra_time is not None:
         lines.append(_how_good(plan.extra_time, "choice"))

@@ -1,4 +1,4 @@
-"""What is wrong with a plan file, in words: each problem with its JSON pointer."""
+"""Describe what is wrong with a plan file, each problem with its JSON pointer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _JSON_WORDS = {
     "a valid integer": "a whole number",
     "a valid number": "a number",
 }
-_TYPES: Mapping[str, type] = {  # of the objects under a key
+_TYPES: Mapping[str, type] = {  # key -> type of the object, or of the list's objects
     "stages": StagePlan,
     "memory": StageMemory,
     "regions": Region,
@@ -49,7 +49,7 @@ _Problems = Iterator[Problem]
 
 
 def plan_error(source: str, problems: list[Problem]) -> PlanError:
-    """The error that tells of ``problems``, of which there is one at least, in the file ``source``."""
+    """The error for ``problems``, at least one, in the file ``source``."""
     remedy = "plan again, or restore the file: a plan is written by placer, not by hand"
     if len(problems) == 1:
         return PlanError(f"{source} {problems[0][0]}", problems[0][1], remedy)
@@ -61,12 +61,12 @@ def plan_error(source: str, problems: list[Problem]) -> PlanError:
 
 
 def type_problems(error: ValidationError, data: Any) -> list[Problem]:
-    """What pydantic found wrong with ``data``: keys that are missing or unknown, values mistyped."""
+    """The problems that pydantic found in ``data``: missing or unknown keys, values of wrong types."""
     return list(dict.fromkeys(_explain(detail, data) for detail in error.errors()))
 
 
 def wrong_value(where: str, found: Any, expected: str) -> Problem:
-    """That something else belongs where ``found`` is."""
+    """The problem that ``found`` is at ``where`` instead of something ``expected``."""
     text = repr(found)
     return where, f"{text if len(text) <= 60 else text[:57] + '...'} where {expected} belongs"
 
@@ -75,7 +75,7 @@ def _explain(detail: Any, data: Any) -> Problem:
     where = json_pointer(detail["loc"], data)
     last = str(detail["loc"][-1]) if detail["loc"] else ""
     if detail["type"] == "unexpected_keyword_argument":
-        near = nearest(last, _keys_beside(detail["loc"]))
+        near = nearest(last, _valid_keys(detail["loc"]))
         return where, "is not a key of a plan" + (f"; did you mean {near!r}?" if near else "")
     if detail["type"] == "missing":
         return f"{where.rstrip('/')}/{last}", "is missing"
@@ -83,20 +83,20 @@ def _explain(detail: Any, data: Any) -> Problem:
     return wrong_value(where, detail["input"], _JSON_WORDS.get(message, message))
 
 
-def _keys_beside(loc: tuple[int | str, ...]) -> list[str]:
-    """The keys that an object has where ``loc`` names one that it should not have."""
+def _valid_keys(loc: tuple[int | str, ...]) -> list[str]:
+    """The valid keys of the object whose unknown key ``loc`` points to."""
     homes = (_TYPES[str(part)] for part in reversed(loc[:-1]) if str(part) in _TYPES)
     return json_keys(next(homes, Plan))
 
 
 @functools.cache
 def json_keys(of: type) -> list[str]:
-    """The keys of ``of`` in JSON, where some fields have another name."""
+    """The JSON keys of the dataclass ``of``; for some fields they differ from the names in Python."""
     return list(TypeAdapter(of).json_schema()["properties"])
 
 
 def inconsistencies(plan: Plan) -> _Problems:
-    """What no single field can say: counts and references that must agree."""
+    """Problems across fields: counts and references that do not agree."""
     yield from _wrong_optimizer(plan)
     if plan.example_microbatches is not None and plan.example_microbatches >= plan.microbatches:
         fewer = f"{plan.example_microbatches} where fewer than {plan.microbatches} belong"
@@ -139,8 +139,8 @@ def _wrong_stages(plan: Plan) -> _Problems:
             if not reached < first <= last:
                 yield (
                     f"/stages/{i}/regions/{number}",
-                    f"{region.first!r} … {region.last!r} is no run of the stage's nodes after the "
-                    "region before it",
+                    f"{region.first!r} … {region.last!r} are not consecutive nodes of the stage, "
+                    "after the region before",
                 )
             reached = max(reached, last)
 
@@ -160,7 +160,7 @@ def _wrong_nodes(plan: Plan) -> _Problems:
 
 
 def _wrong_devices(plan: Plan) -> _Problems:
-    """Names, a peak for every device, and which replica each serves."""
+    """Problems of device names, of missing peaks, and of devices in several replicas."""
     known: set[str] = set()
     for i, device in enumerate(plan.devices):
         where = f"/devices/{i}/device"
@@ -172,7 +172,8 @@ def _wrong_devices(plan: Plan) -> _Problems:
                 yield where, f"{device.device!r} where {device_name(device.device)!r} belongs"
         except ValueError as error:
             yield where, str(error)
-    used: dict[str, tuple[int, str]] = {}  # device -> its replica, and its place's first device
+    # device -> (its replica, the device of the same stages in the first replica)
+    used: dict[str, tuple[int, str]] = {}
     for i, stage in enumerate(plan.stages):
         for replica, name in enumerate(stage.devices):
             where = f"/stages/{i}/devices/{replica}"
@@ -180,7 +181,7 @@ def _wrong_devices(plan: Plan) -> _Problems:
             if name not in known:
                 yield where, f"{name!r} has no peak in /devices"
             elif used.setdefault(name, serves) != serves:
-                yield where, f"{name!r} serves another place, or another replica, too"
+                yield where, f"{name!r} is used for other stages, or in another replica, too"
     for i, device in enumerate(plan.devices):
         if device.device not in used:
             yield f"/devices/{i}/device", f"{device.device!r} is the device of no stage"

@@ -1,4 +1,4 @@
-"""When everything in a step runs, by the seconds of a plan's stages and transfers."""
+"""Lay out a step in time, from the seconds of a plan's stages and transfers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from placer.timeline import Clock, Span, end_of
 
 
 class _Moved(NamedTuple):
-    """What one stage sends another in a forward: the same comes back in backward, as gradients."""
+    """What one stage sends to another in forward; gradients of the same size come back in backward."""
 
     source: int
     target: int
@@ -22,7 +22,7 @@ class _Moved(NamedTuple):
 
 
 def step_spans(plan: Plan) -> tuple[Span, ...]:
-    """The spans of a step under ``plan``, on all its devices, in the order in which they are launched."""
+    """The spans of a step of ``plan`` on all devices, in the order in which they are launched."""
     return lay_out_step(
         plan.stages,
         plan.transfers,
@@ -47,10 +47,10 @@ def lay_out_step(
     """The spans of a step of ``stages`` in the order of ``schedule``.
 
     One process launches all actions, replica by replica, and a copy keeps both of its devices busy.
-    Copies to the host and back that run beside the computations have a link of their own per direction.
-    With ``processes`` every device has a process of its own, and messages travel beside the
-    computations. Half of a split backward takes half of its seconds. The sum of gradients over replicas
-    takes no time: it is taken to go on beside backward.
+    With ``processes``, every device has a process of its own, and messages overlap with computations.
+    Offloading that overlaps has a link per device and direction. Each half of a split backward takes
+    half of its seconds. The reduction of gradients over replicas takes no time: we assume that it
+    overlaps with backward.
     """
     clock = Clock()
     replicas = len(stages[0].devices)
@@ -78,7 +78,7 @@ def lay_out_step(
 def _order(
     schedule: str, rank_of: tuple[int, ...] | None, stages: int, microbatches: int, training: bool
 ) -> tuple[Action, ...]:
-    """A replica's actions in the order in which they are launched; ``rank_of`` None: by one process."""
+    """A replica's actions in the order in which they are launched; by one process if ``rank_of`` is None."""
     if rank_of is None and not training:  # micro-batch by micro-batch
         return tuple(
             Action(stage_index=stage, kind="F", microbatch_index=microbatch)
@@ -92,7 +92,7 @@ def _order(
 
 
 def _moved(transfers: Sequence[Transfer], devices: Sequence[str]) -> Sequence[_Moved]:
-    """Per pair of stages what travels: a value goes to a device once, to the first stage there."""
+    """What each pair of stages sends. A value goes to each device once, to its first stage there."""
     found: dict[tuple[int, int], _Moved] = {}
     sent: set[tuple[str, int, str]] = set()
     for transfer in sorted(transfers, key=lambda transfer: transfer.target):
@@ -125,7 +125,7 @@ def _run(
         sent[found.source].append(found)
 
     def move(way: str, source: int, target: int, microbatch: int, what: _Moved) -> float:
-        """When the result of ``source``, or its gradient, has come to the stage ``target``."""
+        """Add a transfer. Returns the time when it arrives at stage ``target``."""
         pair = devices[source], devices[target]
         return clock.run(
             "transfer",
@@ -156,15 +156,15 @@ def _run(
             launching=launching,
         )
         if stages[stage].host_copy_nbytes and action.kind in "FBI":
-            _copy_beside(clock, stages[stage], devices[stage], str(action), forward=forward)
+            _copy_overlapped(clock, stages[stage], devices[stage], str(action), forward=forward)
         if action.kind != "W":  # nothing waits for the gradients of weights
             ends["F" if forward else "B", stage, microbatch] = end
 
 
-def _copy_beside(
+def _copy_overlapped(
     clock: Clock, stage: StagePlan, device: str, action: str, *, forward: bool
 ) -> None:
-    """What goes to the host, or comes from it, while the action that was added last computes."""
+    """Add the copy to or from the host that overlaps with the action that was added last."""
     clock.run(
         "transfer",
         f"{action} {'to' if forward else 'from'} the host",
@@ -176,7 +176,7 @@ def _copy_beside(
 
 
 def _seconds(stage: StagePlan, action: Action) -> tuple[float, float]:
-    """Seconds of ``action`` on the device, and in the process."""
+    """Seconds of ``action`` on the device, and in the process that launches it."""
     if action.kind == "F":
         return stage.forward_seconds, stage.forward_launch_seconds
     share = 1.0 if action.kind == "B" else 0.5

@@ -1,4 +1,4 @@
-"""Plans as JSON: the lock file that is saved, reviewed and used again."""
+"""Save and load plans as JSON."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from placer.plan.types import Plan
 
 VERSION = 1  # of the format
 _PLAN = TypeAdapter(Plan)
-_HOW_GOOD = ("optimality", "extra_time")  # the fields that are an `Optimality`, and
-_DERIVED = ("proven", "gap")  # what a file says of it besides: for readers, computed again
+_HOW_GOOD = ("optimality", "extra_time")  # the fields of a plan that are an `Optimality`
+_DERIVED = ("proven", "gap")  # its properties that a file has too, for readers; not read back
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
-    """``plan`` as JSON values, keys in a fixed order; bytes are integers, times seconds."""
+    """``plan`` as JSON values, with keys in a fixed order; memory is in bytes, times are in seconds."""
     values = _PLAN.dump_python(plan, mode="json", by_alias=True)
     for name in _HOW_GOOD:
         if values[name] is not None:
             values[name] |= {key: getattr(getattr(plan, name), key) for key in _DERIVED}
-    if plan.example_microbatches is None:  # nearly always; files of before do not have it
+    # Fields that were added later are left out at their defaults.
+    if plan.example_microbatches is None:
         del values["example_microbatches"]
     for stage in values["stages"]:
         for region in stage["regions"]:
@@ -36,15 +37,16 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
                 del region["overlapped"]
     if plan.host is None:
         del values["host"]
-    if not plan.optimizer_seconds:  # as in files of before it was there
+    if not plan.optimizer_seconds:
         del values["optimizer_seconds"]
     return {"version": VERSION, **values}
 
 
 def plan_from_json(data: Mapping[str, Any], *, source: str = "plan") -> Plan:
-    """The plan in ``data``, as `plan_to_json` wrote it; ``source`` names it in errors.
+    """The plan in ``data``, as `plan_to_json` returns it; ``source`` names it in errors.
 
-    Raises ``PlanError`` with the JSON pointer of everything missing, mistyped, unknown or at odds.
+    Raises ``PlanError`` with the JSON pointer of every key that is missing or unknown, of a wrong type,
+    or inconsistent with others.
     """
     _check_version(data, source)
     values = {key: value for key, value in data.items() if key != "version"}
@@ -55,11 +57,13 @@ def plan_from_json(data: Mapping[str, Any], *, source: str = "plan") -> Plan:
             values[name] = {key: value for key, value in known.items() if key not in _DERIVED}
     problems = []
     try:
-        plan = _PLAN.validate_json(json.dumps(values))  # as JSON, where a list is a strict tuple
+        plan = _PLAN.validate_json(
+            json.dumps(values)
+        )  # from JSON, strict mode takes lists as tuples
     except ValidationError as error:
         problems = type_problems(error, values)
     except (TypeError, ValueError, RecursionError) as error:
-        problems = [("/", f"holds what JSON cannot: {error}")]
+        problems = [("/", f"holds a value that JSON cannot represent: {error}")]
     problems += missing
     if problems or (problems := list(inconsistencies(plan))):
         raise plan_error(source, problems)
@@ -67,7 +71,7 @@ def plan_from_json(data: Mapping[str, Any], *, source: str = "plan") -> Plan:
 
 
 def _check_version(data: Any, source: str) -> None:
-    """Raise ``PlanError`` unless ``data`` is an object that says it is a plan of this version."""
+    """Raise ``PlanError`` unless ``data`` is a plan of this version."""
     if not isinstance(data, Mapping):
         raise plan_error(source, [("/", "an object was expected here")])
     if "stages" not in data and "devices" in data:
@@ -90,12 +94,12 @@ def _check_version(data: Any, source: str) -> None:
 
 
 def plan_text(plan: Plan) -> str:
-    """``plan`` as the text of its file; the same plan gives the same text."""
+    """The text of the file for ``plan``; equal plans give equal texts."""
     return json.dumps(plan_to_json(plan), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:
-    """Write ``plan`` to ``path`` whole or not at all (a temporary file beside it, then a rename).
+    """Write ``plan`` to ``path`` atomically: to a temporary file in the same folder, then a rename.
 
     Raises ``PlanError`` when the folder cannot be written.
     """
@@ -110,7 +114,7 @@ def save_plan(plan: Plan, path: str | Path) -> None:
 
 
 def load_plan(path: str | Path) -> Plan:
-    """The plan in the file ``path``. Raises ``PlanError`` when it cannot be read or is no plan."""
+    """Read the plan in the file ``path``. Raises ``PlanError`` if it cannot be read or is no plan."""
     path = Path(path)
     try:
         data = read_json(path)

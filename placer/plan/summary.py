@@ -1,4 +1,4 @@
-"""A plan, and parts of it, in a few words."""
+"""Describe a plan, a stage or the use of host memory in a line or two."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _STAGES_SHOWN = 8
 
 
 def summarize_plan(plan: Plan) -> str:
-    """What the plan comes to, and a line per stage; of many stages the first ones."""
+    """A line about the plan, and a line per stage, up to a limit."""
     optimizer = plan.optimizer if isinstance(plan.optimizer, str) else "an optimizer of its own"
     words = [
         "fits" if plan.fits else f"does not fit by {format_bytes(plan.overflow_bytes)}",
@@ -28,7 +28,7 @@ def summarize_plan(plan: Plan) -> str:
 
 
 def summarize_stage(stage: StagePlan) -> str:
-    """The stage in a line: its device, its layers, its peak."""
+    """A line about the stage: its device, its layers, its peak."""
     first, *others = stage.layers or ("the model's own code",)
     layers = f"{first} … {others[-1]}" if others else first
     device, *replicas = stage.devices
@@ -42,7 +42,7 @@ def summarize_stage(stage: StagePlan) -> str:
 
 
 def describe_host(host: HostPeak) -> str:
-    """What is taken of the host, and how much of that is rounding."""
+    """The host memory that is taken, and from how many bytes that was rounded up."""
     text = f"{format_bytes(host.needed)} of the host"
     if host.needed == host.peak:
         return text

@@ -1,7 +1,6 @@
-"""A plan: the fully resolved placement, and what it is expected to cost.
+"""A plan: the complete placement of a model, and the memory and time that it is expected to take.
 
-These dataclasses are the JSON of a plan file, too: pydantic reads and writes them by their
-annotations (`placer.plan.store`).
+pydantic reads and writes plan files by the annotations of these dataclasses (`placer.plan.store`).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from placer.regions.types import Region
 from placer.schedule import ranks_of
 from placer.spec.fields import MOST, AllocatorName
 
-Bytes = Annotated[int, Field(ge=0, le=2**63 - 1)]  # torch counts them in an int64
+Bytes = Annotated[int, Field(ge=0, le=2**63 - 1)]  # torch counts bytes in an int64
 Index = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Count = Annotated[int, Field(ge=1, le=MOST)]
 Seconds = Annotated[float, Field(ge=0)]
@@ -26,9 +25,9 @@ Seconds = Annotated[float, Field(ge=0)]
 class StageMemory:
     """Predicted bytes of one stage on one device over a training step, by kind.
 
-    ``saved`` counts every micro-batch in flight at its peak; ``boundary`` what was received and is
-    not saved; ``transient`` the rest that is live at the peak's moment. ``peak`` is the largest sum
-    over time, without the reserve: at most the sum of the kinds.
+    ``saved`` are the activations of all micro-batches in flight, at their most. ``boundary`` is what
+    was received from other stages and is not saved. ``transient`` is everything else that is alive at
+    the peak. ``peak`` is the maximum over time, without the reserve: at most the sum of the kinds.
     """
 
     parameters: Bytes
@@ -43,25 +42,25 @@ class StageMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """One stage: its nodes, its device in every replica, and what it costs there.
+    """One stage: its nodes, its device in every replica, and its memory and time.
 
-    ``memory`` is in bytes, that of the first replica; times are in seconds, of one micro-batch.
+    ``memory`` is that of the first replica. Times are for one micro-batch.
     """
 
     index: Index
     devices: tuple[str, ...]  # one per replica
-    layers: tuple[str, ...]  # modules wholly or partly on this stage, in program order
+    layers: tuple[str, ...]  # modules entirely or partly on this stage, in program order
     nodes: tuple[str, ...]
     memory: StageMemory
-    budget: Bytes | None  # of the first replica's device; None: no limit given
-    reserve: Bytes  # what is kept free of it
+    budget: Bytes | None  # of the first replica's device; None: no limit is known
+    reserve: Bytes  # the part of the budget that is kept free
     forward_seconds: Seconds
     backward_seconds: Seconds
-    # Seconds that a process is busy with a pass: on a GPU with launching it, on a CPU with running it.
+    # Time that the process is busy: on a GPU, to launch the kernels; on a CPU, to run them.
     forward_launch_seconds: Seconds = 0.0
     backward_launch_seconds: Seconds = 0.0
-    # What goes to the host in forward, and comes back in backward, beside the computations: in one
-    # direction. Copies that take turns with them are a part of the seconds above.
+    # Offloaded tensors that are copied while kernels run, in one direction: to the host in forward,
+    # and back in backward. Copies that do not overlap are part of the seconds above.
     host_copy_seconds: Seconds = 0.0
     host_copy_nbytes: Bytes = 0
     regions: tuple[Region, ...] = ()  # in the order of nodes; they do not overlap
@@ -74,24 +73,24 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """A value that crosses from a stage to a later one, once per micro-batch forward."""
+    """A value that is sent from a stage to a later one, once per micro-batch in forward."""
 
     value: str  # node name
     source: Annotated[Index, Field(alias="from")]  # stage index
     target: Annotated[Index, Field(alias="to")]  # stage index
     nbytes: Annotated[Bytes, Field(alias="bytes")]  # of one micro-batch
-    seconds: Seconds = 0.0  # on the slower of the two devices' links
+    seconds: Seconds = 0.0  # at the bandwidth of the slower of the two devices' links
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePeak:
-    """What one device (it may hold several stages) is predicted to need, against its budget, in bytes.
+    """Bytes that one device, with all of its stages, is predicted to need, and its budget.
 
-    ``peak`` counts tensors; kernels take up to ``workspaces`` more at that time. torch's allocator takes
-    ``reserved`` of the driver for both, at most within three steps: rounded up, and with the holes that
-    nothing fits into (None: there is no such allocator on the device, or the step was not run through
-    it). ``context`` is what the process takes besides. ``starved`` kernels of a step find less memory to
-    work in than they want, and are slower.
+    ``peak`` counts tensors. Kernels need up to ``workspaces`` more at that time. ``reserved`` is what
+    torch's allocator takes of the driver for both, the most within three steps, including rounding and
+    fragmentation. It is None if the device has no such allocator, or if the step was not run through
+    the model of it. ``context`` is what the process takes in addition. ``starved`` is the number of
+    kernels in a step that find less workspace than they want, and so are slower.
     """
 
     device: str
@@ -111,7 +110,7 @@ class DevicePeak:
 
     @property
     def room(self) -> int | None:
-        """Bytes of the budget that tensors and workspaces may take, below 0 where there is no room."""
+        """Bytes of the budget for tensors and workspaces; negative if context and reserve exceed it."""
         return None if self.budget is None else self.budget - self.reserve - self.context
 
     @property
@@ -126,11 +125,11 @@ class DevicePeak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPeak:
-    """What offloaded activations take of the host's memory, of all processes together, in bytes.
+    """Bytes of host memory that the offloaded activations of all processes take.
 
-    ``peak`` is the most that waits there. ``reserved`` is what the host gives for it: what comes from a
-    CUDA device waits in pinned memory, of which torch takes a power of two for every block. Both are
-    estimates where the step was not run (None: the file of a placer that did not estimate it).
+    ``peak`` is the most that is offloaded at a time. ``reserved`` is the memory that this takes: for
+    CUDA devices it is pinned memory, and torch rounds every block up to a power of two. Both are
+    estimates if there was no dry run. ``reserved`` is None in a file of an older placer.
     """
 
     peak: Bytes
@@ -139,7 +138,7 @@ class HostPeak:
 
     @property
     def needed(self) -> int:
-        """Bytes that are taken of the host."""
+        """Bytes of host memory that are taken."""
         return self.peak if self.reserved is None else self.reserved
 
     @property
@@ -153,16 +152,16 @@ class HostPeak:
 
 
 def everything_fits(devices: Iterable[DevicePeak], host: HostPeak | None) -> bool:
-    """Has every device what is needed of it, and the host, where something waits on it?"""
+    """Is every device within its budget, and the host, if anything is offloaded?"""
     return all(device.fits for device in devices) and (host is None or host.fits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimality:
-    """How good a placement is: none has a smaller value than ``lower_bound``.
+    """How good a placement is: no placement has a smaller value than ``lower_bound``.
 
-    ``criterion`` says what ``value`` measures, and in which unit. The gap is 0 when the placement
-    is proven optimal.
+    ``criterion`` says what ``value`` measures, and in which unit. ``gap`` is 0 if the placement is
+    proven to be optimal.
     """
 
     criterion: str
@@ -183,26 +182,26 @@ class Optimality:
 class Boundary:
     """Why a stage ends where it does; loads and values are in the unit of `Optimality.criterion`.
 
-    ``next_value`` is what the criterion would be with this boundary at the best other place on the
-    plan's order of nodes, after ``next_best``, and the other boundaries free to move.
+    ``next_best`` is the node after which the boundary would be best if it were elsewhere in the plan's
+    order of nodes, with the other boundaries free to move. ``next_value`` is the criterion then.
     """
 
-    index: Index  # between the stages index and index + 1
-    last: str  # the node before it, and
-    first: str  # the one after it, in the plan's order
+    index: Index  # it is between the stages index and index + 1
+    last: str  # the node before the boundary in the plan's order
+    first: str  # the node after it
     left: float  # load of the stage before it
-    right: float  # and of the one after
-    nbytes: Bytes  # that cross it per micro-batch forward
-    next_best: str | None  # None: it can be nowhere else
+    right: float  # load of the stage after it
+    nbytes: Bytes  # bytes that cross it per micro-batch in forward
+    next_best: str | None  # None: no other place is possible
     next_value: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The lock file of a placement; holds all that emission needs besides the model.
+    """The complete placement of a model. With the model itself, it is enough to generate the stages.
 
-    Its fields and theirs are those of the JSON, in this order (`placer.plan.store`). ``devices`` are
-    those of the first replica, then those of the second, and so on.
+    The fields, in this order, are the keys of the JSON (`placer.plan.store`). ``devices`` are those of
+    the first replica, then those of the second, and so on.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -218,19 +217,19 @@ class Plan:
     optimizer: str | Mapping[str, Bytes]
     training: bool
     step_seconds: Seconds
-    optimizer_seconds: Seconds = 0.0  # of these, once all gradients are there
+    optimizer_seconds: Seconds = 0.0  # the part of step_seconds that is the optimizer's step
     fingerprint: str  # of the captured model
     stages: tuple[StagePlan, ...]
     devices: tuple[DevicePeak, ...]
     transfers: tuple[Transfer, ...]
     checkpoint: tuple[str, ...]  # layers whose activations are recomputed
-    offload: tuple[str, ...]  # layers whose activations wait in host memory
+    offload: tuple[str, ...]  # layers whose saved activations are kept in host memory
     notes: tuple[str, ...]
-    optimality: Optimality | None  # None: a file of a placer that did not say
+    optimality: Optimality | None  # None: a file of an older placer
     extra_time: Optimality | None  # of what "auto" recomputes and offloads; None: nothing
     boundaries: tuple[Boundary, ...]
     node_layers: Mapping[str, str]  # node -> layer, for the diff of a changed model
-    # How many micro-batches the example's rows make, where that is fewer than ``microbatches``.
+    # How many micro-batches the rows of the example input make, if fewer than ``microbatches``.
     example_microbatches: Count | None = None
     host: HostPeak | None = None  # None: nothing is offloaded
 
@@ -241,17 +240,17 @@ class Plan:
 
     @property
     def parts(self) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[Region, ...], ...]]:
-        """Per stage its nodes, and per stage its regions."""
+        """The nodes of each stage, and the regions of each stage."""
         return tuple(s.nodes for s in self.stages), tuple(s.regions for s in self.stages)
 
     @property
     def device_of(self) -> tuple[int, ...]:
-        """Per stage which of a replica's devices it is on, numbered in the order of their first stages."""
+        """Per stage the number of its device in a replica; devices are numbered by their first stages."""
         return ranks_of([stage.devices[0] for stage in self.stages])
 
     @property
     def num_devices(self) -> int:
-        """How many devices a replica has."""
+        """The number of devices of a replica."""
         return max(self.device_of) + 1
 
     @property
@@ -261,22 +260,22 @@ class Plan:
 
     @property
     def overflow_bytes(self) -> int:
-        """What the tightest device, or the host, has too little of; 0 when the plan fits."""
+        """Bytes by which the tightest device, or the host, exceeds its budget; 0 if the plan fits."""
         host = 0 if self.host is None else self.host.headroom or 0
         return max(0, -(self.tightest.headroom or 0), -host)
 
     @property
     def overlaps(self) -> bool:
-        """Are offloaded activations copied beside the kernels?"""
+        """Are any offloaded activations copied while kernels run?"""
         return any(region.overlapped for stage in self.stages for region in stage.regions)
 
     @property
     def fits_devices(self) -> bool:
-        """Does every device have what the plan needs of it, whatever it needs of the host?"""
+        """Is every device within its budget, whatever is needed of the host?"""
         return all(device.fits for device in self.devices)
 
     def explain(self) -> str:
-        """Why each stage ends where it does: loads, bytes crossing, what the next-best cut costs."""
+        """Explain why each stage ends where it does: loads, bytes crossing, and the next best cut."""
         from placer.plan.explain import explain_plan
 
         return explain_plan(self)

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from placer.cost import CostEstimates, CostTable, GuessedCosts, device_type, with_regions
+from placer.cost import CostEstimates, CostTable, ScaledCosts, device_type, with_regions
 from placer.errors import CaptureError
 from placer.partition import DeviceSlot, Partition, PlanningOptions, TableCache, choose_partition
 from placer.plan.types import Plan, everything_fits
@@ -67,7 +67,7 @@ def build_plan(
     *,
     pins: Mapping[str, str] | None = None,
     costs: CostTable | None = None,
-    estimate: CostEstimates | GuessedCosts | None = None,
+    estimate: CostEstimates | ScaledCosts | None = None,
     processes: bool = False,
     corrections: Mapping[str, int] | None = None,
     tables: TableCache | None = None,
@@ -136,7 +136,7 @@ def _plan_for(
     pins: Mapping[str, str],
     keys: Sequence[RegionKey | None],
     costs: CostTable | None,
-    estimate: CostEstimates | GuessedCosts,
+    estimate: CostEstimates | ScaledCosts,
     processes: bool,
     corrections: Mapping[str, int],
     tables: TableCache,

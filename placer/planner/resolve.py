@@ -12,7 +12,7 @@ from placer.jsonfile import escape_token
 from placer.partition import PlanningOptions
 from placer.partition.policy.types import Policy
 from placer.planner.notes import layer_paths, shared_modules
-from placer.program import Program, is_in
+from placer.program import Program, is_inside
 from placer.regions import RegionKey, region_keys
 from placer.schedule import split_batch
 from placer.spec import PlacementSpec, resolve_layers, resolve_patterns
@@ -80,7 +80,7 @@ def _module_around(path: str, whole: Mapping[str, str]) -> str | None:
 
 def _is_part(path: str, layer: str) -> bool:
     """Is the module at ``path`` the one at ``layer`` ("": the model itself), or inside it?"""
-    return not layer or is_in((layer,), path)
+    return not layer or is_inside((layer,), path)
 
 
 def _on_two_devices(

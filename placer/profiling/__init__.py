@@ -1,7 +1,7 @@
-"""Profiling: seconds measured on a device that is there, of a model's nodes or of classes of operations.
+"""Measure seconds on a device of this machine: of a model's nodes, or of classes of operations.
 
-`nodes` runs a captured model node by node, `profile` makes a device kind of what it found that plans
-read; `calibration` measures a few operations of every class instead.
+`nodes` runs a captured model node by node, and `profile` makes a device kind of the measured seconds,
+for use in plans. `calibration` measures a few operations of every class instead.
 """
 
 from placer.profiling.calibration import calibrate

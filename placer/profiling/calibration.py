@@ -1,7 +1,7 @@
-"""Measure the few numbers of a device's kind: a small and a large operation of every class.
+"""Measure the rates of a device kind: time a small and a large operation of every class.
 
-What a small one takes is the overhead of its class; what a large one takes beyond that is its FLOPs or
-its bytes. Classes that are not measured take the rate of one like them (`placer.rates`).
+The time of the small one is the overhead of its class; the additional time of the large one is due to
+its FLOPs or bytes. Classes that are not measured get the rate of a similar one (`placer.rates`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from placer.profiling.clocks import Clock, clock_for, time_call
 from placer.profiling.samples import Call, Samples
 from placer.rates import HEAVY, Key, Peaks, Rate, Rates, complete_rates, with_launch
 
-_SECONDS = 0.15  # for every sample; two in each of some 40 classes
+_SECONDS = 0.15  # for every sample; there are two in each of some 40 classes
 _MOST_RUNS = 50
 _CPU_SCALE, _GPU_SCALE = 1, 64  # larger samples for a GPU
 _GPU_TILE = 128  # columns, as on an H100
-# A step launches operations that many times slower than a bare loop does: modules, autograd (H100).
+# Launching an operation in a training step, with modules and autograd, takes this many times as long
+# as in a bare loop (measured on an H100).
 _AROUND_LAUNCH = 2.9
 _LAUNCHES = 200
 _COPIED = 2**28  # bytes
@@ -39,10 +40,10 @@ _DTYPES = {"float32": torch.float32, "half": torch.bfloat16, "float64": torch.fl
 
 
 class Sample(NamedTuple):
-    """One class of operations in one data type: the call to be timed, small and large."""
+    """One class of operations in one data type, and the calls to time."""
 
     key: Key
-    make: Callable[[bool], Call]  # large?
+    make: Callable[[bool], Call]  # is it to be large? -> the call
 
 
 def calibrate(
@@ -53,10 +54,10 @@ def calibrate(
     seconds: float = _SECONDS,
     progress: Callable[[str, int, int], None] = lambda *_: None,
 ) -> DeviceKind:
-    """The kind of a device that is there, its operations measured ``seconds`` for each sample.
+    """Measure a device of this machine, for ``seconds`` per sample, and return its device kind.
 
-    ``progress`` hears what is measured next, its number and how many there are. Raises ``DeviceError``
-    where there is no such device.
+    ``progress`` is called with the class that is measured next, its number, and the number of classes.
+    Raises ``DeviceError`` if there is no such device.
     """
     place = torch.device(device)
     _check_there(place, device)
@@ -89,7 +90,7 @@ def _check_there(place: torch.device, device: str) -> None:
 
 
 def _samples(place: torch.device) -> list[Sample]:
-    """What is timed, the plain reading and writing of memory first."""
+    """The samples to time. Those that only read and write memory come first."""
     scale = _GPU_SCALE if place.type == "cuda" else _CPU_SCALE
     found = []
     for dtype in ("float32", "half"):
@@ -120,13 +121,13 @@ def _samples(place: torch.device) -> list[Sample]:
 
 
 class _Timer:
-    """Medians of the seconds of a call."""
+    """Measures the median seconds of a call."""
 
     def __init__(self, clock: Clock, seconds: float) -> None:
         self._clock, self._seconds = clock, seconds
 
     def __call__(self, call: Call) -> float:
-        """Of one call: it is warm after a first one, and runs until the time for it is over."""
+        """Run ``call`` once to warm up, then repeatedly for the time budget; the median in seconds."""
         total = 0.0
         took: list[float] = []
         call()
@@ -137,14 +138,14 @@ class _Timer:
 
 
 class _Recorder(DispatchMode):
-    """The operations that a call runs."""
+    """Records the operations that a call runs."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ran: list[Operation] = []
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator, and note it."""
+        """Run an operator and record its operations."""
         result = func(*args, **kwargs)
         inputs, outputs = tensors_in(args, kwargs), tensors_in(result)
         self.ran += operations_of(func, args, kwargs, result, inputs, outputs)
@@ -152,7 +153,7 @@ class _Recorder(DispatchMode):
 
 
 def _rate(timer: _Timer, sample: Sample, bandwidth: float) -> Rate | None:
-    """The rate of the sample's class; None where the device has no such operation."""
+    """Measure the rate of the sample's class; None if the device has no such operation."""
     name, _ = sample.key
     try:
         with torch.no_grad() if not name.endswith("_backward") else torch.enable_grad():
@@ -177,12 +178,12 @@ def _rate(timer: _Timer, sample: Sample, bandwidth: float) -> Rate | None:
 
 
 def _is_tiled(key: Key, ran: list[Operation]) -> bool:
-    """Do the columns of convolutions count? They do on GPUs, whose samples have a whole tile."""
+    """Does the class have tiles of columns? Convolutions do on GPUs, whose samples fill a tile."""
     return "convolution" in key[0] and any(o.width == _GPU_TILE for o in ran)
 
 
 def _with_rows(timer: _Timer, place: torch.device, measured: dict[Key, Rate]) -> dict[Key, Rate]:
-    """The normalisations on a GPU, with what one row reads and writes a second."""
+    """The rates of normalisations on a GPU, with the bandwidth of a single row."""
     found = {}
     for dtype in ("float32", "half"):
         make = Samples(place, _DTYPES[dtype], _GPU_SCALE)
@@ -207,7 +208,7 @@ def _optimizer(timer: _Timer, place: torch.device) -> Rate:
 
 
 def _peaks(measured: dict[Key, Rate]) -> Peaks:
-    """What was reached, in the place of a data sheet."""
+    """The measured rates, to be used instead of the peak rates of a data sheet."""
     product = measured["product", "float32"].flops
     half = measured.get(("product", "half"), Rate(flops=product)).flops
     double = measured.get(("product", "float64"), Rate(flops=product / 2)).flops
@@ -217,7 +218,7 @@ def _peaks(measured: dict[Key, Rate]) -> Peaks:
 
 
 def _launches(place: torch.device) -> tuple[float, float]:
-    """Seconds of the host for a light and for a heavy operation of a step."""
+    """Seconds that the host needs in a step to launch a light and a heavy operation."""
     found = []
     light, heavy = torch.zeros(16, device=place), torch.zeros(16, 16, device=place)
     for call in (lambda: light + light, lambda: heavy @ heavy):
@@ -261,9 +262,9 @@ def _kind(name: str, place: torch.device, rates: Rates, bandwidth: float) -> Dev
 
 
 def _context(place: torch.device) -> int:
-    """Bytes of the device that are neither free nor in torch's cache: this process's context.
+    """Bytes of the CUDA context: those that are neither free nor held by torch's allocator.
 
-    Those of other processes on the device count, too: calibrate one that is idle.
+    Memory of other processes is counted too, so the device should be idle.
     """
     free, total = torch.cuda.mem_get_info(place)
     return max(0, total - free - torch.cuda.memory_reserved(place))

@@ -1,4 +1,4 @@
-"""Clocks: marks in what a device does, and the seconds between two of them."""
+"""Clocks that measure the seconds between two points in the work of a device."""
 
 from __future__ import annotations
 
@@ -10,59 +10,59 @@ import torch
 
 
 class Clock(Protocol):
-    """Takes marks while a device works; the seconds between two are known after `wait`."""
+    """Takes marks while a device works. The time between two is known after `wait`."""
 
     def mark(self) -> Any:
-        """A mark after everything that was asked for so far."""
+        """A mark after all work that was submitted so far."""
 
     def wait(self) -> None:
-        """Return when the device has done everything."""
+        """Wait until the device has finished all work."""
 
     def seconds(self, start: Any, end: Any) -> float:
-        """From one mark to another."""
+        """The seconds between two marks."""
 
 
 class HostClock:
-    """Of a device that works while the program waits for it: a CPU. ``now`` gives seconds."""
+    """A clock for the CPU, which works synchronously. ``now`` returns the time in seconds."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
 
     def mark(self) -> float:
-        """The time."""
+        """The present time."""
         return self._now()
 
     def wait(self) -> None:
-        """There is nothing to wait for."""
+        """Does nothing: the CPU has finished when a call returns."""
 
     def seconds(self, start: float, end: float) -> float:
-        """The difference."""
+        """The seconds between two marks."""
         return end - start
 
 
 class CudaClock:
-    """Of a CUDA device: events on its stream."""
+    """A clock for a CUDA device, with events on its current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def mark(self) -> torch.cuda.Event:
-        """An event that the device records when it comes to it."""
+        """An event on the current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def wait(self) -> None:
-        """Synchronise with the device."""
+        """Synchronize with the device."""
         torch.cuda.synchronize(self._device)
 
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """What the device measured between them."""
+        """The seconds that the device measured between two events."""
         return float(start.elapsed_time(end)) / 1e3
 
 
 def time_call(clock: Clock, call: Callable[[], Any]) -> float:
-    """Seconds of ``call``, with nothing else on the device."""
+    """Seconds that ``call`` takes on an otherwise idle device."""
     clock.wait()
     start = clock.mark()
     call()
@@ -72,5 +72,5 @@ def time_call(clock: Clock, call: Callable[[], Any]) -> float:
 
 
 def clock_for(device: torch.device) -> Clock:
-    """The clock of a device."""
+    """The clock for ``device``."""
     return CudaClock(device) if device.type == "cuda" else HostClock()

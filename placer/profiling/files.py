@@ -1,4 +1,4 @@
-"""What was measured as a file, with what it was measured on."""
+"""Profile a model, and write measurements to a file, together with the device that was measured."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ def profile(
     training: bool = True,
     rounds: int = 5,
 ) -> Measured:
-    """Run steps of ``model`` on a device that is here; the seconds of every node, forward and backward.
+    """Run steps of ``model`` on a device, and measure the seconds of every node, forward and backward.
 
-    The file ``output`` is what specs name as the ``kind`` of a device. ``device`` is by default the
-    first CUDA device, or the CPU; ``kind`` is what it is otherwise known as. The model is left alone.
-    Raises ``PlacerError``.
+    The result is written to ``output``, a file that specs can name as the ``kind`` of a device.
+    ``device`` is by default the first CUDA device, or the CPU if there is none. ``kind`` is its device
+    kind, for everything that is not measured. ``args`` and ``kwargs`` are the arguments of forward.
+    The model is not changed. Raises ``PlacerError``.
     """
     path = None if output is None else Path(output)
     check_output(path)
@@ -62,14 +63,14 @@ def profile(
 
 
 def check_output(path: Path | None) -> None:
-    """Raise ``PlacerError`` where a kind cannot be written to ``path``, or would not be read from it."""
+    """Raise ``PlacerError`` unless a device kind can be written to ``path`` and read from it."""
     if path is not None and not is_kind_file(path.name):
         raise PlacerError(str(path), f"does not end in {SUFFIX}", f"write {path}{SUFFIX}")
     check_writable(path)
 
 
 def device_here(name: str) -> str:
-    """The device of that name, or the first CUDA device, or the CPU. Raises ``PlacerError``."""
+    """``name`` as a device name; for "", the first CUDA device, or the CPU. Raises ``PlacerError``."""
     if not name:
         return "cuda:0" if torch.cuda.is_available() else "cpu"
     try:
@@ -79,12 +80,12 @@ def device_here(name: str) -> str:
 
 
 def known_kind(device: str, kind: str | None) -> DeviceKind:
-    """What ``device`` is known as before it is measured. Raises ``ValueError`` for no kind's name."""
+    """The device kind to complete with measurements. Raises ``ValueError`` for an unknown ``kind``."""
     return device_kind(device, None if kind is None else device_kind_name(kind))
 
 
 def file_values(kind: DeviceKind, device: str, *, inputs: Sequence[Tensor] = ()) -> dict[str, Any]:
-    """The content of the file of a kind that was measured now on ``device``."""
+    """The JSON values of the file for ``kind``, which was measured on ``device`` now."""
     place = torch.device(device)
     called = (
         torch.cuda.get_device_name(place)
@@ -102,7 +103,7 @@ def file_values(kind: DeviceKind, device: str, *, inputs: Sequence[Tensor] = ())
 
 
 def processor_name() -> str:
-    """What the machine calls its CPU."""
+    """The name of this machine's CPU."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

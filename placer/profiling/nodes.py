@@ -1,9 +1,9 @@
-"""The seconds of every node of a captured model, forward and backward, on a device that is there.
+"""Measure the seconds of every node of a captured model, forward and backward, on a real device.
 
-The nodes run one after the other between marks of a clock; in backward, hooks on autograd's nodes say
-whose backward begins, and what passes until the next one begins is put down to it. Marks and hooks
-take time themselves, so that steps without them run in turns with it, of the captured graph and of the
-placed model, and the seconds of the nodes are scaled to add up to theirs.
+In forward, the nodes run one after the other between marks of a clock. In backward, hooks on autograd
+nodes report whose backward begins; the time until the next one begins is attributed to it. Marks and
+hooks take time themselves. So steps of the captured graph and of the placed model run without them
+in between, and the seconds of the nodes are scaled to add up to those of such a step.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ Passes = tuple[dict[str, float], dict[str, float]]  # node -> seconds, forward a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeTimes:
-    """Medians over the rounds, in seconds: of every node, the loss among them; of the optimizer's step.
+    """Medians over the rounds, in seconds.
 
-    ``step`` is of a whole step: forward, backward and the optimizer.
+    ``forward`` and ``backward`` are per node, including the loss (`LOSS`). ``optimizer`` is the
+    optimizer's step, ``step`` a whole step: forward, backward and the optimizer.
     """
 
     forward: Mapping[str, float]
@@ -59,12 +60,12 @@ def measure_nodes(
     placed_step: Callable[[], Any] | None = None,
     each_round: Callable[[int], None] = lambda _: None,
 ) -> NodeTimes:
-    """Run steps of ``program`` with the weights of ``model``, which are on ``device`` like ``leaves``.
+    """Measure ``rounds`` steps of ``program``, after ``warm`` steps that are not counted.
 
-    ``leaves`` are the tensors that the program takes. ``model`` is trained by it (with a rate of 0, but
-    buffers change). ``placed_step`` runs forward and backward as they will be run: the nodes then add up
-    to that. ``each_round`` hears the number of every round that has ended, the ``warm`` ones
-    included, which do not count.
+    ``leaves`` are the input tensors; they and the weights of ``model`` are on ``device``. The steps
+    train ``model`` with a learning rate of 0, so that only its buffers change. ``placed_step`` runs
+    forward and backward of the placed model; the seconds of the nodes are then scaled to its time.
+    ``each_round`` is called with the number of every step that has ended.
     """
     constants = {name: t.to(device) for name, t in program.constants.items()}
     context = partial(precision_context, precision, device.type)
@@ -79,9 +80,9 @@ def measure_nodes(
     for number in range(warm + rounds):
         with torch.set_grad_enabled(training):
             found = run.with_marks(leaves)
-            _let_go(model)
+            model.zero_grad()
             plain = run.plain(leaves, step)
-            _let_go(model)
+            model.zero_grad()
         together = sum(plain[:2]) if placed_step is None else time_call(clock, placed_step)
         if number >= warm:
             passes.append(found)
@@ -100,20 +101,15 @@ def measure_nodes(
     )
 
 
-def _let_go(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.grad = None
-
-
 def _scaled(rounds: Sequence[Mapping[str, float]], total: float) -> dict[str, float]:
-    """The median of every node, all of them scaled to add up to ``total``."""
+    """The median seconds of every node, scaled to add up to ``total``."""
     found = {name: median(r.get(name, 0.0) for r in rounds) for name in rounds[0]}
     scale = total / (sum(found.values()) or 1.0)
     return {name: seconds * scale for name, seconds in found.items()}
 
 
 class _Run:
-    """Steps of a captured model, with marks between its nodes or without."""
+    """Runs steps of a captured model, with or without marks between its nodes."""
 
     def __init__(
         self,
@@ -169,7 +165,7 @@ class _Run:
     def _forward(
         self, leaves: Sequence[Tensor], between: Callable[[str, Callable[[], Any]], Any]
     ) -> Tensor:
-        """The stand-in loss of the model's results; every node runs in ``between``."""
+        """Run all nodes, each by ``between(name, run)``. Returns a stand-in loss of the results."""
         values: dict[str, Any] = {}
         rest = iter(leaves)
         for node in self._program.graph.nodes:
@@ -190,7 +186,7 @@ class _Run:
 
 
 class _BackwardMarks:
-    """Whose backward began when."""
+    """Records when the backward of each node began."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -199,7 +195,7 @@ class _BackwardMarks:
         self._hooks: list[Any] = []
 
     def claim(self, result: Any, name: str) -> None:
-        """All of autograd's nodes between ``result`` and what is claimed already belong to ``name``."""
+        """Attribute the autograd nodes behind ``result`` to ``name``, up to those claimed before."""
         for node in nodes_behind(nodes_of(result), stops=self._claimed):
             self._claimed.add(node)
             self._hooks.append(node.register_prehook(partial(self._begin, name)))
@@ -212,11 +208,11 @@ class _BackwardMarks:
         """Run the backward of ``loss``."""
         loss.backward()
         self._marks.append(("", self._clock.mark()))
-        for hook in self._hooks:  # those of parameters would stay
+        for hook in self._hooks:  # parameters keep their autograd nodes, and so the hooks
             hook.remove()
 
     def seconds(self, names: Sequence[str]) -> dict[str, float]:
-        """Per node from where its backward began to where another's did."""
+        """Seconds per node, from the beginning of its backward to that of the next node."""
         found: dict[str, float] = defaultdict(float, dict.fromkeys(names, 0.0))
         for (name, start), (_, end) in itertools.pairwise(self._marks):
             found[name] += self._clock.seconds(start, end)

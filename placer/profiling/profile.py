@@ -1,4 +1,4 @@
-"""A device kind with the measured seconds of one model's nodes."""
+"""Make a device kind with the measured seconds of a model's nodes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from placer.spec import PlacementSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What a profile found: the kind with it, the times it is of, and the costs they belong to."""
+    """A profile: the device kind that holds it, the measured times, and the estimated costs."""
 
     kind: DeviceKind
     times: NodeTimes
@@ -46,14 +46,15 @@ def profile_model(
     clock: Clock | None = None,
     each_round: Callable[[int], None] = lambda _: None,
 ) -> Measured:
-    """Measure ``model`` (in memory, which it leaves alone) as `measure_nodes` does.
+    """Measure a copy of ``model`` on ``device`` with `measure_nodes`; the model must have its data.
 
-    The result is ``base`` with a profile: other batches of the model are taken to take as much more or
-    less time as their estimates are. Raises ``DeviceError`` where the device is missing or too small.
+    The kind in the result is ``base`` with the profile. For other batch sizes of the model, measured
+    times are scaled in proportion to the estimates. Raises ``DeviceError`` if the device does not exist
+    or is too small.
     """
     place = torch.device(device)
     try:
-        twin = copy.deepcopy(model).to(place)
+        copied = copy.deepcopy(model).to(place)
         inputs = [t.detach().to(place).requires_grad_(t.requires_grad) for t in leaves]
         placed = _placed(program, model, inputs, device, precision) if training else None
 
@@ -64,7 +65,7 @@ def profile_model(
 
         times = measure_nodes(
             program,
-            twin,
+            copied,
             inputs,
             placed_step=None if placed is None else placed_step,
             device=place,
@@ -97,7 +98,7 @@ def profile_model(
 def _placed(
     program: Program, model: nn.Module, inputs: Sequence[Tensor], device: str, precision: str
 ) -> PlacedModule:
-    """``model`` placed wholly on the device."""
+    """``model`` as a placed module with all of it on ``device``."""
     spec = PlacementSpec.model_validate({"devices": [device], "precision": precision})
     plan = build_plan(program, spec, inputs)
     staged = emit_stages(program, *plan.parts)

@@ -1,6 +1,6 @@
-"""What `calibrate` times: of every class an operation that is small, and one that is large.
+"""The operations that `calibrate` times: a small and a large one of every class.
 
-Each makes its tensors and gives back the call to be timed.
+Each method allocates tensors and returns the call to time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Call = Callable[[], Any]
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Makes samples on a device, in a data type; ``scale`` 1 is for a few cores, more for a GPU."""
+    """Makes samples on a device in a data type. ``scale`` 1 is for a few CPU cores, more for a GPU."""
 
     device: torch.device
     dtype: torch.dtype
@@ -51,19 +51,19 @@ class Samples:
         return lambda: aten.convolution_backward.default(grad, x, w, None, *rest, mask)
 
     def depthwise(self, *, large: bool) -> Call:
-        """A convolution of every channel by itself."""
+        """A depthwise 3x3 convolution."""
         side = round(56 * self.scale**0.5) if large else 4
         x, w = self._x(4, 64, side, side), self._x(64, 1, 3, 3)
         return lambda: F.conv2d(x, w, padding=1, groups=64)
 
     def product(self, *, large: bool, uneven: bool = False) -> Call:
-        """A product of two square matrices; ``uneven``: of a size that is no multiple of 8."""
+        """A product of square matrices; with ``uneven``, their size is no multiple of 8."""
         size = (round(512 * self.scale ** (1 / 3)) if large else 16) + uneven
         a, b = self._x(size, size), self._x(size, size)
         return lambda: a @ b
 
     def attention(self, *, large: bool, backward: bool) -> Call:
-        """Attention of 8 heads of 64."""
+        """Attention with 8 heads of 64 channels."""
         length = (256 if self.scale <= 1 else 1024) if large else 8
         batch = 1 if self.scale <= 1 else 8
         q, k, v = (self._x(batch, 8, length, 64).requires_grad_(backward) for _ in range(3))
@@ -74,7 +74,7 @@ class Samples:
         return lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
 
     def mapped(self, name: str, *, large: bool, backward: bool = False) -> Call:
-        """What reads and writes an image: a normalisation, a pooling, an upsampling, a sum, …"""
+        """An operation that reads and writes images: normalisation, pooling, upsampling, a sum, …"""
         side = round(64 * self.scale**0.5) if large else 4
         channels = 256 if large else 8
         x = self._x(4, channels, side, side)
@@ -98,7 +98,7 @@ class Samples:
         return lambda: torch.autograd.grad(out, x, grad, retain_graph=True)
 
     def few_rows(self, *, backward: bool) -> Call:
-        """A normalisation of 8 channels: what one block of a GPU reads and writes."""
+        """A normalisation of 8 channels, to measure what one block of a GPU reads and writes."""
         x = self._x(1, 8, 2**19)
         weight, bias = torch.ones(8, device=self.device), torch.zeros(8, device=self.device)
         if not backward:

@@ -1,22 +1,25 @@
-"""Capture: a model and one call of it in, its graph on fake tensors out.
+"""Capture: run a model once on fake tensors and write down its operations as an ``fx`` graph.
 
-Begin with `capture`, which records and checks.
+Start reading at `capture`, which records the model and checks the graph.
 
-=====================  ===========================================================================
-record, recorder       one run of the model, heard of call by call; `watch` and `sizes` report what
-and writer             torch does not, the writer has the graph
-whole, leaves          what becomes a single node, and a model of which nothing else can be had
-fake, packed           stand-ins without data; `constants`: those whose values may be looked at
-caches, reach          what earlier calls left in caches and global variables stays out
-alias                  which nodes share memory, write to state or draw random numbers
-call, result           arguments to a flat list of tensors and back; `state`: names of the weights
-settings               plain attributes that the forward read, under which the graph is right
-moves                  devices that the model's own code names
-targets                what a graph calls where there is no function for it
-fingerprint, validity  is it the same graph; does it serve other sizes and modes too
-restore, copying,      the model is left as it was; failures say module, reason and line
-draws, failure
-=====================  ===========================================================================
+=========================  =======================================================================
+record, recorder, writer   run the model once, intercept every call, write the graph
+watch, sizes               intercept what torch's own hooks miss: module calls, arithmetic on sizes
+whole, leaves              modules (or a whole model) that become a single node
+fake, fake_mode, shapes,   fake tensors; kernels and shape rules that are faster than torch's
+packed                     (`packed`: packed sequences)
+constants                  values that the model's code may read although its tensors are fake
+caches, reachable          keep results of earlier calls (caches, global variables) out of the run
+alias                      find nodes that share memory, write to state or draw random numbers
+call, result               flatten arguments and results to lists of tensors, and rebuild them
+guards                     attributes that forward read; the graph is valid while they are unchanged
+moves                      devices that the model's own code names
+targets                    callables of graph nodes for which torch has no function
+fingerprint, validity      compare graphs; is a graph valid for other sizes and modes?
+restore, copying,          leave the model as it was; names of its parameters and buffers
+state
+python_random, failure     random numbers that are not torch's; why recording failed, and where
+=========================  =======================================================================
 """
 
 from placer.program.call import (
@@ -32,18 +35,18 @@ from placer.program.call import (
 )
 from placer.program.capture import capture_model
 from placer.program.copying import copy_module, tensors_of
-from placer.program.fake import FakeWorld
-from placer.program.leaves import hooks_set_aside, is_in, is_kept_whole, is_torch_leaf
-from placer.program.moves import IgnoringDeviceMoves
-from placer.program.result import flatten_result, result_tensors
-from placer.program.settings import (
-    Setting,
+from placer.program.fake import FakeConverter
+from placer.program.guards import (
+    AttributeGuard,
     TensorPath,
-    changed_setting,
-    copy_settings,
+    copy_guarded_attributes,
+    failed_guard,
     find_tensor,
-    settings_restored,
+    guarded_attributes_restored,
 )
+from placer.program.leaves import is_inside, is_torch_leaf, must_stay_whole, without_hooks
+from placer.program.moves import IgnoreDeviceMoves
+from placer.program.result import flatten_result, result_tensors
 from placer.program.state import first_names, named_state
 from placer.program.types import (
     TENSOR,
@@ -62,14 +65,14 @@ from placer.program.validity import (
 
 __all__ = [
     "TENSOR",
+    "AttributeGuard",
     "BoundCall",
     "CallFormat",
     "Conditions",
-    "FakeWorld",
-    "IgnoringDeviceMoves",
+    "FakeConverter",
+    "IgnoreDeviceMoves",
     "Program",
     "SameProgram",
-    "Setting",
     "TensorPath",
     "WholeModule",
     "bind_arguments",
@@ -77,26 +80,26 @@ __all__ = [
     "call_tensors",
     "capture_model",
     "captured_key",
-    "changed_setting",
     "condition_key",
+    "copy_guarded_attributes",
     "copy_module",
-    "copy_settings",
+    "failed_guard",
     "find_difference",
     "find_tensor",
     "first_names",
     "flatten_call",
     "flatten_result",
-    "hooks_set_aside",
-    "is_in",
-    "is_kept_whole",
+    "guarded_attributes_restored",
+    "is_inside",
     "is_torch_leaf",
+    "must_stay_whole",
     "named_state",
     "placeholder_names",
     "rebuild_arguments",
     "rebuild_call",
     "result_tensors",
-    "settings_restored",
     "tensors_of",
     "training_flags",
     "unflatten_output",
+    "without_hooks",
 ]

@@ -1,4 +1,4 @@
-"""Which nodes share memory or draw random numbers: one run of the graph on fake tensors."""
+"""Find the nodes that share memory or draw random numbers, by one run of the graph on fake tensors."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from torch import Tensor, fx, nn
 
 from placer._torch import DispatchMode, storage_key
 from placer.operands import tensors_of_tree
-from placer.program.fake import FakeWorld
+from placer.program.fake import FakeConverter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aliasing:
-    """What the run found: state and inputs that nodes write, nodes that stay together or draw."""
+    """What nodes write and share, by name; the fields are those of `placer.program.Program`."""
 
     mutated_state_of: dict[str, tuple[str, ...]]
     mutated_inputs: tuple[str, ...]
-    together: tuple[tuple[str, ...], ...]
-    draws: tuple[str, ...]
+    colocated: tuple[tuple[str, ...], ...]
+    rng_nodes: tuple[str, ...]
 
 
 class NodeFailure(Exception):
-    """A node of the graph does not run; the cause is ``__cause__``."""
+    """A node of the graph raised an exception, which is ``__cause__``."""
 
     def __init__(self, node: fx.Node) -> None:
         super().__init__(node.name)
@@ -43,28 +43,31 @@ def analyze_aliasing(
     *,
     guess: int = 1,
 ) -> Aliasing:
-    """Run ``graph`` on fake twins of the inputs and of the model's state; nothing is allocated.
+    """Run ``graph`` on fake copies of the inputs and of the model's state; nothing is allocated.
 
     ::
 
-        y = conv(x)        storage S is born
-        v = y.view(-1)     a view: reads S, gives S
+        y = conv(x)        allocates a storage S
+        v = y.view(-1)     a view: reads S, returns S
         s = y.sum()        reads S
-        y.relu_()          writes S  -> {conv, v, s, relu_} stay together
-        t = y.mean()       reads S after the last write: free to go elsewhere
+        y.relu_()          writes S  -> {conv, v, s, relu_} must be on one stage
+        t = y.mean()       reads S after the last write: may be on another stage
 
-    A write to an input, or to a parameter or buffer, ties all nodes that touch that storage,
-    later ones too, because each stage gets its own copy of those. Raises ``NodeFailure``.
+    If an input, a parameter or a buffer is written, all nodes that use its storage must be on one
+    stage, later ones too, because each stage has its own copy of those. Raises ``NodeFailure`` when a
+    node does not run.
     """
-    world = FakeWorld()
-    twin = world.module(model)
+    converter = FakeConverter()
+    fake_model = converter.module(model)
     state = {
         storage_key(tensor): name
-        for name, tensor in (*twin.named_parameters(), *twin.named_buffers())
+        for name, tensor in (*fake_model.named_parameters(), *fake_model.named_buffers())
     }
-    interpreter = _Watcher(twin, graph, {name: world.tensor(t) for name, t in constants.items()})
-    fakes = [world.tensor(tensor) for tensor in inputs]
-    with torch.enable_grad(), world.running(guess), interpreter.writes:
+    interpreter = _AliasInterpreter(
+        fake_model, graph, {name: converter.tensor(t) for name, t in constants.items()}
+    )
+    fakes = [converter.tensor(tensor) for tensor in inputs]
+    with torch.enable_grad(), converter.running(guess), interpreter.writes:
         interpreter.run(*fakes)
     mutated = {
         name: tuple(sorted({state[key] for key in keys if key in state}))
@@ -77,13 +80,13 @@ def analyze_aliasing(
             for name, keys in interpreter.inputs.items()
             if any(keys & written for written in interpreter.written.values())
         ),
-        together=_groups(graph, interpreter, set(state)),
-        draws=tuple(interpreter.draws),
+        colocated=_groups(graph, interpreter, set(state)),
+        rng_nodes=tuple(interpreter.draws),
     )
 
 
 class _WriteLog(DispatchMode):
-    """Collects the storages that operators write, by their schemas; sees random numbers drawn."""
+    """Collects the storages that operators write, by their schemas, and notes random draws."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,11 +104,11 @@ class _WriteLog(DispatchMode):
 
 @functools.cache
 def _effects(func: Any) -> tuple[bool, tuple[tuple[int, str], ...]]:
-    """Does the operator draw random numbers, and which arguments does it write: position and name?"""
+    """Does the operator draw random numbers; position and name of each argument that it writes."""
     arguments = list(enumerate(func._schema.arguments))
     written = [(i, a.name) for i, a in arguments if a.alias_info and a.alias_info.is_write]
     if func._schema.name in _BATCH_NORMS:
-        # These write running statistics (arguments 3 and 4) although their schemas do not say so.
+        # They write running statistics (arguments 3 and 4), which their schemas do not declare.
         written += [(i, a.name) for i, a in arguments[3:5]]
     return torch.Tag.nondeterministic_seeded in func.tags, tuple(written)
 
@@ -117,11 +120,11 @@ _BATCH_NORMS = (
 )
 
 
-class _Watcher(fx.Interpreter):
-    """Runs the graph, noting per node the storages it touches and those it writes."""
+class _AliasInterpreter(fx.Interpreter):
+    """Runs the graph and notes which storages each node uses, and which of them it writes."""
 
     def __init__(self, model: nn.Module, graph: fx.Graph, constants: Mapping[str, Tensor]) -> None:
-        # All values stay alive: a freed storage's address would be given to another one.
+        # All values stay alive, because storages are known by address and addresses are reused.
         super().__init__(model, garbage_collect_values=False, graph=graph)
         self.constants = constants
         self.writes = _WriteLog()
@@ -146,7 +149,7 @@ class _Watcher(fx.Interpreter):
         if n.op == "call_module":
             module = self.fetch_attr(str(n.target))
             reads.update(_storages([*module.parameters(), *module.buffers()]))
-        for module in (x for x in args if isinstance(x, nn.Module)):  # as `call_module` has it
+        for module in (x for x in args if isinstance(x, nn.Module)):  # of `targets.call_module`
             reads.update(_storages([*module.parameters(), *module.buffers()]))
         self.writes.written.clear()
         self.writes.drew = False
@@ -167,7 +170,9 @@ class _Watcher(fx.Interpreter):
         return value
 
 
-def _groups(graph: fx.Graph, run: _Watcher, state: set[int]) -> tuple[tuple[str, ...], ...]:
+def _groups(
+    graph: fx.Graph, run: _AliasInterpreter, state: set[int]
+) -> tuple[tuple[str, ...], ...]:
     order = list(run.touched)
     last_write: dict[int, int] = {}
     touching: dict[int, list[int]] = defaultdict(list)

@@ -1,9 +1,9 @@
-"""Caches outside of the modules: a run on tensors without data neither reads nor fills them.
+"""Isolate runs on fake tensors from caches and global variables of the model's code.
 
-A ``functools.lru_cache`` keeps results of earlier calls. In a recording, a size from there would be
-a plain number and a tensor a constant; and what is computed on fake tensors must not be found by
-the model later. So while a model runs on fakes, such functions are called through stand-ins, and
-global variables and containers lose the tensors and sizes that came in.
+A ``functools.lru_cache`` keeps results of earlier calls. In a recording, a cached size would be a
+plain number and a cached tensor a constant; and the model must not find fake tensors in the cache
+later. So while a model runs on fake tensors, cached functions are replaced by wrappers, and
+afterwards global variables and containers that got tensors or sizes of the run are restored.
 """
 
 from __future__ import annotations
@@ -17,42 +17,42 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map
 
-from placer.program.reach import Place, Reach
+from placer.program.reachable import ReachableState, Slot
 from placer.program.sizes import SizeFloat, SizeInt, plain
 
 
 @contextmanager
-def caches_set_aside(reach: Reach) -> Iterator[None]:
-    """In this block and thread, cached functions and global variables keep nothing of what runs.
+def isolated_caches(reach: ReachableState) -> Iterator[None]:
+    """In this block and thread, nothing of what runs stays in cached functions and global variables.
 
-    A cached function is not looked up for arguments that hold recorded sizes. Other calls use the
-    cache, as long as what comes back holds no tensor; one that does is computed once in this block.
-    A cache into which tensors of this block came is emptied.
+    Calls of a cached function whose arguments hold recorded sizes bypass its cache. Other calls use
+    it unless the result holds a tensor; such results are kept for this block only, and the cache
+    that got one is cleared.
     """
-    stand_ins: dict[int, Any] = {}
-    replaced: list[tuple[Place, Any]] = []
-    containers: list[tuple[Any, Any]] = []  # with copies of what they hold
-    variables: list[tuple[Place, Any]] = []
+    stand_ins: dict[int, Any] = {}  # id of a cached function -> what replaces it in this block
+    replaced: list[tuple[Slot, Any]] = []
+    containers: list[tuple[Any, Any]] = []  # with shallow copies
+    variables: list[tuple[Slot, Any]] = []  # with their values
     try:
-        for place in reach.cached:
-            if place.read() is place.value:
-                if id(place.value) not in stand_ins:
-                    stand_ins[id(place.value)] = _stand_in(place.value)
-                stand_in = stand_ins[id(place.value)]
-                place.write(stand_in)
-                replaced.append((place, stand_in))
-        # Most are a module's own tables of hooks, which are empty.
+        for slot in reach.cached:
+            if slot.read() is slot.value:
+                if id(slot.value) not in stand_ins:
+                    stand_ins[id(slot.value)] = _stand_in(slot.value)
+                stand_in = stand_ins[id(slot.value)]
+                slot.write(stand_in)
+                replaced.append((slot, stand_in))
+        # Most containers are a module's tables of hooks, which are empty and need no copy.
         containers += [(held, held.copy() if held else ()) for held in reach.containers]
-        variables += [(place, place.read()) for place in reach.variables]
+        variables += [(slot, slot.read()) for slot in reach.variables]
         yield
     finally:
-        for place, before in reversed(variables):
-            _restore_variable(place, before)
+        for slot, before in reversed(variables):
+            _restore_variable(slot, before)
         for container, copy in reversed(containers):
             _restore(container, copy)
-        for place, stand_in in reversed(replaced):
-            if place.read() is stand_in:  # else the code itself has put something there
-                place.write(place.value)
+        for slot, stand_in in reversed(replaced):
+            if slot.read() is stand_in:  # otherwise the model's code has replaced it
+                slot.write(slot.value)
 
 
 def _restore(container: Any, before: Any) -> None:
@@ -68,19 +68,19 @@ def _restore(container: Any, before: Any) -> None:
 
 
 def _items(container: Any) -> list[Any]:
-    """The items by identity: ``==`` of tensors is no truth value."""
+    """The ids of the items, because ``==`` of tensors gives no bool."""
     values = [*container.keys(), *container.values()] if isinstance(container, dict) else container
     return [id(value) for value in values]
 
 
-def _restore_variable(place: Place, before: Any) -> None:
-    now = place.read()
+def _restore_variable(slot: Slot, before: Any) -> None:
+    now = slot.read()
     if now is not before and _is_of_a_run(now):
-        place.write(before)
+        slot.write(before)
 
 
 def _is_of_a_run(value: Any) -> bool:
-    """Does ``value`` hold tensors, or sizes that a recording knows?"""
+    """Does ``value`` hold tensors, or sizes of a recording?"""
     leaves = [*value] if isinstance(value, set) else list(tree_iter(value))
     if isinstance(value, dict):
         leaves += [leaf for key in value for leaf in tree_iter(key)]
@@ -88,10 +88,10 @@ def _is_of_a_run(value: Any) -> bool:
 
 
 def _stand_in(cached: Any) -> Callable[..., Any]:
-    """What is called in the place of ``cached``, a function of ``functools.lru_cache``."""
+    """A function to call instead of ``cached``, which is one of ``functools.lru_cache``."""
     thread = threading.get_ident()
     function = cached.__wrapped__
-    computed: list[Any] = []  # what the call that is made has given already
+    computed: list[Any] = []  # a result that the call in progress has computed already
 
     def compute(*args: Any, **kwargs: Any) -> Any:
         return computed.pop() if computed else function(*args, **kwargs)
@@ -105,7 +105,7 @@ def _stand_in(cached: Any) -> Callable[..., Any]:
         if threading.get_ident() != thread:
             return cached(*args, **kwargs)
         if any(isinstance(leaf, SizeInt | SizeFloat) for leaf in tree_iter((args, kwargs))):
-            if depth:  # it calls itself, which would take for ever if nothing were kept
+            if depth:  # it calls itself, which without a cache could take exponential time
                 args, kwargs = tree_map(plain, (args, kwargs))
                 return kept(*args, **kwargs)
             depth += 1

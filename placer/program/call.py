@@ -1,10 +1,10 @@
-"""The calling convention of a model: from ``forward``'s arguments to a flat list of tensors and back."""
+"""Flatten the arguments of a model's ``forward`` to a list of tensors, and rebuild them from it."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,23 +57,23 @@ def bind_call(
 
 
 def describe_shapes(inputs: Sequence[Tensor | torch.Size]) -> str:
-    """Sizes as people write them: ``1x3x64x64, 1x64``."""
+    """Shapes for a message: ``1x3x64x64, 1x64``."""
     shapes = [x.shape if isinstance(x, Tensor) else x for x in inputs]
     return ", ".join("x".join(map(str, shape)) or "a scalar" for shape in shapes)
 
 
 def placeholder_names(call: BoundCall | CallFormat) -> list[str]:
-    """A readable name per tensor input."""
+    """A readable name per tensor input, such as ``x`` or ``batch.0``."""
     return [n for n, c in zip(call.leaf_names, call.constants, strict=True) if c is TENSOR]
 
 
 def rebuild_arguments(
     call: BoundCall | CallFormat, leaves: Sequence[Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The ``(args, kwargs)`` whose flattened leaves are ``leaves``; the inverse of flattening.
+    """The ``(args, kwargs)`` whose flattened leaves are ``leaves``.
 
-    What the caller gave by keyword is given by keyword again, and defaults are left out: a decorator
-    of ``forward`` may look at that.
+    Arguments that the caller passed by keyword are keywords again, and defaults are left out, because
+    a decorator of ``forward`` may look at that.
     """
     arguments = tree_unflatten(list(leaves), call.in_spec)
     args: list[Any] = []
@@ -92,7 +92,7 @@ def rebuild_arguments(
 
 
 def make_call_format(bound: BoundCall, result: ResultFormat) -> CallFormat:
-    """The format of all calls like ``bound`` whose result has the format ``result``."""
+    """The format of calls with the arguments of ``bound`` and a result of the format ``result``."""
     tensors = bound.tensors
     sizes = [tensor.size(0) for tensor in tensors if tensor.dim() > 0]
     batch_size = sizes[0] if sizes else None
@@ -112,8 +112,8 @@ def make_call_format(bound: BoundCall, result: ResultFormat) -> CallFormat:
 def flatten_call(call: CallFormat, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensor leaves of a call, in the order of the graph's placeholders.
 
-    Raises ``CaptureError`` naming the argument when the call is unlike the captured one
-    (`call_difference`), or a tensor has another number of dimensions.
+    Raises ``CaptureError`` naming the argument when the call differs from the captured one
+    (`call_difference`), or when a tensor has another number of dimensions.
     """
     bound = bind_arguments(call.signature, args, kwargs)
     if (difference := call_difference(call, bound)) is not None:
@@ -122,14 +122,13 @@ def flatten_call(call: CallFormat, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def call_tensors(call: CallFormat, bound: BoundCall) -> list[Tensor]:
-    """The tensors of a call like ``call``, in the order of the graph's placeholders.
+    """The tensors of ``bound``, in the order of the graph's placeholders.
 
-    Raises ``CaptureError`` for one of another number of dimensions than was captured.
+    Raises ``CaptureError`` for a tensor whose number of dimensions differs from the captured one's.
     """
     given = dict(zip(bound.leaf_names, bound.leaves, strict=True))
-    tensors = {
-        name: given[name] for name in placeholder_names(call)
-    }  # dicts may be in another order
+    # By name: the keys of a dict may come in another order than at capture.
+    tensors = {name: given[name] for name in placeholder_names(call)}
     for (name, tensor), shape in zip(tensors.items(), call.example_shapes, strict=True):
         if tensor.dim() != len(shape):
             raise CaptureError(
@@ -142,10 +141,10 @@ def call_tensors(call: CallFormat, bound: BoundCall) -> list[Tensor]:
 
 
 def call_difference(call: CallFormat, bound: BoundCall) -> CaptureError | None:
-    """The first argument of ``bound`` that is unlike the captured call's, as an error.
+    """An error about the first argument of ``bound`` that differs from the captured call's, or None.
 
-    One that is missing, unknown or of another structure; a tensor where a constant was captured, or
-    the other way round; another constant.
+    An argument differs if it is missing, unknown or of another structure, if it is a tensor where a
+    constant was captured or the other way round, or if it is another constant.
     """
     given = dict(zip(bound.leaf_names, bound.leaves, strict=True))
     if missing := [name for name in call.leaf_names if name not in given]:
@@ -183,26 +182,17 @@ def rebuild_call(
 
 
 def unflatten_output(call: CallFormat, leaves: Sequence[Any]) -> Any:
-    """What ``forward`` would have returned, from the flat list of its leaves."""
+    """What ``forward`` would have returned, rebuilt from the flat list of its leaves."""
     return call.result.unflatten(leaves)
-
-
-def flat_forward(
-    bound: BoundCall, flatten_output: Callable[[Any], list[Any]]
-) -> Callable[..., list[Any]]:
-    """``forward`` as a function ``(root, *tensors) -> flat list of the result's leaves``."""
-
-    def forward(root: nn.Module, *tensors: Any) -> list[Any]:
-        args, kwargs = rebuild_call(bound, tensors)
-        return flatten_output(root.forward(*args, **kwargs))
-
-    return forward
 
 
 def bind_arguments(
     signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> BoundCall:
-    """`bind_call` for a ``forward`` of which only the signature is at hand."""
+    """Bind arguments to ``signature``, apply defaults, and flatten them with pytree.
+
+    Raises ``CaptureError`` when they do not fit.
+    """
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -222,7 +212,7 @@ def bind_arguments(
 def _mismatch(
     signature: inspect.Signature, kwargs: Mapping[str, Any], error: TypeError
 ) -> CaptureError:
-    """That a call does not fit the signature; a keyword that it does not have comes first."""
+    """The error for arguments that do not fit; an unknown keyword is named, with the nearest valid one."""
     parameters = signature.parameters.values()
     unknown = [name for name in kwargs if name not in signature.parameters]
     if not unknown or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
@@ -239,7 +229,7 @@ def _readable(path: Sequence[Any]) -> str:
 
 
 def _spell(value: Any) -> str:
-    """``value`` in a few words: an array has many numbers."""
+    """``repr(value)`` for a message; only its type where that is long, such as for an array."""
     text = repr(value)
     return text if len(text) <= 60 and "\n" not in text else f"a {type(value).__qualname__}"
 
@@ -249,5 +239,5 @@ def _same_constant(value: Any, constant: Any) -> bool:
         return True
     try:
         return type(value) is type(constant) and bool(value == constant)
-    except Exception:  # an object whose == is not a truth value, such as an array
+    except Exception:  # == gives no bool, such as for an array
         return False

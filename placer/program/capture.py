@@ -1,4 +1,4 @@
-"""Capture a model: record it, keep whole what cannot be recorded, check the graph by running it."""
+"""Capture a model: record it, make modules that cannot be recorded single nodes, check the graph."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from placer.errors import CaptureError, causes
 from placer.program.alias import Aliasing, NodeFailure, analyze_aliasing
 from placer.program.call import BoundCall, bind_call, describe_shapes, make_call_format
 from placer.program.failure import ForwardFailure, TraceFailure, describe, locate_function
-from placer.program.fake import FakeWorld
-from placer.program.fingerprint import fingerprint_graph, spell_graph
+from placer.program.fake import FakeConverter
+from placer.program.fingerprint import fingerprint_graph, graph_lines
+from placer.program.guards import tensor_paths
 from placer.program.leaves import find_whole_modules, is_torch_leaf
 from placer.program.record import RecordedProgram, record_model
-from placer.program.settings import tensor_paths
 from placer.program.state import named_state
 from placer.program.types import Conditions, Program, WholeModule, training_flags
 from placer.program.watch import RECORDING
@@ -28,8 +28,8 @@ _CHECKPOINTED = "the model checkpoints its activations, so backward runs it agai
 
 _CHECK_INPUTS = "check the example inputs: shapes, dtypes, and the mode of the model"
 _NO_VALUES = (
-    "it looks at the values of tensors, which planning does not have (0 and 1 were tried): keep what "
-    "it needs of them in plain numbers"
+    "it reads values of tensors, which planning does not have (0 and 1 were tried): keep the values "
+    "that it needs in plain Python numbers"
 )
 
 
@@ -40,57 +40,59 @@ def capture_model(
     *,
     ignore_device_moves: bool = False,
 ) -> Program:
-    """The graph of ``model`` called with ``args`` and ``kwargs``, in its present mode (train or eval).
+    """The program of ``model`` called with ``args`` and ``kwargs``, in its present mode (train or eval).
 
-    Allocates nothing and leaves the model alone: a fake copy of it is run. The model and the inputs
-    may be on any device, ``meta`` included. A submodule that cannot be recorded becomes one node
-    (``whole_modules`` says why) and the recording starts again, so there are at most as many
+    Allocates no memory and does not change the model: a fake copy of it is run. The model and the
+    inputs may be on any device, ``meta`` included. A submodule that cannot be recorded becomes one
+    node (``whole_modules`` says why) and the recording starts again, so there are at most as many
     recordings as modules. A second recording with twice the batch finds out what depends on the
-    batch size. A model that was split by hand, whose forward moves tensors to several devices, is
-    refused unless ``ignore_device_moves``. Raises ``CaptureError``, and ``VersionError`` when the
-    installed torch cannot do this.
+    batch size.
+
+    Raises ``CaptureError`` when the model cannot be captured. A model whose forward moves tensors to
+    several devices is one, unless ``ignore_device_moves``. Raises ``VersionError`` when the installed
+    torch lacks what capture needs.
     """
     require("planning")
     _check_model(model)
     bound = bind_call(model, args, kwargs)
-    world = FakeWorld()
+    converter = FakeConverter()
     with RECORDING:
-        session = _Session(model, bound, world, world.module(model))
-        session.ignore_device_moves = ignore_device_moves
-        recording = session.record()
-        aliasing = session.check(recording)
-    return _assemble(model, recording, aliasing, bound, session)
+        capture = _Capture(model, bound, converter, converter.module(model))
+        capture.ignore_device_moves = ignore_device_moves
+        recording = capture.record()
+        aliasing = capture.check(recording)
+    return _assemble(model, recording, aliasing, bound, capture)
 
 
 def _end_frames(failure: Exception) -> None:
-    """Let go of the variables of all functions that ``failure`` ended.
+    """Clear the frames of ``failure``, so that contexts which they entered end.
 
-    What they have entered would stay in force as long as the exception is referred to:
-    ``torch.utils.checkpoint`` enters its saved-tensor hooks in a generator, which it does not close
-    when the function fails (torch 2.11 and 2.12; the next recording was then saved by its hooks).
+    ``torch.utils.checkpoint`` enters saved-tensor hooks in a generator that it does not close when the
+    function fails (torch 2.11 and 2.12). While the exception keeps the generator alive, the hooks
+    stay in force, and the next recording ran under them.
     """
     for cause in causes(failure, implicit=True):
         traceback.clear_frames(cause.__traceback__)
 
 
-class _Session:
-    """One capture: which modules are whole so far, and why."""
+class _Capture:
+    """One capture: repeated recordings, and the modules that so far had to become single nodes."""
 
     def __init__(
-        self, model: nn.Module, bound: BoundCall, world: FakeWorld, twin: nn.Module
+        self, model: nn.Module, bound: BoundCall, converter: FakeConverter, fake_model: nn.Module
     ) -> None:
         self.model = model
         self.bound = bound
-        self.world = world
-        self.twin = twin
-        self.inputs = [world.tensor(tensor) for tensor in bound.tensors]
+        self.converter = converter
+        self.fake_model = fake_model
+        self.inputs = [converter.tensor(tensor) for tensor in bound.tensors]
         self.whole = {module.layer: module for module in find_whole_modules(model)}
         self.guess = 1
         self.ignore_device_moves = False
         self.fixed_batch = ""
 
     def record(self) -> RecordedProgram:
-        """The finest recording there is, the same program for other batch sizes where possible."""
+        """Record with as few single-node modules as possible, for every batch size if possible."""
         while True:
             try:
                 recording = self._run(self.inputs)
@@ -102,7 +104,7 @@ class _Session:
                 return recording
 
     def check(self, recording: RecordedProgram) -> Aliasing:
-        """Run the graph by itself, which also finds out which nodes share memory."""
+        """Run the graph by itself on fake tensors; this also finds out which nodes share memory."""
         try:
             return analyze_aliasing(
                 self.model,
@@ -121,7 +123,7 @@ class _Session:
             ) from error
 
     def _run(self, inputs: Sequence[Tensor], *, named: bool = True) -> RecordedProgram:
-        call = self.world, self.model, self.twin, self.bound, inputs
+        call = self.converter, self.model, self.fake_model, self.bound, inputs
         try:
             if "" in self.whole:
                 return record_whole(*call, guess=self.guess)
@@ -158,7 +160,11 @@ class _Session:
         )
 
     def _compare_batches(self, recording: RecordedProgram) -> None:
-        """Record with twice the batch: the same graph, or the module that makes it differ is named."""
+        """Record with twice the batch and compare the graphs.
+
+        Raises ``TraceFailure`` naming the module where they first differ, so that it becomes a single
+        node. Where that does not help, sets ``fixed_batch`` to the reason.
+        """
         doubled = self._doubled_inputs()
         self.fixed_batch = ""
         if doubled is None:
@@ -171,7 +177,7 @@ class _Session:
         except TraceFailure as failure:
             self.fixed_batch = f"{failure.layer}: {failure.reason} ({failure.location})"
             return
-        first, second = spell_graph(recording.graph), spell_graph(other.graph)
+        first, second = graph_lines(recording.graph), graph_lines(other.graph)
         if first == second:
             return
         nodes = list(recording.graph.nodes)
@@ -194,7 +200,7 @@ class _Session:
         sizes = [tensor.size(0) for tensor in self.inputs if tensor.dim()]
         if not sizes or sizes[0] == 0:
             return None
-        with self.world.mode, torch.no_grad():
+        with self.converter.mode, torch.no_grad():
             return [
                 torch.cat([x, x]).detach().requires_grad_(x.requires_grad)
                 if x.dim() and x.size(0) == sizes[0]
@@ -228,7 +234,7 @@ def _check_model(model: nn.Module) -> None:
             raise CaptureError(
                 path or "the model",
                 "is compiled already (torch.compile), which hides its layers",
-                f"give the module that it was made of: {name}._orig_mod in the place of {name}",
+                f"pass the module that was compiled: {name}._orig_mod instead of {name}",
             )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if nn.parameter.is_lazy(tensor):
@@ -244,7 +250,7 @@ def _assemble(
     recording: RecordedProgram,
     aliasing: Aliasing,
     bound: BoundCall,
-    session: _Session,
+    capture: _Capture,
 ) -> Program:
     graph = recording.graph
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
@@ -252,7 +258,7 @@ def _assemble(
     whole = {
         path: WholeModule(layer=path, reason=_CHECKPOINTED, location=location)
         for path, location in recording.checkpointed.items()
-    } | session.whole
+    } | capture.whole
     called = {str(node.target) for node in nodes if node.op in ("call_module", "get_attr")}
     return Program(
         model=model,
@@ -262,11 +268,11 @@ def _assemble(
         state_of={node.name: _state_of(node, modules, recording.constants) for node in nodes},
         mutated_state_of=aliasing.mutated_state_of,
         mutated_inputs=aliasing.mutated_inputs,
-        together=aliasing.together,
-        draws=aliasing.draws,
+        colocated=aliasing.colocated,
+        rng_nodes=aliasing.rng_nodes,
         constants=recording.constants,
         constant_paths=tensor_paths(
-            model, [(s.path, s.name) for s in recording.settings], recording.constants
+            model, [(s.path, s.name) for s in recording.guards], recording.constants
         ),
         call=make_call_format(bound, recording.result),
         whole_modules=tuple(
@@ -279,27 +285,27 @@ def _assemble(
             modes=training_flags(model),
             shapes=tuple(tensor.shape for tensor in bound.tensors),
             dtypes=tuple(tensor.dtype for tensor in bound.tensors),
-            any_batch=not session.fixed_batch,
-            whole=frozenset(session.whole),
-            guess=session.guess,
-            lines=tuple(spell_graph(graph)),
+            any_batch=not capture.fixed_batch,
+            whole=frozenset(capture.whole),
+            guess=capture.guess,
+            lines=tuple(graph_lines(graph)),
             locations=tuple(recording.location_of.get(node.name, "") for node in graph.nodes),
-            settings=recording.settings,
-            ignore_device_moves=session.ignore_device_moves,
+            guards=recording.guards,
+            ignore_device_moves=capture.ignore_device_moves,
         ),
         training=model.training,
-        fixed_batch=session.fixed_batch,
+        fixed_batch=capture.fixed_batch,
         location_of=recording.location_of,
         notes=_side_effect_notes(recording),
     )
 
 
 def _side_effect_notes(recording: RecordedProgram) -> tuple[str, ...]:
-    """That the program leaves out what forward sets on modules, by attribute."""
+    """A sentence for each attribute that forward sets on modules: the placed model does not set it."""
     setters: dict[str, list[str]] = {}
     for path, attribute in recording.side_effects:
         setters.setdefault(attribute, []).append(path or "the model")
-    read = {setting.name for setting in recording.settings}
+    read = {setting.name for setting in recording.guards}
     notes = []
     for attribute, paths in setters.items():
         others = f" and of {len(paths) - 1} more" if len(paths) > 1 else ""

@@ -1,4 +1,7 @@
-"""Values that a program may look at although its tensors are fake: those that no input decides."""
+"""Constants: tensors whose values a model's code may read while it runs on fake tensors.
+
+Their values depend on no input: they are computed from plain attributes, numpy arrays and sizes.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ _MAKERS = _words("""
     tensor as_tensor asarray scalar_tensor new_tensor arange linspace logspace zeros ones full eye
     zeros_like ones_like full_like new_zeros new_ones new_full tril_indices triu_indices
 """)
-# Operations whose result depends on values alone: none draws random numbers or writes to what it reads.
+# Pure operations: none draws random numbers or writes to its arguments.
 _OPERATIONS = _words("""
     __getitem__ getitem getattr unbind select index_select narrow chunk split gather take
     to cpu cuda type float double half bfloat16 long int short bool detach clone contiguous
@@ -38,12 +41,12 @@ _OPERATIONS = _words("""
     floordiv truediv mod
 """)
 _PURE = frozenset((*_MAKERS, *_OPERATIONS, *(f"__{name}__" for name in _OPERATIONS)))
-_LARGEST = 1000  # operations, beyond which it is a computation and no constant
+_LARGEST = 1000  # operations; a value that takes more is not computed
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """The value of a node, and the constants of the graph that it was computed from."""
+class KnownValue:
+    """The value of a node, and the ``get_attr`` nodes of the constants that it was computed from."""
 
     value: Any
     constants: Sequence[fx.Node]
@@ -51,12 +54,12 @@ class Known:
 
 def find_value(
     node: fx.Node, constants: Mapping[str, Tensor], numbers: Mapping[fx.Node, Any]
-) -> Known | None:
-    """The value of ``node``, if it is computed from constants and plain numbers only.
+) -> KnownValue | None:
+    """The value of ``node`` if it is computed from constants and numbers only, else None.
 
-    Constants are tensors that are neither parameters nor buffers nor inputs, such as plain
-    attributes, and what ``torch.arange`` and the like make. ``numbers`` are the sizes at this time,
-    which become part of the program. None where something was written to any of them so far.
+    Constants are tensors that are neither parameters nor buffers nor inputs: plain attributes, and
+    the results of ``torch.arange`` and similar functions. ``numbers`` are the sizes in this run, which
+    then are fixed in the program. The result is also None if any of these tensors was written to.
     """
     order = _unwritten_ancestors(node, constants, numbers)
     if order is None:
@@ -65,13 +68,13 @@ def find_value(
     with without_torch_function(), without_modes(), torch.device("cpu"):
         for source in order:
             values[source] = _compute(source, constants, numbers, values)
-    return Known(values[node], [source for source in order if source.name in constants])
+    return KnownValue(values[node], [source for source in order if source.name in constants])
 
 
 def is_constant(
     node: fx.Node, constants: Mapping[str, Tensor], numbers: Mapping[fx.Node, Any]
 ) -> bool:
-    """Would `find_value` know the value? Computes nothing."""
+    """Would `find_value` find a value? Computes nothing."""
     return _unwritten_ancestors(node, constants, numbers) is not None
 
 
@@ -85,7 +88,7 @@ def _unwritten_ancestors(
 def _ancestors(
     node: fx.Node, constants: Mapping[str, Tensor], numbers: Mapping[fx.Node, Any]
 ) -> list[fx.Node] | None:
-    """What ``node`` is computed from and itself, sources first; None where that is not known."""
+    """``node`` and all that it is computed from, in topological order; None if not all are constants."""
     order: dict[fx.Node, None] = {}
     waiting = [(node, False)]
     while waiting:
@@ -129,13 +132,13 @@ def _compute(
 
 
 def copy_real(value: Tensor) -> Tensor:
-    """A copy of ``value``, which has data, in the midst of a run without data."""
+    """A copy of ``value``, a real tensor, during a run on fake tensors."""
     with without_torch_function(), without_modes():
         return value.clone()
 
 
-def data_of(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
-    """The tensor that ``func`` makes of an array of numpy; None where it does something else."""
+def tensor_from_numpy(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
+    """The real tensor that ``func`` makes from a numpy array; None for any other call."""
     function = _FROM_DATA.get(func)
     if function is None or not any(isinstance(x, np.ndarray) for x in tree_iter((args, kwargs))):
         return None
@@ -156,8 +159,11 @@ _FROM_DATA: dict[Any, Any] = {
 INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 
 
-def index_by_tensors(index: Any, make_constant: Callable[[Tensor], Tensor]) -> Any:
-    """``index`` of a tensor with constants in the place of numpy's arrays; of masks, where they are true."""
+def replace_numpy_indices(index: Any, make_constant: Callable[[Tensor], Tensor]) -> Any:
+    """``index`` of a tensor with numpy arrays replaced by constant tensors.
+
+    A boolean array becomes the positions where it is true, one tensor per dimension.
+    """
     found: list[Any] = []
     for part in index if isinstance(index, tuple) else (index,):
         if not isinstance(part, np.ndarray):
@@ -171,7 +177,7 @@ def index_by_tensors(index: Any, make_constant: Callable[[Tensor], Tensor]) -> A
 
 
 def is_written(constant: fx.Node) -> bool:
-    """Does a node write to ``constant``, or to what may be a view: what is made of it alone?"""
+    """Does a node write to ``constant``, or to a result computed from it alone, which may be a view?"""
     views = [constant]
     for view in views:
         for user in view.users:
@@ -183,7 +189,7 @@ def is_written(constant: fx.Node) -> bool:
 
 
 def digest(value: Tensor) -> str:
-    """A name for ``value`` that another value does not have."""
+    """A hash of the dtype, shape and values of ``value``: 16 hexadecimal digits."""
     with without_torch_function(), without_modes():
         data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     text = f"{value.dtype} {list(value.shape)}".encode()

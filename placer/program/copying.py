@@ -1,4 +1,4 @@
-"""Copies of a module, also after a forward that left its results in attributes."""
+"""Deep copies of modules, also where an earlier forward left tensors in attributes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from placer.operands import tensors_of_tree
 
 
 def copy_module(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
-    """A deep copy of ``model``; ``memo`` says, by id, what stands for which tensor.
+    """A deep copy of ``model``; ``memo`` maps ids of its tensors to what replaces them in the copy.
 
-    ``copy.deepcopy`` refuses tensors that an earlier forward computed and kept (the weight of the
-    older ``torch.nn.utils.weight_norm`` is one), and looks for the data of fake ones; the copy has
-    clones of both.
+    ``copy.deepcopy`` refuses tensors that a forward computed (the older ``torch.nn.utils.weight_norm``
+    keeps such a weight) and reads the data of fake ones. The copy gets clones of both.
     """
     known = dict(memo or {}) | _empty_containers(model)
     for tensor in tensors_of(model):
@@ -29,9 +28,9 @@ def copy_module(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modu
 
 
 def _empty_containers(model: nn.Module) -> dict[int, Any]:
-    """By id, copies of the empty containers of all modules: a dozen in each, for hooks that it has not.
+    """Copies of the empty containers of all modules, by id.
 
-    ``copy.deepcopy`` takes most of its time for them.
+    Every module has a dozen, for hooks; ``copy.deepcopy`` would spend most of its time on them.
     """
     return {
         id(value): type(value)()

@@ -1,4 +1,4 @@
-"""Why a module could not be recorded: in which module, in a sentence, at which line."""
+"""Exceptions that say why recording a model failed: in which module, for what reason, at which line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep  # noqa: PTH120
 
 
 class TraceFailure(Exception):
-    """Recording stopped inside the module ``layer``; the cause, if any, is ``__cause__``."""
+    """The module ``layer`` (a path) cannot be recorded; the exception, if any, is ``__cause__``."""
 
     def __init__(self, layer: str, reason: str, location: str) -> None:
         super().__init__(layer, reason, location)
@@ -29,20 +29,22 @@ class TraceFailure(Exception):
 
 
 class Untraceable(Exception):
-    """The program does something here that a graph cannot express; the text says what."""
+    """Forward does something that a graph cannot express. The text says what: "it ..."."""
 
 
 class ForwardFailure(Exception):
-    """The model itself fails on these inputs, recorded or not; the cause is ``__cause__``."""
+    """The model's forward raised an exception of its own, which is ``__cause__``."""
 
     def __init__(self, layer: str, location: str, *, guessed: bool = False) -> None:
         super().__init__(layer, location)
         self.layer = layer
         self.location = location
-        self.guessed = guessed  # it saw guessed values of tensors, and real ones may do
+        self.guessed = (
+            guessed  # it read guessed values of tensors; with real ones it might not fail
+        )
 
     def as_error(self, situation: str, remedy: str) -> CaptureError:
-        """The error for the user: "forward fails ``situation``", with the line of their own code."""
+        """The error for the user, "forward fails ``situation``", with the line of their code."""
         where = f" ({self.location})" if self.location else ""
         text = str(self.__cause__).strip().split("\n")[0]
         if isinstance(self.__cause__, Untraceable):
@@ -59,7 +61,7 @@ class ForwardFailure(Exception):
 
 
 def describe(error: BaseException) -> str:
-    """Why recording stopped, in a sentence without the insides of torch."""
+    """Why recording failed, as a sentence that begins with "it" or "its"."""
     text = str(error).strip().split("\n")[0]
     if isinstance(error, Untraceable):
         return text
@@ -72,7 +74,7 @@ def describe(error: BaseException) -> str:
 
 
 def leads_to(error: BaseException | None, cause: BaseException | None) -> bool:
-    """Is ``error`` what was raised for ``cause``, or ``cause`` itself?"""
+    """Is ``cause`` the error itself, or among its causes?"""
     return any(one is cause for one in causes(error, implicit=True))
 
 
@@ -85,7 +87,7 @@ def locate(error: BaseException) -> str:
 
 
 def locate_function(function: object) -> str:
-    """``file.py:line`` where ``function`` begins, ``""`` for code of torch or not of Python."""
+    """``file.py:line`` where ``function`` begins; ``""`` for code of torch, or that is not Python."""
     if isinstance(function, partial):
         function = function.func
     code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None

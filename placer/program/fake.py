@@ -1,7 +1,7 @@
-"""Stand-ins on the CPU that have shapes but no data, so that a model can run without memory.
+"""Fake copies of tensors and modules: shapes without data, so that a model can run without memory.
 
-A fake copy of a module is a deep copy whose tensors are fake: what the module shares (tied
-parameters, views of one storage) its copy shares too, and nothing is allocated.
+A fake copy of a module is a deep copy whose tensors are fake CPU tensors. Tied parameters and views
+of one storage share memory in the copy too.
 """
 
 from __future__ import annotations
@@ -27,66 +27,66 @@ from placer._torch import (
     without_torch_function,
 )
 from placer.errors import CaptureError
-from placer.program.caches import caches_set_aside
+from placer.program.caches import isolated_caches
 from placer.program.copying import copy_module, tensors_of
 from placer.program.failure import Untraceable
 from placer.program.fake_mode import FakeMode
 from placer.program.packed import PACKING, RECURRENT, run_recurrent
-from placer.program.reach import Reach, find_reach
-from placer.program.rng_nodes import keep_random
+from placer.program.python_random import keep_random
+from placer.program.reachable import ReachableState, find_reachable_state
 
 _CPU = torch.device("cpu")
 
 
-class FakeWorld:
-    """One ``FakeTensorMode`` and the fake twin of every tensor seen so far; owns no real tensor's data.
+class FakeConverter:
+    """Makes fake copies of tensors and modules, always the same one for the same tensor.
 
-    All twins are on the CPU, whatever device (``meta`` included) the original is on. Tensors that
-    share a storage get twins that share one.
+    All are on the CPU, whatever device (``meta`` included) the original is on, and belong to one
+    ``FakeTensorMode``. Tensors of a module that share a storage get fake tensors that share one.
     """
 
     def __init__(self) -> None:
         self.mode = FakeMode(allow_non_fake_inputs=True)
-        self._twins: dict[int, Tensor] = {}
-        self._originals: dict[int, Tensor] = {}  # by the twin's id; also keeps the ids in _twins
-        self._bases: dict[tuple[int, torch.dtype], Tensor] = {}
-        self._sharing: dict[int, set[int]] = {}
-        self._reach = Reach()  # of the modules' code
+        self._fakes: dict[int, Tensor] = {}
+        self._originals: dict[int, Tensor] = {}  # by the fake's id; keeps the ids in _fakes valid
+        self._bases: dict[tuple[int, torch.dtype], Tensor] = {}  # a fake of each shared storage
+        self._sharing: dict[int, set[int]] = {}  # storage -> ids of the tensors that share it
+        self._reachable = ReachableState()  # what the code of the modules reaches
 
     def tensor(self, original: Tensor) -> Tensor:
-        """The fake twin of ``original``: same shape, strides, dtype, and ``requires_grad``."""
-        twin = self._twins.get(id(original))
-        if twin is None:
-            twin = self._make(original)
-            self._twins[id(original)] = twin
-            self._originals[id(twin)] = original
-        return twin
+        """The fake copy of ``original``: same shape, strides, dtype and ``requires_grad``."""
+        fake = self._fakes.get(id(original))
+        if fake is None:
+            fake = self._make(original)
+            self._fakes[id(original)] = fake
+            self._originals[id(fake)] = original
+        return fake
 
-    def stand_for(self, twin: Tensor, original: Tensor) -> None:
-        """Have ``twin``, which a run has computed, stand for a tensor of the model."""
-        self._twins[id(original)] = twin
-        self._originals[id(twin)] = original
+    def register(self, fake: Tensor, original: Tensor) -> None:
+        """Make ``fake``, which a run has computed, the fake copy of ``original``."""
+        self._fakes[id(original)] = fake
+        self._originals[id(fake)] = original
 
-    def original(self, twin: Tensor) -> Tensor | None:
-        """The tensor that ``twin`` stands for, or None when it is not one of this world's twins."""
-        return self._originals.get(id(twin))
+    def original(self, fake: Tensor) -> Tensor | None:
+        """The tensor that ``fake`` is the copy of, or None if this converter did not make it."""
+        return self._originals.get(id(fake))
 
     @contextmanager
     def running(self, guess: int = 1) -> Iterator[None]:
-        """Run code on twins; the values of tensors that it looks at are guessed (`GuessData`)."""
-        with self.mode, GuessData(self.mode, guess), on_fakes(), self.caches_set_aside():
+        """In this block, code runs on fake tensors and reads ``guess`` as their values (`GuessData`)."""
+        with self.mode, GuessData(self.mode, guess), fake_execution(), self.isolated_caches():
             yield
 
-    def caches_set_aside(self) -> AbstractContextManager[None]:
-        """Have the code of the modules, in this block, keep nothing outside of them."""
-        return caches_set_aside(self._reach)
+    def isolated_caches(self) -> AbstractContextManager[None]:
+        """In this block, the modules' code leaves nothing in caches and global variables."""
+        return isolated_caches(self._reachable)
 
     def tree(self, value: Any) -> Any:
-        """``value`` with every tensor in it (pytree) replaced by its twin."""
+        """``value`` with every tensor in it (by pytree) replaced by its fake copy."""
         return tree_map_only(Tensor, self.tensor, value)
 
     def module(self, model: nn.Module) -> nn.Module:
-        """A deep copy of ``model`` whose parameters, buffers and other tensors are twins.
+        """A deep copy of ``model`` whose parameters, buffers and other tensors are fake.
 
         Raises ``CaptureError`` when the model cannot be copied.
         """
@@ -95,15 +95,15 @@ class FakeWorld:
             self._note_storage(tensor)
         memo: dict[int, Any] = {id(tensor): self.tensor(tensor) for tensor in tensors}
         try:
-            twin = copy_module(model, memo)
+            fake = copy_module(model, memo)
         except Exception as error:
             raise CaptureError(
                 type(model).__name__,
                 f"the model cannot be copied ({type(error).__name__}: {error})",
                 "give the attribute that cannot be copied a __deepcopy__, or create it lazily",
             ) from error
-        self._reach.extend(find_reach(twin))
-        return twin
+        self._reachable.extend(find_reachable_state(fake))
+        return fake
 
     def _note_storage(self, original: Tensor) -> None:
         self._sharing.setdefault(_storage(original), set()).add(id(original))
@@ -111,7 +111,7 @@ class FakeWorld:
     def _make(self, original: Tensor) -> Tensor:
         if len(self._sharing.get(_storage(original), ())) > 1 and original.layout == torch.strided:
             return self._make_sharing(original)
-        # Not by operators on fake tensors, which take ten times as long.
+        # Made directly: operators on fake tensors take ten times as long.
         with without_modes(), without_torch_function():
             if original.layout == torch.strided:
                 size, stride = original.size(), original.stride()
@@ -119,20 +119,20 @@ class FakeWorld:
             else:
                 data = torch.empty(original.shape, dtype=original.dtype, device="meta")
             data.requires_grad_(original.requires_grad)
-            twin = FakeTensor(self.mode, data, _CPU)
+            fake = FakeTensor(self.mode, data, _CPU)
         if isinstance(original, nn.Parameter):
-            twin._is_param = True  # as `nn.Parameter` says of a tensor of another class
-        return twin
+            fake._is_param = True  # as `nn.Parameter` marks a tensor of another class
+        return fake
 
     def _make_sharing(self, original: Tensor) -> Tensor:
-        """A twin that is a view of that of the storage."""
+        """A fake copy that is a view of the fake copy of the whole storage."""
         with self.mode, torch.no_grad():
-            twin = self._base(original).as_strided(
+            fake = self._base(original).as_strided(
                 original.size(), original.stride(), original.storage_offset()
             )
             if isinstance(original, nn.Parameter):
-                return nn.Parameter(twin, requires_grad=original.requires_grad)
-            return twin.requires_grad_(original.requires_grad)
+                return nn.Parameter(fake, requires_grad=original.requires_grad)
+            return fake.requires_grad_(original.requires_grad)
 
     def _base(self, original: Tensor) -> Tensor:
         key = (_storage(original), original.dtype)
@@ -143,12 +143,12 @@ class FakeWorld:
 
 
 @contextmanager
-def on_fakes() -> Iterator[None]:
-    """What code on fake tensors needs around it.
+def fake_execution() -> Iterator[None]:
+    """In this block, code may run on fake tensors.
 
-    Torch logs a traceback of what fails on them, which is told once, by an error; and a module
-    cannot be converted in place, which code does to be sure of what is so already
-    (``self.to(x.dtype)``). Random numbers that Python code draws are not missing afterwards.
+    Silences torch's log of each failure on them, since errors are reported once by exceptions. Lets
+    ``module.to(dtype)`` pass if all tensors have that type already; fake modules cannot be converted in
+    place. Restores the random number generators at the end.
     """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level, convert = logger.level, nn.Module._apply
@@ -173,13 +173,13 @@ def on_fakes() -> Iterator[None]:
 
 
 class GuessData:
-    """Lets code that looks at the values of tensors run on fake ones of ``mode``, by guessing the values.
+    """In this context, code that reads values of fake tensors of ``mode`` gets guesses.
 
-    A scalar read is ``value``, 1 or 0 (True or False); a loop that waits for another value would never
-    end, so too many reads in one run are an error. As many elements are selected as there can be; an
-    array for numpy is full of ``value``. ``guessed`` says whether it happened, which makes the run one
-    of many that are possible. Packed sequences are all as long as can be; what is computed from their
-    lengths is then known.
+    A scalar is ``value``: 1 or 0 (True or False). A loop that waits for another value would never end,
+    so too many reads in one run are an error. Operators that select elements select as many as
+    possible; an array for numpy is filled with ``value``. Packed sequences all have the full length,
+    and what is computed from their lengths is then known. ``guessed`` tells whether any guess was
+    made: then the run is one of several possible ones.
     """
 
     def __init__(self, mode: FakeMode, value: int = 1) -> None:
@@ -201,7 +201,7 @@ class GuessData:
         self._mode.guess = self._before
 
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What ``func`` makes of values that are known; ``NotImplemented`` where one is not."""
+        """The result of ``func`` on values that are known; ``NotImplemented`` where one is not."""
         if not len(self._values):
             return NotImplemented
         if func._schema.is_mutable and args and isinstance(args[0], Tensor):
@@ -219,13 +219,13 @@ class GuessData:
         return bool(tensors) and all(tensor in self._values for tensor in tensors)
 
     def tell(self, value: Tensor) -> Tensor:
-        """A fake tensor that is known to have this value."""
+        """A fake tensor whose value is known."""
         fake = torch.empty_like(value)
         self._values[fake] = value
         return fake
 
     def answer(self, func: Any, args: Any, kwargs: Any, refused: Exception) -> Any:
-        """What ``func``, which fake tensors have ``refused``, may give; else raises that."""
+        """A possible result of ``func``, which raised ``refused`` on fake tensors; or raises it again."""
         self.guessed = True
         if isinstance(refused, DynamicOutputShapeException):
             if (largest := _LARGEST_RESULT.get(func.name())) is not None:
@@ -235,8 +235,8 @@ class GuessData:
             self._reads_left -= 1
             if self._reads_left < 0:
                 raise RuntimeError(
-                    f"a run read {_MOST_READS} values that are all guessed as {self.value}: a loop that "
-                    "waits for another one does not end"
+                    f"a run read {_MOST_READS} values of tensors, and got {self.value} for each: a "
+                    "loop that waits for another value does not end"
                 ) from refused
             return _number(args[0].dtype, self.value)
         elif func is torch.ops.aten.equal.default:
@@ -244,17 +244,17 @@ class GuessData:
         raise refused
 
 
-_MOST_READS = 1_000  # of single values in one run
+_MOST_READS = 1_000  # reads of single values in one run
 _READ_AS_VALUES = ("numpy", "__array__", "tolist", "__format__")
 _EMBEDDINGS = (nn.functional.embedding, nn.functional.embedding_bag)
 _WATCHED = {*_READ_AS_VALUES, *(f.__name__ for f in _EMBEDDINGS), *PACKING, *RECURRENT}
 
 
 class _GuessReads(TorchFunctionMode):
-    """Reads that fake tensors refuse before an operator runs: as an array, as a list, in a text.
+    """Answers reads that reach no operator: conversions to arrays, lists and text.
 
-    And a recurrent layer's own reads of how long packed sequences are. Embeddings get dense gradients
-    here: how many bytes a sparse one has depends on values.
+    Also runs recurrent layers on packed sequences, which read the lengths of the sequences. Embeddings
+    get dense gradients, because the bytes of a sparse one depend on values.
     """
 
     def __init__(self, guess: GuessData) -> None:
@@ -304,8 +304,8 @@ def _unique_rows(func: Any, x: Tensor, dim: int, *args: Any, **kwargs: Any) -> t
     return x, _indices(x.size(dim)), _indices(x.size(dim))
 
 
-# By operator: what it gives when as many elements as can be are selected, are different, are kept;
-# when each is repeated once. The last is torchvision's, which need not be there.
+# Operator -> its largest result: all elements are selected, different or kept, or repeated once. The
+# last operator is torchvision's; by name, since torchvision may not be installed.
 _LARGEST_RESULT: dict[str, Callable[..., Any]] = {
     "aten::nonzero": lambda func, x: _indices(x.numel(), x.dim()),
     "aten::masked_select": _masked,

@@ -1,7 +1,7 @@
-"""Fake tensors faster than torch makes them: what an operator has made once is not found out again.
+"""A faster ``FakeTensorMode``: it remembers the shapes that operators produced.
 
-A model's layers repeat, and placer runs a model on fake tensors several times. Torch's own cache of
-such results takes 130 us per hit and starts with Python kernels of 1 to 10 ms per miss.
+A model's layers repeat, and placer runs a model on fake tensors several times. A hit in torch's own
+cache of fake results takes 130 us, and a miss runs a Python kernel of 1 to 10 ms.
 
 ::
 
@@ -31,13 +31,13 @@ from placer._torch import (
     without_torch_function,
 )
 from placer.operands import tensors_in
-from placer.program.shapes import LIST_RULES, SHAPE_RULES, Made, Recipe
+from placer.program.shapes import LIST_RULES, SHAPE_RULES, NewTensor, Recipe
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _OPERATOR = type(torch.ops.aten.clone.default)
 
-# Operators that C++ runs on tensors without data in some microseconds; a view shares its storage.
-QUICK_OPERATORS = {
+# Views, which C++ computes on meta tensors in some microseconds.
+CPP_VIEWS = {
     getattr(getattr(torch.ops.aten, name), overload)
     for name, overload in (
         ("view", "default"),
@@ -59,13 +59,11 @@ QUICK_OPERATORS = {
     )
 }
 
-# The same for operators that share no memory: these kernels are asked when there is no recipe.
-QUICK_KERNELS = {
-    getattr(torch.ops.aten, name).default for name in ("clone", "bmm", "mm", "_softmax")
-}
+# Operators that are no views whose kernels for meta tensors are in C++, used where there is no recipe.
+CPP_KERNELS = {getattr(torch.ops.aten, name).default for name in ("clone", "bmm", "mm", "_softmax")}
 
-# What operators have made so far, by `_spelled`. A pure function of shapes, and as torch's own cache
-# of fake results it is of the process: capture, costs and dry runs ask for the same.
+# Recipes for the results of operators so far. Results depend on the key alone, so one cache serves
+# the whole process (as torch's own): capture, costs and dry runs ask for the same.
 _known: dict[Hashable, Recipe] = {}
 
 
@@ -74,21 +72,20 @@ class _NotKnownByShape(Exception):
 
 
 class Guess(Protocol):
-    """Answers where an operator's result depends on the values of fake tensors."""
+    """Gives results where an operator's result depends on the values of fake tensors."""
 
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What ``func`` makes of values that are known; ``NotImplemented`` where one is not."""
+        """The result of ``func`` on values that are known; ``NotImplemented`` where one is not."""
 
     def answer(self, func: Any, args: Any, kwargs: Any, refused: Exception) -> Any:
-        """What ``func``, which fake tensors have ``refused``, may give; else raises that."""
+        """A possible result of ``func``, which raised ``refused`` on fake tensors; or raises it again."""
 
 
 class FakeMode(FakeTensorMode):
-    """A ``FakeTensorMode`` that remembers what operators made, for fake tensors on the CPU.
+    """A ``FakeTensorMode`` for CPU tensors that remembers the shapes that operators produced.
 
-    ``guess``, if there is one, is asked where torch's kernels would need values.
-
-    ``torch.compile`` may look into it, as into a `placer._torch.DispatchMode`.
+    Where an operator needs the values of tensors, ``guess``, if set, gives the result. As with
+    `placer._torch.DispatchMode`, ``torch.compile`` may trace code that runs under this mode.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -107,7 +104,7 @@ class FakeMode(FakeTensorMode):
             return self._guess(func, types, args, kwargs or {})
 
     def detach(self, tensor: Tensor) -> Tensor:
-        """``tensor.detach()`` of a fake tensor of this mode, which no dispatch mode hears of."""
+        """``tensor.detach()`` for a fake tensor of this mode, without calling any dispatch mode."""
         with as_meta(self):
             data = tensor.detach()
         return self._tensors.make(data)
@@ -116,7 +113,7 @@ class FakeMode(FakeTensorMode):
         guess = self.guess
         if guess is None:
             return self._run(func, types, args, kwargs)
-        # What a kernel computes on its way is its own business: nothing is guessed there.
+        # Operators that the kernel itself calls get no guesses.
         self.guess = None
         try:
             known = guess.compute(func, args, kwargs)
@@ -127,7 +124,7 @@ class FakeMode(FakeTensorMode):
             self.guess = guess
 
     def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if func in QUICK_OPERATORS and all(map(self._is_plain, args)):
+        if func in CPP_VIEWS and all(map(self._is_plain, args)):
             return self._run_in_cpp(func, args, kwargs)
         if func is _READS_NUMBER and type(args[0]) is FakeTensor:
             return _read_number(args[0])
@@ -145,8 +142,8 @@ class FakeMode(FakeTensorMode):
                 func,
                 torch.get_default_dtype(),
                 torch.is_inference_mode_enabled(),
-                *map(self._spelled, args),
-                *((name, self._spelled(value)) for name, value in kwargs.items()),
+                *map(self._key_of, args),
+                *((name, self._key_of(value)) for name, value in kwargs.items()),
             )
         except _NotKnownByShape:
             return self._ask_torch(func, types, args, kwargs)
@@ -171,7 +168,7 @@ class FakeMode(FakeTensorMode):
         return [self._tensors.make(part) for part in data]
 
     def _lift(self, number: Tensor) -> Tensor:
-        """The fake tensor that stands for a real one, of a single number that is known."""
+        """A fake tensor with a known value: the single number in ``number``, a real tensor."""
         with without_modes():
             known = number.clone()
             fake = self._tensors.make(torch.empty((), dtype=number.dtype, device=_META))
@@ -180,7 +177,7 @@ class FakeMode(FakeTensorMode):
         return fake
 
     def _is_plain(self, argument: Any) -> bool:
-        """A fake tensor of this mode, on the CPU, that stands for no known value; or no tensor."""
+        """Is it no tensor, or a fake CPU tensor of this mode whose value is not known?"""
         if type(argument) is FakeTensor:
             return (
                 argument.fake_mode is self
@@ -189,8 +186,11 @@ class FakeMode(FakeTensorMode):
             )
         return not isinstance(argument, Tensor)
 
-    def _spelled(self, argument: Any) -> Hashable:
-        """What a result can depend on; numbers with their types, for ``1 == 1.0 == True``."""
+    def _key_of(self, argument: Any) -> Hashable:
+        """What a result can depend on; numbers come with their types, since ``1 == 1.0 == True``.
+
+        Raises ``_NotKnownByShape`` for an argument of another kind.
+        """
         kind = type(argument)
         if kind is FakeTensor:
             if not self._is_plain(argument) or argument.layout is not torch.strided:
@@ -207,14 +207,14 @@ class FakeMode(FakeTensorMode):
         if kind in _PLAIN:
             return kind, argument
         if kind is list or kind is tuple:
-            return kind, *map(self._spelled, argument)
+            return kind, *map(self._key_of, argument)
         raise _NotKnownByShape
 
     def _learn(self, key: Hashable, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Ask torch, and remember what can be made again."""
+        """Ask torch, and remember how to make the results if they depend on the key alone."""
         given = tensors_in(args, kwargs)
         before = [(x.shape, x.stride()) for x in given]
-        if func in QUICK_KERNELS:
+        if func in CPP_KERNELS:
             result = self._run_in_cpp(func, args, kwargs)
         else:
             result = self._ask_torch(func, types, args, kwargs)
@@ -231,7 +231,7 @@ class FakeMode(FakeTensorMode):
         return result
 
     def _describe(self, result: Any, args: Any, storages: list[Any]) -> Any:
-        """How to make ``result`` again, `_UNKNOWN` if it shares memory or is no plain fake tensor."""
+        """How to make ``result`` again; `_UNKNOWN` if it shares memory or is no plain fake tensor."""
         if result is None:
             return None
         for position, argument in enumerate(args):
@@ -242,7 +242,7 @@ class FakeMode(FakeTensorMode):
         if result.is_neg() or result.is_conj():
             return _UNKNOWN
         storage = result.untyped_storage()
-        made = Made(tuple(result.shape), result.stride(), result.dtype)
+        made = NewTensor(tuple(result.shape), result.stride(), result.dtype)
         if any(storage is other for other in storages) or result.requires_grad:
             return _UNKNOWN
         return made if storage.nbytes() == made.nbytes else _UNKNOWN
@@ -250,17 +250,17 @@ class FakeMode(FakeTensorMode):
     def _follow(self, recipe: Recipe, args: Any) -> Any:
         several, made = recipe
         results = tuple(
-            self._make(x) if type(x) is Made else x if x is None else args[x] for x in made
+            self._make(x) if type(x) is NewTensor else x if x is None else args[x] for x in made
         )
         return results if several else results[0]
 
-    def _make(self, made: Made) -> Tensor:
+    def _make(self, made: NewTensor) -> Tensor:
         data = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device=_META)
         return self._tensors.make(data)
 
 
-# What torch 2.15 makes of these without data has results that were not asked for, which the kernels
-# do not compute. A backward that is split asks for the input's gradient first, and later for the rest.
+# Torch 2.15's fake kernels for these return all gradients; the real kernels compute only those that
+# the mask asks for. A split backward asks for the input's gradient first and for the others later.
 _UNASKED = {torch.ops.aten.native_batch_norm_backward.default}
 
 
@@ -273,12 +273,12 @@ _READS_NUMBER = torch.ops.aten._local_scalar_dense.default
 
 
 def _is_number(tensor: Tensor) -> bool:
-    """Has it a single value that is a constant, on the CPU?"""
+    """Is it a CPU tensor of no dimensions that requires no gradient?"""
     return not tensor.dim() and tensor.device == _CPU and not tensor.requires_grad
 
 
 def _read_number(tensor: FakeTensor) -> Any:
-    """``tensor.item()``, where it stands for a known value; else raises what torch does."""
+    """``tensor.item()``. Raises ``DataDependentOutputException``, as torch, if the value is not known."""
     if tensor.constant is None:
         raise DataDependentOutputException(_READS_NUMBER)
     with without_modes():
@@ -308,13 +308,13 @@ def _depends_on_shapes(func: Any) -> bool:
     if func.is_view or "lift" in func.name():
         return False
     refused = {torch.Tag.data_dependent_output, torch.Tag.inplace_view}
-    if func is not torch.ops.aten.index.Tensor:  # which depends on values where an index is a mask
+    if func is not torch.ops.aten.index.Tensor:  # its shape depends on values only for masks
         refused.add(torch.Tag.dynamic_output_shape)
     return not refused & set(func.tags)
 
 
 def detach_fake(tensor: Tensor) -> Tensor:
-    """``tensor.detach()`` that no dispatch mode hears of, for a fake tensor in a tenth of the time."""
+    """``tensor.detach()`` without calling any dispatch mode; for a fake tensor ten times as fast."""
     mode = tensor.fake_mode if isinstance(tensor, FakeTensor) else None
     if isinstance(mode, FakeMode):
         with without_torch_function():

@@ -1,4 +1,4 @@
-"""A digest of a captured graph and of the names, shapes and dtypes of its state."""
+"""The fingerprint of a program: a hash of its graph and the names, shapes and dtypes of its state."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import fx, nn
 
 
 def fingerprint_graph(model: nn.Module, graph: fx.Graph) -> str:
-    """Hex SHA-256, the same in every process: nodes are numbered, values spelled by their ``repr``.
+    """SHA-256 as hexadecimal digits, the same in every process.
 
-    It changes when an operation, an argument, or a name, shape or dtype of the state changes.
+    It changes when an operation, an argument, or a name, shape or dtype of a parameter or buffer does.
     """
-    digest = hashlib.sha256("\n".join(spell_graph(graph)).encode())
+    digest = hashlib.sha256("\n".join(graph_lines(graph)).encode())
     for kind, named in (
         ("parameter", model.named_parameters(remove_duplicate=False)),
         ("buffer", model.named_buffers(remove_duplicate=False)),
@@ -25,8 +25,8 @@ def fingerprint_graph(model: nn.Module, graph: fx.Graph) -> str:
     return digest.hexdigest()
 
 
-def spell_graph(graph: fx.Graph) -> list[str]:
-    """One line per node: operation, target, arguments, with nodes by number."""
+def graph_lines(graph: fx.Graph) -> list[str]:
+    """One line per node: operation, target and arguments. Nodes appear as numbers, not by name."""
     number = {node: index for index, node in enumerate(graph.nodes)}
     return [
         f"{node.op} {_target_name(node.target)} "
@@ -57,6 +57,6 @@ def _spell(value: Any, number: dict[fx.Node, int]) -> str:
         return repr(value)
     if callable(value):
         return _target_name(value)
-    # repr of a plain object would hold its address, which is another one in every process
+    # The default repr holds an address, which differs from process to process.
     text = repr(value)
     return type(value).__qualname__ if " at 0x" in text else text

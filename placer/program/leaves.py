@@ -1,4 +1,4 @@
-"""Which modules are one node of the graph by nature, or must be before anything is recorded."""
+"""Modules that are a single node of the graph: layers of ``torch.nn``, and modules with hooks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from placer.program.failure import locate_function
 from placer.program.types import WholeModule
 
-# Containers of torch.nn with layers inside: they are looked into.
+# Modules of torch.nn that contain layers: they are recorded operation by operation.
 _CONTAINERS = (
     nn.Sequential,
     nn.Transformer,
@@ -34,20 +34,20 @@ def is_torch_leaf(module: nn.Module) -> bool:
     )
 
 
-def is_in(paths: Collection[str], path: str) -> bool:
+def is_inside(paths: Collection[str], path: str) -> bool:
     """Is the module at ``path`` one of those at ``paths``, or inside one?"""
     return any(path == p or path.startswith(p + ".") for p in paths)
 
 
-def is_kept_whole(module: nn.Module) -> bool:
-    """Has ``module`` what must run around or inside the whole of it: hooks, parametrizations?"""
+def must_stay_whole(module: nn.Module) -> bool:
+    """Does ``module`` have hooks or parametrizations, which must run around the whole of it?"""
     table = module.__dict__
     return any(table.get(name) for name in _HOOKS) or "parametrizations" in module._modules
 
 
 @contextmanager
-def hooks_set_aside(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Have ``modules`` no hooks in this block that keep them whole."""
+def without_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Remove the forward and backward hooks of ``modules`` in this block."""
     tables = [module.__dict__[name] for module in modules for name in _HOOKS]
     contents = [dict(table) for table in tables]
     for table in tables:
@@ -60,10 +60,10 @@ def hooks_set_aside(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def find_whole_modules(model: nn.Module) -> list[WholeModule]:
-    """Submodules that must stay whole, with the line of the hook or of the forward that says so."""
+    """Submodules that must be a single node, each with the reason and the line of its hook or forward."""
     whole = []
     for path, module in model.named_modules():
-        if not path or is_torch_leaf(module) or not is_kept_whole(module):
+        if not path or is_torch_leaf(module) or not must_stay_whole(module):
             continue
         hooks = [hook for name in _HOOKS for hook in getattr(module, name, {}).values()]
         location = locate_function(hooks[0] if hooks else type(module).forward)

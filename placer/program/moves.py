@@ -1,4 +1,4 @@
-"""Devices that a model's own code names, as one does that was split by hand."""
+"""Devices that a model's own code names, such as in a model that was split by hand."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from placer.errors import CaptureError
 _CPU = torch.device("cpu")
 
 
-def set_device_aside(
+def replace_device(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], torch.device | None]:
-    """The arguments of the torch function ``name`` with the CPU for the accelerator that they name.
+    """Replace the accelerator that the arguments of the torch function ``name`` name by the CPU.
 
-    And that device; None where they name none. ``x.cuda()`` names one without an argument.
+    Returns the arguments and that device, which is None if they name none. ``x.cuda()`` names one
+    without an argument.
     """
     place: int | str | None = None
     if kwargs.get("device") is not None:
@@ -37,13 +38,13 @@ def set_device_aside(
 
 
 def _accelerator(value: Any) -> torch.device | None:
-    """The device that ``value`` names, if it is one with memory of its own."""
+    """The device that ``value`` names, or None if it names none, or the CPU or ``meta``."""
     if isinstance(value, int) and not isinstance(value, bool):
         return torch.device("cuda", value)
     if isinstance(value, str):
         try:
             value = torch.device(value)
-        except RuntimeError:  # no device; torch says so
+        except RuntimeError:  # not the name of a device
             return None
     if not isinstance(value, torch.device) or value.type in ("cpu", "meta"):
         return None
@@ -51,7 +52,7 @@ def _accelerator(value: Any) -> torch.device | None:
 
 
 class NamedDevices:
-    """Which devices a forward names, and where. Two with numbers are a split by hand."""
+    """The devices that forward names, and at which lines. Two with indices mean a split by hand."""
 
     def __init__(self, *, ignored: bool) -> None:
         self.ignored = ignored
@@ -59,9 +60,9 @@ class NamedDevices:
         self._lines: dict[torch.device, str] = {}
 
     def note(self, device: torch.device, layer: str, line: str) -> None:
-        """The code of ``layer`` names ``device`` at ``line``.
+        """Note that the code of ``layer`` names ``device`` at ``line``.
 
-        Raises ``CaptureError`` at the second device with a number, unless they are to be ignored.
+        Raises ``CaptureError`` at the second device with an index, unless moves are ignored.
         """
         if self.ignored or device.index is None:
             return
@@ -70,20 +71,20 @@ class NamedDevices:
             places = " and ".join(f"{where} ({line})" for where, line in self._lines.items())
             self.error = CaptureError(
                 layer or "the model",
-                f"forward itself moves tensors to {places}; in a placed model the plan says which "
-                "device that is",
+                f"forward itself moves tensors to {places}; in a placed model the plan decides on "
+                "which device they are",
                 "have these moves ignored: --ignore-device-moves on the command line, "
                 "ignore_device_moves=True in Python; or take them out of forward",
             )
             raise self.error
 
 
-class IgnoringDeviceMoves(TorchFunctionMode):
-    """In this block nothing is moved to an accelerator: tensors stay, new ones are where others are."""
+class IgnoreDeviceMoves(TorchFunctionMode):
+    """In this context, moves to an accelerator do nothing, and new tensors are on the present device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        args, kwargs, device = set_device_aside(name, args, dict(kwargs or {}))
+        args, kwargs, device = replace_device(name, args, dict(kwargs or {}))
         if device is None:
             return func(*args, **kwargs)
         tensor = args[0] if args and isinstance(args[0], Tensor) else None

@@ -1,7 +1,7 @@
 """Record what a model computes: run it once on fake tensors and write down every torch call.
 
-`placer.program.recorder` hears of every call, `placer.program.writer` writes it down. Here the run
-begins and ends: the modules are left as they were, and what went wrong is said of the innermost one.
+`placer.program.recorder` intercepts the calls, and `placer.program.writer` writes the graph. This file
+prepares the run, restores the modules afterwards, and attributes failures to the innermost module.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from torch import Tensor, fx, nn
 
 from placer.program.call import BoundCall
 from placer.program.failure import TraceFailure, describe, leads_to, locate
-from placer.program.fake import FakeWorld, on_fakes
-from placer.program.fingerprint import spell_graph
-from placer.program.leaves import is_in
+from placer.program.fake import FakeConverter, fake_execution
+from placer.program.fingerprint import graph_lines
+from placer.program.guards import AttributeGuard
+from placer.program.leaves import is_inside
+from placer.program.python_random import PythonRandomDraw
 from placer.program.recorder import Recorder
 from placer.program.restore import Snapshot
 from placer.program.result import ResultFormat
-from placer.program.rng_nodes import DrewInPython
-from placer.program.settings import Setting
 from placer.program.writer import CPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedProgram:
-    """What one run of a model on fake tensors did."""
+    """What was recorded in one run of a model on fake tensors; tables are keyed by node name."""
 
     graph: fx.Graph
     layer_of: dict[str, str]
@@ -38,18 +38,18 @@ class RecordedProgram:
     constants: dict[str, Tensor]
     result: ResultFormat
     side_effects: tuple[tuple[str, str], ...]  # (module path, attribute) that forward changes
-    settings: tuple[Setting, ...]  # the plain attributes that it read
-    checkpointed: dict[str, str]  # modules under activation checkpointing -> the line that says so
+    guards: tuple[AttributeGuard, ...]  # the plain attributes that forward read
+    checkpointed: dict[str, str]  # path of a module under activation checkpointing -> source line
 
 
-class DrewSomewhere(TraceFailure):
-    """Some module draws random numbers that are not torch's."""
+class UnlocatedRandomDraw(TraceFailure):
+    """Forward drew random numbers that are not torch's; the run did not find out in which module."""
 
 
 def record_model(
-    world: FakeWorld,
+    converter: FakeConverter,
     model: nn.Module,
-    twin: nn.Module,
+    fake_model: nn.Module,
     bound: BoundCall,
     inputs: Sequence[Tensor],
     whole: frozenset[str],
@@ -58,36 +58,39 @@ def record_model(
     ignore_device_moves: bool = False,
     named: bool = True,
 ) -> RecordedProgram:
-    """Run ``twin``, the fake copy of ``model``, on fake ``inputs`` and write down what it does.
+    """Run ``fake_model``, the fake copy of ``model``, on fake ``inputs`` and write down what it does.
 
     Modules whose paths are in ``whole`` become single nodes, and so do the layers of ``torch.nn``;
-    the values of tensors that they look at are guessed (``guess``).
-    Names of nodes are the same every time, unless not ``named``, for a program that is only compared.
-    The twin is as before afterwards. Raises ``TraceFailure`` naming the innermost module that
-    cannot be recorded, ``ForwardFailure`` when the model fails by itself, and ``CaptureError`` where
-    it moves tensors to several devices, unless ``ignore_device_moves``.
+    where these read values of tensors, they get ``guess``. With ``named``, equal graphs have equal
+    node names; a graph that is only compared does not need that. ``fake_model`` is restored
+    afterwards. Raises ``TraceFailure`` naming the innermost module that cannot be recorded,
+    ``ForwardFailure`` when the model itself fails, and ``CaptureError`` when it moves tensors to
+    several devices, unless ``ignore_device_moves``.
     """
-    snapshot = Snapshot(twin)
+    snapshot = Snapshot(fake_model)
     make = partial(Recorder, ignore_device_moves=ignore_device_moves)
-    run = partial(_run, partial(make, world, model, twin, whole, guess), world, bound, inputs)
+    run = partial(
+        _run, partial(make, converter, model, fake_model, whole, guess), converter, bound, inputs
+    )
     try:
         try:
-            recorder, leaves = run(finds_draws=False)
-        except DrewSomewhere as failure:
-            # Only now the generators are looked at around every module, which takes long.
+            recorder, leaves = run(locate_draws=False)
+        except UnlocatedRandomDraw as failure:
+            # Run again and compare the generators' states around every module. That is slow, so it
+            # is done only now.
             snapshot.restore()
             run()
             raise TraceFailure("", f"{failure.reason}, but not in every call", "") from failure
-        effects = _replace_buffers(recorder, model, twin, snapshot.changes())
-        cached = [recorder.keep_cached(_attribute(twin, *effect)) for effect in effects]
+        effects = _replace_buffers(recorder, model, fake_model, snapshot.changes())
+        cached = [recorder.keep_cached(_attribute(fake_model, *effect)) for effect in effects]
         graph = recorder.writer.finish(leaves, named=named)
         if effects:
-            # Does what forward left behind change the next one?
-            spelled = [spell_graph(graph), _spell_again(run)]
-            if any(cached):  # the second reads what the first has computed, as all later ones do
-                spelled = [spelled[1], _spell_again(run)]
+            # Does what forward left behind change what the next forward computes?
+            first, second = graph_lines(graph), _lines_of_another(run)
+            if any(cached):  # the second run reads what the first computed, as all later ones do
+                first, second = second, _lines_of_another(run)
             for path, attribute in effects:
-                if path and spelled[0] != spelled[1]:
+                if path and first != second:
                     raise TraceFailure(path, f"its forward changes its attribute {attribute!r}", "")
     finally:
         snapshot.restore()
@@ -101,23 +104,23 @@ def record_model(
         constants={k: v for k, v in writer.constants.items() if k in names},
         result=recorder.result,
         side_effects=tuple(effects),
-        settings=recorder.settings(),
+        guards=recorder.guards(),
         checkpointed=recorder.checkpointed,
     )
 
 
 def _run(
     make_recorder: Callable[[], Recorder],
-    world: FakeWorld,
+    converter: FakeConverter,
     bound: BoundCall,
     inputs: Sequence[Tensor],
     *,
-    finds_draws: bool = True,
+    locate_draws: bool = True,
 ) -> tuple[Recorder, list[Any]]:
     recorder = make_recorder()
-    recorder.finds_draws = finds_draws
+    recorder.locate_draws = locate_draws
     try:
-        with ambient(world), recorder.watching():
+        with recording_modes(converter), recorder.watching():
             return recorder, recorder.run(bound, inputs)
     except TraceFailure:
         raise
@@ -128,32 +131,34 @@ def _run(
             raise recorder.failed from error
         if recorder.failed_in is not None and leads_to(error, recorder.failed_in[0]):
             raise TraceFailure(recorder.failed_in[1], describe(error), locate(error)) from error
-        kind = DrewSomewhere if isinstance(error, DrewInPython) else TraceFailure
+        kind = UnlocatedRandomDraw if isinstance(error, PythonRandomDraw) else TraceFailure
         raise kind("", describe(error), locate(error)) from error
 
 
-def _spell_again(run: Callable[[], tuple[Recorder, list[Any]]]) -> list[str]:
+def _lines_of_another(run: Callable[[], tuple[Recorder, list[Any]]]) -> list[str]:
+    """The graph of another run, as text."""
     recorder, leaves = run()
-    return spell_graph(recorder.writer.finish(leaves, named=False))
+    return graph_lines(recorder.writer.finish(leaves, named=False))
 
 
-def _attribute(twin: nn.Module, path: str, attribute: str) -> Any:
-    return twin.get_submodule(path).__dict__.get(attribute)
+def _attribute(fake_model: nn.Module, path: str, attribute: str) -> Any:
+    return fake_model.get_submodule(path).__dict__.get(attribute)
 
 
 def _replace_buffers(
-    recorder: Recorder, model: nn.Module, twin: nn.Module, changes: Iterable[tuple[str, str]]
+    recorder: Recorder, model: nn.Module, fake_model: nn.Module, changes: Iterable[tuple[str, str]]
 ) -> list[tuple[str, str]]:
-    """Write down which buffers forward put other tensors in the place of; the other changes.
+    """Record each buffer that forward replaced by another tensor as a copy into the buffer.
 
-    What changed in a module that stays whole is that module's own business.
+    ``changes`` are (module path, attribute). Returns those that are no such replacements. Changes in
+    modules that are a single node are left out: the node makes them itself.
     """
     others = []
     for path, attribute in changes:
-        if is_in(recorder.kept, path):
+        if is_inside(recorder.kept, path):
             continue
         before = model.get_submodule(path)._buffers.get(attribute)
-        now = twin.get_submodule(path)._buffers.get(attribute)
+        now = fake_model.get_submodule(path)._buffers.get(attribute)
         if (
             before is None
             or now is None
@@ -167,14 +172,16 @@ def _replace_buffers(
 
 
 @contextmanager
-def ambient(world: FakeWorld) -> Iterator[None]:
-    """Gradients on (a capture inside ``torch.no_grad`` serves training too), fakes on the CPU."""
+def recording_modes(converter: FakeConverter) -> Iterator[None]:
+    """The modes of a recording: gradients on, also inside ``torch.no_grad``, and fake CPU tensors."""
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(world.mode)
-        stack.enter_context(on_fakes())
-        stack.enter_context(world.caches_set_aside())
-        if torch.get_default_device() != CPU:  # a device context is asked at every torch function
+        stack.enter_context(converter.mode)
+        stack.enter_context(fake_execution())
+        stack.enter_context(converter.isolated_caches())
+        if (
+            torch.get_default_device() != CPU
+        ):  # entered only if needed: it slows every torch function
             stack.enter_context(CPU)
         yield

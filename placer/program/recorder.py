@@ -1,9 +1,9 @@
-"""Hears of all that a model computes while it runs on fake tensors.
+"""Intercept everything that a model computes while it runs on fake tensors.
 
-Python runs as always, so control flow, containers and attributes need no care. Three things are
-watched: torch functions and methods (a ``TorchFunctionMode``), calls of modules (a layer of
-``torch.nn``, or a module that must stay whole, becomes one node), and arithmetic on sizes
-(``placer.program.sizes``).
+The model's Python code runs as usual, so control flow, containers and attributes need no care. Three
+things are intercepted: torch functions and methods (by a ``TorchFunctionMode``), calls of modules (a
+layer of ``torch.nn``, or a module that must stay whole, becomes one node), and arithmetic on sizes
+(`placer.program.sizes`).
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from placer._torch import (
     without_torch_function,
 )
 from placer.operands import tensors_of_tree
-from placer.program.call import BoundCall, flat_forward, placeholder_names
+from placer.program.call import BoundCall, placeholder_names, rebuild_call
 from placer.program.constants import (
     INDEXING,
     copy_real,
-    data_of,
     digest,
     find_value,
-    index_by_tensors,
     is_constant,
     is_written,
+    replace_numpy_indices,
+    tensor_from_numpy,
 )
 from placer.program.failure import (
     ForwardFailure,
@@ -50,12 +50,12 @@ from placer.program.failure import (
     locate,
     locate_caller,
 )
-from placer.program.fake import FakeWorld, GuessData
-from placer.program.leaves import is_in, is_torch_leaf
-from placer.program.moves import NamedDevices, set_device_aside
+from placer.program.fake import FakeConverter, GuessData
+from placer.program.guards import AttributeGuard, make_guards, watch_attributes
+from placer.program.leaves import is_inside, is_torch_leaf
+from placer.program.moves import NamedDevices, replace_device
+from placer.program.python_random import forbid_python_random, keep_random
 from placer.program.result import ResultFormat, flatten_result
-from placer.program.rng_nodes import forbid_python_random, keep_random
-from placer.program.settings import Setting, read_settings, watch_attributes
 from placer.program.sizes import SizeFloat, SizeInt, plain
 from placer.program.targets import (
     ApplyFunction,
@@ -68,8 +68,8 @@ from placer.program.targets import (
 from placer.program.watch import watch_calls
 from placer.program.writer import CPU, GraphWriter, executable
 
-# Names of tensor methods: those that give sizes, those that hand values to Python, and
-# those that reach into autograd, which a graph cannot express.
+# Names of tensor methods: those that return sizes, those that return values of elements to Python,
+# and those that reach into autograd, which a graph cannot express.
 _SIZES = ("size", "numel", "nelement", "stride", "storage_offset")
 _READS = (
     "item",
@@ -90,13 +90,13 @@ _READS_VALUES = "its Python code depends on the value of a tensor"
 
 
 class Recorder(TorchFunctionMode):
-    """Hears of every call, runs it on fakes, and has it written down."""
+    """Intercepts every call, runs it on fake tensors, and writes a node for it."""
 
     def __init__(
         self,
-        world: FakeWorld,
+        converter: FakeConverter,
         model: nn.Module,
-        twin: nn.Module,
+        fake_model: nn.Module,
         whole: frozenset[str],
         guess: int,
         *,
@@ -106,61 +106,62 @@ class Recorder(TorchFunctionMode):
         self.guess = guess
         self.devices = NamedDevices(ignored=ignore_device_moves)
         self.model = model
-        self.twin = twin
+        self.fake_model = fake_model
         self.whole = whole
-        self.writer = GraphWriter(world, twin)
-        self.failed_in: tuple[Exception, str] | None = None  # the innermost module of an exception
-        self.failed: ForwardFailure | None = None  # what a module that is run as it is raised
-        self.refused: TraceFailure | None = None  # the first thing that a graph cannot express
-        self.paused = False
-        self.kept: set[str] = set()
+        self.writer = GraphWriter(converter, fake_model)
+        self.failed_in: tuple[Exception, str] | None = None  # an exception and its innermost module
+        self.failed: ForwardFailure | None = None  # the failure of a module that is a single node
+        self.refused: TraceFailure | None = None  # the first operation that a graph cannot express
+        self.paused = False  # inside a single node: nothing is recorded
+        self.kept: set[str] = set()  # paths of modules that became single nodes
         self.result: ResultFormat | None = None
-        self.sizes: dict[tuple[fx.Node, str, Any], fx.Node] = {}
-        self.modes = Modes(True, False, ())
-        self.saved_hooks: Any = None
-        self.reentrant: Sequence[Any] | None = (
-            None  # the inputs of a reentrant checkpoint, inside one
-        )
-        self.checkpointed: dict[str, str] = {}
-        self.looked_at: dict[fx.Node, tuple[str, str]] = {}  # constants, and where
-        self.looked_at_tensors: list[Tensor] = []  # the same as the model has them
-        self.finds_draws = False  # which module draws in Python is looked for
-        self.inside = False  # of a torch function, whose operators are its own
-        self.made: set[fx.Node] = set()  # constants that forward makes, of arrays of numpy
+        self.sizes: dict[
+            tuple[fx.Node, str, Any], fx.Node
+        ] = {}  # (tensor, method, dim) -> its node
+        self.modes = Modes(True, False, ())  # those in which the run began
+        self.saved_hooks: Any = None  # the saved-tensor hooks when the run began
+        self.reentrant: Sequence[Any] | None = None  # inputs of the reentrant checkpoint we are in
+        self.checkpointed: dict[str, str] = {}  # path of a checkpointed module -> source line
+        # Constants whose values forward read -> module and line, and the model's tensors for them.
+        self.values_read: dict[fx.Node, tuple[str, str]] = {}
+        self.values_read_tensors: list[Tensor] = []
+        self.locate_draws = False  # find out which module draws random numbers in Python
+        self.inside = False  # a torch function: its operators are part of it
+        self.made: set[fx.Node] = set()  # constants that forward made from numpy arrays
         self.made_tensors: list[Tensor] = []  # keeps them alive
-        self.numbers: dict[fx.Node, Any] = {}  # what sizes are in this run
-        self.attributes: set[tuple[str, str]] = set()  # plain ones that were read, by module path
-        self.paths = {id(module): path for path, module in twin.named_modules()}
-        self.twins = dict(zip(map(id, model.modules()), twin.modules(), strict=True))
-        self.owned = {id(module): _state(module) for module in twin.modules()}
+        self.numbers: dict[fx.Node, Any] = {}  # the values of sizes in this run
+        self.attributes: set[tuple[str, str]] = set()  # (module path, name) of those that were read
+        self.paths = {id(module): path for path, module in fake_model.named_modules()}
+        self.fake_modules = dict(zip(map(id, model.modules()), fake_model.modules(), strict=True))
+        self.owned = {id(module): _state(module) for module in fake_model.modules()}
 
     # -- running ---------------------------------------------------------------------------------
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Modules, custom autograd functions and torch functions report here, in this thread."""
+        """Intercept calls of modules, custom autograd functions and torch functions in this thread."""
         self.modes = Modes.current()
         self.saved_hooks = saved_tensor_hooks()
         looked_into = {
             path: module
-            for path, module in self.twin.named_modules()
-            if not is_torch_leaf(module) and not is_in(self.whole, path)
+            for path, module in self.fake_model.named_modules()
+            if not is_torch_leaf(module) and not is_inside(self.whole, path)
         }
         watched = watch_attributes(looked_into, self.read_attribute)
-        with watch_calls(self), watched, self, _Unseen(self):
+        with watch_calls(self), watched, self, _OperatorMode(self):
             yield
 
     def read_attribute(self, path: str, name: str) -> None:
-        """Code of the module at ``path`` looks at an attribute; what runs as a whole does so again."""
+        """The module at ``path`` read an attribute. A single node reads its own again in every run."""
         if not self.paused:
             self.attributes.add((path, name))
 
-    def settings(self) -> tuple[Setting, ...]:
-        """The attributes of the model that were read."""
-        return read_settings(self.model, self.attributes, self.looked_at_tensors)
+    def guards(self) -> tuple[AttributeGuard, ...]:
+        """The attributes of the model that were read, with their values."""
+        return make_guards(self.model, self.attributes, self.values_read_tensors)
 
     def run(self, bound: BoundCall, inputs: Sequence[Tensor]) -> list[Any]:
-        """The result leaves of one run, as arguments of the graph's output."""
+        """Run forward; the leaves of its result as arguments for the graph's output node."""
         for name, tensor in zip(placeholder_names(bound), inputs, strict=True):
             self.writer.placeholder(name, tensor)
 
@@ -170,23 +171,24 @@ class Recorder(TorchFunctionMode):
             )
             return [self.writer.argument(leaf) for leaf in leaves]
 
+        args, kwargs = rebuild_call(bound, inputs)
         with forbid_python_random():
-            leaves = flat_forward(bound, flatten)(self.twin, *inputs)
+            leaves = flatten(self.fake_model.forward(*args, **kwargs))
         if self.devices.error is not None:
             raise self.devices.error
-        if self.refused is not None:  # forward caught the exception, and went another way
+        if self.refused is not None:  # forward caught the exception and took another path
             raise self.refused
         self.check_constants()
         return leaves
 
-    # -- what reports ----------------------------------------------------------------------------
+    # -- calls -----------------------------------------------------------------------------------
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
         before, self.inside = self.inside, True
-        try:  # not `refusing`: there are many calls
+        try:  # not `with self.refusing()`, which is slow: there are many calls
             return self.run_function(func, args, kwargs)
         except _REFUSALS as error:
             self.note_refused(error)
@@ -194,8 +196,8 @@ class Recorder(TorchFunctionMode):
         finally:
             self.inside = before
 
-    def run_unseen(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An operator that no torch function called: ``torch.from_numpy``, ``Variable``, old constructors."""
+    def run_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Record an operator that ran outside of any torch function, as of ``torch.from_numpy``."""
         if self.paused or self.inside:
             return func(*args, **kwargs)
         with self.refusing(), without_torch_function():
@@ -208,7 +210,7 @@ class Recorder(TorchFunctionMode):
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
-        """Remember what cannot be recorded, for code of forward may catch the exception."""
+        """Note an exception that says what cannot be recorded: forward's own code may catch it."""
         try:
             yield
         except _REFUSALS as error:
@@ -216,7 +218,7 @@ class Recorder(TorchFunctionMode):
             raise
 
     def note_refused(self, error: Exception) -> None:
-        """`refused` is the first ``error`` of these."""
+        """Keep the first such error in ``refused``."""
         if self.refused is None:
             self.refused = TraceFailure(self.writer.layer, describe(error), locate_caller())
 
@@ -235,11 +237,11 @@ class Recorder(TorchFunctionMode):
             raise Untraceable(f"it differentiates a part of itself (torch.autograd.{name})")
         if method and name in _SIZES:
             return self.size(func, name, args, kwargs)
-        if (data := data_of(func, args, kwargs)) is not None:
+        if (data := tensor_from_numpy(func, args, kwargs)) is not None:
             return self.make_constant(data)
         if func in INDEXING:
-            args = (args[0], index_by_tensors(args[1], self.make_constant), *args[2:])
-        args, kwargs, device = set_device_aside(name, args, kwargs)
+            args = (args[0], replace_numpy_indices(args[1], self.make_constant), *args[2:])
+        args, kwargs, device = replace_device(name, args, kwargs)
         if device is not None:
             self.devices.note(device, self.writer.layer, locate_caller())
         if method and name == "cuda":
@@ -258,13 +260,13 @@ class Recorder(TorchFunctionMode):
     def is_recorded(self, value: Any, args: Any, kwargs: Any) -> bool:
         if tensors_of_tree(value):
             return True
-        # Without a result it was called for its effect, on a tensor if the effect concerns us.
+        # A function without a result was called for its effect, which matters if it is on a tensor.
         return value is None and bool(tensors_of_tree((args, kwargs)))
 
     def record(
         self, op: str, target: Any, args: Any, kwargs: Any, value: Any, *, layer: str | None = None
     ) -> None:
-        """Write a node under the modes (gradients, autocast) of this moment; it made ``value``."""
+        """Write the node that made ``value``, under the present modes (gradients, autocast)."""
         if not isinstance(target, Checkpointed):
             self.check_saving()
         modes = Modes.current()
@@ -276,7 +278,7 @@ class Recorder(TorchFunctionMode):
         self.writer.bind(value, self.writer.node(op, target, args, kwargs, layer=layer))
 
     def checkpointing(self) -> Checkpointed | None:
-        """How the program checkpoints activations here, if it does."""
+        """How the model's code checkpoints activations here, or None."""
         if self.reentrant is not None:
             return Checkpointed(use_reentrant=True)
         if saved_tensor_hooks() != self.saved_hooks and is_checkpointing(saved_tensor_hooks()):
@@ -284,7 +286,7 @@ class Recorder(TorchFunctionMode):
         return None
 
     def check_saving(self) -> None:
-        """Refuse an operation that saves activations in a way of its own, which a node cannot."""
+        """Refuse an operation under saved-tensor hooks of the model's own, which a node cannot have."""
         if self.checkpointing() is not None:
             if self.writer.layer:
                 raise Untraceable("it checkpoints activations of its own code")
@@ -292,9 +294,9 @@ class Recorder(TorchFunctionMode):
             raise Untraceable("it computes under saved-tensor hooks")
 
     def call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        module = self.twins.get(id(module), module)
+        module = self.fake_modules.get(id(module), module)
         path = self.paths.get(id(module))
-        if path is None:  # made in forward, such as nn.Softmax(dim=1)(x): a part of its caller
+        if path is None:  # constructed in forward, such as nn.Softmax(dim=1)(x): part of its caller
             return original(module, *args, **kwargs)
         leaf = is_torch_leaf(module)
         checkpointed = not leaf and self.checkpointing() is not None
@@ -311,7 +313,7 @@ class Recorder(TorchFunctionMode):
             return self.call_whole(original, path, module, args, kwargs)
         caller, self.writer.layer = self.writer.layer, path
         try:
-            with forbid_python_random() if self.finds_draws else nullcontext():
+            with forbid_python_random() if self.locate_draws else nullcontext():
                 return original(module, *args, **kwargs)
         except Exception as error:
             if self.failed_in is None or not leads_to(error, self.failed_in[0]):
@@ -324,10 +326,10 @@ class Recorder(TorchFunctionMode):
         self, original: Callable[..., Any], path: str, module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
         node_args, node_kwargs = self.writer.argument(args), self.writer.argument(kwargs)
-        guess = GuessData(self.writer.world.mode, self.guess)
+        guess = GuessData(self.writer.converter.mode, self.guess)
         self.paused = True
         try:
-            # Layers of torch draw no numbers but torch's, and none without data.
+            # Layers of torch draw random numbers from torch only, and none on fake tensors.
             with guess, nullcontext() if is_torch_leaf(module) else keep_random():
                 value = original(module, *executable(args), **executable(kwargs))
         except Exception as error:
@@ -410,27 +412,27 @@ class Recorder(TorchFunctionMode):
             raise Untraceable(_READS_VALUES) from error
         for constant in known.constants:
             if constant not in self.made:
-                self.looked_at.setdefault(constant, (self.writer.layer, locate_caller()))
-                self.looked_at_tensors.append(constants[constant.name])
+                self.values_read.setdefault(constant, (self.writer.layer, locate_caller()))
+                self.values_read_tensors.append(constants[constant.name])
         with without_torch_function(), without_modes():
             return func(*executable((known.value, *args[1:])), **executable(kwargs))
 
     def make_constant(self, value: Tensor) -> Tensor:
-        """A tensor that forward made from numbers; every run gets a copy, which it may write to."""
+        """Record a tensor that forward made from numbers. Runs get a copy, to which they may write."""
         if value.requires_grad:
             raise Untraceable("it makes a tensor that requires a gradient")
         self.made_tensors.append(value)
-        fake = self.writer.world.tensor(value)
+        fake = self.writer.converter.tensor(value)
         self.made.add(self.writer.constant(fake, f"_constant_{digest(value)}", value))
         copied = fake.clone()
         self.record("call_method", "clone", (fake,), {}, copied)
         return copied
 
     def keep_cached(self, value: Any) -> bool:
-        """Are tensors in ``value``, an attribute that forward has set, a cache of constants?
+        """Does ``value``, an attribute that forward has set, cache constants?
 
-        They are when they are computed from constants and sizes alone, such as a grid of positions.
-        The next run may read them then; this program computes them anew in every call.
+        It does if its tensors are computed from constants and sizes alone, such as a grid of
+        positions. Then the next run may read them; the program computes them anew in every call.
         """
         writer = self.writer
         made = [t for t in tree_iter(value) if isinstance(t, Tensor) and writer.makes(t)]
@@ -438,12 +440,12 @@ class Recorder(TorchFunctionMode):
             if not is_constant(writer.node_of(tensor), writer.constants, self.numbers):
                 return False
         for tensor in made:
-            writer.world.stand_for(tensor, torch.empty_like(tensor, device="meta"))
+            writer.converter.register(tensor, torch.empty_like(tensor, device="meta"))
         return bool(made)
 
     def check_constants(self) -> None:
-        """Refuse a program that looked at a constant and wrote to it later: the next run sees that."""
-        for constant, (layer, location) in self.looked_at.items():
+        """Refuse a forward that reads values of a constant and writes to it: the next run differs."""
+        for constant, (layer, location) in self.values_read.items():
             if is_written(constant):
                 raise TraceFailure(layer, _READS_VALUES, location)
 
@@ -465,7 +467,7 @@ class Recorder(TorchFunctionMode):
 
     def dimension(self, tensor: Tensor, name: str, dim: Any, value: int) -> int:
         source = self.writer.node_of(tensor)
-        if source.op == "get_attr":  # the shape of a parameter is a fact of the model
+        if source.op == "get_attr":  # the shape of a parameter is the same in every run
             return value
         key = source, name, dim
         if key not in self.sizes:
@@ -486,23 +488,23 @@ class Recorder(TorchFunctionMode):
         return number
 
 
-class _Unseen(DispatchMode):
-    """Tells the recorder of operators; most are those of torch functions that it heard of."""
+class _OperatorMode(DispatchMode):
+    """Reports operators to the recorder, which ignores those of torch functions that it intercepted."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder = recorder
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        return self._recorder.run_unseen(func, args, kwargs)
+        return self._recorder.run_operator(func, args, kwargs)
 
 
-# Torch's own puts warnings aside for each call, which takes longer than most of what is recorded.
+# Cached, because torch's function silences warnings in every call, which is slow.
 _is_method = functools.cache(is_tensor_method_or_property)
 
 
 def _state(module: nn.Module) -> tuple[int, ...]:
     """The identities of the parameters of ``module``, which ``functional_call`` replaces."""
-    if not module._modules:  # most are; the walk of `parameters` takes ten times as long
+    if not module._modules:  # most modules; `parameters()` takes ten times as long
         return tuple(map(id, module._parameters.values()))
     return tuple(map(id, module.parameters()))

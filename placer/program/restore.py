@@ -1,4 +1,4 @@
-"""What a module's attributes were, to see what a forward changed and to put it back."""
+"""Snapshots of modules' attributes, to find what a forward changed and to restore it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Snapshot:
         }
 
     def changes(self) -> Iterator[tuple[str, str]]:
-        """``(module path, attribute)`` of what is no longer as it was, in module order."""
+        """``(module path, attribute)`` of everything that has changed since, in module order."""
         for path, module, before in self._modules:
             now = module.__dict__
             for name in [*before, *(name for name in now if name not in before)]:
@@ -43,7 +43,7 @@ class Snapshot:
                         yield path, str(key) if name in ("_buffers", "_parameters") else name
 
     def restore(self) -> None:
-        """Make every attribute and container what it was."""
+        """Give every attribute and container its former value."""
         for _, module, attributes in self._modules:
             for value in attributes.values():
                 content = self._contents.get(id(value))

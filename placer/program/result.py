@@ -1,4 +1,4 @@
-"""The structure of what ``forward`` returns: from any Python value to a flat list of leaves and back."""
+"""Flatten what ``forward`` returns to a list of leaves, and rebuild it, whatever Python object it is."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from placer.program.failure import Untraceable
 
-PLAIN = (  # types of values that a graph may hold as they are
+PLAIN = (  # types whose values may be arguments of a node as they are
     str,
     int,
     float,
@@ -32,29 +32,29 @@ PLAIN = (  # types of values that a graph may hold as they are
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedObject:
-    """An object that pytree does not look into, such as a cache of keys and values.
+    """An object that pytree does not flatten, such as a key-value cache, pickled without its tensors.
 
-    It is kept as pickle keeps it, without its tensors and sizes: these are leaves of their own.
-    ``classes`` are those that pickle would not find by their names, made inside of functions.
-    ``seen_by_loss`` says whether a loss is taken to read its tensors: those of a dataclass are results
-    by name, and those of another object are where nothing beside it can be differentiated.
+    Its tensors and sizes are leaves of the flat list. ``classes`` are those that pickle cannot find by
+    name, because they are defined inside functions. ``seen_by_loss`` says whether we assume that a
+    loss reads its tensors: we do for a dataclass, and for other objects if the result has no
+    floating-point tensor outside of objects.
     """
 
-    data: bytes
-    leaves: int
+    data: bytes  # the pickle
+    leaves: int  # how many of the leaves are its
     seen_by_loss: bool
     classes: tuple[type, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultFormat:
-    """How a flat list of leaves becomes what ``forward`` returned."""
+    """How to rebuild what ``forward`` returned from a flat list of leaves."""
 
     spec: TreeSpec
-    objects: tuple[PackedObject | None, ...]  # per leaf of ``spec``: what it is, None for itself
+    objects: tuple[PackedObject | None, ...]  # per leaf of ``spec``: an object, or None: itself
 
     def visible(self, leaves: Sequence[Any]) -> list[Any]:
-        """The leaves that a loss is taken to read: all but those of objects such as caches."""
+        """The leaves that we assume a loss reads: all but those of objects such as caches."""
         found, rest = [], list(leaves)
         for packed in self.objects:
             count = 1 if packed is None else packed.leaves
@@ -63,7 +63,7 @@ class ResultFormat:
         return found
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
-        """The result with these leaves."""
+        """What ``forward`` returned, with these leaves."""
         values, rest = [], list(leaves)
         for packed in self.objects:
             count = 1 if packed is None else packed.leaves
@@ -75,8 +75,9 @@ class ResultFormat:
 def flatten_result(
     result: Any, is_leaf: Callable[[Any], bool] = lambda _: False
 ) -> tuple[list[Any], ResultFormat]:
-    """The leaves of ``result``, and their format; in objects, tensors and what ``is_leaf`` says.
+    """The leaves of ``result``, and the format to rebuild it from them.
 
+    Inside objects that pytree does not flatten, leaves are the tensors and what ``is_leaf`` accepts.
     Raises ``Untraceable`` for an object that cannot be pickled.
     """
     found, spec = tree_flatten(result)
@@ -109,7 +110,7 @@ def flatten_result(
 
 
 def result_tensors(result: Any) -> list[Tensor]:
-    """The tensors of what a model returned, in order, as far as a loss is taken to read them."""
+    """The tensors in what a model returned that we assume a loss reads, in order."""
     leaves, form = flatten_result(result)
     return [leaf for leaf in form.visible(leaves) if isinstance(leaf, Tensor)]
 
@@ -145,7 +146,7 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, number: Any) -> Any:
         if isinstance(number, tuple):
             return self.classes[number[1]]
-        if number == "device":  # the object's tensors are all where the results are
+        if number == "device":  # the device of the object's tensors
             tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
             return tensors[0].device if tensors else torch.device("cpu")
         return self.leaves[number]

@@ -1,7 +1,7 @@
-"""Shapes of what common operators make, where they are plain, without torch's Python kernels.
+"""Result shapes of common operators, computed without torch's fake kernels, which take 1 to 15 ms.
 
-A rule says nothing (None) unless its tensors are dense and of one floating type; then torch's fake
-kernel is asked, which takes 1 to 15 ms. `tests/program/test_fake_mode.py` compares every rule with it.
+A rule returns None, and torch's fake kernel runs, unless all tensors are contiguous and of one
+floating-point type. `tests/program/test_fake_mode.py` compares every rule with torch's kernel.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class NewTensor:
     """A new tensor on the CPU with a storage of its own."""
 
     shape: tuple[int, ...]
@@ -24,15 +24,16 @@ class Made:
 
     @property
     def nbytes(self) -> int:
-        """Of its storage."""
+        """Bytes of its storage."""
         if 0 in self.shape:
             return 0
         last = sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
         return (last + 1) * self.dtype.itemsize
 
 
-Recipe = tuple[bool, tuple[Made | int | None, ...]]
-"""Is it a tuple; per result what is made, the position of the argument that it is, or None."""
+Recipe = tuple[bool, tuple[NewTensor | int | None, ...]]
+"""How to make an operator's results: whether they are a tuple; per result the tensor to make, the
+position of the argument that it is, or None."""
 
 _FLOATS = (torch.float32, torch.float64)
 
@@ -46,11 +47,11 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def _new(shape: Sequence[int], dtype: torch.dtype) -> Made:
-    return Made(tuple(shape), _strides(shape), dtype)
+def _new(shape: Sequence[int], dtype: torch.dtype) -> NewTensor:
+    return NewTensor(tuple(shape), _strides(shape), dtype)
 
 
-def _alone(made: Made | None) -> Recipe:
+def _single(made: NewTensor | None) -> Recipe:
     return False, (made,)
 
 
@@ -63,17 +64,17 @@ def _are_dense(*tensors: Tensor) -> bool:
 
 
 def _elementwise(*args: Any, **kwargs: Any) -> Recipe | None:
-    """Of tensors, one of which the others are broadcast to, and of real numbers."""
+    """Element by element of tensors that broadcast to the shape of one of them, and real numbers."""
     tensors = [x for x in args if isinstance(x, Tensor)]
     if any(isinstance(x, complex) for x in args) or not _are_dense(*tensors):
         return None
     shape = max((x.shape for x in tensors), key=len)
     if any(x.shape != shape for x in tensors):
-        # Where a dimension has one element, its stride says nothing about the order of the others.
+        # With a dimension of size 1, the memory format of the result is ambiguous.
         shape = torch.broadcast_shapes(*(x.shape for x in tensors))
         if 1 in shape or all(x.shape != shape for x in tensors):
             return None
-    return _alone(_new(shape, tensors[0].dtype))
+    return _single(_new(shape, tensors[0].dtype))
 
 
 def _addmm(bias: Tensor, a: Tensor, b: Tensor, **kwargs: Any) -> Recipe | None:
@@ -81,7 +82,7 @@ def _addmm(bias: Tensor, a: Tensor, b: Tensor, **kwargs: Any) -> Recipe | None:
         return None
     if a.dtype != b.dtype or a.shape[1] != b.shape[0] or bias.shape[0] != b.shape[1]:
         return None
-    return _alone(_new((a.shape[0], b.shape[1]), a.dtype))
+    return _single(_new((a.shape[0], b.shape[1]), a.dtype))
 
 
 def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Recipe | None:
@@ -91,23 +92,23 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Recipe | None:
     dim %= first.dim()
     shape = list(first.shape)
     shape[dim] = sum(x.shape[dim] if x.dim() > dim else 0 for x in tensors)
-    if any(_without(x, dim) != _without(first, dim) for x in tensors):
+    if any(_other_sizes(x, dim) != _other_sizes(first, dim) for x in tensors):
         return None
-    return _alone(_new(shape, first.dtype))
+    return _single(_new(shape, first.dtype))
 
 
-def _without(x: Tensor, dim: int) -> tuple[int, ...]:
-    """The other sizes."""
+def _other_sizes(x: Tensor, dim: int) -> tuple[int, ...]:
+    """The sizes of all dimensions but ``dim``."""
     return (*x.shape[:dim], *x.shape[dim + 1 :])
 
 
 def _like(x: Tensor, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> Recipe | None:
-    """A copy, or a tensor of the same shape."""
+    """A tensor of the same shape, perhaps of another type."""
     wanted = x.dtype if dtype is None else dtype
     plain = (None, False, torch.strided, torch.preserve_format)
     if not _are_dense(x) or wanted not in _FLOATS or device not in (None, torch.device("cpu")):
         return None
-    return _alone(_new(x.shape, wanted)) if all(v in plain for v in kwargs.values()) else None
+    return _single(_new(x.shape, wanted)) if all(v in plain for v in kwargs.values()) else None
 
 
 def _sum(
@@ -122,18 +123,18 @@ def _sum(
         return None
     sizes = [1 if i in gone else n for i, n in enumerate(x.shape)]
     shape = sizes if keepdim else [n for i, n in enumerate(x.shape) if i not in gone]
-    return _alone(_new(shape, x.dtype))
+    return _single(_new(shape, x.dtype))
 
 
 def _slice_backward(grad: Tensor, sizes: Sequence[int], *args: Any) -> Recipe | None:
-    """The gradient of the whole, which is zero elsewhere."""
-    return _alone(_new(sizes, grad.dtype)) if grad.dtype in _FLOATS else None
+    """The gradient of a tensor of shape ``sizes`` of which a part was taken."""
+    return _single(_new(sizes, grad.dtype)) if grad.dtype in _FLOATS else None
 
 
 def _layer_norm(
     x: Tensor, normalized: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Recipe | None:
-    """The result, and per row a mean and a standard deviation."""
+    """The result, and per row the mean and the reciprocal standard deviation."""
     given = [tensor for tensor in (x, weight, bias) if tensor is not None]
     split = x.dim() - len(normalized)
     if not _are_dense(*given) or split < 0 or x.shape[split:] != tuple(normalized):
@@ -154,7 +155,7 @@ def _layer_norm_backward(
     bias: Tensor | None,
     wanted: Sequence[bool],
 ) -> Recipe | None:
-    """The gradients that are wanted, of the input, the weight and the bias."""
+    """The gradients of the input, the weight and the bias, if all are wanted."""
     given = [tensor for tensor in (weight, bias) if tensor is not None]
     if not _are_dense(grad, x, mean, rstd, *given) or grad.shape != x.shape:
         return None
@@ -181,7 +182,7 @@ def _convolution(
         transposed
         or not _are_dense(*given)
         or x.dim() != weight.dim()
-        or not _is_ordered(x, weight)
+        or not _is_not_channels_last(x, weight)
     ):
         return None
     if any(len(setting) != dims for setting in (stride, padding, dilation)):
@@ -196,11 +197,11 @@ def _convolution(
     ]
     if min(sizes) < 1:
         return None
-    return _alone(_new((x.shape[0], weight.shape[0], *sizes), x.dtype))
+    return _single(_new((x.shape[0], weight.shape[0], *sizes), x.dtype))
 
 
-def _is_ordered(*tensors: Tensor) -> bool:
-    """Can none of them be taken for one with the channels last, too?"""
+def _is_not_channels_last(*tensors: Tensor) -> bool:
+    """Are their strides unlike those of channels-last tensors?"""
     return all(x.shape[1] > 1 and max(x.shape[2:], default=1) > 1 for x in tensors)
 
 
@@ -214,9 +215,9 @@ def _batch_norm(
     momentum: float,
     eps: float,
 ) -> Recipe | None:
-    """In training: the result, and per channel a mean and a standard deviation."""
+    """In training: the result, and per channel the mean and the reciprocal standard deviation."""
     given = [tensor for tensor in (weight, bias, mean, variance) if tensor is not None]
-    if not training or not _are_dense(x, *given) or x.dim() < 3 or not _is_ordered(x):
+    if not training or not _are_dense(x, *given) or x.dim() < 3 or not _is_not_channels_last(x):
         return None
     if any(tensor.shape != x.shape[1:2] for tensor in given):
         return None
@@ -231,7 +232,7 @@ def _cudnn_batch_norm_backward(
         not _are_dense(x, grad, weight)
         or x.shape != grad.shape
         or x.dim() < 3
-        or not _is_ordered(x)
+        or not _is_not_channels_last(x)
     ):
         return None
     channels = _new(weight.shape, x.dtype)
@@ -239,7 +240,7 @@ def _cudnn_batch_norm_backward(
 
 
 def _lists(*args: Any, alpha: float = 1.0) -> Sequence[Tensor] | None:
-    """The first list of tensors, if what the others have at a position goes with its tensor there."""
+    """The first list of tensors, if the others have tensors of the same shapes, or numbers, there."""
     lists = [x for x in args if isinstance(x, list)]
     numbers = [alpha, *(x for x in args if not isinstance(x, list))]
     if len({len(x) for x in lists}) != 1:
@@ -253,8 +254,8 @@ def _lists(*args: Any, alpha: float = 1.0) -> Sequence[Tensor] | None:
 
 
 def _write_lists(*args: Any, **kwargs: Any) -> Recipe | None:
-    """The first list is written to, and nothing is made."""
-    return None if _lists(*args, **kwargs) is None else _alone(None)
+    """An operator that writes to the tensors of the first list and returns nothing."""
+    return None if _lists(*args, **kwargs) is None else _single(None)
 
 
 def _make_list(*args: Any) -> Recipe | None:
@@ -300,7 +301,7 @@ SHAPE_RULES: dict[Any, Callable[..., Recipe | None]] = {
         _elementwise(grad, output) if dtype == grad.dtype else None
     ),
 }
-# Operators on lists, which optimizers call for all parameters at once: quicker to look at than to spell.
+# Operators that optimizers call on all parameters at once. Keys for such lists would be slower than this.
 LIST_RULES: dict[Any, Callable[..., Recipe | None]] = {
     **dict.fromkeys(
         (

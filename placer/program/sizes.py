@@ -1,9 +1,9 @@
 """Integers and floats that know which node of the graph computes them.
 
-``x.shape`` of a recorded tensor gives ``SizeInt``: ordinary integers to all of Python and torch, so
-control flow over sizes just runs, but arithmetic on them is recorded. What a program turns into a
-plain number (``range(n)``, ``int(n)``, a comparison) is fixed in the graph; capture finds out
-whether the batch size was among it by recording twice with two batch sizes.
+``x.shape`` of a recorded tensor gives ``SizeInt``. For Python and torch these are ordinary integers,
+so control flow over sizes just runs, but arithmetic on them is recorded. A size that the code turns
+into a plain number (``range(n)``, ``int(n)``, a comparison) is fixed in the graph. Capture records
+with two batch sizes to find out whether that happened to the batch size.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import fx
 
 
 class NumberRecorder(Protocol):
-    """Who makes the nodes for arithmetic on sizes."""
+    """Makes the nodes for arithmetic on sizes."""
 
     def record_number(self, function: Callable[..., Any], args: tuple[Any, ...], value: Any) -> Any:
-        """``value`` = ``function(*args)`` as a number that knows its new node."""
+        """Make a node for ``function(*args)``, and return its ``value`` as a number that knows the node."""
 
 
 class SizeInt(int):
@@ -50,7 +50,7 @@ class SizeFloat(float):
 
 
 def plain(number: Any) -> Any:
-    """The ordinary number equal to a ``SizeInt`` or ``SizeFloat``; anything else as it is."""
+    """A ``SizeInt`` or ``SizeFloat`` as an ordinary number; anything else unchanged."""
     if isinstance(number, SizeInt):
         return int(number)
     return float(number) if isinstance(number, SizeFloat) else number

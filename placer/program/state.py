@@ -1,4 +1,4 @@
-"""A model's state, its parameters and buffers, under all of their names."""
+"""Names of a model's parameters and buffers, including all names of tied ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 def named_state(model: nn.Module, prefix: str = "") -> list[tuple[str, Tensor]]:
-    """Every parameter, then every buffer, with its name; a tied tensor comes under each of its names."""
+    """Every parameter, then every buffer, with its name; a tied tensor appears under each of its names."""
     return [
         *model.named_parameters(prefix=prefix, remove_duplicate=False),
         *model.named_buffers(prefix=prefix, remove_duplicate=False),
@@ -14,7 +14,7 @@ def named_state(model: nn.Module, prefix: str = "") -> list[tuple[str, Tensor]]:
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
-    """Every name of the state -> the first of the names of that tensor.
+    """Map every name of a parameter or buffer to the first name of the same tensor.
 
     >>> tied = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     >>> tied[1].weight = tied[0].weight

@@ -1,4 +1,4 @@
-"""Callables that stand in a graph for what a plain function call cannot express."""
+"""Callables that are targets of graph nodes where torch has no function for what the model does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from placer.program.result import flatten_result
 
 
 class Modes(NamedTuple):
-    """The thread-wide modes that a ``with`` block in forward may switch."""
+    """The modes of a thread that a ``with`` block in forward may switch."""
 
     grad: bool
     inference: bool
@@ -40,10 +40,10 @@ class Modes(NamedTuple):
 
 
 class UnderModes:
-    """``function`` called with gradients or autocast switched as they were at that point of forward.
+    """Calls ``function`` with gradients and autocast as they were at that point of forward.
 
-    A region ``torch.autocast(x.device.type)`` is recorded on the CPU; it must act on the device
-    that the stage really is on. So what the program switched for the CPU is switched for CUDA too.
+    A region ``torch.autocast(x.device.type)`` is recorded on the CPU but must act on the device of the
+    stage. So what forward switched for the CPU alone is switched for CUDA too.
     """
 
     def __init__(self, function: Callable[..., Any], inside: Modes, outside: Modes) -> None:
@@ -68,7 +68,7 @@ class UnderModes:
                 stack.enter_context(torch.set_grad_enabled(self.grad))
             for kind, enabled, dtype in self.autocast:
                 if kind == "cuda" and not torch.cuda.is_available():
-                    continue  # it would only warn
+                    continue  # autocast would only warn
                 stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))
             return self.function(*args, **kwargs)
 
@@ -78,7 +78,7 @@ class UnderModes:
 
 
 class CallMethod:
-    """``x.name(*args)`` as a function of ``x``."""
+    """Calls the method ``name`` of its first argument."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = self.__qualname__ = name
@@ -92,16 +92,17 @@ class CallMethod:
 
 
 def call_module(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    """``module(*args)`` where the module itself is an argument."""
+    """``module(*args, **kwargs)``, for a node that gets the module as an argument."""
     return module(*args, **kwargs)
 
 
 class Checkpointed:
-    """``module(*args)`` under activation checkpointing, as ``torch.utils.checkpoint`` was asked to.
+    """Calls a module under ``torch.utils.checkpoint``, as the model's code did.
 
-    ``differentiated``: the program gave the reentrant checkpoint an input that requires a gradient
-    besides those of the module, often a dummy parameter. So the module's parameters get gradients
-    even if no input of its own requires one, which reentrant checkpointing cannot do.
+    ``differentiated``: the model's code passed the reentrant checkpoint another input that requires a
+    gradient, often a dummy parameter, so that the module's parameters get gradients even if none of
+    the module's inputs requires one. As reentrant checkpointing cannot do that without such an input,
+    the call is then non-reentrant.
     """
 
     def __init__(self, *, use_reentrant: bool, differentiated: bool = False) -> None:
@@ -127,7 +128,7 @@ def _requires_grad(value: Any) -> bool:
 
 
 class ApplyFunction:
-    """``Function.apply`` of a custom ``torch.autograd.Function``, one node with its own backward."""
+    """Calls ``apply`` of a custom ``torch.autograd.Function``, which is one node with its own backward."""
 
     def __init__(self, function: type[torch.autograd.Function]) -> None:
         self.function = function
@@ -142,7 +143,7 @@ class ApplyFunction:
 
 
 class BuildTree:
-    """A dataclass or other pytree made from its leaves."""
+    """Builds a dataclass or other pytree from its leaves."""
 
     def __init__(self, spec: TreeSpec, kind: type[Any]) -> None:
         self.spec = spec
@@ -157,11 +158,10 @@ class BuildTree:
 
 
 class WholeRoot:
-    """The whole model as one function of its inputs and its state.
+    """Calls the whole model, for one whose own ``forward`` cannot be recorded.
 
-    For a model whose own ``forward`` cannot be recorded. ``skeleton`` is the model without data
-    (its tensors are on ``meta``); the parameters and buffers come in as arguments, ``names`` first
-    and in this order, and writes to buffers go into the tensors given.
+    The arguments are the parameters and buffers ``names``, in this order, and then the inputs.
+    ``skeleton`` is the model with its tensors on ``meta``; writes to buffers go to the arguments.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class WholeRoot:
 
 @contextmanager
 def _unchanged(module: nn.Module) -> Iterator[None]:
-    """What a forward on tensors without data leaves in attributes is not for the next one."""
+    """Restore the attributes and real tensors of ``module`` after a forward on fake tensors."""
     snapshot = Snapshot(module)
     with without_modes():
         kept = [

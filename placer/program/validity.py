@@ -1,4 +1,4 @@
-"""Is a captured graph the model's program under other conditions too: other sizes, another mode?"""
+"""Find out whether a captured graph is also right for other sizes, dtypes or modes of the model."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor, nn
 
 from placer.program.call import bind_call, describe_shapes
 from placer.program.failure import ForwardFailure, TraceFailure
-from placer.program.fake import FakeWorld
-from placer.program.fingerprint import spell_graph
+from placer.program.fake import FakeConverter
+from placer.program.fingerprint import graph_lines
+from placer.program.guards import AttributeGuard
 from placer.program.record import record_model
-from placer.program.settings import Setting
 from placer.program.types import CallFormat, Conditions
 from placer.program.watch import RECORDING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Where the program first becomes another one: the line of code and the operation there."""
+    """Where the model's operations first differ from the captured graph."""
 
     location: str  # "file.py:123", "" if unknown
     operation: str
@@ -29,17 +29,18 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SameProgram:
-    """It does not; ``settings`` are the plain attributes that this time were read."""
+    """The model's operations are those of the captured graph; ``guards`` are of this recording."""
 
-    settings: tuple[Setting, ...]
+    guards: tuple[AttributeGuard, ...]
 
 
 def condition_key(
     conditions: Conditions, call: CallFormat, modes: tuple[bool, ...], tensors: Sequence[Tensor]
 ) -> Hashable:
-    """What the program may depend on: equal keys, the same program.
+    """A key for a call: calls with equal keys run the same program if the guards hold.
 
-    Modes, dtypes and sizes; the size of the batch only where recording found that it matters.
+    It consists of modes, shapes and dtypes; the batch size is part of it only if capture found that
+    the program depends on it.
     """
     shapes = tuple(
         tensor.shape[1:] if batched and conditions.any_batch else tensor.shape
@@ -63,20 +64,20 @@ def find_difference(
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
 ) -> Difference | SameProgram:
-    """Record ``model`` called with these arguments, on fake tensors, and compare the programs.
+    """Record ``model`` called with these arguments, and compare with the graph in ``conditions``.
 
-    One recording (a forward on fake tensors); nothing is
-    allocated. Raises ``CaptureError`` when the model itself fails.
+    One forward on fake tensors; nothing is allocated. Raises ``CaptureError`` when the model itself
+    fails.
     """
     bound = bind_call(model, args, kwargs)
-    world = FakeWorld()
-    inputs = [world.tensor(tensor) for tensor in bound.tensors]
+    converter = FakeConverter()
+    inputs = [converter.tensor(tensor) for tensor in bound.tensors]
     try:
         with RECORDING:
             recording = record_model(
-                world,
+                converter,
                 model,
-                world.module(model),
+                converter.module(model),
                 bound,
                 inputs,
                 conditions.whole,
@@ -91,13 +92,13 @@ def find_difference(
     except TraceFailure as failure:
         return Difference(location=failure.location, operation=failure.reason)
     nodes = list(recording.graph.nodes)
-    spelled = spell_graph(recording.graph)
-    for index, (was, now) in enumerate(zip(conditions.lines, spelled, strict=False)):
+    lines = graph_lines(recording.graph)
+    for index, (was, now) in enumerate(zip(conditions.lines, lines, strict=False)):
         if was != now:
             location = conditions.locations[index] or recording.location_of.get(
                 nodes[index].name, ""
             )
             return Difference(location=location, operation=nodes[index].name)
-    if len(spelled) != len(conditions.lines):
+    if len(lines) != len(conditions.lines):
         return Difference(location="", operation=nodes[-1].name)
-    return SameProgram(settings=recording.settings)
+    return SameProgram(guards=recording.guards)

@@ -1,4 +1,4 @@
-"""Reports calls of modules and of custom autograd functions, and seeding, while a model runs."""
+"""Intercept calls of modules and custom autograd functions, and seeding, while a model runs."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-# Recording replaces functions of torch for the whole process: one thread may do that at a time.
+# Recording patches torch for the whole process, so only one thread may record at a time.
 RECORDING = threading.RLock()
 
 
 class Watcher(Protocol):
-    """Who is told; while ``paused`` is true, calls go through unreported."""
+    """Handles intercepted calls; while ``paused`` is true, nothing is intercepted."""
 
     paused: bool
 
     def call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """``original(module, *args, **kwargs)`` is wanted."""
+        """Return the result for ``original(module, *args, **kwargs)``, a call of ``module``."""
 
     def apply(self, original: Callable[..., Any], cls: Any, args: Any, kwargs: Any) -> Any:
-        """``original(*args, **kwargs)``, which is ``cls.apply``, is wanted."""
+        """Return the result for ``original(*args, **kwargs)``, where ``original`` is ``cls.apply``."""
 
     def seed(self) -> None:
-        """The state of torch's generator is about to be set."""
+        """Called before the state of torch's generator is set."""
 
 
 @contextmanager
 def watch_calls(watcher: Watcher) -> Iterator[None]:
-    """Calls of modules and ``autograd.Function.apply`` in this thread go to ``watcher``.
+    """In this block, ``watcher`` handles calls of modules and ``autograd.Function.apply`` in this thread.
 
-    It also hears when ``torch.manual_seed``, ``torch.random.fork_rng`` and the like set the state of
-    torch's generator. To be entered under the lock `RECORDING`.
+    Its ``seed`` is called when ``torch.manual_seed``, ``torch.random.fork_rng`` and the like set the
+    state of torch's generator. Hold the lock `RECORDING` around the block.
     """
     thread = threading.get_ident()
     original_call = nn.Module.__call__
@@ -52,7 +52,7 @@ def watch_calls(watcher: Watcher) -> Iterator[None]:
         return watcher.apply(original, cls, args, kwargs)
 
     class Generator:
-        """Torch's own generator, to the functions of ``torch.random``."""
+        """A proxy for torch's default generator that reports seeding."""
 
         def __getattr__(self, name: str) -> Any:
             sets = name in ("manual_seed", "seed", "set_state")

@@ -1,4 +1,4 @@
-"""A model whose own forward cannot be recorded, as a graph of one node: coarse is better than none."""
+"""A graph of a single node for a model whose own ``forward`` cannot be recorded."""
 
 from __future__ import annotations
 
@@ -14,45 +14,49 @@ from torch import Tensor, nn
 from placer.program.call import BoundCall, placeholder_names, rebuild_call
 from placer.program.copying import copy_module
 from placer.program.failure import ForwardFailure, locate
-from placer.program.fake import FakeWorld, GuessData
-from placer.program.record import RecordedProgram, ambient
+from placer.program.fake import FakeConverter, GuessData
+from placer.program.guards import make_guards, watch_attributes
+from placer.program.record import RecordedProgram, recording_modes
 from placer.program.restore import Snapshot
 from placer.program.result import flatten_result
-from placer.program.settings import read_settings, watch_attributes
 from placer.program.state import named_state
 from placer.program.targets import WholeRoot
 from placer.program.writer import GraphWriter
 
 
 def record_whole(
-    world: FakeWorld,
+    converter: FakeConverter,
     model: nn.Module,
-    twin: nn.Module,
+    fake_model: nn.Module,
     bound: BoundCall,
     inputs: Sequence[Tensor],
     *,
     guess: int,
 ) -> RecordedProgram:
-    """The graph that calls all of ``model`` in one node, a function of its inputs and its state.
+    """A graph that calls all of ``model`` in one node, a function of its parameters, buffers and inputs.
 
-    Raises ``ForwardFailure`` when the model fails by itself.
+    Raises ``ForwardFailure`` when the model itself fails.
     """
-    snapshot = Snapshot(twin)
-    guesses = GuessData(world.mode, guess)
+    snapshot = Snapshot(fake_model)
+    guesses = GuessData(converter.mode, guess)
     attributes: set[tuple[str, str]] = set()
 
     def read(path: str, name: str) -> None:
         attributes.add((path, name))
 
     try:
-        with ambient(world), guesses, watch_attributes(dict(twin.named_modules()), read):
+        with (
+            recording_modes(converter),
+            guesses,
+            watch_attributes(dict(fake_model.named_modules()), read),
+        ):
             args, kwargs = rebuild_call(bound, inputs)
-            leaves, result = flatten_result(twin.forward(*args, **kwargs))
+            leaves, result = flatten_result(fake_model.forward(*args, **kwargs))
     except Exception as error:
         raise ForwardFailure("", locate(error), guessed=guesses.guessed) from error
     finally:
         snapshot.restore()
-    writer = GraphWriter(world, twin)
+    writer = GraphWriter(converter, fake_model)
     for name, tensor in zip(placeholder_names(bound), inputs, strict=True):
         writer.placeholder(name, tensor)
     names = [name for name, _ in named_state(model)]
@@ -75,13 +79,13 @@ def record_whole(
         constants={},
         result=result,
         side_effects=(),
-        settings=read_settings(model, attributes),
+        guards=make_guards(model, attributes),
         checkpointed={},
     )
 
 
 def _skeleton(model: nn.Module) -> nn.Module:
-    """``model`` with its parameters and buffers on ``meta``, without hooks (they are run around it)."""
+    """``model`` with its tensors on ``meta`` and without its own hooks, which run around the node."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         empty = torch.empty_like(tensor, device="meta")

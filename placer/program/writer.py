@@ -1,7 +1,7 @@
-"""Writes the graph of a recording: which node made which tensor, number or container.
+"""Write the graph of a recording, and know which node made which tensor, number or container.
 
-Tensors are known by identity: each has the node that made it. A tensor that no node made is a
-parameter, a buffer, or a constant, and gets its node when it is first used.
+Each tensor, by identity, has the node that made it. A tensor that no node made is a parameter, a
+buffer or a constant, and gets a ``get_attr`` node when it is first used.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import SUPPORTED_NODES, tree_flatten
 
 from placer.program.failure import Untraceable, locate_caller
-from placer.program.fake import FakeWorld
+from placer.program.fake import FakeConverter
 from placer.program.result import PLAIN
 from placer.program.sizes import SizeFloat, SizeInt, plain
 from placer.program.targets import BuildTree
@@ -28,13 +28,13 @@ CPU = torch.device("cpu")
 
 
 class GraphWriter:
-    """The graph so far, and tables by node: its layer, its line, the constant it stands for.
+    """The graph so far, with each node's module path, source line and constant, by node name.
 
     ``layer`` is the path of the module whose code is running.
     """
 
-    def __init__(self, world: FakeWorld, twin: nn.Module) -> None:
-        self.world = world
+    def __init__(self, converter: FakeConverter, fake_model: nn.Module) -> None:
+        self.converter = converter
         self.graph = fx.Graph()
         self.layer = ""
         self.layer_of: dict[str, str] = {}
@@ -45,17 +45,18 @@ class GraphWriter:
         self._pure: set[fx.Node] = set()
         self._taken: set[str] = set()
         self._state = {
-            id(tensor): name for name, tensor in (*twin.named_buffers(), *twin.named_parameters())
+            id(tensor): name
+            for name, tensor in (*fake_model.named_buffers(), *fake_model.named_parameters())
         }
         self._attributes = {
             id(value): f"{path}.{name}".lstrip(".")
-            for path, module in twin.named_modules()
+            for path, module in fake_model.named_modules()
             for name, value in module.__dict__.items()
             if isinstance(value, Tensor)
         }
 
     def placeholder(self, leaf_name: str, tensor: Tensor) -> None:
-        """The next input of the graph, named after ``leaf_name``."""
+        """Add an input to the graph, named after ``leaf_name``."""
         name = re.sub(r"\W", "_", leaf_name, flags=re.ASCII)
         if not name.isidentifier() or keyword.iskeyword(name):
             name = f"arg_{name}"
@@ -74,9 +75,9 @@ class GraphWriter:
         pure: bool = False,
         layer: str | None = None,
     ) -> fx.Node:
-        """A new node; a ``pure`` one, or a ``get_attr``, goes again if nothing uses it."""
+        """Add a node; a ``pure`` one, or a ``get_attr``, is erased at the end if nothing uses it."""
         node_args, node_kwargs = self.argument(tuple(args)), self.argument(dict(kwargs or {}))
-        # Torch takes long to make a name up from the target; `finish` gives names.
+        # Temporary names, because torch takes long to derive one from the target; see `finish`.
         node = self.graph.create_node(op, target, node_args, node_kwargs, f"_{len(self.layer_of)}")
         if pure or op == "get_attr":
             self._pure.add(node)
@@ -85,10 +86,9 @@ class GraphWriter:
         return node
 
     def replace_buffer(self, name: str, value: Tensor, layer: str) -> None:
-        """Forward put ``value`` in the place of the buffer ``name``: copy it there at the end.
+        """Record that forward replaced the buffer ``name`` by ``value``: copy the value into the buffer.
 
-        What read the buffer reads a copy of it instead, so that the old values are there for
-        backward.
+        Nodes that read the buffer read a copy of it instead, so that backward has the old values.
         """
         for read in self.graph.find_nodes(op="get_attr", target=name):
             with self.graph.inserting_after(read):
@@ -101,9 +101,9 @@ class GraphWriter:
         self.node("call_method", "copy_", (self.node("get_attr", name), value), layer=layer)
 
     def finish(self, leaves: list[Any], *, named: bool = True) -> fx.Graph:
-        """The graph, with these results, without pure nodes that nothing uses.
+        """The finished graph, with ``leaves`` as its result and without unused pure nodes.
 
-        Names are of use only if it is kept: without ``named`` they are as they came.
+        With ``named``, equal graphs have equal node names. A graph that is only compared needs none.
         """
         self.graph.output(leaves)
         for node in reversed(self.graph.nodes):
@@ -121,7 +121,7 @@ class GraphWriter:
     # -- which node made what --------------------------------------------------------------------
 
     def bind(self, value: Any, node: fx.Node) -> None:
-        """Remember that ``node`` made every tensor in ``value``."""
+        """Note that ``node`` made every tensor in ``value``."""
         if isinstance(value, Tensor):
             self._node_of[id(value)] = node
             self._alive.append(value)
@@ -150,13 +150,13 @@ class GraphWriter:
     def node_of(self, tensor: Tensor) -> fx.Node:
         """The node that made ``tensor``, or a new one that reads it from the model.
 
-        Every use of a parameter or buffer reads it anew, so that each stage reads its own copy.
+        Every use of a parameter or buffer gets a new node, so that each stage reads its own copy.
         """
         if id(tensor) in self._node_of:
             return self._node_of[id(tensor)]
         if id(tensor) in self._state:
             return self.node("get_attr", self._state[id(tensor)])
-        original = self.world.original(tensor)
+        original = self.converter.original(tensor)
         if original is None:
             if type(tensor) not in (Tensor, nn.Parameter):
                 raise Untraceable("it uses a tensor from code that cannot be recorded")
@@ -165,7 +165,7 @@ class GraphWriter:
         return self.constant(tensor, path, original)
 
     def constant(self, tensor: Tensor, path: str, original: Tensor) -> fx.Node:
-        """A node that gives ``original``, for which ``tensor`` stands, and is called ``path``."""
+        """A ``get_attr`` node with the target ``path`` for ``original``, whose fake copy is ``tensor``."""
         node = self.node("get_attr", path)
         self.constants[node.name] = original
         self.bind(tensor, node)
@@ -174,19 +174,22 @@ class GraphWriter:
     # -- arguments -------------------------------------------------------------------------------
 
     def argument(self, value: Any) -> Any:
-        """``value`` as an argument of a node: tensors and recorded numbers become their nodes."""
+        """``value`` as an argument of a node: tensors and recorded numbers are replaced by their nodes.
+
+        Raises ``Untraceable`` for an object that a graph cannot hold.
+        """
         if isinstance(value, fx.Node):
             return value
         if isinstance(value, SizeInt | SizeFloat):
             return value.node if value.node.graph is self.graph else plain(value)
         if isinstance(value, Tensor):
             return self.node_of(value)
-        if isinstance(value, np.generic):  # some are Python numbers too, but print as numpy's own
+        if isinstance(value, np.generic):  # some are Python numbers too, but their repr is numpy's
             return value.item()
         if isinstance(value, (*PLAIN, type(...))):
             return value
         if isinstance(value, torch.device):
-            return CPU  # stands for the device of the stage, see Program.graph
+            return CPU  # stands for the device of the stage: see `Program`
         if isinstance(value, slice):
             return slice(*map(self.argument, (value.start, value.stop, value.step)))
         if type(value) in (list, dict) or type(value) in (tuple, torch.Size):
@@ -207,7 +210,7 @@ class GraphWriter:
 
 
 def executable(value: Any) -> Any:
-    """``value`` for the run on fakes: plain numbers, and every device is the CPU."""
+    """``value`` as an argument for the run on fake tensors: plain numbers, and every device is the CPU."""
     if isinstance(value, SizeInt | SizeFloat):
         return plain(value)
     if isinstance(value, torch.device):
@@ -227,10 +230,10 @@ def executable(value: Any) -> Any:
 
 
 def _named_anew(graph: fx.Graph) -> tuple[fx.Graph, dict[str, str]]:
-    """The same graph with names that count only the nodes it has, and old name -> new name.
+    """A copy of the graph with fx's names, and old name -> new name.
 
-    Erased nodes took numbers too, and how many there were may differ from run to run (einops works
-    a pattern out once per process). The same graph must always have the same names.
+    Names hold numbers. They must not count erased nodes, whose number differs from run to run (einops
+    parses a pattern once per process), so that the same graph always has the same names.
     """
     fresh = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}

@@ -1,4 +1,4 @@
-"""Which nodes form regions: those of the layers that a spec names, where writes in place allow it."""
+"""Find the nodes that form regions: those of the layers that a spec names, if in-place writes allow it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Keys = tuple[RegionKey | None, ...]
 
 
 def region_keys(program: Program, recomputed: Collection[str], offloaded: Collection[str]) -> Keys:
-    """Per node of ``program.order`` its key, or None if its saved activations are kept.
+    """The key of each node of ``program.order``, or None if its saved activations are kept.
 
-    ``recomputed`` and ``offloaded`` are paths of layers, with all layers inside them. Of layers inside
-    each other, the outermost is one region.
+    ``recomputed`` and ``offloaded`` are paths of layers and include all layers inside them. If both a
+    layer and one inside it are named, the outer layer is one region.
     """
     keys: list[RegionKey | None] = []
     for name in program.order:
@@ -34,7 +34,7 @@ def region_keys(program: Program, recomputed: Collection[str], offloaded: Collec
 
 
 def region_boundaries(program: Program) -> RegionBoundaries:
-    """Where regions of ``program`` may begin and end, by the rules of `whole_groups`."""
+    """Positions where regions of ``program`` may begin and end, by the rules of `whole_groups`."""
     groups, unsafe = _groups(program)
     split: dict[int, list[list[int]]] = {}  # position -> groups with nodes on both sides of it
     for group in groups:
@@ -53,10 +53,10 @@ def region_boundaries(program: Program) -> RegionBoundaries:
 
 
 def _no_region_ends(program: Program) -> Callable[[Sequence[int], int], bool]:
-    """Per group and position: must no region end between the nodes of the group there?
+    """A function of a group and a position: may no region end there, between nodes of the group?
 
-    It must not if the group has a constant, or if nodes after the position write to parameters or
-    buffers: the first nodes would read what was written when they are run again.
+    None may if the group has a constant, or if nodes after the position write to parameters or
+    buffers: the nodes before it, when run again, would read what was written.
     """
     writers = {i for i, name in enumerate(program.order) if name in program.mutated_state_of}
     constants = {i for i, name in enumerate(program.order) if name in program.constants}
@@ -73,21 +73,22 @@ def _groups(program: Program) -> tuple[list[list[int]], set[int]]:
     nodes = {node.name: node for node in program.graph.nodes}
     inputs = {node.name for node in program.graph.nodes if node.op == "placeholder"}
     unsafe: set[int] = set()
-    for names in program.together:
+    for names in program.colocated:
         if any(source.name in inputs for n in names for source in nodes[n].all_input_nodes):
             unsafe |= {position[name] for name in names}
-    return [[position[name] for name in group] for group in program.together], unsafe
+    return [[position[name] for name in group] for group in program.colocated], unsafe
 
 
 def whole_groups(program: Program, keys: Sequence[RegionKey | None]) -> Keys:
     """``keys`` with None for nodes that cannot be in a region without the others of their group.
 
-    The nodes of a group share memory that one of them writes. A region with only some of them would
-    read what was written later when it is run again. So regions with nodes of one group are joined if
-    they have the same policy, and given up otherwise. There is one exception: a recomputed region may
-    have the first nodes of a group if the others are not recomputed, for it allocates the memory anew
-    when it is run again (a ``BatchNorm`` in it, and an in-place ``ReLU`` after it). A group that reads
-    the model's inputs is in no region, since it may write to them.
+    The nodes of a group share memory that one of them writes. A region with only some of them, when
+    run again, would read values that were written later. So regions with nodes of one group are joined
+    if both are recomputed or offloaded in the same way; otherwise these nodes are in no region. There
+    is one exception: a recomputed region may have the first nodes of a group if the others are not
+    recomputed, because it allocates the memory anew when it is run again (for example a ``BatchNorm``
+    in the region and an in-place ``ReLU`` after it). A group that reads the model's inputs is in no
+    region, since it may write to them.
     """
     groups, unsafe = _groups(program)
     cannot_end = _no_region_ends(program)
@@ -126,7 +127,7 @@ def _ends_in(
     runs: Sequence[int],
     cannot_end: Callable[[Sequence[int], int], bool],
 ) -> bool:
-    """Does a recomputed region end between the nodes of the group where it may, with none after it?"""
+    """Does a recomputed region end between nodes of the group, where it may, with none recomputed after?"""
     members = sorted(group)
     first = keys[members[0]]
     after = [i for i in members if runs[i] != runs[members[0]]]
@@ -138,7 +139,7 @@ def _ends_in(
 def find_regions(
     nodes: Sequence[str], key_of: Mapping[str, RegionKey | None]
 ) -> tuple[Region, ...]:
-    """The regions of a stage with ``nodes``, in this order; ``key_of`` gives the key of each.
+    """The regions of a stage that runs ``nodes`` in this order; ``key_of`` gives the key of each node.
 
     >>> key = RegionKey(label="encoder", recompute=True, offload=False)
     >>> regions = find_regions(["a", "b", "c"], {"a": None, "b": key, "c": key})
@@ -156,7 +157,7 @@ def find_regions(
 
 
 def with_overlap(regions: Iterable[Region]) -> tuple[Region, ...]:
-    """``regions``, of which those that offload copy beside the kernels."""
+    """``regions`` in which offloaded values are copied while kernels run (``overlapped``)."""
     return tuple(replace(region, overlapped=region.offload) for region in regions)
 
 

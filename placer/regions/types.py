@@ -11,8 +11,8 @@ class RegionKey:
     """What is done with the activations that a node saves; neighbours with equal keys are one region.
 
     With ``recompute`` only the inputs of the region are kept, and backward runs its forward again.
-    With ``offload`` what is kept is in host memory until backward. ``label`` (a layer's path) is
-    different for neighbouring regions.
+    With ``offload`` the tensors that are kept are in host memory until backward. ``label``, a layer's
+    path, keeps neighbouring regions apart.
     """
 
     label: str
@@ -24,7 +24,7 @@ class RegionKey:
 class Region:
     """The nodes of a stage from ``first`` to ``last``, in the stage's order; see `RegionKey`.
 
-    ``overlapped``: what is offloaded is copied beside the kernels, on a CUDA stream of its own.
+    ``overlapped``: offloaded tensors are copied on a CUDA stream of their own while kernels run.
     """
 
     first: str
@@ -38,9 +38,9 @@ class Region:
 class RegionBoundaries:
     """Positions of nodes, in the program's order, before which regions may begin or end.
 
-    Before those in ``free`` they may begin and end. Before a position in ``ending`` a recomputed region
-    may end, if it begins at the position given there or earlier, and if nothing from there to the next
-    free position is recomputed. Nodes in ``unsafe`` must not be in a region.
+    Any region may begin and end before a position in ``free``. A recomputed region may end before a
+    position in ``ending`` if it begins at ``ending[position]`` or earlier, and if no node from the
+    position to the next free one is recomputed. Nodes in ``unsafe`` must not be in a region.
     """
 
     free: frozenset[int]

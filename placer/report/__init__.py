@@ -1,4 +1,4 @@
-"""Report: a plan as text and as a page; imports no torch."""
+"""Show a plan as tables in a terminal, as an HTML page, or as a trace, without importing torch."""
 
 from placer.report.figures import (
     LARGEST_HEADERS,

@@ -1,4 +1,4 @@
-"""Memory by kind as bars against the budget line."""
+"""HTML bars of each stage's memory by kind, with a line at the budget."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MEANING = {
 
 
 def memory_bars(plan: Plan) -> str:
-    """One bar per stage: bytes by kind up to the peak; the reserve is hatched before the budget."""
+    """One bar per stage: bytes by kind up to the peak, and the reserve hatched before the budget."""
     ends = [stage.memory.peak for stage in plan.stages]
     ends += [stage.budget for stage in plan.stages if stage.budget is not None]
     scale = 100 / max(1, *ends)
@@ -68,7 +68,7 @@ def _row(stage: StagePlan, scale: float) -> str:
 
 
 def bar_row(label: str, parts: Iterable[str], figure: str) -> str:
-    """A bar of ``parts`` (`bar_part`) with a label before it and a figure after it, all HTML."""
+    """A row with a bar of ``parts`` (`bar_part`), a label before it and a figure after it, all HTML."""
     return (
         f'<div class="row"><span>{label}</span>'
         f'<div class="bar">{"".join(parts)}</div><span>{figure}</span></div>'

@@ -1,4 +1,4 @@
-"""Numbers that a reader of a plan asks for and that follow from it."""
+"""Numbers and sentences that are derived from a plan, for all forms of the report."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ KINDS = (
 
 
 def memory_parts(memory: StageMemory) -> dict[str, int]:
-    """Bytes by kind that add up to the peak, largest-lived first.
+    """Bytes by kind that add up to the peak, the longest-lived kinds first.
 
-    Kinds that are not all live at the peak's moment count with what is left of it.
+    If the kinds add up to more than the peak, because not all of them are alive at that moment, the
+    last ones are reduced.
 
     >>> kinds = dict.fromkeys(KINDS, 0) | {"parameters": 4, "saved": 5, "transient": 3}
     >>> memory_parts(StageMemory(**kinds, peak=10))["transient"]
@@ -45,27 +46,30 @@ def memory_parts(memory: StageMemory) -> dict[str, int]:
 
 
 def bubble(plan: Plan) -> float:
-    """Share of the step, up to the optimizer, in which its devices compute nothing.
+    """The share of the step, without the optimizer, in which devices are idle.
 
-    The micro-batches are those that the example's rows make.
+    It is for as many micro-batches as the rows of the example input make.
     """
     return idle_share(step_spans(plan))
 
 
 def needs_device_table(plan: Plan) -> bool:
-    """Does the table of stages not say it all: replicas, two stages on a device, or an allocator?"""
+    """Is a table of devices needed besides that of stages?
+
+    It is if there are replicas, if a device has several stages, or if reserved memory is known.
+    """
     return len(plan.devices) != len(plan.stages) or plan.replicas > 1 or shows_reserved(plan)
 
 
 def shows_reserved(plan: Plan) -> bool:
-    """Is it known of any device what torch's allocator takes?"""
+    """Is the memory that torch's allocator reserves known for any device?"""
     return any(device.reserved is not None for device in plan.devices)
 
 
 def data_transfers(plan: Plan) -> tuple[list[Transfer], str]:
-    """The transfers that have bytes, the largest first; and what is said of the others, if any.
+    """The transfers of tensors, the largest first, and a phrase about the others, if there are any.
 
-    What a later stage reads of the shape of a tensor has none.
+    The others are values without bytes, such as sizes of a tensor that a later stage reads.
     """
     found = [transfer for transfer in plan.transfers if transfer.nbytes]
     found.sort(key=lambda t: (-t.nbytes, t.source, t.target, t.value))
@@ -74,9 +78,9 @@ def data_transfers(plan: Plan) -> tuple[list[Transfer], str]:
 
 
 def verdict(plan: Plan) -> list[str]:
-    """One sentence per device that overflows, worst first; that it fits when none does.
+    """Sentences on whether the plan fits: one per device that overflows, worst first, or that it fits.
 
-    A sentence names the devices whose memory is unknown.
+    Another sentence names the devices whose memory is unknown.
     """
     over = sorted((d for d in plan.devices if not d.fits), key=lambda d: d.headroom or 0)
     limited = [d for d in plan.devices if d.budget is not None]
@@ -93,7 +97,7 @@ def verdict(plan: Plan) -> list[str]:
 
 
 def host_text(host: HostPeak | None) -> str:
-    """What offloaded activations take of the host's memory, in a sentence; "" where there are none."""
+    """A sentence on the host memory that offloaded activations take; "" if there are none."""
     if host is None:
         return ""
     least = "up to " if host.reserved is None else ""
@@ -102,7 +106,7 @@ def host_text(host: HostPeak | None) -> str:
 
 
 def host_verdict(host: HostPeak | None) -> list[str]:
-    """By how much the host's memory is too little, where it is."""
+    """A sentence by how much the host memory overflows, or an empty list if it does not."""
     if host is None or host.fits:
         return []
     over = format_bytes(-(host.headroom or 0))
@@ -110,13 +114,13 @@ def host_verdict(host: HostPeak | None) -> list[str]:
 
 
 def unknown_memory_text(devices: Sequence[str]) -> str:
-    """That it cannot be said whether the plan fits on ``devices``."""
+    """A sentence: it is unknown whether the plan fits on ``devices``."""
     whose = "its" if len(devices) == 1 else "their"
     return f"unknown whether it fits on {', '.join(devices)}: give {whose} memory"
 
 
 def overflow_text(device: DevicePeak) -> str:
-    """By how much ``device`` overflows, with the sum that says so."""
+    """A sentence by how much ``device`` overflows, with the sum of what it needs."""
     return (
         f"does not fit: {device.device} is {format_bytes(-(device.headroom or 0))} over "
         f"({needs_text(device)} > {format_bytes(device.budget or 0)})"
@@ -124,7 +128,7 @@ def overflow_text(device: DevicePeak) -> str:
 
 
 def needs_text(device: DevicePeak) -> str:
-    """What must stay within the budget of ``device``, as a sum."""
+    """The sum that must stay within the budget of ``device``, as text."""
     if device.reserved is None:
         parts = [f"{format_bytes(device.peak)} of tensors"]
     else:
@@ -139,7 +143,7 @@ def needs_text(device: DevicePeak) -> str:
 def simulated_devices(
     simulation: SimulationReport | Mapping[str, Any] | None,
 ) -> Mapping[str, Mapping[str, Any]]:
-    """Device -> what ``simulate --json`` says of it, from a report or from that JSON."""
+    """Device -> its values in the JSON of ``simulate --json``, from a report or from that JSON."""
     if simulation is None:
         return {}
     data = simulation if isinstance(simulation, Mapping) else simulation.to_json()
@@ -153,7 +157,7 @@ def simulated_peaks(simulation: SimulationReport | Mapping[str, Any] | None) -> 
 
 
 def memory_rule(plan: Plan) -> str:
-    """What is compared with the budgets, in a sentence; "" where nothing but tensors is counted."""
+    """A sentence on what is compared with the budgets; "" if it is only tensors."""
     limited = [d for d in plan.devices if d.budget is not None]
     if not any(d.context or d.reserve for d in limited):
         return ""
@@ -166,7 +170,7 @@ def memory_rule(plan: Plan) -> str:
 
 
 def with_peaks(plan: Plan, simulated: Mapping[str, int]) -> Plan:
-    """``plan`` with every device's peak the larger of what was predicted and simulated."""
+    """``plan`` with each device's peak raised to the simulated one, if that is larger."""
     devices = (
         replace(device, peak=max(device.peak, simulated.get(device.device, 0)))
         for device in plan.devices
@@ -178,13 +182,13 @@ LARGEST_HEADERS = ("bytes", "layer", "made in", "name", "shape")
 
 
 def moment_text(device: Mapping[str, Any]) -> str:
-    """When a simulated device peaks, such as "backward of decoder.0"."""
+    """The moment of a simulated device's peak, such as "backward of decoder.0"."""
     where = device["layer"] or device["node"]
     return f"{device['phase']} of {where}" if where else str(device["phase"])
 
 
 def largest_rows(device: Mapping[str, Any]) -> list[tuple[str, str, str, str, str]]:
-    """What was live at the peak of a simulated device, under `LARGEST_HEADERS`."""
+    """Rows for the largest tensors at the peak of a simulated device; columns: `LARGEST_HEADERS`."""
     return [
         (
             format_bytes(tensor["bytes"]),
@@ -198,7 +202,7 @@ def largest_rows(device: Mapping[str, Any]) -> list[tuple[str, str, str, str, st
 
 
 def relative_difference(predicted: int, simulated: int) -> str:
-    """How far the prediction is off, as a share of what was simulated.
+    """The error of the prediction relative to the simulated bytes, as a percentage.
 
     >>> relative_difference(99, 100), relative_difference(99999, 100000)
     ('-1.0%', '0.0%')

@@ -1,4 +1,4 @@
-"""A plan as one self-contained page: no scripts, nothing fetched."""
+"""Show a plan as one self-contained HTML page, without scripts or external resources."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def _devices(plan: Plan, simulated: Mapping[str, int]) -> str:
 
 
 def _moments(simulation: SimulationReport | Mapping[str, Any] | None) -> str:
-    """When each device peaks, and what is live then."""
+    """The moment of each device's peak, and the largest tensors that are alive then."""
     found = []
     for name, device in simulated_devices(simulation).items():
         rows = [
@@ -240,7 +240,7 @@ def _nodes(plan: Plan) -> str:
 
 
 def _table(headers: Sequence[str], rows: Iterable[Sequence[_Cell]], *, cards: bool = False) -> str:
-    """``cards``: on a narrow screen every row is a list of its cells, each under its header."""
+    """An HTML table. With ``cards``, a narrow screen shows each row as a list of cells with headers."""
     listed = list(rows)
     right = {i for row in listed for i, (_, style) in enumerate(row) if style.startswith("number")}
     head = "".join(

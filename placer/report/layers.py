@@ -1,4 +1,4 @@
-"""The layers of every stage, in as few words as say it."""
+"""List the layers of every stage briefly."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from placer.plan.types import Plan
 
 
 def stage_layers(plan: Plan) -> list[tuple[str, ...]]:
-    """Per stage the largest modules that are wholly on it, in program order.
+    """Per stage the outermost modules that are entirely on it, in program order.
 
-    A module of which a stage holds only some calls is left out, unless the stage has nothing else.
+    A module that is on several stages is left out, unless the stage has nothing else.
     """
     stages_of: dict[str, set[int]] = {}
     for stage in plan.stages:
@@ -36,7 +36,7 @@ def _largest(layer: str, whole: set[str]) -> str:
 
 
 def compact_layers(layers: Sequence[str], *, most: int = 4) -> str:
-    """``layers`` in one line: runs of siblings joined, the middle left out when it is long.
+    """``layers`` in one line: runs of siblings are joined; if there are many, the middle is left out.
 
     >>> compact_layers(["stem", "enc.0", "enc.1", "enc.2", "enc.3"])
     'stem, enc.0 … enc.3'

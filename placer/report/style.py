@@ -1,4 +1,4 @@
-"""The page's look, for light and dark."""
+"""The style sheet of the HTML page, with a light and a dark theme."""
 
 STYLE = """
 :root { --ink: #1d2129; --dim: #667085; --page: #ffffff; --line: #e2e5ea; --panel: #f6f7f9;

@@ -1,4 +1,4 @@
-"""A plan as tables for a terminal."""
+"""Show a plan as tables in a terminal."""
 
 from __future__ import annotations
 
@@ -35,10 +35,9 @@ _BAR = 12  # characters
 def plan_table(
     plan: Plan, *, simulation: SimulationReport | Mapping[str, Any] | None = None
 ) -> RenderableType:
-    """``plan`` for ``rich``: stages, devices, transfers, notes and the verdict; for 80 columns.
+    """``plan`` for ``rich``, 80 columns wide: stages, devices, transfers, notes, and whether it fits.
 
-    With a ``simulation`` (a report, or the JSON of one) the devices' simulated peaks stand beside
-    the predicted ones.
+    With a ``simulation`` (a report, or its JSON), simulated peaks are shown next to predicted ones.
     """
     parts: list[RenderableType] = [_headline(plan), "", _stages(plan), ""]
     if needs_device_table(plan) or simulation is not None:
@@ -116,7 +115,7 @@ def _devices(plan: Plan, simulated: Mapping[str, int]) -> Table:
 
 
 def _transfers(plan: Plan) -> Text:
-    """The largest transfers, and what all of them come to."""
+    """The number and total bytes of the transfers, and the largest ones."""
     largest, others = data_transfers(plan)
     total = sum(transfer.nbytes for transfer in largest)
     count = format_count(len(largest), "transfer")
@@ -163,7 +162,7 @@ def _headroom(device: DevicePeak) -> Text:
 
 
 def _bar(device: DevicePeak) -> Text:
-    """How full the device is, with what is kept free."""
+    """A bar of the share of the budget that is needed, including the reserve."""
     if not device.budget:
         return Text("")
     share = (device.needed + device.reserve) / device.budget

@@ -1,4 +1,4 @@
-"""When each device computes during a step: bars for the page, and a trace for a trace viewer."""
+"""Show when each device computes during a step: bars for the HTML page, and a trace file."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from placer.timeline import Span, end_of
 from placer.units import format_bytes, format_seconds
 
 _KINDS = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
-_MOST = 4000  # spans that a page shows
+_MOST = 4000  # spans; for more, the page shows no bars
 
 
 def timeline_bars(plan: Plan) -> str:
-    """A bar per device with what it computes, over one step; "" where there are too many to be seen."""
+    """A bar per device with its computations over one step; "" if there are too many to show."""
     spans = [span for span in step_spans(plan) if span.end > span.start]
     end = end_of(spans)
     if not end or len(spans) > _MOST:
@@ -34,7 +34,7 @@ def timeline_bars(plan: Plan) -> str:
         )
         for device, found in _by_device(spans, plan).items()
     )
-    kinds = dict.fromkeys(_style(span) for span in spans if not _is_beside(span, plan))
+    kinds = dict.fromkeys(_style(span) for span in spans if not _is_on_link(span, plan))
     legend = "".join(f'<span><i class="t-{kind}"></i>{kind}</span>' for kind in kinds)
     label = f"What each device does in a step of {format_seconds(end)}"
     return f'<p class="legend">{legend}</p><div class="bars" role="img" aria-label="{label}">{rows}</div>'
@@ -49,7 +49,7 @@ def write_trace(plan: Plan, path: str | Path) -> None:
 def step_trace(plan: Plan) -> dict[str, Any]:
     """The step in the Trace Event Format, for https://ui.perfetto.dev and chrome://tracing.
 
-    A row per device and per link; times are in microseconds there.
+    There is a row per device and per link. Times are in microseconds.
     """
     spans = step_spans(plan)
     rows = {
@@ -75,16 +75,16 @@ def step_trace(plan: Plan) -> dict[str, Any]:
 
 
 def _by_device(spans: Sequence[Span], plan: Plan) -> Mapping[str, list[Span]]:
-    """The spans of every device; messages that travel beside its computations are not among them."""
+    """The spans of every device, without transfers that overlap with its computations."""
     found: dict[str, list[Span]] = {device.device: [] for device in plan.devices}
     for span in spans:
-        for name in () if _is_beside(span, plan) else span.on:
+        for name in () if _is_on_link(span, plan) else span.on:
             found[name].append(span)
     return found
 
 
-def _is_beside(span: Span, plan: Plan) -> bool:
-    """Is it on a link, and not on the devices themselves?"""
+def _is_on_link(span: Span, plan: Plan) -> bool:
+    """Is it a transfer on a link, which does not occupy the devices?"""
     return not {device.device for device in plan.devices}.issuperset(span.on)
 
 

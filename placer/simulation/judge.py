@@ -92,7 +92,7 @@ class Planner:
             self._program,
             spec,
             self._inputs,
-            estimate=self.costs.guessed(),
+            estimate=self.costs.scaled(),
             processes=self._processes,
             tables=self._tables,
             enough=_CLEAR_SHARE,

@@ -25,7 +25,7 @@ from placer.executor.replica import Replica
 from placer.executor.scatter import cut_batch
 from placer.executor.statistics import DeferredStatistics, defers_statistics
 from placer.plan.types import Plan
-from placer.program import FakeWorld, Program
+from placer.program import FakeConverter, Program
 from placer.simulation.ledger import Ledger
 from placer.simulation.optimizers import make_optimizer
 from placer.simulation.simulate import describe_device, running_kernels
@@ -150,11 +150,11 @@ class _FakeReplica:
 
     def __init__(self, program: Program, plan: Plan, inputs: Sequence[Tensor]) -> None:
         self._program, self._plan = program, plan
-        self._world = FakeWorld()
-        self._model = self._world.module(program.model)
-        self.leaves = [self._world.tensor(tensor) for tensor in inputs]
+        self._converter = FakeConverter()
+        self._model = self._converter.module(program.model)
+        self.leaves = [self._converter.tensor(tensor) for tensor in inputs]
         self._staged = emit_stages(program, *plan.parts)
-        with self._world.running(program.conditions.guess):
+        with self._converter.running(program.conditions.guess):
             self._batch = batch = cut_batch(
                 self._staged.call,
                 self.leaves,
@@ -192,7 +192,7 @@ class _FakeReplica:
         ownership = find_ownership(self._model, staged, assignment.device_of)
         attribution = Attribution(staged.stages, self._program.layer_of)
         ledger = RankLedger(attribution.where, kernels=lambda _: device_type(name))
-        with self._world.running(self._program.conditions.guess):
+        with self._converter.running(self._program.conditions.guess):
             part = build_part(self._model, staged, ownership, assignment.device_index, _CPU)
             pipeline = _pipeline(plan, staged, part, assignment)
             ledger.add_state((*part.parameters(), *part.buffers()))

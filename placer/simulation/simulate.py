@@ -16,7 +16,7 @@ from placer.executor.attribution import Attribution
 from placer.executor.module import PlacedModule
 from placer.executor.place import CALLER, HOST, Place, current_place, on
 from placer.plan.types import DevicePeak, Plan
-from placer.program import FakeWorld, Program
+from placer.program import FakeConverter, Program
 from placer.program.call import placeholder_names
 from placer.simulation.ledger import Ledger
 from placer.simulation.optimizers import make_optimizer
@@ -86,15 +86,15 @@ def _run(
 
     With ``once`` the first step is recorded, and what follows is made of it.
     """
-    world = FakeWorld()
-    fake_model = world.module(program.model)
-    leaves = [world.tensor(t) for t in inputs]
+    converter = FakeConverter()
+    fake_model = converter.module(program.model)
+    leaves = [converter.tensor(t) for t in inputs]
     cpu = torch.device("cpu")
     rows = [[Place(stage.devices[r], cpu) for stage in plan.stages] for r in range(plan.replicas)]
     staged = emit_stages(program, *plan.parts)
     watch = _StepWatch(Attribution(staged.stages, program.layer_of))
     ledger = Ledger(watch.where, kernels=lambda place: device_type(run_on or place))
-    with world.running(program.conditions.guess):
+    with converter.running(program.conditions.guess):
         model = materialize(fake_model, dict.fromkeys(staged.state_stage, cpu))
         placed = PlacedModule(model, plan=plan, staged=staged, places=rows)
         _count_state(ledger, placed, staged, rows[0])

@@ -1,4 +1,4 @@
-"""What single fields cannot say: names that must agree across a spec."""
+"""Checks across fields of a spec: device names and counts that must agree."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Problem = tuple[str, str, str]
 
 
 def cross_problems(data: Any) -> list[Problem]:
-    """Problems between fields of a raw spec; ill-typed fields are left to their own validators."""
+    """Problems between fields of an unvalidated spec; values of a wrong type are skipped here."""
     if not isinstance(data, Mapping):
         return []
     names = _names(data.get("devices"))
@@ -26,7 +26,7 @@ def cross_problems(data: Any) -> list[Problem]:
 
 
 def _names(devices: Any) -> list[str | None]:
-    """The device names in order; None for an entry that its own validator will refuse."""
+    """The device names in order; None for an entry that is not valid."""
     if not isinstance(devices, list | tuple):
         return []
     return [_name(_entry_name(entry)) for entry in devices]
@@ -72,14 +72,14 @@ def _unknown_targets(layers: Any, names: list[str | None]) -> list[Problem]:
 
 
 def _rows(data: Mapping[str, Any], names: list[str | None]) -> list[Problem]:
-    """Problems of ``replica_devices``, or of the rows that are derived where there is none."""
+    """Problems of ``replica_devices``, or of the devices that are derived if it is not given."""
     rows = data.get("replica_devices") or ()
     replicas = data.get("replicas", 1)
     first = [name for name in names if name]
     if not isinstance(rows, list | tuple) or not first or len(first) < len(names):
         return []
     if not all(isinstance(row, list | tuple) for row in rows):
-        return []  # their own validator says so
+        return []  # reported by the field's own validator
     counted = isinstance(replicas, int) and not isinstance(replicas, bool)
     if rows:
         wrong = _wrong_count(len(rows), replicas) if counted and replicas > 0 else []
@@ -99,7 +99,7 @@ def _wrong_count(rows: int, replicas: int) -> list[Problem]:
 
 
 def _wrong_rows(rows: list[list[str | None]], first: list[str]) -> list[Problem]:
-    """Rows of another length than the first replica's, and devices that serve two places."""
+    """Rows whose length differs from the first replica's, and devices that are listed twice."""
     problems = [
         (
             f"/replica_devices/{i}",
@@ -113,22 +113,22 @@ def _wrong_rows(rows: list[list[str | None]], first: list[str]) -> list[Problem]
     for i, row in enumerate(rows):
         for j, name in enumerate(row):
             if name is not None and _torch_name(name) in seen:
-                problem = f"{name!r} already serves another place"
-                remedy = "name a device of its own for every place of every replica"
+                problem = f"{name!r} is used for something else already"
+                remedy = "name a different device for every stage of every replica"
                 problems.append((f"/replica_devices/{i}/{j}", problem, remedy))
             seen |= {_torch_name(name)} if name else set()
     return problems
 
 
 def shift_clashes(first: Sequence[str], replicas: int) -> list[Problem]:
-    """The first device that two replicas would share if ``first`` were shifted for each of them."""
+    """A problem if two replicas would share a device when ``first`` is shifted for each replica."""
     if replicas > MOST or len(set(first)) < len(first):
-        return []  # said elsewhere
+        return []  # reported elsewhere
     owners = Counter(name for row in shifted_rows(first, replicas) for name in row)
     clash = min((name for name, count in owners.items() if count > 1), default=None)
     if clash is None:
         return []
-    problem = f"{clash!r} would serve two replicas when {list(first)} is shifted"
+    problem = f"{clash!r} would be in two replicas when {list(first)} is shifted"
     remedy = "give /replica_devices: one row of devices for each further replica"
     return [("/replicas", problem, remedy)]
 

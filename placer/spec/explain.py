@@ -1,4 +1,4 @@
-"""pydantic's errors as problems with a JSON pointer into the user's file."""
+"""Translate pydantic's errors to problems, each with a JSON pointer into the user's file."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _EXAMPLES = {
 
 
 def explain_errors(error: ValidationError, data: Any, keys: Sequence[str]) -> list[Problem]:
-    """Every error of ``error`` as (JSON pointer, problem, remedy), in the order of the file."""
+    """Every error in ``error`` as (JSON pointer, problem, remedy); ``keys`` are those of a spec."""
     details = error.errors(include_url=False)
     return [_explain(detail, data, keys) for detail in details if not _is_echo(detail)]
 
 
 def _is_echo(detail: ErrorDetails) -> bool:
-    """pydantic calls a list too short when its entries failed: those errors say it already."""
+    """Is it pydantic's "too short" for a list whose entries are not valid? Their errors suffice."""
     return detail["type"] == "too_short" and bool(detail["input"])
 
 
@@ -74,7 +74,7 @@ def _hint(word: str, known: Sequence[str]) -> str:
 
 
 def spell(value: Any) -> str:
-    """``value`` in a few words: as Python writes it, but for what JSON has words of its own for."""
+    """``repr(value)``, shortened to 60 characters; null, true and false as in JSON."""
     text = _JSON_SINGLES.get(value) if value is None or isinstance(value, bool) else repr(value)
     assert text is not None
     return text if len(text) <= 60 else f"{text[:57]}..."

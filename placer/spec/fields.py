@@ -1,4 +1,4 @@
-"""The kinds of value that a spec's fields hold, each read from JSON in one place."""
+"""Types of a spec's fields: how each is read from JSON, checked and described in the schema."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ DEVICE_TYPES = ("cuda", "cpu", "xpu", "mps", "hpu")
 _DEVICE = re.compile(r"([a-z]+)(?::(0|[1-9]\d{0,3}))?")
 _MISSPELT_DEVICE = re.compile(r"\s*([a-z]+)[^a-z0-9]*(\d{0,4})\s*", re.IGNORECASE)
 _ALIASES = {"gpu": "cuda", "nvidia": "cuda", "hip": "cuda", "rocm": "cuda"}
-MOST = 2**16  # of replicas, of micro-batches: more than any job has, and a typo can be told
-_LEAST_MEMORY = 512  # bytes of a device: fewer are GiB without their unit
+MOST = 2**16  # replicas or micro-batches; a larger number must be a typing error
+_LEAST_MEMORY = 512  # bytes of a device; a smaller number was meant in GiB
 
 
 def device_name(value: Any) -> str:
-    """``value`` as a device name with an index: ``cuda`` is ``cuda:0``; ``cpu`` stays ``cpu``.
+    """``value`` as a device name with an index: ``cuda`` becomes ``cuda:0``; ``cpu`` stays ``cpu``.
+
+    Raises ``ValueError`` for anything that is not a device name.
 
     >>> device_name("cuda"), device_name("cuda:3"), device_name("cpu")
     ('cuda:0', 'cuda:3', 'cpu')
@@ -40,7 +42,7 @@ def device_name(value: Any) -> str:
 
 
 def _nearest_device(name: str) -> str | None:
-    """What ``GPU:0``, ``cuda0`` or ``cdua:01`` were meant to be: ``cuda:0``, ``cuda:0``, ``cuda:1``."""
+    """The device that was probably meant: ``cuda:0`` for ``GPU:0`` or ``cuda0``, or None."""
     match = _MISSPELT_DEVICE.fullmatch(name)
     if match is None:
         return None
@@ -51,6 +53,8 @@ def _nearest_device(name: str) -> str | None:
 
 def device_kind_name(value: Any) -> str:
     """``value`` as the catalogue spells it (case does not matter), or the name of a file.
+
+    Raises ``ValueError`` if it is neither.
 
     >>> device_kind_name("H100"), device_kind_name("my-gpu.json")
     ('h100', 'my-gpu.json')
@@ -74,7 +78,10 @@ def _size(value: Any) -> int:
 
 
 def device_memory(value: Any) -> int:
-    """``value`` as the bytes of a device. Raises ``ValueError``, also for a number without its unit."""
+    """The bytes of a device that ``value`` stands for, such as '16GiB'.
+
+    Raises ``ValueError`` if it is not a size, or so small that a unit must be missing.
+    """
     nbytes = _size(value)
     if nbytes < _LEAST_MEMORY:
         meant = f"did you mean '{nbytes}GiB'?" if nbytes else "write text such as '16GiB'"
@@ -103,7 +110,7 @@ def _patterns(value: Any) -> tuple[str, ...] | str:
 
 
 def _schedule(value: Any) -> Any:
-    """The schedule by torch's own spelling; case does not matter."""
+    """The name of the schedule as torch spells it; case does not matter."""
     known = {name.lower(): name for name in SCHEDULES}
     return known.get(value.lower(), value) if isinstance(value, str) else value
 

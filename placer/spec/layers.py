@@ -1,4 +1,4 @@
-"""Layer patterns against a model's module paths."""
+"""Match the layer patterns of a spec with the module paths of a model."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from placer.spec.check import Problem
 def resolve_layers(
     layers: Mapping[str, str], paths: Iterable[str]
 ) -> tuple[dict[str, str], list[Problem]]:
-    """Path -> device for every path that a pattern covers, and the patterns that match nothing.
+    """Path -> device for every path that a pattern covers, and a problem per pattern without a match.
 
-    A pattern covers the subtree of every path that it matches; later patterns win. O(paths x
-    patterns).
+    A pattern covers the subtree of every path that it matches; later patterns win. Takes
+    O(paths x patterns).
 
     >>> resolve_layers({"enc": "a", "enc.*.conv": "b"}, ["enc", "enc.0", "enc.0.conv"])
     ({'enc': 'a', 'enc.0': 'a', 'enc.0.conv': 'b'}, [])
@@ -45,7 +45,7 @@ def resolve_patterns(
 
 
 def match_paths(pattern: str, paths: Iterable[str]) -> list[str]:
-    """Those of ``paths`` that ``pattern`` matches, or one of whose ancestors it matches.
+    """Those of ``paths`` that ``pattern`` covers: it matches the path or one of its ancestors.
 
     >>> match_paths("**.conv*", ["stem", "block.0.conv1", "block.0.conv1.weight", "conv"])
     ['block.0.conv1', 'block.0.conv1.weight', 'conv']
@@ -80,7 +80,7 @@ def _unmatched(field: str, pattern: str, paths: Sequence[str]) -> Problem:
 
 
 def _nearest_pattern(pattern: str, paths: Sequence[str]) -> str | None:
-    """``pattern`` with every misspelt part replaced by the nearest name at its place."""
+    """``pattern`` with every misspelt part replaced by the nearest name at that depth, or None."""
     good: list[str] = []
     for part in pattern.split("."):
         if match_paths(".".join([*good, part]), paths):

@@ -1,4 +1,4 @@
-"""Read and write specs. A spec is data: nothing in it is imported or run."""
+"""Read specs. A spec is data: nothing in it is imported or run."""
 
 from __future__ import annotations
 

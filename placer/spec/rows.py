@@ -1,4 +1,4 @@
-"""Devices of further replicas, derived from those of the first."""
+"""Derive the devices of further replicas from those of the first replica."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def shifted_rows(names: Sequence[str], replicas: int) -> list[list[str]]:
-    """``names`` for replica 0, and shifted by the number of devices of each type for every next.
+    """``names`` for replica 0; for each further replica, indices shifted by the devices of that type.
 
     >>> shifted_rows(["cuda:0", "cuda:1"], 2)
     [['cuda:0', 'cuda:1'], ['cuda:2', 'cuda:3']]

@@ -15,5 +15,5 @@ def spec_schema() -> dict[str, Any]:
 
 
 def schema_text() -> str:
-    """The schema as the file's text."""
+    """The schema as JSON text, the content of that file."""
     return json.dumps(spec_schema(), indent=2) + "\n"

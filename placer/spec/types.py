@@ -1,4 +1,4 @@
-"""The placement spec: what a person wants, as strict pydantic models."""
+"""The placement spec as strict pydantic models: what the user asks for."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from placer.spec.fields import (
 from placer.spec.rows import shifted_rows
 from placer.units import format_bytes, spell_bytes
 
-_SHOWN = 6  # layers, or devices, in a `repr`
+_SHOWN = 6  # layers or devices shown in a `repr`
 _MODEL = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
 
@@ -53,8 +53,8 @@ class DeviceSpec(BaseModel):
     name: DeviceName = Field(description="Torch's name of the device, such as cuda:0 or cpu.")
     memory: DeviceMemory | None = Field(
         default=None,
-        description="Bytes it may hold: '16GiB', '500 MB' or a number. Without it the memory of "
-        "the kind, or of the device if this machine has it.",
+        description="Memory that may be used: '16GiB', '500 MB' or a number of bytes. By default that "
+        "of the kind, or of the device if this machine has it.",
     )
     kind: KindName | None = Field(
         default=None,
@@ -63,8 +63,8 @@ class DeviceSpec(BaseModel):
     )
     allocator: AllocatorName | None = Field(
         default=None,
-        description="How torch's CUDA allocator takes memory: in segments of a fixed size (default), "
-        "or in segments that grow (expandable: less is lost between tensors). Without it expandable.",
+        description="How torch's CUDA allocator takes memory: 'default', in segments of fixed sizes, "
+        "or 'expandable', in segments that grow, which wastes less. If not given, 'expandable'.",
     )
 
     @model_validator(mode="before")
@@ -89,7 +89,7 @@ class DeviceSpec(BaseModel):
 
 
 class OptimizerBytes(BaseModel):
-    """An optimizer that the catalogue does not name, by the state it keeps."""
+    """An optimizer that placer does not know by name, described by the bytes of its state."""
 
     model_config = _MODEL
 
@@ -132,7 +132,7 @@ Optimizer = Annotated[
 
 
 def _shortened(value: Any) -> str:
-    """``value`` as Python writes it, devices by their names, of many items the first few."""
+    """``repr(value)`` with short forms of devices and at most the first ``_SHOWN`` items."""
     if isinstance(value, DeviceSpec):
         memory = None if value.memory is None else format_bytes(value.memory)
         return repr("=".join(filter(None, (value.name, memory or value.kind))))
@@ -149,9 +149,9 @@ def _more(items: Collection[Any]) -> list[str]:
 
 
 class PlacementSpec(BaseModel):
-    """A placement spec: layers on devices, and how often the whole is replicated.
+    """A placement spec: which layers go to which devices, and how many replicas there are.
 
-    Making one raises ``SpecError`` with every problem found. Loading one runs no code.
+    The constructor raises ``SpecError`` with every problem found. Loading a spec runs no code.
 
     >>> spec = PlacementSpec(devices=["cuda:0", "cuda:1"], layers={"decoder": "cuda:1"}, replicas=2)
     >>> spec.device_rows(2)
@@ -170,33 +170,35 @@ class PlacementSpec(BaseModel):
     layers: dict[str, DeviceName] = Field(
         default={},
         description="Pattern -> device. A pattern is a module path and covers its whole subtree; "
-        "'*' matches within one part of the path, '**' across parts. Later entries win. Layers "
-        "that none matches are placed by the compiler, and so is what the model computes between "
-        "its layers, unless all of them are on one device; {} is fully automatic.",
+        "'*' matches within one part of the path, '**' across parts. Later entries win. Placer chooses "
+        "a device for layers that no pattern matches, and for operations between layers, unless all "
+        "layers are on one device. {} is fully automatic.",
     )
     replicas: Count = Field(
-        default=1, description="How many copies of the chain of stages share the batch, or 'auto'."
+        default=1, description="Number of copies of the stages that share the batch, or 'auto'."
     )
     replica_devices: tuple[tuple[DeviceName, ...], ...] = Field(
         default=(),
-        description="One row of devices for each further replica; by default the device list "
+        description="One row of devices for each replica after the first; by default the device list, "
         "shifted by its length per replica.",
     )
     microbatches: Count = Field(
-        default=1, description="Into how many slices a replica's batch is cut, or 'auto'."
+        default=1,
+        description="Number of micro-batches into which a replica's batch is cut, or 'auto'.",
     )
     schedule: ScheduleName = Field(
         default="GPipe", description="Order of micro-batch forwards and backwards, by torch's name."
     )
     precision: Literal["fp32", "bf16", "fp16"] = Field(
-        default="fp32", description="bf16 and fp16 run the stages under autocast, not the loss."
+        default="fp32",
+        description="bf16 and fp16 run the stages, but not the loss, under autocast.",
     )
     checkpoint: Patterns = Field(
         default=(), description="Patterns of layers to recompute in backward, or 'auto'."
     )
     offload: Patterns = Field(
         default=(),
-        description="Patterns of layers whose saved activations wait in host memory, or 'auto'.",
+        description="Patterns of layers whose saved activations are kept in host memory, or 'auto'.",
     )
     offload_overlap: StrictBool = Field(
         default=False,
@@ -205,34 +207,34 @@ class PlacementSpec(BaseModel):
     )
     batch_norm: Literal["per_microbatch", "deferred", "sync"] = Field(
         default="per_microbatch",
-        description="Batch statistics per micro-batch; deferred: running statistics are updated "
-        "once per step, as if the batch had not been cut; or synchronised over replicas.",
+        description="per_microbatch: batch statistics of each micro-batch; deferred: running statistics "
+        "are updated once per step, as if the batch had not been cut; sync: statistics over replicas.",
     )
     optimizer: Optimizer = Field(
-        default="adam", description="What the memory estimate counts as optimizer state."
+        default="adam", description="The optimizer whose state the memory estimate counts."
     )
     training: StrictBool = Field(
         default=True, description="Count gradients, optimizer state and saved activations."
     )
     reserve: ByteSize | None = Field(
         default=None,
-        description="Bytes per device that plans leave free for what no prediction knows, such as "
+        description="Bytes per device that plans leave free for what cannot be predicted, such as "
         "other processes and libraries; by default 2% of a GPU's memory.",
     )
     context: ByteSize | None = Field(
         default=None,
         description="Bytes that a process takes of a device before it makes a tensor (the CUDA "
-        "context); by default by device kind.",
+        "context); by default that of the device kind.",
     )
     host_memory: DeviceMemory | None = Field(
         default=None,
-        description="Bytes of host memory that offloaded activations may take, those of all processes "
-        "together; without it they are counted, and not limited.",
+        description="Bytes of host memory that the offloaded activations of all processes together may "
+        "take; by default there is no limit.",
     )
     objective: Literal["throughput", "memory", "latency"] = Field(
         default="throughput",
-        description="Least time with micro-batches flowing, lowest maximum peak, or least time of "
-        "one sample.",
+        description="throughput: the least time per step; memory: the lowest maximum of the devices' "
+        "peaks; latency: the least time for one sample.",
     )
 
     @model_validator(mode="wrap")
@@ -264,7 +266,7 @@ class PlacementSpec(BaseModel):
         return [field.alias or name for name, field in cls.model_fields.items()]
 
     def __repr__(self) -> str:
-        """What was asked for, without what is so by default; of many layers the first few."""
+        """The fields that are not at their defaults; of many layers the first few."""
         given = [
             f"{name}={_shortened(getattr(self, name))}"
             for name, field in type(self).model_fields.items()
@@ -275,7 +277,10 @@ class PlacementSpec(BaseModel):
     __str__ = __repr__
 
     def device_rows(self, replicas: int) -> list[list[str]]:
-        """Device names per replica; row 0 is ``devices``. Raises ``SpecError`` on a clash."""
+        """Device names per replica; row 0 is ``devices``.
+
+        Raises ``SpecError`` if two replicas would share a device.
+        """
         names = [device.name for device in self.devices]
         if self.replica_devices and len(self.replica_devices) == replicas - 1:
             return [names, *(list(row) for row in self.replica_devices)]
@@ -284,16 +289,16 @@ class PlacementSpec(BaseModel):
         return shifted_rows(names, replicas)
 
     def with_devices(self, devices: Sequence[DeviceSpec]) -> PlacementSpec:
-        """This spec on other devices."""
+        """A copy of this spec with other ``devices``."""
         return self.model_copy(update={"devices": tuple(devices)})
 
     def with_layers(self, layers: Mapping[str, str]) -> PlacementSpec:
-        """This spec with other layers."""
+        """A copy of this spec with other ``layers``."""
         return self.model_copy(update={"layers": dict(layers)})
 
     def to_json(self) -> str:
         """The spec as JSON text without the fields that are at their defaults."""
-        # Of fields with a serializer of their own, pydantic's exclude_defaults keeps the defaults.
+        # pydantic's exclude_defaults does not leave out fields that have a serializer.
         given = {
             name for name, f in type(self).model_fields.items() if getattr(self, name) != f.default
         }

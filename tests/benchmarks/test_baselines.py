@@ -85,7 +85,7 @@ def test_every_rival_makes_a_plan_that_runs_as_it_says(unet: Subject, name: str)
     plan = plan_placement(program, spec, [x], placement)
     device_of = {node: stage.devices[0] for stage in plan.stages for node in stage.nodes}
     moved = {n for n, device in placement.items() if device_of[n] != f"cuda:{device}"}
-    together = {node for group in program.together for node in group}
+    together = {node for group in program.colocated for node in group}
     assert moved <= together
     assert {d.device for d in plan.devices} == set(device_of.values())
     for device in simulate_plan(program, plan, [x]).devices:

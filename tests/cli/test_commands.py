@@ -192,7 +192,7 @@ def test_auto_says_why_nothing_fits(placer: Run) -> None:
 def test_check_a_spec(placer: Run) -> None:
     result = placer("check", "net.py:Net", "pinned.json")
     assert result.exit_code == 0
-    assert "pinned.json goes with net.py:Net: it places 1 of 11 layers" in result.stdout
+    assert "pinned.json is valid for net.py:Net: it places 1 of 11 layers" in result.stdout
     assert "not in the spec, so placer chooses: blocks\n" in result.stdout
     data = json.loads(placer("check", "net.py:Net", "pinned.json", *X, "--json").stdout)
     assert data["valid"] is True

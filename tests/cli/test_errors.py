@@ -76,9 +76,12 @@ CASES = [
     (("auto", "net.py:Net", *X, "-d", "cda:0"), "error: --device cda:0: "),
     (("auto", "net.py:Net", *X, "-d", "cuda:0", "--kind", "h1000"), "error: --kind: "),
     (("verify", "net.py:Net", "fits.json", *X, "--run-on", "gpu"), "did you mean 'cuda'?"),
-    (("check", "net.py:Net", "fits.json", "--memory", "16GB"), "error: --memory: is not for a"),
-    (("check", "net.py:Net", "fits.json", "--optimizer", "sgd"), "error: --optimizer: is not for"),
-    (("check", "net.py:Net", "fits.json", "--no-training"), "error: --training: is not for a"),
+    (("check", "net.py:Net", "fits.json", "--memory", "16GB"), "error: --memory: cannot be given"),
+    (
+        ("check", "net.py:Net", "fits.json", "--optimizer", "sgd"),
+        "error: --optimizer: cannot be given",
+    ),
+    (("check", "net.py:Net", "fits.json", "--no-training"), "error: --training: cannot be given"),
     (("auto", "net.py:Net", *X, "-d", "cuda:0", "--objective", "fast"), "throughput, memory"),
     (("auto", "net.py:Net", *X, "-d", "cuda:0", "--kind", "h1000"), "did you mean 'h100'?"),
     (("auto", "net.py:Net", *X, "-d", "cuda:0", "--microbatches", "two"), "is not a count"),
@@ -153,12 +156,12 @@ def test_wrong_options_are_json_where_output_is(placer: Run) -> None:
 def test_an_interrupt_is_one_line_and_exit_code_130(
     placer: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from placer.cli import subject
+    from placer.cli import loaded_model
 
     def interrupted(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(subject, "capture_model", interrupted)
+    monkeypatch.setattr(loaded_model, "capture_model", interrupted)
     result = placer(*PLAN, *X)
     assert result.exit_code == 130
     assert result.stderr.splitlines()[-1] == "error: interrupted"

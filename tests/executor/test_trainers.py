@@ -74,7 +74,7 @@ def test_compile_as_a_method_is_refused() -> None:
 def test_a_compiled_model_says_where_its_own_is(inside: bool) -> None:
     compiled: Any = torch.compile(nn.Sequential(nn.Linear(4, 4)), backend="eager")
     model = nn.Sequential(compiled) if inside else compiled
-    with pytest.raises(CaptureError, match=r"give the module .*\._orig_mod") as raised:
+    with pytest.raises(CaptureError, match=r"pass the module .*\._orig_mod") as raised:
         placer.make_plan(model, SPEC, (torch.zeros(2, 4),))
     assert raised.value.where == ("0" if inside else "the model")
     placer.make_plan(compiled._orig_mod, SPEC, (torch.zeros(2, 4),))

@@ -189,7 +189,7 @@ WRONG = [
     ("boundaries/0/nbyte", 2, r"/boundaries/0/nbyte: is not a key .* did you mean 'nbytes'"),
     ("stages/0/memory", 3, r"/stages/0/memory: 3 where an object belongs"),
     ("stages/0/nodes", "ab", r"/stages/0/nodes: 'ab' where a list belongs"),
-    ("notes", [b"text"], r"/: holds what JSON cannot"),
+    ("notes", [b"text"], r"/: holds a value that JSON cannot"),
     ("stages", [], r"/stages: \[\] where at least one stage belongs"),
     ("node_layers/a~b", 1, r"/node_layers/a~0b: 1 where text belongs"),
 ]

@@ -126,9 +126,9 @@ def test_stages_in_an_order_that_would_compute_something_else_are_refused(
     check_plan(plan, program)
     nodes = [list(stage.nodes) for stage in plan.stages]
     ordered = [name for names in nodes for name in names]
-    draws = [name for name in ordered if name in program.draws]
-    assert len(draws) == 2 and program.together
-    for first, second in [draws, program.together[0][:2]]:
+    draws = [name for name in ordered if name in program.rng_nodes]
+    assert len(draws) == 2 and program.colocated
+    for first, second in [draws, program.colocated[0][:2]]:
         spoilt = copy.deepcopy(data)
         for stage in spoilt["stages"]:
             swap = {first: second, second: first}

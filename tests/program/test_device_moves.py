@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import placer
 from placer.cli.main import app
 from placer.errors import CaptureError
-from placer.program import IgnoringDeviceMoves, capture_model
+from placer.program import IgnoreDeviceMoves, capture_model
 from tests.oracle import assert_same
 
 SPEC = {"devices": ["cpu:0", "cpu:1"], "microbatches": 2}
@@ -77,7 +77,7 @@ MODELS = [(SplitResNet, (4, 3, 8, 8)), (SplitUNet, (4, 1, 8, 8))]
 
 
 def make(cls: Callable[[], nn.Module]) -> nn.Module:
-    with IgnoringDeviceMoves():
+    with IgnoreDeviceMoves():
         return cls().double()
 
 
@@ -101,10 +101,10 @@ def test_a_model_split_by_hand_is_placed(cls: type[nn.Module], shape: tuple[int,
     assert placer.simulate(model, plan, (x,), ignore_device_moves=True).step_ok
     assert placer.verify(model, plan, (x,), run_on="cpu", ignore_device_moves=True).ok
     placed = placer.compile(model, plan, (x,), run_on="cpu", ignore_device_moves=True)
-    with IgnoringDeviceMoves():
+    with IgnoreDeviceMoves():
         torch.testing.assert_close(placed(x), model(x))
     placed.eval()  # another program: captured again, and under the same option
-    with IgnoringDeviceMoves():
+    with IgnoreDeviceMoves():
         torch.testing.assert_close(placed(x[:3]), model.eval()(x[:3]))
 
 
@@ -126,7 +126,7 @@ def test_a_single_device_is_that_of_the_stage(name: str) -> None:
     model = OneDevice(name).double()
     x = torch.randn(4, 4, dtype=torch.float64)
     placed = placer.compile(model, SPEC, (x,))
-    with IgnoringDeviceMoves():
+    with IgnoreDeviceMoves():
         torch.testing.assert_close(placed(x), model(x))
 
 

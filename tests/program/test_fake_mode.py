@@ -12,8 +12,8 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from placer._torch import DispatchMode
-from placer.program.fake import FakeWorld
-from placer.program.fake_mode import QUICK_KERNELS, QUICK_OPERATORS, FakeMode, detach_fake
+from placer.program.fake import FakeConverter
+from placer.program.fake_mode import CPP_KERNELS, CPP_VIEWS, FakeMode, detach_fake
 from placer.program.shapes import LIST_RULES, SHAPE_RULES
 
 aten = torch.ops.aten
@@ -218,7 +218,7 @@ def _described_or_error(value: Any) -> Any:
 
 
 def test_every_operator_that_is_quick_is_tried() -> None:
-    assert set(CALLS) == QUICK_OPERATORS | QUICK_KERNELS | SHAPE_RULES.keys() | LIST_RULES.keys()
+    assert set(CALLS) == CPP_VIEWS | CPP_KERNELS | SHAPE_RULES.keys() | LIST_RULES.keys()
 
 
 def test_what_an_operator_made_is_not_asked_of_torch_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,7 +355,7 @@ def test_twins_are_made_without_operators() -> None:
     model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5))
     model[0].weight.requires_grad_(False)
     with _Heard() as heard:
-        twin = FakeWorld().module(model)
+        twin = FakeConverter().module(model)
     assert not [name for name in heard.operators if "empty" in name or "detach" in name]
     for name, original in model.named_parameters():
         copy = twin.get_parameter(name)

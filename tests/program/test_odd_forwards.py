@@ -209,6 +209,6 @@ class Endless(UntilDone):
 
 
 def test_a_loop_that_no_guess_ends_is_an_error() -> None:
-    with pytest.raises(placer.CaptureError, match="a loop that waits for another one") as error:
+    with pytest.raises(placer.CaptureError, match="a loop that waits for another value") as error:
         placer.make_plan(Endless(0.0), {"devices": ["cpu:0"]}, torch.randn(4, 8))
-    assert "looks at the values of tensors" in str(error.value)
+    assert "reads values of tensors" in str(error.value)

@@ -159,7 +159,7 @@ def test_devices_that_cannot_be_shifted_for_as_many_replicas_as_the_machine_has(
     """With "auto" how many there are is known when it is planned."""
     spec = PlacementSpec(devices=["cuda:0", "cuda:2"], replicas="auto")
     assert spec.device_rows(1) == [["cuda:0", "cuda:2"]]
-    with pytest.raises(SpecError, match=r"'cuda:2' would serve two replicas"):
+    with pytest.raises(SpecError, match=r"'cuda:2' would be in two replicas"):
         spec.device_rows(2)
 
 

@@ -206,7 +206,7 @@ def node_transients(costs: CostTable, node: int) -> tuple[int, int]:
     key = costs.keys[node] if node < len(costs.keys) else None
     cost = costs.nodes[node]
     if key is not None and key.offload and not key.recompute:
-        return cost.forward_sending, cost.backward_fetching
+        return cost.forward_transient_offloaded, cost.backward_transient_offloaded
     return cost.forward_transient, cost.backward_transient
 
 

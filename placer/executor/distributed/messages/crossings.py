@@ -26,7 +26,7 @@ from placer.executor.replica import Replica
 from placer.executor.statistics import DeferredStatistics, NormCall, defers_statistics
 from placer.plan.types import Plan
 from placer.precision import autocast_state
-from placer.program import FakeWorld, copy_module, copy_settings, tensors_of
+from placer.program import FakeConverter, copy_guarded_attributes, copy_module, tensors_of
 from placer.schedule import Flow
 
 
@@ -128,13 +128,13 @@ class CrossingFinder:
     def __init__(
         self, model: nn.Module, plan: Plan, staged: StagedModel, device: torch.device
     ) -> None:
-        self._world = FakeWorld()
+        self._converter = FakeConverter()
         self.device = device
         self._place = Place(str(device), device)
         meta = torch.device("meta")
         # What is no parameter or buffer is a part of the program, which may look at its values.
         self._shadow = _copy_with(model, lambda t: _empty_like(t, meta), plain=lambda t: t)
-        with self._world.mode, torch.no_grad():
+        with self._converter.mode, torch.no_grad():
             empty = partial(_empty_like, device=device)
             self._fake = _copy_with(self._shadow, empty, plain=empty)
         self._copies = [dict(model.named_modules()) for model in (self._shadow, self._fake)]
@@ -151,9 +151,9 @@ class CrossingFinder:
         Flags of modules that it lacks follow its own; their attributes stay.
         """
         modules = dict(part.named_modules())
-        settings = self._programs.settings
+        guards = self._programs.guards
         for copied in self._copies:
-            if copy_settings(settings, modules, copied):
+            if copy_guarded_attributes(guards, modules, copied):
                 self._found.clear()
         modes = tuple(module.training for module in modules.values())
         if modes == self._modes:
@@ -177,9 +177,9 @@ class CrossingFinder:
         return self._found[key]
 
     @contextmanager
-    def on_fakes(self, staged: StagedModel) -> Iterator[tuple[Replica, nn.Module]]:
+    def fake_execution(self, staged: StagedModel) -> Iterator[tuple[Replica, nn.Module]]:
         """What runs ``staged`` on tensors without data, and the whole model of such; for this block."""
-        with self._world.running(staged.conditions.guess), torch.random.fork_rng(devices=[]):
+        with self._converter.running(staged.conditions.guess), torch.random.fork_rng(devices=[]):
             yield self._replica.with_program(staged), self._fake
 
     def _run(
@@ -190,7 +190,7 @@ class CrossingFinder:
         links: dict[
             tuple[str, int, int], Node
         ] = {}  # value, leaf, reader: where its gradient starts
-        with self.on_fakes(staged) as (replica, part), torch.set_grad_enabled(grad):
+        with self.fake_execution(staged) as (replica, part), torch.set_grad_enabled(grad):
             device = self.device
             for name, (shape, dtype, wanted) in zip(staged.graph_inputs, shapes, strict=True):
                 leaf = torch.empty(shape, dtype=dtype, device=device, requires_grad=wanted)

@@ -1,4 +1,4 @@
-"""Random numbers in a forward: a graph cannot draw Python's own, a module kept whole can."""
+"""Random numbers of Python and numpy in a forward. A graph cannot draw them; a single-node module can."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ import torch
 from placer.program.failure import Untraceable
 
 
-class DrewInPython(Untraceable):
-    """It draws from ``random`` or ``numpy.random``: the draw would be the same for ever."""
+class PythonRandomDraw(Untraceable):
+    """Forward draws from ``random`` or ``numpy.random``; recorded, it would be the same in every run."""
 
 
 @contextmanager
 def forbid_python_random() -> Iterator[None]:
-    """Raise ``DrewInPython`` where code draws random numbers that are not torch's."""
+    """Raise ``PythonRandomDraw`` at the end if the block drew random numbers that are not torch's."""
     before = _python_state()
     yield
     if _python_state() != before:
-        raise DrewInPython("it draws from Python's or numpy's random numbers")
+        raise PythonRandomDraw("it draws from Python's or numpy's random numbers")
 
 
 @contextmanager
 def keep_random() -> Iterator[None]:
-    """Leave the generators of ``random``, ``numpy.random`` and torch (CPU) as they are."""
+    """Restore the generators of ``random``, ``numpy.random`` and torch (CPU) at the end."""
     python, numbers = random.getstate(), np.random.get_state()
     torchs = torch.default_generator.get_state()
     try:

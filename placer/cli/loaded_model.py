@@ -1,4 +1,4 @@
-"""The model of a command with its example inputs, built and captured."""
+"""Build and capture the model that a command names, with its example inputs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch.utils._pytree import tree_map_only
 
 from placer.cli.example import load_example
 from placer.cli.inputs import parse_inputs
-from placer.cli.options import SubjectOptions
+from placer.cli.options import ModelOptions
 from placer.cli.target import build_model
 from placer.cli.values import parse_values
-from placer.program import IgnoringDeviceMoves, Program, capture_model, flatten_call
+from placer.program import IgnoreDeviceMoves, Program, capture_model, flatten_call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
-    """A model and one call of it."""
+class LoadedModel:
+    """A model and the arguments for one call of it; ``target`` is MODEL on the command line."""
 
     target: str
     model: nn.Module
@@ -35,34 +35,33 @@ class Subject:
         return bool(self.args or self.kwargs)
 
     def program(self) -> tuple[Program, list[Tensor]]:
-        """The captured model, and the tensors of the call as the program has them."""
+        """Capture the model. Returns the program and its input tensors."""
         program = capture_model(
             self.model, self.args, self.kwargs, ignore_device_moves=self.ignore_device_moves
         )
         return program, flatten_call(program.call, self.args, dict(self.kwargs))
 
 
-def load_subject(
-    options: SubjectOptions,
+def load_model(
+    options: ModelOptions,
     *,
     allocate: bool,
     double: bool,
     inputs_required: bool,
     seed: int,
-) -> Subject:
-    """The model that ``options`` name and its inputs; on ``meta`` unless ``allocate``.
+) -> LoadedModel:
+    """Build the model that ``options`` name and its inputs, on ``meta`` unless ``allocate``.
 
-    ``double`` makes all floating-point parameters, buffers and inputs float64.
-    What a callable among ``inputs`` makes is taken as it is, in memory or on ``meta``.
-    Raises ``PlacerError`` for options that are not understood and for what the model's own code
-    raises.
+    ``double`` converts all floating-point parameters, buffers and inputs to float64. ``seed`` is for
+    weights and inputs. Arguments that a callable makes are used as they are, in memory or on ``meta``.
+    Raises ``PlacerError`` for invalid options, and when the model's own code raises an exception.
     """
     shapes, examples = options.split_inputs()
     wanted = parse_inputs(shapes, required=inputs_required and not examples)
     kwargs = parse_values("--kwarg", options.keywords)
     torch.manual_seed(seed)
     arguments = parse_values("--model-arg", options.model_arguments)
-    with IgnoringDeviceMoves() if options.ignore_device_moves else nullcontext():
+    with IgnoreDeviceMoves() if options.ignore_device_moves else nullcontext():
         model = build_model(options.model, arguments, allocate=allocate)
     model.train(not options.evaluation)
     if double:
@@ -79,7 +78,7 @@ def load_subject(
             kwargs[item.name] = tensor
     if double:
         args, kwargs = tree_map_only(Tensor, _to_double, (args, kwargs))
-    return Subject(
+    return LoadedModel(
         target=options.model,
         model=model,
         args=args,

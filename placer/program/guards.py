@@ -1,6 +1,6 @@
-"""Plain attributes of modules that a forward reads: numbers, flags, lists, the fields of a config.
+"""Guards on attributes that a forward reads: numbers, flags, lists, the fields of a config.
 
-A program recorded under some of their values is the model's program only while they are the same.
+A graph that was recorded while they had some values is valid only while they still have them.
 """
 
 from __future__ import annotations
@@ -16,82 +16,90 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-_OWN = frozenset(nn.Module().__dict__)  # tables, hooks and the mode: what torch itself looks at
+_OWN = frozenset(nn.Module().__dict__)  # attributes of every nn.Module: tables, hooks and the mode
 _TABLES = ("_parameters", "_buffers", "_modules")
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), enum.Enum),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
-_DEPTH = 6  # of objects and containers in one another; what lies deeper counts by identity
+_DEPTH = 6  # nesting of containers and objects; deeper values are compared by identity
 
 
 class _Absent(enum.Enum):
-    ABSENT = enum.auto()  # stays itself when it is copied or pickled
+    ABSENT = enum.auto()  # an enum member is still the same object after copying or pickling
 
 
 _ABSENT = _Absent.ABSENT
 
-# Where a tensor is: the path of a module, its attribute, then keys of containers or of objects.
+# Where a tensor is held: module path, attribute, then keys of containers or attributes of objects.
 TensorPath = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """An attribute of the module at ``path``, what it was, and that in a form to compare.
+class AttributeGuard:
+    """An attribute that forward read: the module's ``path``, the ``name``, and the ``value`` then.
 
-    ``looked_at``: it is or holds a tensor whose values the Python code looked at. Of others only
-    shape and dtype matter to the program, and which of them are one and the same.
+    ``frozen`` is the value in a form that can be compared (`Freezer`). ``values_read``: the attribute is
+    or holds a tensor whose values the Python code read. For other tensors only the shape, the dtype
+    and their identity matter to the program.
     """
 
     path: str
     name: str
     value: Any
     frozen: Any
-    looked_at: bool
+    values_read: bool
 
     @property
     def is_plain(self) -> bool:
-        """Is it a number, a text or the like, or missing: something that cannot change by itself?"""
+        """Is the value immutable (a number, a string and so on), or is the attribute missing?"""
         return isinstance(self.value, _PLAIN)
 
     def holds(self, modules: Mapping[str, nn.Module], freezer: Freezer) -> bool:
-        """Is the attribute still what it was? ``freezer`` has had the settings before this one."""
+        """Is the attribute still what it was? ``freezer`` must have frozen the guards before this one."""
         now = _attribute(modules.get(self.path), self.name)
         if now is self.value and self.is_plain:
             return True
-        return bool(freezer.freeze(now, looked_at=self.looked_at) == self.frozen)
+        return bool(freezer.freeze(now, values_read=self.values_read) == self.frozen)
 
 
-def changed_setting(
-    settings: Collection[Setting], modules: Mapping[str, nn.Module]
-) -> Setting | None:
-    """The first of ``settings`` that an attribute of ``modules`` (by path) differs from."""
+def failed_guard(
+    guards: Collection[AttributeGuard], modules: Mapping[str, nn.Module]
+) -> AttributeGuard | None:
+    """The first of ``guards`` that does not hold for ``modules`` (path -> module), or None."""
     freezer = Freezer()
-    return next((s for s in settings if not s.holds(modules, freezer)), None)
+    return next((s for s in guards if not s.holds(modules, freezer)), None)
 
 
-def read_settings(
-    model: nn.Module, names: Collection[tuple[str, str]], looked_at: Collection[Tensor] = ()
-) -> tuple[Setting, ...]:
-    """What the attributes (path, name) of ``model`` are; the tensors ``looked_at`` with their values."""
+def make_guards(
+    model: nn.Module, names: Collection[tuple[str, str]], values_read: Collection[Tensor] = ()
+) -> tuple[AttributeGuard, ...]:
+    """Guards for the attributes ``names`` (module path, attribute) of ``model``, in sorted order.
+
+    Values of tensors are compared only for those in ``values_read``.
+    """
     modules = dict(model.named_modules())
     freezer = Freezer()
-    seen = set(map(id, looked_at))
-    settings = []
+    seen = set(map(id, values_read))
+    guards = []
     for path, name in sorted(names):
         value = _attribute(modules.get(path), name)
         looked = any(id(tensor) in seen for _, tensor in _tensors_in(value))
-        frozen = freezer.freeze(value, looked_at=looked)
-        settings.append(Setting(path=path, name=name, value=value, frozen=frozen, looked_at=looked))
-    return tuple(settings)
+        frozen = freezer.freeze(value, values_read=looked)
+        guards.append(
+            AttributeGuard(path=path, name=name, value=value, frozen=frozen, values_read=looked)
+        )
+    return tuple(guards)
 
 
 def tensor_paths(
     model: nn.Module, names: Collection[tuple[str, str]], tensors: Mapping[str, Tensor]
 ) -> dict[str, TensorPath]:
-    """Where those of ``tensors`` are that modules hold: in the attributes ``names``, or as attributes.
+    """Where ``model`` holds the ``tensors``, by the same keys; tensors that it does not hold are left out.
 
-    Where several of ``names`` hold one, any will do: `Setting` says when they part.
+    Searched are the attributes ``names`` (module path, attribute), with containers and objects in
+    them, and then all attributes of modules. If several of ``names`` hold a tensor, any of them will
+    do: an `AttributeGuard` fails when they no longer hold the same one.
     """
     modules = dict(model.named_modules())
     found: dict[int, TensorPath] = {}
@@ -106,7 +114,7 @@ def tensor_paths(
 
 
 def find_tensor(model: nn.Module, path: TensorPath) -> Tensor | None:
-    """The tensor that is at ``path`` (of `tensor_paths`) now, None where there is none."""
+    """The tensor that is now at ``path`` (as of `tensor_paths`), or None."""
     module, name, *keys = path
     try:
         value = getattr(model.get_submodule(module), name)
@@ -117,18 +125,19 @@ def find_tensor(model: nn.Module, path: TensorPath) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
-def copy_settings(
-    settings: Collection[Setting],
+def copy_guarded_attributes(
+    guards: Collection[AttributeGuard],
     sources: Mapping[str, nn.Module],
     targets: Mapping[str, nn.Module],
 ) -> bool:
-    """Give ``targets``, copies of ``sources`` by path, the attributes that these have now.
+    """Set the guarded attributes of ``targets`` to the values that they have in ``sources`` now.
 
-    Tensors stay as they are, also those in lists and the like, and so do modules that ``sources``
-    lacks. Returns whether any differed.
+    Both map paths to modules; ``targets`` are copies of ``sources``. Tensors keep their places, also
+    those in containers. Modules that only one side has are left alone. Returns whether any attribute
+    differed.
     """
     changed = False
-    for path, name in {(s.path, s.name): None for s in settings}:
+    for path, name in {(s.path, s.name): None for s in guards}:
         if path not in sources or path not in targets:
             continue
         now, then = _attribute(sources[path], name), _attribute(targets[path], name)
@@ -144,11 +153,11 @@ def copy_settings(
 
 
 @contextmanager
-def settings_restored(
-    modules: Mapping[str, nn.Module], settings: Collection[Setting]
+def guarded_attributes_restored(
+    modules: Mapping[str, nn.Module], guards: Collection[AttributeGuard]
 ) -> Iterator[None]:
-    """Have ``modules`` these settings in this block: those that are plain values or missing."""
-    tables = [(vars(modules[s.path]), s) for s in settings if s.path in modules and s.is_plain]
+    """In this block, set the attributes of ``modules`` to the guards' values, where these are plain."""
+    tables = [(vars(modules[s.path]), s) for s in guards if s.path in modules and s.is_plain]
     before = [table.get(setting.name, _ABSENT) for table, setting in tables]
     for table, setting in tables:
         if _attribute(modules[setting.path], setting.name) is not setting.value:
@@ -171,11 +180,11 @@ def _put(table: dict[str, Any], name: str, value: Any) -> None:
 def watch_attributes(
     modules: Mapping[str, nn.Module], read: Callable[[str, str], None]
 ) -> Iterator[None]:
-    """Tell ``read`` the path and the name of each attribute of ``modules`` that code looks at.
+    """Call ``read(module path, name)`` for each attribute of ``modules`` that code reads in this block.
 
-    One that is missing counts, for it may be there later, and so does a plain one of the class, which
-    an instance may get its own of. Parameters, buffers, submodules and methods do not. What code
-    finds by ``vars(module)`` is not seen.
+    That includes attributes that are missing, since they may be set later, and plain attributes of
+    the class, since an instance may override them. It excludes parameters, buffers, submodules and
+    methods. Reads through ``vars(module)`` go unnoticed.
     """
     paths = {id(module): path for path, module in modules.items()}
     classes = dict.fromkeys(type(module) for module in modules.values())
@@ -213,12 +222,12 @@ def watch_attributes(
 
 
 class _Same:
-    """An object that is equal to itself only."""
+    """A wrapper that compares its value by identity."""
 
     __slots__ = ("value",)
 
     def __init__(self, value: Any) -> None:
-        self.value = value  # also keeps its id from being given away
+        self.value = value
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Same) and self.value is other.value
@@ -229,36 +238,36 @@ class _Same:
 def _attribute(module: nn.Module | None, name: str) -> Any:
     try:
         return getattr(module, name, _ABSENT)
-    except Exception:  # a property that fails now
+    except Exception:  # a property that raises
         return _ABSENT
 
 
 class Freezer:
-    """Puts values as they are now into a form that is equal to that of equal values.
+    """Converts values to immutable forms that are equal if and only if the values were.
 
-    Of several values it notes which tensors are one and the same, by numbers in the order in which
-    they come: give it the same attributes in the same order.
+    Tensors are numbered in the order in which they first appear, so that identity between several
+    values counts too. Two freezers must therefore get the same attributes in the same order.
     """
 
     def __init__(self) -> None:
-        # By id, with the value itself, so that the id is not given to another one.
+        # By id; the value is kept, so that its id is not used again.
         self._known: dict[tuple[int, bool], tuple[Any, Any]] = {}
         self._numbers: dict[int, int] = {}
 
-    def freeze(self, value: Any, *, looked_at: bool = False) -> Any:
-        """The form of ``value``; with the values of its tensors if they were ``looked_at``."""
-        key = id(value), looked_at
+    def freeze(self, value: Any, *, values_read: bool = False) -> Any:
+        """The form of ``value``; it includes the values of tensors if they were ``values_read``."""
+        key = id(value), values_read
         if key not in self._known:
-            self._known[key] = value, self._freeze(value, _DEPTH, looked_at)
+            self._known[key] = value, self._freeze(value, _DEPTH, values_read)
         return self._known[key][1]
 
-    def _freeze(self, value: Any, depth: int, looked_at: bool) -> Any:
+    def _freeze(self, value: Any, depth: int, values_read: bool) -> Any:
         kind = type(value)
         if isinstance(value, _PLAIN):
             return kind, value
         if isinstance(value, Tensor):
             number = self._numbers.setdefault(id(value), len(self._numbers))
-            values = value.tolist() if looked_at and not value.is_meta else None
+            values = value.tolist() if values_read and not value.is_meta else None
             return kind, value.shape, value.dtype, number, values
         if isinstance(value, np.ndarray):
             return kind, value.shape, value.dtype, value.tobytes()
@@ -268,11 +277,11 @@ class Freezer:
         if parts is None:
             return _Same(value)
         depth = _depth_inside(value, depth)
-        return kind, [(key, self._freeze(item, depth, looked_at)) for key, item in parts]
+        return kind, [(key, self._freeze(item, depth, values_read)) for key, item in parts]
 
 
 def _parts(value: Any) -> list[tuple[Any, Any]] | None:
-    """The items of a container or the attributes of an object, by key; None: it is not looked into."""
+    """The items of a container or the attributes of an object, with keys; None for other values."""
     if isinstance(value, nn.Module | type) or callable(value):
         return None
     if isinstance(value, dict):
@@ -283,12 +292,12 @@ def _parts(value: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _depth_inside(value: Any, depth: int) -> int:
-    """How deep it goes on inside; objects, which may refer to each other, count twice."""
+    """The depth that is left inside ``value``; objects count double, as they may refer to each other."""
     return depth - (1 if isinstance(value, dict | list | tuple) else 2)
 
 
 def _tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
-    """The tensors that `Freezer` finds in ``value``, each with the keys that lead to it."""
+    """The tensors in ``value``, as deep as `Freezer` looks, each with the keys that lead to it."""
     if isinstance(value, Tensor):
         yield (), value
     elif depth > 0 and not isinstance(value, (*_PLAIN, np.ndarray, set, frozenset)):

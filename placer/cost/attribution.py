@@ -1,4 +1,4 @@
-"""Whose backward is running: hooks on the autograd nodes tell."""
+"""Attribute autograd nodes to the nodes of the program, to know whose backward is running."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from torch import Tensor
 
 from placer.autograd_graph import nodes_behind, nodes_of
 from placer.cost.storages import StorageRecorder
+from placer.operands import nbytes_of
 
 
-class BackwardOwners:
-    """Knows which node each autograd node belongs to, and tells the recorder when it runs."""
+class BackwardAttribution:
+    """Maps autograd nodes to positions of program nodes, and tells the recorder when they run."""
 
     def __init__(self, recorder: StorageRecorder) -> None:
         self._recorder = recorder
         self._claimed: dict[Any, int] = {}
 
     def claim(self, result: Any, position: int) -> None:
-        """All autograd nodes between ``result`` and what is claimed already belong to ``position``."""
+        """Attribute the autograd nodes behind ``result`` to ``position``, up to those claimed before."""
         for node in nodes_behind(nodes_of(result), stops=self._claimed):
             self._claimed[node] = position
             node.register_prehook(self._starter(position))
@@ -33,7 +34,7 @@ class BackwardOwners:
         return start
 
     def _sender(self, node: Any, position: int) -> Callable[[Any, Any], None]:
-        """Notes which part of a storage the backward of ``node`` hands on to which other node."""
+        """A hook that records to which other nodes the backward of ``node`` sends gradients."""
         parents = [parent for parent, _ in node.next_functions]
         targets = [self._claimed.get(parent) for parent in parents]
         weights = [hasattr(parent, "variable") for parent in parents]  # AccumulateGrad
@@ -43,15 +44,14 @@ class BackwardOwners:
                 if isinstance(grad, Tensor) and target is not None and target != position:
                     stored = self._recorder.storage(grad)
                     if stored is not None:
-                        nbytes = grad.numel() * grad.element_size()
-                        stored.sent.append((position, target, nbytes))
+                        stored.sent.append((position, target, nbytes_of(grad)))
                         stored.of_weight |= of_weight
 
         return send
 
     def mark_gradient(self, parameter: Tensor) -> None:
-        """Note that the gradient of ``parameter``, which has just been accumulated, is one."""
-        if parameter.grad is None:  # an argument of a reentrant checkpoint that it does not use
+        """Record that the storage of ``parameter.grad``, just accumulated, is a parameter's gradient."""
+        if parameter.grad is None:  # an argument of a reentrant checkpoint that is not used inside
             return
         stored = self._recorder.storage(parameter.grad)
         if stored is not None:

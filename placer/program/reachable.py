@@ -1,7 +1,7 @@
-"""What the code of a model can reach outside of its modules: cached functions, global variables.
+"""Find the cached functions, global variables and containers that the code of a model can reach.
 
-Found by the names that its functions use, in their modules, classes and closures, and on from the
-functions found so. Code of torch and of the standard library is not looked into.
+The search follows the names that the model's functions use, in their modules, classes and closures,
+and continues from the functions that it finds. It skips code of torch and of the standard library.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ def _itself(function: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a value is held: a key of a dict or list, a closure's cell, or an attribute of a class."""
+class Slot:
+    """Where a value is stored: a key of a dict or list, a closure's cell, or an attribute of a class."""
 
     holder: Any
     key: Any
     value: Any
-    wrap: Callable[[Any], Any] = _itself  # staticmethod or classmethod, in a class
+    wrap: Callable[[Any], Any] = _itself  # staticmethod or classmethod, for an attribute of a class
 
     def read(self) -> Any:
-        """What is there now; None where nothing is."""
+        """The value that is there now, or None."""
         try:
             if isinstance(self.holder, CellType):
                 return self.holder.cell_contents
@@ -71,22 +71,26 @@ class Place:
 
 
 @dataclass(slots=True)
-class Reach:
-    """What was found: places of ``functools.lru_cache`` functions, variables, and containers."""
+class ReachableState:
+    """What the code of modules can reach.
 
-    cached: list[Place] = field(default_factory=list)
-    variables: list[Place] = field(default_factory=list)
+    ``cached`` are the slots of ``functools.lru_cache`` functions, ``variables`` those of global and
+    closure variables that are None or tensors, ``containers`` dicts, lists and sets.
+    """
+
+    cached: list[Slot] = field(default_factory=list)
+    variables: list[Slot] = field(default_factory=list)
     containers: list[Any] = field(default_factory=list)
 
-    def extend(self, other: Reach) -> None:
+    def extend(self, other: ReachableState) -> None:
         """Add what ``other`` has."""
         self.cached += other.cached
         self.variables += other.variables
         self.containers += other.containers
 
 
-def find_reach(model: nn.Module) -> Reach:
-    """What the code that ``model`` can run reaches; a few milliseconds for most models."""
+def find_reachable_state(model: nn.Module) -> ReachableState:
+    """Search from the classes and attributes of the modules of ``model``; takes a few milliseconds."""
     search = _Search()
     for module in model.modules():
         search.add(type(module))
@@ -99,7 +103,7 @@ def find_reach(model: nn.Module) -> Reach:
 
 class _Search:
     def __init__(self) -> None:
-        self.found = Reach()
+        self.found = ReachableState()
         self._seen: set[int] = set()
         self._alive: list[Any] = []  # keeps the ids in _seen valid
         self._waiting: list[Any] = []
@@ -116,13 +120,13 @@ class _Search:
             self._waiting.append(value)
 
     def look(self, holder: Any, key: Any, value: Any, wrap: Callable[[Any], Any] = _itself) -> None:
-        """``holder`` has ``value`` at ``key``."""
+        """Examine ``value``, which ``holder`` has at ``key``; without a holder it cannot be replaced."""
         if type(value) is CACHED:
             wrapped = getattr(value, "__wrapped__", None)
             if hasattr(wrapped, "__code__") and _is_foreign(wrapped):
                 return
             if holder is not None:
-                self.found.cached.append(Place(holder, key, value, wrap))
+                self.found.cached.append(Slot(holder, key, value, wrap))
             self.add(wrapped)
         elif (
             isinstance(value, (FunctionType, MethodType, type, functools.partial, tuple))
@@ -177,7 +181,7 @@ class _Search:
             except ValueError:  # it is empty
                 continue
         space = function.__globals__
-        if self._is_new(space):  # names that are found in other ways, such as globals()[name]
+        if self._is_new(space):  # cached functions may be read in other ways, as by globals()[name]
             for name, value in list(space.items()):
                 if type(value) is CACHED:
                     self.look(space, name, value)
@@ -192,7 +196,7 @@ class _Search:
     def _variable(self, holder: Any, key: Any, value: Any) -> None:
         self.look(holder, key, value)
         if value is None or isinstance(value, Tensor):
-            self.found.variables.append(Place(holder, key, value))
+            self.found.variables.append(Slot(holder, key, value))
 
     def _module(self, module: ModuleType, names: set[str]) -> None:
         if _is_foreign(module):
@@ -214,7 +218,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _is_foreign(value: Any) -> bool:
-    """Is this function or module of torch, of placer, of the standard library, or not of Python?"""
+    """Does it belong to torch, placer or the standard library, or has it no Python source?"""
     if isinstance(value, ModuleType):
         file = getattr(value, "__file__", None)
     else:
