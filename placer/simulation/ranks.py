@@ -19,10 +19,10 @@ from placer.executor.distributed.messages.batch import gather_result
 from placer.executor.distributed.messages.crossings import CrossingFinder, Crossings
 from placer.executor.distributed.messages.pipeline import Microbatch, Pipeline
 from placer.executor.distributed.messages.transport import NoChannel
-from placer.executor.distributed.reduction.gradients import GradientReducer, find_shared
+from placer.executor.distributed.reduction.gradients import GradientReducer, find_shared_parameters
 from placer.executor.place import CALLER, HOST, Place, current_place
 from placer.executor.replica import Replica
-from placer.executor.scatter import cut_batch
+from placer.executor.scatter import scatter_batch
 from placer.executor.statistics import DeferredStatistics, defers_statistics
 from placer.plan.types import Plan
 from placer.program import FakeWorld, Program
@@ -155,7 +155,7 @@ class _FakeReplica:
         self.leaves = [self._world.tensor(tensor) for tensor in inputs]
         self._staged = emit_stages(program, *plan.parts)
         with self._world.running(program.conditions.guess):
-            self._batch = batch = cut_batch(
+            self._batch = batch = scatter_batch(
                 self._staged.call,
                 self.leaves,
                 replicas=plan.replicas,
@@ -214,7 +214,7 @@ class _FakeReplica:
             optimizer = make_optimizer(plan.optimizer, trained, foreach=updates_together([name]))
             group_of = cache(lambda devices: _NoSum(plan.replicas * len(devices)))
             reducer = _FakeReducer(
-                find_shared(part, staged, ownership, assignment.stage_indices, group_of)
+                find_shared_parameters(part, staged, ownership, assignment.stage_indices, group_of)
             )
 
             def train() -> None:
