@@ -213,7 +213,7 @@ class GradientReducer:
             if bucket.counted:
                 counts = bucket.flat[sum(bucket.sizes) :]
                 parameters = [m.parameter for b in bucket.counted for m in b.members]
-                exists.update(zip(parameters, (counts != 0).tolist(), strict=True))
+                exists.update(zip(parameters, self._exist_anywhere(counts), strict=True))
         for bucket in self._buckets:
             assert bucket.flat is not None
             pieces = bucket.flat[: sum(bucket.sizes)].split(bucket.sizes)
@@ -222,6 +222,10 @@ class GradientReducer:
                     # The bucket itself becomes the gradients: nothing is copied back.
                     member.parameter.grad = piece.view_as(member.parameter)
             bucket.flat = bucket.wait = None
+
+    def _exist_anywhere(self, counts: Tensor) -> list[bool]:
+        """Whether each gradient exists on any rank; the dry run, whose counts are fake, overrides this."""
+        return [count != 0 for count in counts.tolist()]
 
     def close(self) -> None:
         """Remove the hooks from the parameters."""
