@@ -19,7 +19,7 @@ from placer.emit import StagedModel
 from placer.errors import PlacerError
 from placer.executor.module import PlacedModule
 from placer.executor.place import CALLER
-from placer.executor.scatter import CutBatch, cut_batch, join_results
+from placer.executor.scatter import ScatteredBatch, join_results, scatter_batch
 from placer.executor.statistics import DeferredStatistics, defers_statistics, update_statistics
 from placer.plan.types import Plan
 from placer.precision import precision_context
@@ -165,7 +165,7 @@ def _run_plain(
     args, kwargs = _fresh((args, kwargs))
     call, plan = placed.staged.call, placed.plan
     leaves = flatten_call(call, args, kwargs)
-    batch = cut_batch(call, leaves, replicas=plan.replicas, microbatches=plan.microbatches)
+    batch = scatter_batch(call, leaves, replicas=plan.replicas, microbatches=plan.microbatches)
     if batch.total is None or plan.replicas * plan.microbatches == 1:
         output = _call_plain(plain, args, kwargs, plan.precision)
     else:
@@ -179,7 +179,7 @@ def _run_plain(
 def _run_cuts(
     plain: nn.Module,
     staged: StagedModel,
-    batch: CutBatch,
+    batch: ScatteredBatch,
     statistics: DeferredStatistics | None,
     precision: str,
 ) -> Any:

@@ -1,4 +1,4 @@
-"""Save and load: the entries of a module and its optimizer to and from the folder of a checkpoint."""
+"""`save` and `load`: writes a module's and an optimizer's state to a folder, and restores it from there."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from placer.checkpoint.storage import (
 from placer.checkpoint.table import UNCHANGED, Record, Table, read_table, write_table
 from placer.errors import CheckpointError
 
-_SHOWN = 8  # problems of one kind in an error
+_SHOWN = 8  # problems of one kind that an error lists
 
 
 def save(
@@ -49,14 +49,16 @@ def save(
     *,
     extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """Save weights, optimizer state and random generators as the folder ``path``.
+    """Save weights, optimizer state and the states of random generators in the folder ``path``.
 
-    Everything is under the original model's parameter names, so any other placement, or the plain
-    model, can load it. It is written beside ``path`` and renamed when whole: an interrupted save
-    leaves the last checkpoint as it was. ``extra`` is kept with it (numbers, strings, tensors, lists
-    and dicts of them: an epoch, ``scheduler.state_dict()``). In a job all ranks call this, and
-    ``path`` is on a disk that all see. Rank 0 warns when copies of a parameter differ between ranks.
-    Raises ``PlacerError``.
+    Everything is saved under the original model's names, so any other placement and the plain model can
+    load it. The folder is written next to ``path`` and renamed when it is complete, so an interrupted
+    save does not damage the last checkpoint. ``extra`` is saved with it: numbers, strings, tensors, and
+    lists and dicts of them, such as an epoch or ``scheduler.state_dict()``.
+
+    In a job all ranks call this, and ``path`` must be on a file system that all of them share. Rank 0
+    warns if copies of a parameter differ between ranks. Raises ``PlacerError`` if ``path`` exists and is
+    not a checkpoint, if ``extra`` has other objects, or if writing fails.
     """
     path, extra = Path(path), dict(extra or {})
     saving = folders.saving_folder(path)
@@ -76,9 +78,9 @@ def save(
 
         ranks.agree(collect)
         if ranks.group is not None:
-            told_apart = describe_different_copies(ranks.gather(sum_copies(module, ranks.contents)))
-            if told_apart and ranks.rank == 0:
-                warnings.warn(told_apart, stacklevel=2)
+            warning = describe_different_copies(ranks.gather(sum_copies(module, ranks.contents)))
+            if warning and ranks.rank == 0:
+                warnings.warn(warning, stacklevel=2)
         ranks.lead(lambda: folders.begin(path))
         ranks.agree(lambda: folders.require_shared(saving))
         written, places = write_entries(own, saving, group=ranks.group)
@@ -96,16 +98,18 @@ def load(
     *,
     missing_ok: bool = False,
 ) -> dict[str, Any]:
-    """Load what `save` saved, under whatever placement, and return its ``extra``.
+    """Load a checkpoint that `save` wrote under any placement, and return its ``extra``.
 
-    ``module`` is a placed module, in one process or (called by all ranks) in a job, or a plain
-    ``nn.Module``. The random generators go on where they were if the job has the same layout
-    (processes, replicas, stages). The checksums of all that is loaded are verified before anything is
-    changed: raises ``CheckpointError``, on all ranks, when the checkpoint is damaged or does not go
-    with the module, and lists what is damaged, missing, left over or of another shape. With
-    ``missing_ok`` it returns ``{}`` where no checkpoint has been saved yet (better than to look
-    whether ``path`` exists: a kill may have left the last one beside it, and this finds it).
-    Checkpoints run no code when they are loaded; a checksum does not say who wrote them.
+    ``module`` is a placed module in one process, a placed module in a job (all ranks call this), or a
+    plain ``nn.Module``. Random generators are restored if the job has the same layout (processes,
+    replicas, stages). With ``missing_ok`` the result is ``{}`` if no checkpoint has been saved yet. Use
+    that instead of testing whether ``path`` exists: after a kill the last checkpoint may be next to
+    ``path``, where this function finds it.
+
+    All checksums are verified before anything is changed. Raises ``CheckpointError`` on all ranks if the
+    checkpoint is damaged or does not match the module; it lists the entries that are damaged, missing,
+    not in the module, or of another shape. Loading runs no code from the checkpoint. A checksum detects
+    damage, but does not show who wrote the checkpoint.
     """
     told = {"path": Path(path).name, "optimizer": optimizer is not None}
     with checkpoint_group(module, "placer.load", missing_ok=missing_ok, **told) as ranks:
@@ -146,7 +150,7 @@ def _load(
     in_place = [entry for entry, value in model.items() if isinstance(value, Tensor)]
 
     def verify() -> None:
-        """Read all of it; the model's tensors are read again later, to hold one at a time."""
+        """Read everything; the model's tensors are read again later, to keep only one in memory."""
         for entry, value in read_entries(entries, table, found):
             if not isinstance(entries[entry], Tensor):
                 entries[entry] = value
@@ -165,7 +169,7 @@ def _load(
             for entry, value in read_entries(in_place, table, found):
                 entries[entry].detach().copy_(value)
         except CheckpointError as error:
-            remedy = "load another checkpoint: the module may hold a part of this one"
+            remedy = "load another checkpoint, as a part of this one may have been loaded"
             raise CheckpointError(error.where, error.problem, remedy) from error
         _restore_extra_state(module, contents, model, entries)
         restore_random(entries.get(random), ranks.devices, ranks.layout)
@@ -179,10 +183,10 @@ def _load(
 
 
 def upgrade(path: str | Path) -> None:
-    """Give the checkpoint at ``path``, which an earlier placer saved, its table with checksums.
+    """Write the table with checksums for the checkpoint at ``path``, saved by an earlier placer.
 
-    Only for checkpoints that you trust: reads the pickle ``.metadata``, which can run code, and takes
-    the bytes as they are. Raises ``CheckpointError``.
+    Use it only for checkpoints that you trust, because it reads the pickle ``.metadata``, which can run
+    code, and cannot detect earlier damage. Raises ``CheckpointError`` if that file cannot be read.
     """
     folder = Path(path)
     metadata = read_metadata(folder)
@@ -191,7 +195,11 @@ def upgrade(path: str | Path) -> None:
 
 
 def _is_saved_here(entry: str, contents: Contents) -> bool:
-    """Tensors by their owner; a module's extra state by all who have it (DCP writes it once)."""
+    """Whether this rank saves ``entry``.
+
+    Each tensor is saved by its owner. A module's extra state is saved by all ranks that have it, of which
+    DCP writes one.
+    """
     kind, _, rest = entry.partition("/")
     name = rest.rpartition("/")[0] if kind == "state" else rest
     return name in contents.owned or (kind == "model" and name not in contents.first_name.values())
@@ -204,7 +212,7 @@ def _differences(model: Entries, table: Table) -> list[str]:
         if saved is None:
             problems.append(f"{name} is missing")
         elif isinstance(value, Tensor) != saved.is_tensor:
-            problems.append(f"{name} is a tensor in one of the two only")
+            problems.append(f"{name} is a tensor only in the module or only in the checkpoint")
         elif isinstance(value, Tensor) and tuple(saved.shape or ()) != tuple(value.shape):
             shapes = f"{tuple(saved.shape or ())}, the model's is {tuple(value.shape)}"
             problems.append(f"{name} has shape {shapes}")
@@ -217,7 +225,7 @@ def _differences(model: Entries, table: Table) -> list[str]:
 def _optimizer_entries(
     module: nn.Module, contents: Contents, optimizer: Optimizer, table: Table
 ) -> tuple[list[str], list[str]]:
-    """The entries of the optimizer's parameters, and the parameters that have none saved."""
+    """The saved entries of the optimizer's parameters, and a problem for each parameter without one."""
     wanted = {name for name, _ in parameter_names(module, contents, optimizer).values()}
     entries = []
     for entry in table:
@@ -263,7 +271,7 @@ def _restore_optimizer(
 
 
 def _require_types(entries: Entries, folder: Path) -> None:
-    """Raise ``CheckpointError`` unless the plain values are of the types that `save` wrote."""
+    """Raise ``CheckpointError`` unless plain values have the types that `save` writes."""
     for entry, value in entries.items():
         kind = entry.partition("/")[0]
         try:
@@ -273,13 +281,15 @@ def _require_types(entries: Entries, folder: Path) -> None:
                 require_random(value)
         except ValueError as error:
             where = f"checkpoint {folder}, {entry}"
-            raise CheckpointError(where, f"{error}: no placer wrote this", UNCHANGED) from error
+            raise CheckpointError(
+                where, f"{error}; placer did not write this", UNCHANGED
+            ) from error
 
 
 def _restore_extra_state(
     module: nn.Module, contents: Contents, model: Entries, entries: Entries
 ) -> None:
-    """Hand what is no tensor to the modules it belongs to; tensors were read in place."""
+    """Load the extra state of modules, which are the entries of the model that are not tensors."""
     if all(isinstance(value, Tensor) for value in model.values()):
         return
     state = {
@@ -290,7 +300,8 @@ def _restore_extra_state(
 
 
 def _kind(problem: str) -> str:
-    """
+    """The words of a problem by which problems are grouped.
+
     >>> _kind("fc.weight is not in the model"), _kind("fc.bias is missing")
     ('is not', 'is missing')
     """
@@ -298,7 +309,7 @@ def _kind(problem: str) -> str:
 
 
 def _refuse(path: Path, problems: list[str]) -> None:
-    """Raise with the problems by kind ("is missing", …), the first few of each."""
+    """Raise ``CheckpointError`` with the first few problems of each kind ("is missing", …)."""
     by_kind: dict[str, list[str]] = {}
     for problem in problems:
         by_kind.setdefault(_kind(problem), []).append(problem)
@@ -310,6 +321,6 @@ def _refuse(path: Path, problems: list[str]) -> None:
     shown = "\n    ".join(lines)
     raise CheckpointError(
         f"checkpoint {path}",
-        f"does not go with the module and its optimizer:\n    {shown}",
+        f"does not match the module and its optimizer:\n    {shown}",
         "load a checkpoint of this model; with optimizer=None only the weights are loaded",
     )

@@ -1,4 +1,4 @@
-"""Whether the copies of a parameter on several ranks are still the same, before one of them is saved."""
+"""Checks whether the copies of a parameter on several ranks are equal, before one of them is saved."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import Tensor, nn
 
 from placer.checkpoint.entries import Contents
 
-_MOST_AT_ONCE = 2**22  # elements: sums are taken in int64, of a copy of them
-_SHOWN = 4  # names in a warning
+_MAX_ELEMENTS = 2**22  # at once, because the sum converts them to int64
+_SHOWN = 4  # names that a warning lists
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def sum_copies(module: nn.Module, contents: Contents) -> dict[str, int]:
-    """A number for the bits of each parameter of ``module``, by its first name.
+    """A checksum of each parameter of ``module``, by its first name.
 
-    It is their sum as integers, which is the same in any order and so on any device. Copies that were
-    trained apart have the same number by chance only.
+    It is the sum of the parameter's elements as integers of the same width, which does not depend on the
+    order of summation, and so not on the device. Different copies could have equal sums only by chance.
     """
     named = {contents.first_name[name]: tensor for name, tensor in module.named_parameters()}
     return {name: _sum_bits(tensor.detach()) for name, tensor in named.items()}
@@ -27,12 +27,12 @@ def sum_copies(module: nn.Module, contents: Contents) -> dict[str, int]:
 def _sum_bits(tensor: Tensor) -> int:
     size = 8 if tensor.is_complex() else tensor.element_size()
     bits = tensor.contiguous().view(-1).view(_INTEGERS[size])
-    sums = [part.sum(dtype=torch.int64) for part in bits.split(_MOST_AT_ONCE)]
+    sums = [part.sum(dtype=torch.int64) for part in bits.split(_MAX_ELEMENTS)]
     return int(torch.stack(sums).sum().item()) if sums else 0
 
 
 def describe_different_copies(ranks: Sequence[Mapping[str, int]]) -> str:
-    """What is to be told of parameters whose copies differ, from each rank's `sum_copies`; or ""."""
+    """A warning about parameters whose copies differ, given each rank's `sum_copies`; "" if none do."""
     holders: dict[str, dict[int, list[int]]] = {}
     for rank, sums in enumerate(ranks):
         for name, number in sums.items():
@@ -41,7 +41,7 @@ def describe_different_copies(ranks: Sequence[Mapping[str, int]]) -> str:
     if not different:
         return ""
     lines = [
-        f"{name}: that of rank {' and of rank '.join(str(alike[0]) for alike in found.values())}"
+        f"{name}: ranks {' and '.join(str(alike[0]) for alike in found.values())}"
         for name, found in list(different.items())[:_SHOWN]
     ]
     more = len(different) - len(lines)
@@ -49,7 +49,6 @@ def describe_different_copies(ranks: Sequence[Mapping[str, int]]) -> str:
     return (
         "placer.save: copies of one parameter differ between ranks ("
         + "; ".join(lines)
-        + "). The lowest rank's are saved. Each rank has changed its own: change gradients and weights "
-        "alike on all ranks, for example by placed.clip_grad_norm_(…) in place of "
-        "torch.nn.utils.clip_grad_norm_"
+        + "). The lowest rank's copy is saved. Change gradients and weights in the same way on all ranks, "
+        "for example by placed.clip_grad_norm_(…) instead of torch.nn.utils.clip_grad_norm_"
     )

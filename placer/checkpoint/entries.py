@@ -1,11 +1,11 @@
-"""What a checkpoint holds, as a flat table from entry name to tensor or plain value.
+"""The entries of a checkpoint: a flat dict from entry names to tensors and plain values.
 
 ======================  ==========================================================================
 ``model/NAME``          a parameter or buffer of the ``state_dict``, under the first of its names
 ``state/NAME/KEY``      the optimizer's ``state[parameter][KEY]``
-``group/NAME``          the options (learning rate …) of the parameter group that NAME is in
-``random/RANK``         the random generators of that rank, and the layout they belong to
-``extra``               what the caller gave to ``save``
+``group/NAME``          the options (learning rate …) of the parameter group that has NAME
+``random/RANK``         the states of that rank's random generators, and the layout of the job
+``extra``               the caller's argument of ``save``
 ======================  ==========================================================================
 """
 
@@ -28,20 +28,23 @@ Entries = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """The names of what a process holds: of every local name the first, and which of these it saves."""
+    """The tensors of a process: ``first_name`` of each local name, and the ``owned`` ones, which it saves.
+
+    ``owned`` has first names.
+    """
 
     first_name: Mapping[str, str]
     owned: Collection[str]
 
 
 def contents_of(module: nn.Module) -> Contents:
-    """A module that is whole in this process: all of it is saved here."""
+    """The contents of a process that has the whole module, and saves all of it."""
     first_name = first_names(module)
     return Contents(first_name=first_name, owned=frozenset(first_name.values()))
 
 
 def entry_name(entry: str) -> str:
-    """What an entry is called in errors: the name without its kind.
+    """The name of an entry in error messages, without its kind.
 
     >>> entry_name("model/fc.weight"), entry_name("state/fc.weight/exp_avg"), entry_name("extra")
     ('fc.weight', 'fc.weight/exp_avg', 'extra')
@@ -51,9 +54,9 @@ def entry_name(entry: str) -> str:
 
 
 def module_state(module: nn.Module) -> dict[str, Any]:
-    """The ``state_dict`` of modules and their hooks, the extra state of a placed model itself included.
+    """The ``state_dict`` that ``nn.Module`` computes for ``module``, or for the model that was placed.
 
-    What an overridden ``state_dict`` adds or renames is no part of a checkpoint.
+    Changes by an overridden ``state_dict`` of the root module are not part of a checkpoint.
     """
     return nn.Module.state_dict(module._tree if isinstance(module, PlacedModule) else module)
 
@@ -69,9 +72,10 @@ def model_entries(module: nn.Module, contents: Contents) -> Entries:
 def parameter_names(
     module: nn.Module, contents: Contents, optimizer: Optimizer
 ) -> dict[int, tuple[str, Tensor]]:
-    """Per parameter of the optimizer, by ``id``: its first name. Raises ``PlacerError`` for strangers.
+    """For each parameter of the optimizer, by ``id``, its first name and itself.
 
-    One without elements, as a rank has that holds no parameters, has nothing to save and no name.
+    Leaves out a parameter without elements, which a rank without parameters has as a placeholder. Raises
+    ``PlacerError`` for any other parameter that is not one of the module's.
     """
     names = {id(p): contents.first_name[n] for n, p in module.named_parameters()}
     found = {}
@@ -81,7 +85,7 @@ def parameter_names(
                 raise PlacerError(
                     f"optimizer, group {number}",
                     f"a parameter of shape {tuple(parameter.shape)} is not one of the module's",
-                    "make the optimizer over the parameters() of the module that is saved or loaded",
+                    "create the optimizer with the parameters() of the module that is saved or loaded",
                 )
             if id(parameter) in names:
                 found[id(parameter)] = (names[id(parameter)], parameter)
@@ -89,7 +93,7 @@ def parameter_names(
 
 
 def optimizer_entries(module: nn.Module, contents: Contents, optimizer: Optimizer) -> Entries:
-    """State and group options of every parameter, under the parameter's name."""
+    """The optimizer's state and group options of every parameter, under the parameter's name."""
     names = parameter_names(module, contents, optimizer)
     found: Entries = {}
     for group in optimizer.param_groups:
@@ -104,7 +108,7 @@ def optimizer_entries(module: nn.Module, contents: Contents, optimizer: Optimize
 def restore_optimizer(
     module: nn.Module, contents: Contents, optimizer: Optimizer, entries: Entries
 ) -> None:
-    """Give the optimizer what `optimizer_entries` found, through its own ``load_state_dict``."""
+    """Restore the entries of `optimizer_entries` through the optimizer's ``load_state_dict``."""
     names = parameter_names(module, contents, optimizer)
     state: dict[int, dict[str, Any]] = {}
     groups = []
@@ -123,7 +127,7 @@ def restore_optimizer(
 
 
 def by_parameter(entries: Entries) -> dict[str, dict[str, Any]]:
-    """``state/NAME/KEY`` as a table of tables.
+    """The entries ``state/NAME/KEY`` as nested dicts.
 
     >>> by_parameter({"state/fc.weight/step": 3, "group/fc.weight": {}})
     {'fc.weight': {'step': 3}}
@@ -140,7 +144,7 @@ def by_parameter(entries: Entries) -> dict[str, dict[str, Any]]:
 def require_alike_groups(
     module: nn.Module, contents: Contents, optimizer: Optimizer, entries: Entries
 ) -> None:
-    """Raise ``PlacerError`` when parameters of one group were saved with other options."""
+    """Raise ``PlacerError`` if parameters of one group were saved with different options."""
     names = parameter_names(module, contents, optimizer)
     for number, group in enumerate(optimizer.param_groups):
         known = [names[id(p)][0] for p in group["params"] if id(p) in names]
@@ -149,9 +153,9 @@ def require_alike_groups(
             if not _same(option, first):
                 raise PlacerError(
                     f"optimizer, group {number}",
-                    f"{known[0]!r} and {name!r} were saved in groups with other options: "
+                    f"{known[0]!r} and {name!r} were saved in groups with different options: "
                     f"{_show(first)} and {_show(option)}",
-                    "make the parameter groups as they were when the checkpoint was saved",
+                    "create the same parameter groups as when the checkpoint was saved",
                 )
 
 
@@ -186,17 +190,17 @@ def require_random(entry: object) -> None:
         and "cpu" in states
         and all(isinstance(s, Tensor) and s.dtype == torch.uint8 for s in states.values())
     ):
-        raise ValueError("does not hold the states of random generators")
+        raise ValueError("is not the states of random generators")
     try:
         torch.Generator().set_state(states["cpu"])
     except RuntimeError as error:
-        raise ValueError(f"holds no state of a generator: {error}") from error
+        raise ValueError(f"is not the state of a generator: {error}") from error
 
 
 def restore_random(
     entry: Mapping[str, Any] | None, devices: Iterable[torch.device], layout: str
 ) -> None:
-    """Go on with the saved generators; under another layout they say nothing and are left alone."""
+    """Restore random generators, unless they were saved by a job with another layout."""
     if entry is None or entry["layout"] != layout:
         return
     torch.set_rng_state(entry["states"]["cpu"])

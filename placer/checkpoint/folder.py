@@ -1,10 +1,10 @@
-"""The folder of a checkpoint: written beside its place, and moved there when it is whole.
+"""Replaces the folder of a checkpoint atomically: writes the new one next to it, then renames both.
 
     name            the checkpoint
-    .name.saving    the next one, while it is written
-    .name.previous  the last one, for the moment between the two renames (or after a kill there)
+    .name.saving    the next one, while it is being written
+    .name.previous  the last one, between the two renames (or after a kill there)
 
-A kill at any moment leaves a whole checkpoint under ``name`` or ``.name.previous``.
+A kill at any moment leaves a complete checkpoint as ``name`` or ``.name.previous``.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from pathlib import Path
 from placer.checkpoint.table import TABLE
 from placer.errors import CheckpointError, PlacerError, nearest
 
-_DCP_TABLE = ".metadata"  # of torch.distributed.checkpoint, for other readers than placer.load
+_DCP_TABLE = ".metadata"  # written by torch.distributed.checkpoint for its own readers
 
 
 def saving_folder(path: Path) -> Path:
-    """Where the next checkpoint of ``path`` is written."""
+    """The folder in which the next checkpoint of ``path`` is written."""
     return path.parent / f".{path.name}.saving"
 
 
 def previous_folder(path: Path) -> Path:
-    """Where the last checkpoint of ``path`` is while the next takes its place."""
+    """The folder that has the last checkpoint of ``path`` while it is being replaced."""
     return path.parent / f".{path.name}.previous"
 
 
 def begin(path: Path) -> Path:
-    """An empty folder to write the next checkpoint of ``path`` into; clears what a kill left behind.
+    """Create an empty folder for the next checkpoint of ``path``, after cleaning up from a kill.
 
-    Raises ``PlacerError`` where ``path`` is something else than a checkpoint.
+    Raises ``PlacerError`` if ``path`` exists and is not a checkpoint.
     """
     if path.exists() and not any((path / name).is_file() for name in (TABLE, _DCP_TABLE)):
         raise PlacerError(
             f"checkpoint {path}",
-            "is there already and is no checkpoint; it would be replaced",
-            "save to a path of its own",
+            "exists and is not a checkpoint, and saving would replace it",
+            "save to another path",
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists() and previous_folder(path).exists():
@@ -60,7 +60,7 @@ def _delete(folder: Path) -> None:
 
 
 def commit(path: Path) -> None:
-    """Make what was written the checkpoint at ``path``; the one before is deleted last."""
+    """Replace the checkpoint at ``path`` by the one that was written; deletes the old one last."""
     _sync(saving_folder(path))
     if path.exists():
         _delete(previous_folder(path))
@@ -70,7 +70,7 @@ def commit(path: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Have the disk know the folder's entries; files are synced when they are written."""
+    """Sync the folder's entries to disk; files are synced when they are written."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -79,12 +79,12 @@ def _sync(folder: Path) -> None:
 
 
 def exists(path: Path) -> bool:
-    """Whether something is at ``path``, or a whole checkpoint beside it."""
+    """Whether ``path`` exists, or the last checkpoint is next to it after a kill."""
     return path.exists() or (previous_folder(path) / TABLE).is_file()
 
 
 def find(path: Path) -> Path:
-    """The whole checkpoint that ``path`` names. Raises ``CheckpointError`` when there is none."""
+    """The folder with the complete checkpoint of ``path``. Raises ``CheckpointError`` if there is none."""
     folder = path if path.exists() else previous_folder(path)
     if (folder / TABLE).is_file():
         return folder
@@ -98,23 +98,23 @@ def find(path: Path) -> Path:
         )
     beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     near = nearest(path.name, [n for n in beside if (path.parent / n / TABLE).is_file()])
-    problem = "is no checkpoint of placer.save" if path.exists() else "no such checkpoint"
+    problem = "is not a checkpoint of placer.save" if path.exists() else "no such checkpoint"
     raise CheckpointError(
         where, problem, f"did you mean {str(path.parent / near)!r}?" if near else "check the path"
     )
 
 
 def require_shared(folder: Path) -> None:
-    """Raise ``PlacerError`` when this process cannot see the folder that rank 0 has made.
+    """Raise ``PlacerError`` if this process cannot see the folder that rank 0 has created.
 
-    A network file system may take a moment.
+    Waits up to ten seconds, because a network file system may show it late.
     """
     end = time.monotonic() + 10.0
     while not folder.is_dir():
         if time.monotonic() > end:
             raise PlacerError(
                 f"checkpoint {folder.parent}",
-                f"the folder that rank 0 made is not there on host {socket.gethostname()}",
+                f"the folder that rank 0 created does not exist on host {socket.gethostname()}",
                 "save to a file system that all hosts share",
             )
         time.sleep(0.1)

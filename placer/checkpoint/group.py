@@ -1,4 +1,4 @@
-"""The processes that save or load one checkpoint together: one alone, or all ranks of a job."""
+"""The processes that save or load a checkpoint together: a single one, or all ranks of a job."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from placer.executor.distributed.partial import PartialModule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointGroup:
-    """This process's part in it; without a ``group`` it is alone, and every step is a plain call."""
+    """This process among those that save or load a checkpoint; without a ``group`` it is the only one."""
 
     rank: int
-    group: dist.ProcessGroup | None  # None: alone
-    layout: str  # random states are for the same layout only
+    group: dist.ProcessGroup | None
+    layout: str  # of the job; random states are restored only in the same layout
     contents: Contents
     devices: tuple[torch.device, ...]
 
@@ -34,7 +34,7 @@ class CheckpointGroup:
         return gather_objects(value, self.group)
 
     def agree(self, action: Callable[[], object]) -> None:
-        """Run ``action`` everywhere; where it fails on one rank, raise its error on all."""
+        """Run ``action`` on every rank; if it fails on any, raise its error on all."""
         failure: PlacerError | None = None
         try:
             action()
@@ -48,7 +48,7 @@ class CheckpointGroup:
             raise failures[0] if failure is None else failure
 
     def lead(self, action: Callable[[], object]) -> None:
-        """Run ``action`` on rank 0 only; the others wait for it, and for its error."""
+        """Run ``action`` on rank 0 while the others wait; if it fails, raise its error on all."""
         self.agree(action if self.rank == 0 else lambda: None)
 
 
@@ -56,13 +56,13 @@ class CheckpointGroup:
 def checkpoint_group(
     module: nn.Module, method: Literal["placer.save", "placer.load"], **options: object
 ) -> Iterator[CheckpointGroup]:
-    """Who saves or loads ``module``: all ranks of its job, or this process, which holds all of it.
+    """The processes that save or load ``module``: all ranks of its job, or only this process.
 
-    In a job, what goes wrong between the ranks in the block is raised as ``PeerError``, and
-    ``PlacerError`` when not all are at this ``method`` with these ``options``.
+    In a job, raises ``PlacerError`` if not all ranks call ``method`` with the same ``options``, and
+    ``PeerError`` if communication fails in the block.
     """
     if isinstance(module, PartialModule):
-        from placer.executor.distributed.module import DistributedModule  # takes a while
+        from placer.executor.distributed.module import DistributedModule  # a slow import
 
         assert isinstance(module, DistributedModule)
         stages, replicas = len(module.plan.stages), module.num_replicas

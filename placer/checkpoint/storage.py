@@ -1,7 +1,7 @@
-"""Entries to and from a folder: ``torch.distributed.checkpoint`` (DCP) writes, bytes are verified here.
+"""Writes entries to a folder with ``torch.distributed.checkpoint`` (DCP), and reads and verifies them.
 
-DCP writes every entry by ``torch.save``, one after the other, into a file per rank. Its reader goes by
-a pickle, ``.metadata``, and copies tensors into the module while it reads; so it is not used here.
+DCP writes every entry with ``torch.save``, one after the other, into a file per rank. DCP's reader is not
+used, because it reads a pickle (``.metadata``) and copies tensors into the module before all are verified.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from placer.checkpoint.entries import Entries, entry_name
 from placer.checkpoint.table import UNCHANGED, Record, Table
 from placer.errors import CheckpointError, PlacerError
 
-_SHOWN = 8  # damaged entries in an error
+_SHOWN = 8  # damaged entries that an error lists
 
 
 class _DamageError(Exception):
-    """What is wrong with the bytes of an entry."""
+    """The bytes of an entry are damaged; the message says how."""
 
 
 class _Writer(FileSystemWriter):
-    """DCP's writer, which remembers where it wrote what."""
+    """DCP's writer, which keeps the position of each entry in ``places``."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         future: Future[list[WriteResult]] = super().write_data(plan, planner)
@@ -50,10 +50,10 @@ class _Writer(FileSystemWriter):
 def write_entries(
     entries: Entries, folder: Path, *, group: dist.ProcessGroup | None
 ) -> tuple[Metadata, Mapping[str, Any]]:
-    """Write this process's entries into ``folder``; with the other ranks of ``group``.
+    """Write this process's entries into ``folder``, together with the other ranks of ``group``.
 
-    Of an entry that several ranks have, the lowest rank's is written. Returns what all have written,
-    and where this process has written its part.
+    If several ranks have the same entry, the lowest rank's is written. Returns DCP's metadata of all
+    entries, and the positions of those that this process has written.
     """
     planner = DefaultSavePlanner(
         flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True
@@ -71,11 +71,11 @@ def write_entries(
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """DCP's own table. It is a pickle, which can run code: only for checkpoints that are trusted."""
+    """DCP's metadata. It is a pickle, which can run code, so use it only for trusted checkpoints."""
     try:
         metadata = FileSystemReader(folder).read_metadata()
     except Exception as error:
-        # A pickle can raise anything, and those of newer releases of torch raise ValueError.
+        # A pickle can raise anything; one of a newer release of torch raises ValueError.
         raise CheckpointError(
             f"checkpoint {folder}, .metadata",
             f"cannot be read ({_reason(error)})",
@@ -84,7 +84,7 @@ def read_metadata(folder: Path) -> Metadata:
     if not isinstance(metadata, Metadata):
         raise CheckpointError(
             f"checkpoint {folder}, .metadata",
-            f"is {_show_type(metadata)}, not what torch.distributed.checkpoint writes",
+            f"is {_show_type(metadata)}, not the metadata of torch.distributed.checkpoint",
             "load another checkpoint",
         )
     return metadata
@@ -93,7 +93,7 @@ def read_metadata(folder: Path) -> Metadata:
 def record_entries(metadata: Metadata, places: Mapping[str, Any], folder: Path) -> Table:
     """The table of the entries at ``places``, with the checksums of their bytes in ``folder``.
 
-    They are read back, from the memory of the operating system as a rule.
+    The bytes are read back, normally from the page cache.
     """
     table: dict[str, Record] = {}
     for name, place in places.items():
@@ -123,9 +123,9 @@ def record_entries(metadata: Metadata, places: Mapping[str, Any], folder: Path) 
 
 
 def read_entries(names: Iterable[str], table: Table, folder: Path) -> Iterator[tuple[str, Any]]:
-    """Each entry and its value, one at a time, on the CPU.
+    """Yields the name and the value of each entry, one at a time, on the CPU.
 
-    Goes on after a damaged one, and in the end raises one ``CheckpointError`` about all of them.
+    Skips damaged entries, and at the end raises one ``CheckpointError`` about all of them.
     """
     problems = []
     for name in names:
@@ -153,7 +153,7 @@ def _read_value(record: Record, folder: Path) -> Any:
     except pickle.UnpicklingError as error:  # torch says to allow code, which is no advice here
         raise _DamageError("is not plain data: reading it could run code") from error
     except Exception as error:
-        # Whatever the bytes make torch raise: their checksum is right, so somebody wrote them so.
+        # Torch can raise anything here: the checksum is right, so somebody wrote these bytes on purpose.
         raise _DamageError(f"cannot be read ({_reason(error)})") from error
     found_type = _show_type(value)
     wanted = f"a {record.dtype} tensor of shape {tuple(record.shape or ())}"
@@ -199,7 +199,7 @@ def require_plain(value: Any, what: str) -> None:
 def _translated(folder: Path, problem: str, remedy: str) -> Iterator[None]:
     try:
         with warnings.catch_warnings():
-            # One process on purpose: DCP warns that it takes it for that.
+            # DCP warns that it assumes a single process, which is intended.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
     except CheckpointException as error:

@@ -1,11 +1,11 @@
-"""A checkpoint's table of contents, as JSON: where the bytes of each entry are, and their checksum.
+"""A checkpoint's table of contents, a JSON file with the position and the checksum of each entry.
 
     {"format": "placer checkpoint", "version": 1,
      "entries": {"model/fc.weight": {"file": "__0_0.distcp", "offset": 0, "length": 1472,
                                      "crc32": 2774950530, "dtype": "float32", "shape": [4, 3]}, …},
-     "crc32": 1193046}                                            of the entries themselves
+     "crc32": 1193046}                                            of "entries"
 
-Checksums find damage. They are no signature: whoever can write the folder can write other weights.
+Checksums detect damage. They are not a signature: anyone who can write to the folder can change weights.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from placer.jsonfile import JSONError, json_pointer, read_json
 
 TABLE = "contents.json"
 UNCHANGED = "load another checkpoint, or a good copy of this one; nothing was changed by this one"
-_SHOWN = 4  # problems of a table in an error
+_SHOWN = 4  # problems of a table that an error lists
 _DTYPES = {
     str(value).removeprefix("torch."): value
     for value in vars(torch).values()
@@ -37,10 +37,10 @@ _Checksum = Annotated[int, Field(ge=0, lt=2**32)]
 
 
 class Record(BaseModel):
-    """Where ``torch.save`` wrote one entry; ``dtype`` and ``shape`` if it is a tensor.
+    """The position of an entry that ``torch.save`` wrote, with ``dtype`` and ``shape`` if it is a tensor.
 
-    The pattern of ``file`` is that of the files that ``torch.distributed.checkpoint`` writes; a name
-    of that kind is in the folder of the checkpoint.
+    ``file`` must have the form that ``torch.distributed.checkpoint`` uses, so it cannot name a file
+    outside the checkpoint's folder.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -57,7 +57,7 @@ class Record(BaseModel):
         if self.dtype is None and self.shape is None:
             return self
         if self.shape is None or self.dtype not in _DTYPES:
-            raise ValueError(f"no tensor has dtype {self.dtype!r} and shape {self.shape}")
+            raise ValueError(f"a tensor cannot have dtype {self.dtype!r} and shape {self.shape}")
         if math.prod(self.shape) * _DTYPES[self.dtype].itemsize > self.length:
             raise ValueError(
                 f"a {self.dtype} tensor of shape {self.shape} is longer than {self.length} bytes"
@@ -66,7 +66,7 @@ class Record(BaseModel):
 
     @property
     def is_tensor(self) -> bool:
-        """Whether the entry is a tensor, not a plain value."""
+        """Whether the entry is a tensor and not a plain value."""
         return self.dtype is not None
 
     @property
@@ -89,7 +89,7 @@ class _TableFile(BaseModel):
 
 
 def write_table(table: Table, folder: Path) -> None:
-    """Write ``table`` into ``folder``, whole or not at all, and have the disk know it."""
+    """Write ``table`` into ``folder``, atomically and synced to disk."""
     file = _TableFile(
         format="placer checkpoint", version=1, entries=dict(table), crc32=_checksum(table)
     )
@@ -102,7 +102,7 @@ def write_table(table: Table, folder: Path) -> None:
 
 
 def read_table(folder: Path) -> Table:
-    """The table of the checkpoint in ``folder``. Raises ``CheckpointError`` unless it is as written."""
+    """The table of the checkpoint in ``folder``. Raises ``CheckpointError`` if it is damaged."""
     where = f"checkpoint {folder}, {TABLE}"
     try:
         data = read_json(folder / TABLE)
@@ -127,6 +127,6 @@ def read_table(folder: Path) -> Table:
 
 
 def _checksum(table: Table) -> int:
-    """CRC-32 of the entries in one order and spelling."""
+    """The CRC-32 of the entries as JSON with sorted keys."""
     values = {name: record.model_dump() for name, record in table.items()}
     return zlib.crc32(json.dumps(values, sort_keys=True).encode())

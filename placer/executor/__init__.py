@@ -1,17 +1,18 @@
-"""Executor: emitted stages and placed weights in, an ``nn.Module`` that trains out.
+"""Runs a placed model: turns the emitted stages and their weights into an ``nn.Module`` that trains.
 
 =====================  ===========================================================================
-module                 `PlacedModule`: cuts a batch (`scatter`) and runs it on every replica
-programs               which stages serve a call: the captured ones, or those of another mode or size
-execute                runs micro-batches by a table of actions; `split_backward` has both halves of one
-replica                one replica's stages and weights; `segments` runs a stage, `offload` what waits
-                       on the host, `side_stream` copies beside the kernels
-place, device_map      where things are, and which torch device stands for that on this machine
-transfer               how values get from place to place, and gradients back
-parameter_copies       weights on places other than their home
-tree                   the modules as a stage sees them
-attribution            which node runs now, for the ledger of `placer.simulation` and for errors
-loss                   how a loss combines the rows of a batch
-distributed            the same with a process per device, under torchrun
+module                 `PlacedModule`, the result: splits a batch (`scatter`), runs it on every replica
+programs               finds the stages for a call; captures the model anew for other modes and sizes
+execute                runs micro-batches by a schedule's actions; `split_backward` runs a backward in
+                       two halves
+replica                the stages and weights of one replica; `segments` runs a stage, `offload` keeps
+                       saved activations on the host, `side_stream` copies while kernels run
+place, device_map      the plan's devices, and the torch device that stands for each on this machine
+transfer               differentiable copies between places
+parameter_copies       copies of weights on places that only read them
+tree                   the module tree that a stage's code reads
+attribution            finds the node that is running, for `placer.simulation` and for error messages
+loss                   the loss of a batch from the losses of its slices
+distributed            the same with one process per device, under ``torchrun``
 =====================  ===========================================================================
 """

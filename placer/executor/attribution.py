@@ -1,4 +1,4 @@
-"""Which node of the model is running: from the line of the generated stage code, or its backward."""
+"""Finds the node of the model that is running, in forward by the line of generated code that runs."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from placer.timeline import Where
 
 
 class Attribution:
-    """Tells where the running operation belongs; ask it from a dispatch mode, in forward and backward.
+    """Finds the node that the running operation belongs to; call `where` from a dispatch mode.
 
-    Forward: the innermost frame that runs a stage's generated code, and its line. Backward: autograd
-    numbers its nodes as they are made, so the number of the one that runs now leads back to the
-    operation of the forward that made it.
+    In forward, the innermost frame that runs a stage's generated code gives the line, and so the node.
+    In backward, the sequence number of the running autograd node gives the forward operation that
+    made it. Numbers grow with time, so `where` must be called for every forward operation.
     """
 
     def __init__(self, stages: Iterable[StageCode], layer_of: Mapping[str, str]) -> None:
         self._segments = [segment for stage in stages for segment in stage.segments]
-        # By the id of their code: its hash is computed from all of it, every time.
-        self._places = {id(s.forward.__code__): _node_places(s) for s in self._segments}
+        # Keyed by id, because hashing a code object reads all of it every time.
+        self._places = {id(s.forward.__code__): _node_offsets(s) for s in self._segments}
         self._layer_of = layer_of
         self._numbers: list[int] = []
         self._nodes: list[str] = []
 
     def where(self) -> Where:
+        """The phase, node and layer of the operation that is being dispatched."""
         number = running_sequence_number()
         if number is not None:
             again = self._forward_node()
@@ -36,7 +37,7 @@ class Attribution:
                 return self._at("recompute", again)
             return self._at("backward", self._made_by(number))
         node = self._forward_node()
-        # Autograd makes an operation's node before the operation is dispatched.
+        # Autograd creates the node of an operation before it dispatches the operation.
         made = next_sequence_number() - 1
         if not self._numbers or made > self._numbers[-1]:
             self._numbers.append(made)
@@ -44,7 +45,7 @@ class Attribution:
         return self._at("forward", node)
 
     def layer_of_node(self, number: int) -> str:
-        """The layer whose forward made the autograd node of that number; "" if none did."""
+        """The layer whose forward made the autograd node with this sequence number; "" if none did."""
         return self._layer_of.get(self._made_by(number), "")
 
     def _made_by(self, number: int) -> str:
@@ -65,10 +66,10 @@ class Attribution:
         return ""
 
 
-def _node_places(segment: SegmentCode) -> tuple[list[int], list[str]]:
-    """Where in the segment's bytecode each run of instructions starts, and the node that it computes.
+def _node_offsets(segment: SegmentCode) -> tuple[list[int], list[str]]:
+    """Bytecode offsets at which the lines of a segment start, and the node that each line computes.
 
-    Python looks a frame's line up from the beginning of its code, which is long for a large stage.
+    Used instead of ``frame.f_lineno``, which Python finds by a scan from the beginning of the code.
     """
     lines = node_lines(segment)
     ranges = list(segment.forward.__code__.co_lines())

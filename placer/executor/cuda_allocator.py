@@ -1,4 +1,4 @@
-"""Have torch's CUDA allocator work as the plan counts on, where that can still be chosen."""
+"""Configures torch's CUDA allocator as the plan assumes, if it has not allocated memory yet."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from placer.versions import ALLOCATOR_VARIABLES
 
 
 class AllocatorWarning(UserWarning):
-    """torch's CUDA allocator works in another way than the plan counts on, and may need more memory."""
+    """torch's CUDA allocator is not configured as the plan assumes, and may need more memory."""
 
 
 def prepare_allocator(plan: Plan, places: Iterable[Place]) -> None:
-    """Turn expandable segments on for the CUDA devices of ``places`` where ``plan`` counts on them.
+    """Turn expandable segments on if ``plan`` assumes them for a CUDA device among ``places``.
 
-    What the user has set stays, and so does the allocator where it has taken memory already. Whether
-    segments are expandable is read back from torch (in some releases a variable is ignored,
-    pytorch#183387): an ``AllocatorWarning`` says where they are not.
+    Does not override an environment variable that the user has set, and changes nothing once the
+    allocator has reserved memory. Asks torch afterwards whether segments are expandable, because some
+    releases ignore a variable (pytorch#183387), and gives an ``AllocatorWarning`` if they are not.
     """
     wanted = {d.device: d for d in plan.devices if d.allocator == "expandable"}
     used = {p.name: p.device for p in places if p.device.type == "cuda" and p.name in wanted}
@@ -36,19 +36,19 @@ def prepare_allocator(plan: Plan, places: Iterable[Place]) -> None:
         set_expandable_segments()
         if has_expandable_segments():
             return
-        why = "this platform has none"
+        why = "this platform does not support them"
     elif given:
         why = f"{', '.join(given)} is set"
     else:
         name, nbytes = max(reserved.items(), key=lambda item: item[1])
-        why = f"{format_bytes(nbytes)} of {name} were taken before"
+        why = f"{format_bytes(nbytes)} of {name} were already reserved"
     tightest = min((wanted[name] for name in used), key=lambda d: d.headroom or 0)
     left = "" if tightest.headroom is None else f", with {format_bytes(tightest.headroom)} to spare"
     warnings.warn(
-        f"the plan counts on expandable segments ({format_bytes(tightest.needed)} on "
-        f"{tightest.device}{left}), and torch's allocator does not use them: {why}. It may run out of "
-        "memory where the plan fits. Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the "
-        'first use of CUDA, or plan with "allocator": "default".',
+        f"the plan assumes expandable segments ({format_bytes(tightest.needed)} on "
+        f"{tightest.device}{left}), but torch's allocator does not use them: {why}. It may run out of "
+        "memory although the plan fits. Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before "
+        'the first use of CUDA, or plan with "allocator": "default".',
         AllocatorWarning,
         stacklevel=3,
     )

@@ -1,4 +1,4 @@
-"""Which torch device stands for each device of a plan on this machine."""
+"""Maps the devices that a plan names to torch devices of this machine."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from placer.plan.types import Plan
 
 
 class SimulatedDeviceWarning(UserWarning):
-    """The plan's devices are not on this machine: its stages run on the CPU instead."""
+    """This machine lacks the plan's devices, so their stages run on the CPU instead."""
 
 
 def map_devices(plan: Plan, run_on: str | None = None) -> list[list[Place]]:
-    """Places per replica and stage.
+    """The place of each stage of each replica, as ``result[replica][stage]``.
 
-    ``cpu:N`` is always the CPU. Where the machine has no device of a type at all, the CPU stands
-    for it, with a ``SimulatedDeviceWarning``; ``run_on`` says so on purpose and warns of nothing.
-    Raises ``DeviceError`` when the machine has that type of device but not that one, or no
-    ``run_on``.
+    ``cpu:N`` is always the CPU. If the machine has no device of some type, the CPU stands for it,
+    with a ``SimulatedDeviceWarning``. With ``run_on`` all stages run on that device, and there is no
+    warning. Raises ``DeviceError`` when the machine has devices of the type but not this one, and
+    when it lacks ``run_on``.
     """
     names = dict.fromkeys(name for stage in plan.stages for name in stage.devices)
     found: dict[str, torch.device | None]
@@ -33,8 +33,8 @@ def map_devices(plan: Plan, run_on: str | None = None) -> list[list[Place]]:
         missing = [name for name, device in found.items() if device is None]
         if missing:
             warnings.warn(
-                f"this machine has no {missing[0].split(':')[0]} device: the CPU stands for "
-                f"{', '.join(missing)}. Pass run_on='cpu' to say so on purpose.",
+                f"this machine has no {missing[0].split(':')[0]} device, so the CPU stands for "
+                f"{', '.join(missing)}. Pass run_on='cpu' if this is intended.",
                 SimulatedDeviceWarning,
                 stacklevel=4,
             )
@@ -46,7 +46,10 @@ def map_devices(plan: Plan, run_on: str | None = None) -> list[list[Place]]:
 
 
 def torch_type(name: str) -> str:
-    """The type of the device called ``name``. Raises ``DeviceError`` where nothing can run on it."""
+    """The type of the device ``name``, such as ``"cuda"``.
+
+    Raises ``DeviceError`` if torch does not know the type or nothing can run on it.
+    """
     kind = name.partition(":")[0]
     try:
         torch.device(kind)
@@ -58,7 +61,7 @@ def torch_type(name: str) -> str:
 
 
 def _resolve(name: str) -> torch.device | None:
-    """The torch device called ``name``; None where the machine has none of its type."""
+    """The torch device ``name``; None if this machine has no device of its type."""
     kind, number = torch_type(name), name.partition(":")[2]
     if kind == "cpu":
         return torch.device("cpu")
@@ -77,13 +80,13 @@ def _resolve(name: str) -> torch.device | None:
 
 
 def device_count(kind: str) -> int:
-    """How many devices of a type, such as ``"cuda"``, this machine has."""
+    """The number of devices of a type, such as ``"cuda"``, on this machine."""
     module: Any = getattr(torch, kind, None)
     return int(module.device_count()) if hasattr(module, "device_count") else 0
 
 
 def _run_on(name: str) -> torch.device:
-    """The one device that runs every stage. Raises ``DeviceError`` when it is not here."""
+    """The device that runs every stage. Raises ``DeviceError`` if this machine lacks it."""
     device = _resolve(name)
     if device is None:
         raise DeviceError("run_on", f"this machine has no {name}", "use 'cpu'")

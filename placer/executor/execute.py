@@ -1,9 +1,10 @@
-"""Runs micro-batches through the stages by a table of actions; the same code in every runtime.
+"""Runs micro-batches through the stages in the order of a schedule, in one process or in many.
 
-Autograd's graph is cut where a value leaves its stage: the maker's side keeps a root where gradients
-enter, each reader's side a node that hands its gradient over as soon as it is there. Neither keeps
-the value itself alive. How a value gets from one stage to another is the business of a `Transport`:
-within a process it is copied when its reader starts, and between processes it is a message.
+Each stage has an autograd graph of its own, which begins and ends where values cross to another
+stage. The stage that makes a value keeps a root from which its backward starts; each stage that reads
+the value has a node that delivers its gradient as soon as it is computed. Neither keeps the value
+itself alive. Within a process a value is copied when its reader starts; between processes a
+`Transport` carries it.
 """
 
 from __future__ import annotations
@@ -20,18 +21,20 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from placer.executor.place import Place, on
 from placer.executor.replica import Replica, caller_place
 from placer.executor.split_backward import SplitBackward
-from placer.executor.transfer import WaitingGradients, gradient_root, receive, transfer
+from placer.executor.transfer import PendingGradients, gradient_root, receive, transfer
 from placer.schedule import Action
 
-TensorKey = tuple[str, int]  # a value, and which leaf of it
+TensorKey = tuple[str, int]  # the name of a value, and the index of one of its pytree leaves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedMicrobatch:
-    """One micro-batch: the stages that serve it, and what has their weights, per stage.
+    """One micro-batch, and the stages that run it.
 
-    ``leaves`` are all of the model's inputs, ``inputs`` those that the stages read, by name. An input
-    in ``input_places`` is read where it is; of others, which are the caller's, a stage gets a copy.
+    ``trees`` has for each stage the object from which its code reads modules and weights. ``leaves``
+    are all inputs of the model, ``inputs`` those that the stages read, by name. ``input_places`` says
+    where inputs are that a stage on the same place may read directly; of any other input, which
+    belongs to the caller, a stage gets a copy.
     """
 
     replica: Replica
@@ -42,19 +45,19 @@ class PlacedMicrobatch:
 
 
 class Transport(Protocol):
-    """Brings values and gradients from stages that other processes run, and takes them there."""
+    """Exchanges values and gradients with the stages that other processes run."""
 
     def receive(self, action: Action, run: MicrobatchRun) -> None:
-        """Bring what ``action`` needs into ``run``."""
+        """Put what ``action`` needs from other processes into ``run``."""
 
     def check(self, action: Action, run: MicrobatchRun) -> None:
-        """Raise ``ValueError`` when ``action`` has made other tensors than other processes expect."""
+        """Raise ``ValueError`` when results of ``action`` are not what other processes expect."""
 
     def send(self, action: Action, run: MicrobatchRun) -> None:
-        """Send what ``action`` has made for other processes."""
+        """Start to send the results of ``action`` that other processes need."""
 
     def finish(self) -> None:
-        """Wait until all that was sent has arrived."""
+        """Wait until everything that was sent has arrived."""
 
 
 Explain = Callable[[Action, "MicrobatchRun", Exception], Exception]
@@ -68,11 +71,11 @@ def run_schedule(
     transport: Transport | None = None,
     explain: Explain | None = None,
 ) -> list[torch.Tensor]:
-    """Run ``actions`` over micro-batches; gradients accumulate, and the losses come back detached.
+    """Run ``actions`` over micro-batches; accumulates gradients and returns the detached losses.
 
-    ``loss_of(m, result leaves)`` gives micro-batch ``m``'s (already weighted) loss, or None where
-    there is no backward. ``actions`` may be those of some stages only: the ``transport`` connects
-    them with the others. What a stage raises becomes what ``explain`` makes of it.
+    ``loss_of(m, result leaves)`` returns the weighted loss of micro-batch ``m``, or None if there is
+    no backward. If ``actions`` are those of some stages only, ``transport`` connects them with the
+    others. ``explain`` turns an exception of a stage into the one that is raised.
     """
     split = {action.stage_index for action in actions if action.kind == "W"}
     local = frozenset(action.stage_index for action in actions)
@@ -105,8 +108,8 @@ def run_schedule(
 class MicrobatchRun:
     """One micro-batch on its way through the stages that this process runs.
 
-    ``outputs`` are the values that the last forward made, until they are sent; ``phase`` is what is being
-    done, in the words of errors.
+    ``outputs`` has the values that the last forward made, until they are sent. ``phase`` says what is
+    running now, for error messages: "forward", "boundary", "loss_fn", "result" or "backward".
     """
 
     def __init__(
@@ -131,14 +134,14 @@ class MicrobatchRun:
             for name, leaf in given.inputs.items()
         }
         self._inputs = {name: leaf for name, leaf in given.inputs.items() if leaf.requires_grad}
-        # By stage: where its backward starts, what it received, and what is left of a split backward.
+        # For each stage: where its backward starts, the values that it received, and its split backward.
         self._roots: dict[int, dict[TensorKey, torch.Tensor | GradientEdge]] = {}
         self._received: dict[int, list[tuple[GradientEdge, Callable[[torch.Tensor], None]]]] = {}
-        self._halves: dict[int, SplitBackward] = {}
-        self._gradients: dict[TensorKey, WaitingGradients] = {}
+        self._split_backwards: dict[int, SplitBackward] = {}
+        self._gradients: dict[TensorKey, PendingGradients] = {}
 
     def do(self, action: Action, loss_of: Callable[[int, list[Any]], torch.Tensor | None]) -> None:
-        """Do ``action``, for which everything is here."""
+        """Run ``action``; everything that it needs must have been received."""
         if action.kind == "F":
             self._forward(action.stage_index, loss_of)
         elif action.kind == "B":
@@ -147,24 +150,27 @@ class MicrobatchRun:
             self._backward_for_inputs(action.stage_index)
         else:
             self.phase = "backward"
-            self._halves.pop(action.stage_index).run_weights()
+            self._split_backwards.pop(action.stage_index).run_weights()
 
     def put(self, name: str, value: Any, place: Place) -> None:
-        """Have ``value``, which another process made and ``place`` now has, read by stages here."""
+        """Store ``value``, which another process made and which is on ``place`` now, for stages here."""
         self._values[name] = value
         self._places[name] = place
-        self._gradients.update(self._waiting(name, value, place))
+        self._gradients.update(self._pending_gradients(name, value, place))
 
     def take_gradient(self, key: TensorKey) -> torch.Tensor | None:
-        """The sum of the gradients that stages here have for a tensor of another process; None if none."""
+        """The sum of the gradients that stages here computed for a tensor of another process.
+
+        None if they computed none.
+        """
         return self._gradients.pop(key).add_to(None)
 
     def add_gradient(self, key: TensorKey, gradient: torch.Tensor, place: Place) -> None:
-        """Keep a gradient, which another process has sent, for a tensor that was made here."""
+        """Store a gradient that another process sent for a tensor that was made here."""
         self._gradients[key].hold(place, gradient, ours=True)
 
     def roots(self, index: int) -> list[torch.Tensor | GradientEdge]:
-        """Where the backward of stage ``index`` will start."""
+        """The tensors and edges from which the backward of stage ``index`` will start."""
         return list(self._roots.get(index, {}).values())
 
     def _forward(
@@ -195,7 +201,7 @@ class MicrobatchRun:
         for name, value in outputs.items():
             if name in self._last_read:
                 self._values[name], self._places[name] = value, place
-            self._gradients.update(self._waiting(name, value, place))
+            self._gradients.update(self._pending_gradients(name, value, place))
         self._roots[index] = {
             (name, position): self._root(index, (name, position), leaf)
             for name, value in outputs.items()
@@ -204,11 +210,13 @@ class MicrobatchRun:
         self.outputs = outputs
         self.phase = "boundary"
 
-    def _waiting(self, name: str, value: Any, place: Place) -> Mapping[TensorKey, WaitingGradients]:
+    def _pending_gradients(
+        self, name: str, value: Any, place: Place
+    ) -> Mapping[TensorKey, PendingGradients]:
         if not torch.is_grad_enabled():
             return {}
         return {
-            (name, position): WaitingGradients(place, leaf)
+            (name, position): PendingGradients(place, leaf)
             for position, leaf in _differentiable(value)
         }
 
@@ -221,7 +229,7 @@ class MicrobatchRun:
             return gradient_root(tensor, self._gradients[key])
 
     def _read(self, name: str, index: int) -> Any:
-        """The value on the place of stage ``index``, whose gradient of it waits there."""
+        """The value on the place of stage ``index``; its gradient is kept there until it is needed."""
         place, home = self._replica.places[index], self._places[name]
         leaves, spec = tree_flatten(self._values[name])
         read = []
@@ -240,18 +248,19 @@ class MicrobatchRun:
         return tree_unflatten(read, spec)
 
     def _hold(self, key: TensorKey, place: Place, gradient: torch.Tensor) -> None:
-        """A gradient waits where it was made; the caller's own tensors get theirs at once."""
+        """Keep a gradient where it was computed; one of the caller's inputs goes to its device at once."""
         if key[0] in self._inputs:
             home = self._places[key[0]]
-            waiting = self._gradients.setdefault(key, WaitingGradients(home, gradient))
+            waiting = self._gradients.setdefault(key, PendingGradients(home, gradient))
             waiting.hold(home, transfer(gradient, place, home))
         else:
             self._gradients[key].hold(place, gradient)
 
     def _backward(self, index: int) -> None:
-        """Run the stage's backward from the gradients that wait for it.
+        """Run the stage's backward from the gradients that have been kept for its outputs.
 
-        A value that got none is no start: what only it depends on has no gradient, as in eager.
+        An output without a gradient is no root, so parameters that only it depends on get none, as in
+        eager mode.
         """
         self.phase = "backward"
         waiting = self._roots.pop(index, {})
@@ -265,7 +274,7 @@ class MicrobatchRun:
                 torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]
 
     def _backward_for_inputs(self, index: int) -> None:
-        """The first half of a split backward: gradients of what the stage received."""
+        """The first half of a split backward: the gradients of the values that the stage received."""
         self.phase = "backward"
         roots: list[torch.Tensor | GradientEdge] = []
         gradients: list[torch.Tensor | None] = []
@@ -278,8 +287,10 @@ class MicrobatchRun:
             roots = list(self._loss_root())
             gradients = [None] * len(roots)
         with on(self._replica.places[index]):
-            self._halves[index] = SplitBackward(roots, gradients, self._received.pop(index, []))
-            self._halves[index].run_inputs()
+            self._split_backwards[index] = SplitBackward(
+                roots, gradients, self._received.pop(index, [])
+            )
+            self._split_backwards[index].run_inputs()
 
     def _loss_root(self) -> list[Any]:
         assert self.loss is not None
@@ -288,7 +299,7 @@ class MicrobatchRun:
         return [root] if root.requires_grad else []
 
     def backward_inputs(self) -> None:
-        """Hand the gradients of the caller's own inputs on to the caller's graph."""
+        """Continue the backward of the caller's graph from the gradients of the inputs."""
         for name, leaf in self._inputs.items():
             waiting = self._gradients.pop((name, 0), None)
             if waiting:
@@ -297,7 +308,7 @@ class MicrobatchRun:
 
 
 def _differentiable(value: Any) -> list[tuple[int, torch.Tensor]]:
-    """The leaves of ``value`` that take part in backward, with their places among all leaves."""
+    """The leaves of ``value`` that require gradients, each with its index among all leaves."""
     return [
         (position, leaf)
         for position, leaf in enumerate(tree_leaves(value))

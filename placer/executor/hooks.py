@@ -1,4 +1,4 @@
-"""What is done around a call of a placed module: the model's own hooks, and what cannot be."""
+"""Runs a placed module's own forward hooks in `step`, and refuses hooks and compilers that cannot work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from placer.errors import PlacerError
 def run_forward_pre_hooks(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments as the pre-hooks of ``module`` leave them, by ``nn.Module.__call__``'s rules."""
+    """The arguments after the forward pre-hooks of ``module``, by the rules of ``nn.Module.__call__``."""
     args, kwargs = tuple(args), dict(kwargs)
     for key, hook in list(module._forward_pre_hooks.items()):
         if key in module._forward_pre_hooks_with_kwargs:
@@ -31,7 +31,7 @@ def run_forward_pre_hooks(
 def run_forward_hooks(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
 ) -> Any:
-    """The output as the forward hooks of ``module`` leave it, by ``nn.Module.__call__``'s rules."""
+    """The output after the forward hooks of ``module``, by the rules of ``nn.Module.__call__``."""
     for key, hook in list(module._forward_hooks.items()):
         with_kwargs = key in module._forward_hooks_with_kwargs
         given = (args, kwargs, output) if with_kwargs else (args, output)
@@ -41,28 +41,28 @@ def run_forward_hooks(
 
 
 def refuse_backward_hooks(module: nn.Module) -> None:
-    """Raise ``PlacerError`` when ``module`` has full backward hooks: a schedule has no one backward."""
+    """Raise ``PlacerError`` if ``module`` has full backward hooks, which a schedule cannot run."""
     if module._backward_hooks or module._backward_pre_hooks:
         raise PlacerError(
             "step",
-            "the model itself has full backward hooks, and under a schedule there is no one "
-            "backward of the whole model that they could see",
-            "call placed(x) and loss.backward(), where they run, or put the hooks on a submodule",
+            "the model itself has full backward hooks, but a schedule has no single backward of the "
+            "whole model in which they could run",
+            "call placed(x) and loss.backward(), which run them, or put the hooks on a submodule",
         )
 
 
 def refuse_compile() -> None:
-    """Raise ``PlacerError`` when a placed module, or code that calls one, is compiled or traced."""
+    """Raise ``PlacerError`` if ``torch.compile``, export or tracing has reached a placed module."""
     if is_under_compile() or is_tracing():
         raise compile_error()
 
 
 def compile_error() -> PlacerError:
-    """That a placed module is not for ``torch.compile``, ``torch.export`` and ``torch.jit.trace``."""
+    """The error for ``torch.compile``, ``torch.export`` or ``torch.jit.trace`` of a placed module."""
     return PlacerError(
         "torch.jit.trace" if is_tracing() else "torch.compile",
-        "a placed module runs its stages on several devices, slice by slice of the batch, and is no one "
-        "graph to compile or to export",
-        "call the placed module itself, uncompiled; in a function that is compiled, call "
+        "a placed module runs its stages on several devices, one slice of the batch after the other, so "
+        "it cannot be compiled or exported as one graph",
+        "call the placed module uncompiled; in a function that is compiled, call "
         "torch.compiler.disable(placed); to export, load placed.state_dict() into the plain model",
     )

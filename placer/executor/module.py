@@ -1,4 +1,4 @@
-"""PlacedModule: the emitted model as a plain ``nn.Module``, in one process."""
+"""`PlacedModule`, an ``nn.Module`` that runs the stages of a placed model in one process."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from placer.executor.hooks import (
     run_forward_hooks,
     run_forward_pre_hooks,
 )
-from placer.executor.loss import FoundCombination, Normalizer, Reduction, StepLoss
+from placer.executor.loss import CombinationFinder, Normalizer, Reduction, StepLoss
 from placer.executor.pickled import ExampleCall, as_captured, emit_again, example_call
 from placer.executor.place import CALLER, Place
-from placer.executor.programs import Calls, Programs
+from placer.executor.programs import Programs, ProgramsByCall
 from placer.executor.replica import Replica
 from placer.executor.sampler import ReplicaSampler
 from placer.executor.scaling import scale_of
 from placer.executor.scatter import (
     batch_size,
-    cut_batch,
     join_results,
+    scatter_batch,
     split_target,
     unwrap_target,
 )
-from placer.executor.signature import ForwardOfOriginal
+from placer.executor.signature import MethodWithSignature
 from placer.executor.statistics import DeferredStatistics, defers_statistics, update_statistics
 from placer.executor.transfer import transfer
 from placer.executor.tree import write_back
@@ -41,7 +41,7 @@ from placer.plan.types import Plan
 from placer.program import CallFormat, rebuild_call, unflatten_output
 from placer.schedule import one_process_order
 
-_TABLES = (
+_SHARED_TABLES = (
     "_modules",
     "_parameters",
     "_buffers",
@@ -62,21 +62,21 @@ _TABLES = (
 
 
 class PlacedModule(nn.Module):
-    """A model split over devices and replicated, with the original's names and the original's results.
+    """A model split over devices and replicated, with the names and the results of the original.
 
-    Parameters and buffers are those of ``model`` (already on the places of the first replica) under
-    their own names: ``state_dict()`` has the original's keys. Other replicas read them through
-    copies; their gradients are summed into the one ``.grad``, their buffers are dropped after each
-    call, as with ``nn.DataParallel``.
+    It has the parameters and buffers of ``model`` (already on the places of the first replica) under
+    their own names, so ``state_dict()`` has the original's keys. Other replicas read copies of them.
+    Gradients of all replicas are summed into the one ``.grad``; buffers of the other replicas are
+    dropped after each call, as ``nn.DataParallel`` does.
 
-    A batch is cut along dim 0 into replicas, then micro-batches, by the sizes of ``torch.chunk``.
-    What depends on the whole batch (BatchNorm statistics in train mode) sees one slice at a time, but
-    with ``batch_norm: "deferred"`` running statistics are updated once, from all of it.
-    Hooks fire on the module itself (the original's own came along) and on all modules in it. A call
-    unlike the captured one (an optional argument, a cache) is captured when it first comes, and put
-    on the same stages. Plain attributes are those of ``model``, to be read and to be set: a call
-    after that computes what the model would. Pickled (``torch.save`` of the module) it is the model
-    and the plan, from which loading captures and emits anew.
+    A batch is split along dim 0 into replicas and then micro-batches, of the sizes that
+    ``torch.chunk`` gives. A layer that depends on the whole batch (BatchNorm in train mode) sees one
+    slice at a time; with ``batch_norm: "deferred"`` its running statistics are still updated once per
+    batch, from all rows. Hooks run on this module (it has the original's) and on all modules in it.
+    A call that differs from the captured one (an optional argument, a cache) is captured when it
+    first occurs, and runs on the same stages. Plain attributes are read from ``model`` and set on it,
+    and later calls see the new values. Pickling saves the model and the plan; loading captures the
+    model and emits its stages again.
     """
 
     _FIELDS = frozenset(
@@ -84,7 +84,7 @@ class PlacedModule(nn.Module):
             *("plan", "training", "_tree", "_staged", "_replicas", "_programs", "_calls"),
             *("_statistics", "_combination"),
         }
-    )  # its own, whatever the model's layers are called
+    )  # attributes of this module itself, whatever names the model's layers have
 
     def __init__(
         self,
@@ -95,10 +95,10 @@ class PlacedModule(nn.Module):
         places: Sequence[Sequence[Place]],
     ) -> None:
         super().__init__()
-        # The tables are shared, not copied: what is loaded, moved or swapped here is what runs.
-        for table in _TABLES:
+        # Shared, not copied: a tensor or layer that is loaded, moved or swapped here is the one that runs.
+        for table in _SHARED_TABLES:
             self.__dict__[table] = model.__dict__[table]
-        self._tree = model  # not a submodule: its tables are this module's own
+        self._tree = model  # not registered as a submodule, because this module shares its tables
         self.training = model.training
         self.plan = plan
         self._staged = staged
@@ -107,18 +107,18 @@ class PlacedModule(nn.Module):
             Replica(staged, row, places[0], plan.precision, self._statistics) for row in places
         )
         self._programs = Programs(model, plan, staged)
-        self._calls = Calls(self._programs)
-        self._combination = FoundCombination()
+        self._calls = ProgramsByCall(self._programs)
+        self._combination = CombinationFinder()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        made = {*_TABLES, *self._FIELDS} - {"training"}
+        made = {*_SHARED_TABLES, *self._FIELDS} - {"training"}
         others = {name: value for name, value in self.__dict__.items() if name not in made}
         places = [replica.places for replica in self._replicas]
         saved = self._tree, self.plan, example_call(self._staged), places
         return _restore, (type(self), *saved), others
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlacedModule:
-        # Not through __reduce__: code and plan never change, so copies share them.
+        # Does not use __reduce__: code and plan never change, so copies share them.
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
@@ -131,7 +131,7 @@ class PlacedModule(nn.Module):
 
     @property
     def output_device(self) -> torch.device:
-        """Where results are: the first replica's last stage."""
+        """The device of results: that of the first replica's last stage."""
         return self._replicas[0].output_place.device
 
     def __getattr__(self, name: str) -> Any:
@@ -162,7 +162,7 @@ class PlacedModule(nn.Module):
             delattr(self._tree, name)
 
     def __getitem__(self, index: Any) -> Any:
-        """As of the original: ``placed[0]`` and ``placed[:2]`` of an ``nn.Sequential`` are its layers."""
+        """``model[index]`` of the original, such as a layer of an ``nn.Sequential``."""
         model: Any = self._tree
         return model[index]
 
@@ -183,10 +183,10 @@ class PlacedModule(nn.Module):
         return self._tree.get_buffer(target)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Raises ``PlacerError``: a placed module is no one graph to compile."""
+        """Raises ``PlacerError``: a placed module cannot be compiled as a whole."""
         raise compile_error()
 
-    # Saving and loading are the original's own: its class may override either, its hooks run.
+    # Saving and loading call the original, whose class may override them and whose hooks then run.
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """What the original's ``state_dict`` returns."""
         return self._tree.state_dict(*args, **kwargs)
@@ -194,25 +194,25 @@ class PlacedModule(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """As of the original."""
+        """Calls the original's ``load_state_dict``."""
         return self._tree.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        # What ``load_state_dict`` of a module around this one calls.
+        # Called by ``load_state_dict`` of a module that contains this one.
         self._tree._load_from_state_dict(*args)
 
     def train(self, mode: bool = True) -> PlacedModule:
-        """Set the mode of all modules; the next call runs the model's program of that mode."""
+        """Set the mode of all modules; the next call runs the model's program for that mode."""
         super().train(mode)
         self._tree.train(mode)
         self.broadcast()
         return self
 
     def broadcast(self) -> None:
-        """Have replicas read every parameter anew at the next call.
+        """Copy every parameter to the other replicas again at the next call.
 
-        That happens by itself after an optimizer step, a load, or a change of mode; it is needed
-        only after weights were written through ``.data`` with no backward in between.
+        Needed only if weights were written through ``.data`` with no backward since the last call.
+        After an optimizer step, a load or a change of mode the copies are renewed automatically.
         """
         for replica in self._replicas:
             replica.copies.forget()
@@ -220,18 +220,18 @@ class PlacedModule(nn.Module):
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the original's ``forward`` returns for these arguments, on ``output_device``.
 
-        Inputs may be on any device. Results of the slices of a batch are joined along dim 0; those
-        that the batch does not reach are whole. Backward goes through all stages, as on the
-        original. Raises ``CaptureError`` where a call unlike the captured one cannot be captured.
+        Inputs may be on any device. Results of the slices are concatenated along dim 0; a result that
+        does not depend on the batch is returned as it is. Backward runs through all stages. Raises
+        ``CaptureError`` when the call differs from the captured one and cannot be captured.
         """
         refuse_compile()
         return self._run(*self._calls.find(args, kwargs))
 
     _forward.__name__ = "forward"
-    forward = ForwardOfOriginal(_forward, lambda module: module._programs.call.signature)
+    forward = MethodWithSignature(_forward, lambda module: module._programs.call.signature)
 
     def run_leaves(self, leaves: list[torch.Tensor]) -> Any:
-        """`forward` for inputs of the captured call that are flattened already."""
+        """`forward` for the flattened tensor inputs of the captured call."""
         return self._run(self._programs, leaves)
 
     def _run(self, programs: Programs, leaves: list[torch.Tensor]) -> Any:
@@ -248,9 +248,10 @@ class PlacedModule(nn.Module):
     def _runs(
         self, programs: Programs, scattered: list[list[list[torch.Tensor]]]
     ) -> list[list[PlacedMicrobatch]]:
-        """Per replica, its micro-batches with the stages and weights that each needs.
+        """For each replica its micro-batches, each with the stages and weights that it needs.
 
-        All replicas read the weights before any runs: the first one's forward may write buffers.
+        All replicas read the weights before any of them runs, because the forward of the first
+        replica may write to buffers.
         """
         programs_of = iter(programs.find_all([inputs for row in scattered for inputs in row]))
         runs: list[list[PlacedMicrobatch]] = []
@@ -274,7 +275,7 @@ class PlacedModule(nn.Module):
         return runs
 
     def _write_back(self, runs: list[PlacedMicrobatch]) -> None:
-        """Keep what the first replica's modules put into their buffers and attributes."""
+        """Store in the model what the first replica's modules wrote to their buffers and attributes."""
         if runs[0].replica.copies is self._replicas[0].copies:
             for run in runs:
                 for tree in run.trees:
@@ -282,7 +283,7 @@ class PlacedModule(nn.Module):
 
     @contextmanager
     def _deferred_statistics(self) -> Iterator[None]:
-        """Update running statistics at the end of this block, of all slices that it runs together."""
+        """At the end of the block, update running statistics once, from all slices that it has run."""
         statistics = self._statistics
         if statistics is None:
             yield
@@ -305,33 +306,35 @@ class PlacedModule(nn.Module):
     ) -> torch.Tensor:
         """Forward and backward of one batch under the plan's schedule; gradients are accumulated.
 
-        ``loss_fn(output, target)``, or ``loss_fn(output)`` without a target, gives a scalar and is
-        called for every slice of the batch, outside of the autocast of the plan's ``precision``:
-        ``F.cross_entropy(output.float(), target)`` is what torch makes of it inside (or call all of
-        `step` under ``torch.autocast``). The gradient is that of ``loss_fn`` on the whole batch, also
-        when slices are uneven. That needs to be known of it, where there is more than one slice:
+        ``loss_fn(output, target)``, or ``loss_fn(output)`` without a target, returns a scalar. It is
+        called once per slice of the batch, outside the autocast of the plan's ``precision``; to compute
+        what torch would inside, use ``F.cross_entropy(output.float(), target)`` or call `step` under
+        ``torch.autocast``. Gradients are those of ``loss_fn`` on the whole batch, also if slices have
+        different numbers of rows. If there is more than one slice, it must be known how ``loss_fn``
+        combines rows:
 
         * ``reduction="mean"``: it is a mean over rows.
         * ``reduction="sum"``: it is a sum over rows.
-        * ``normalizer``: it is a mean over what ``normalizer(target)`` counts, for example
-          ``lambda target: (target != -100).sum()``. A slice of which nothing counts has no part in it.
-        * ``reduction="auto"``: as torch defines it for ``cross_entropy`` and ``nll_loss``, with
-          ``ignore_index`` and ``weight`` (the modules, the functions, ``functools.partial`` of the
-          functions). Any other function is called a few more times, on a few rows, once and again when
-          the target has values that were not there before; what is neither a mean nor a sum over rows
-          is an error that says what to pass. Nothing can be seen there of a loss that changes by
-          itself from step to step, or of a rare label between others of a target with more than 256.
-          What it draws, or writes to objects and lists that it holds, is put back; what it counts elsewhere
-          (in a global variable, in a file) has these calls in it.
+        * ``normalizer``: it is a mean over as many items as ``normalizer(target)`` counts, for example
+          ``lambda target: (target != -100).sum()``. A slice with a count of 0 does not contribute.
+        * ``reduction="auto"``: known for ``cross_entropy`` and ``nll_loss`` with ``ignore_index`` and
+          ``weight`` (the modules, the functions, and ``functools.partial`` of the functions). Any other
+          function is tested with a few more calls on a few rows: at first, and again when a target
+          has new values. A loss that is neither a mean nor a sum over rows raises an error that
+          says what to pass. The test cannot detect a loss that changes from step to step, nor one that
+          treats a rare label differently if a target has more than 256 labels. Random states and
+          objects, lists and dicts that the function holds are restored after the test; effects
+          elsewhere (a global variable, a file) are not.
 
-        What is given is tried too, once per function and shapes, and warned of where it does not hold.
+        A ``reduction`` or ``normalizer`` that you pass is tested as well, once per function and shapes;
+        there is a warning if it does not hold.
 
-        Tensors of ``target`` are cut along dim 0 like the inputs; ``placer.Whole(value)`` goes to every
-        slice as it is. ``own_rows`` says that inputs and target are this process's rows only, where there
-        are several (`placer.executor.distributed`); ``scaler`` scales the gradients, as for fp16. Returns
-        the loss of the whole batch, unscaled: a detached scalar on ``output_device``. Raises
-        ``PlacerError`` before any gradient is there, when a tensor of ``target`` has another number of
-        rows than the batch, or when it cannot be told how ``loss_fn`` combines rows.
+        Tensors in ``target`` are split along dim 0 like the inputs; every slice gets the whole of a
+        ``placer.Whole(value)``. With ``own_rows`` the inputs and the target are only this process's
+        rows, in a job of several processes (`placer.executor.distributed`). ``scaler`` scales the loss,
+        as for fp16. Returns the unscaled loss of the whole batch, a detached scalar on
+        ``output_device``. Raises ``PlacerError`` before computing any gradient if a tensor of ``target``
+        does not have the batch's number of rows, or if it is not known how ``loss_fn`` combines rows.
         """
         refuse_compile()
         loss_of = StepLoss(
@@ -352,7 +355,7 @@ class PlacedModule(nn.Module):
     def step_leaves(
         self, leaves: list[torch.Tensor], *, loss_fn: Callable[..., torch.Tensor]
     ) -> torch.Tensor:
-        """`step` for flattened inputs of the captured call, no target, and a loss that is a mean."""
+        """`step` for the flattened inputs of the captured call, without a target, for a mean over rows."""
         return self._step(self._programs, leaves, loss_of=StepLoss(loss_fn, reduction="mean"))
 
     def _step(
@@ -365,7 +368,7 @@ class PlacedModule(nn.Module):
         own_rows: bool = False,
         scaler: torch.amp.GradScaler | None = None,
     ) -> torch.Tensor:
-        # One process has all rows, so its own are the whole batch.
+        # ``own_rows`` makes no difference here: a single process always has all rows.
         call = programs.call
         total = batch_size(call, leaves)
         scattered = self._scatter(call, leaves)
@@ -384,7 +387,7 @@ class PlacedModule(nn.Module):
 
     @property
     def own_share(self) -> tuple[int, int]:
-        """Which share of a batch's rows this process loads, of how many: all of them in one process."""
+        """``(index, number of shares)``: which share of a batch's rows this process loads."""
         return 0, 1
 
     def sampler(
@@ -398,9 +401,9 @@ class PlacedModule(nn.Module):
     ) -> ReplicaSampler:
         """A ``batch_sampler`` for a ``DataLoader`` whose batches go into ``step(…, own_rows=True)``.
 
-        ``batch_size`` counts the rows of all replicas: training does not depend on how many there
-        are. Call ``set_epoch(epoch)`` on it before each epoch. Raises ``PlacerError`` when a batch
-        has fewer rows than there are replicas.
+        ``batch_size`` counts the rows of all replicas, so training does not depend on their number.
+        Call ``set_epoch(epoch)`` on it before each epoch. Raises ``PlacerError`` when a batch has
+        fewer rows than there are replicas.
         """
         index, shares = self.own_share
         return ReplicaSampler(
@@ -414,11 +417,11 @@ class PlacedModule(nn.Module):
         )
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale all gradients so that their norm is at most ``max_norm``; returns the norm before."""
+        """Scale all gradients so that their norm is at most ``max_norm``; returns their norm before that."""
         return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
 
     def grad_scaler(self, **options: Any) -> torch.amp.GradScaler:
-        """A ``GradScaler`` to give to `step`, whose ranks agree where there are several processes."""
+        """A ``GradScaler`` for `step`; with several processes, all ranks skip the same steps."""
         return torch.amp.GradScaler(self.output_device.type, **options)
 
     def _replica_step(
@@ -428,7 +431,10 @@ class PlacedModule(nn.Module):
         loss_of: StepLoss,
         scale: float,
     ) -> list[torch.Tensor]:
-        """The losses of ``runs``, for which the targets are ``wanted``, with what is counted in them."""
+        """Run one replica's micro-batches and return their losses.
+
+        ``wanted`` has for each the target and what the normalizer counts in it.
+        """
 
         def scaled_loss(index: int, result: list[Any]) -> torch.Tensor:
             inputs, call = runs[index].leaves, runs[index].replica.staged.call
@@ -447,7 +453,7 @@ class PlacedModule(nn.Module):
     def _count(
         self, loss_of: StepLoss, target: Any, targets: list[list[Any]], total: int | None
     ) -> list[float | None]:
-        """Begin with the loss of a batch; what its normalizer counts in the target of each slice."""
+        """Begin the loss of a batch; returns what its normalizer counts in the target of each slice."""
         parts = [part for row in targets for part in row]
         if len(parts) == 1:
             return [None]
@@ -460,8 +466,8 @@ class PlacedModule(nn.Module):
     def _scatter(
         self, call: CallFormat, leaves: list[torch.Tensor]
     ) -> list[list[list[torch.Tensor]]]:
-        """Per replica that gets rows, per micro-batch: the input leaves."""
-        batch = cut_batch(
+        """The input leaves of every micro-batch, for each replica that gets rows."""
+        batch = scatter_batch(
             call, leaves, replicas=len(self._replicas), microbatches=self.plan.microbatches
         )
         replicas = range(len(batch.rows))
@@ -474,13 +480,13 @@ class PlacedModule(nn.Module):
         total: int | None,
         scattered: list[list[list[torch.Tensor]]],
     ) -> list[list[Any]]:
-        """``target`` cut like the inputs."""
+        """``target`` split like the inputs."""
         sizes = [[batch_size(call, leaves) for leaves in row] for row in scattered]
         cut = iter(split_target(target, total, [size for row in sizes for size in row]))
         return [[next(cut) for _ in row] for row in sizes]
 
     def extra_repr(self) -> str:
-        """Devices per stage, and how a batch is cut."""
+        """The devices of each stage, and the numbers of replicas and micro-batches."""
         stages = ", ".join("/".join(stage.devices) for stage in self.plan.stages)
         return f"stages=({stages}), replicas={self.plan.replicas}, microbatches={self.plan.microbatches}"
 

@@ -1,8 +1,8 @@
-"""Saved activations in host memory: written out when autograd saves them, read back when it needs them.
+"""Keeps saved activations in host memory between forward and backward.
 
-As `torch.autograd.graph.save_on_cpu`, but a tensor crosses once each way, however many operations
-save it, and weights stay where they are. Copies take turns with the kernels of their device; overlapped,
-they run beside them (`placer.executor.side_stream`)::
+Like `torch.autograd.graph.save_on_cpu`, but a tensor is copied once in each direction, however many
+operations save it, and weights stay on the device. By default a copy runs between kernels, on the same
+stream; overlapped copies run while kernels do (`placer.executor.side_stream`)::
 
     forward    kernels │ make a │ make b      │ make c           │ …
                copies           │ a to host   │ b to host        │ c to host
@@ -11,15 +11,15 @@ they run beside them (`placer.executor.side_stream`)::
     backward   kernels          │ use c       │ use b            │ use a
                copies  │ c back │ b back      │ a back
 
-So a device holds one tensor longer in forward (until the next copy begins, or backward), and has one
-earlier than it needs it in backward.
+With overlapped copies a device needs room for one more tensor: in forward a tensor stays until the next
+copy starts, and in backward one is copied back before it is needed.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -31,10 +31,10 @@ from placer.executor.place import HOST, Place, on
 from placer.executor.side_stream import SideStream, side_stream
 
 
-class _Waiting:
-    """A tensor's data on the host, and on its device while backward needs it there.
+class _HostCopy:
+    """A tensor's data on the host, and during backward again on its device.
 
-    All that autograd saved of the tensor shares it; it dies with the last of them.
+    Shared by all tensors over the same data that autograd saved, and freed with the last of them.
     """
 
     __slots__ = ("__weakref__", "_back", "_host", "_place")
@@ -45,7 +45,7 @@ class _Waiting:
         with on(HOST):
             if data.device.type == "cpu":
                 self._host = data.to(HOST.device, copy=True)
-            else:  # pinned, so that neither way has to wait
+            else:  # pinned memory, so that copies in both directions are asynchronous
                 self._host = _pinned_like(data).copy_(data, non_blocking=True)
 
     def fetch(self) -> Tensor:
@@ -56,76 +56,71 @@ class _Waiting:
         return self._back
 
 
-class _Overlapped(_Waiting):
-    """The same with copies beside the kernels.
+class _OverlappedHostCopy(_HostCopy):
+    """The same with copies that overlap with kernels.
 
-    A tensor is let go of only after the main stream waits for its copy: memory that is free then can be
-    used again by whatever comes later on that stream, so that the allocator need not be told.
+    A source tensor is freed only after the main stream has been told to wait for its copy. Whatever
+    reuses the memory comes later on that stream, so ``record_stream`` is not needed.
     """
 
-    __slots__ = ("_before", "_lane", "_mark", "_source")
+    __slots__ = ("_before", "_event", "_queue", "_source")
 
-    def __init__(self, data: Tensor, lane: _Lane) -> None:
-        self._lane, self._place = lane, lane.place
+    def __init__(self, data: Tensor, queue: _CopyQueue) -> None:
+        self._queue, self._place = queue, queue.place
         self._back: Tensor | None = None
         self._source: Tensor | None = None
-        self._mark: Any = None
-        lane.settle()
+        self._event: Any = None
+        queue.free_newest_source()
         target = None if data.device.type == "cpu" else _pinned_like(data)
-        self._host, self._mark = lane.stream.copy(data, target, HOST)
+        self._host, self._event = queue.stream.copy(data, target, HOST)
         self._source = data
-        self._before, lane.newest = lane.newest, weakref.ref(self)
+        self._before, queue.newest = queue.newest, weakref.ref(self)
 
     def fetch(self) -> Tensor:
-        """The data on the device; that of the tensor saved before it is on its way then."""
-        self._lane.settle()
-        self._bring()
-        self._settle()
+        """The data on the device; also starts to copy back the tensor that was saved before this one."""
+        self._queue.free_newest_source()
+        self._start_copy_back()
+        self._free_source()
         before = self._before()
         if before is not None:
-            before._bring()
+            before._start_copy_back()
         assert self._back is not None
         return self._back
 
-    def _bring(self) -> None:
+    def _start_copy_back(self) -> None:
         if self._back is None:
             cpu = self._place.device.type == "cpu"
             room = None if cpu else torch.empty_like(self._host, device=self._place.device)
-            self._back, self._mark = self._lane.stream.copy(self._host, room, self._place)
-            self._source = self._back  # until it has come
+            self._back, self._event = self._queue.stream.copy(self._host, room, self._place)
+            self._source = self._back  # kept until the copy has ended
 
-    def _settle(self) -> None:
-        """Have the main stream wait for the copy that is under way, and let go of what it needs."""
+    def _free_source(self) -> None:
+        """Make the main stream wait for the current copy, and drop the reference to its device tensor."""
         if self._source is not None:
-            self._lane.stream.wait(self._mark)
-            self._source = self._mark = None
+            self._queue.stream.wait(self._event)
+            self._source = self._event = None
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
-            self._settle()
+            self._free_source()
 
 
-def _nothing() -> None:
-    """As a weak reference to what is gone."""
-    return
-
-
-class _Lane:
-    """The copies of one place, one after the other."""
+class _CopyQueue:
+    """The copies of one place, which run one after the other."""
 
     def __init__(self, place: Place) -> None:
         self.place = place
         self.stream: SideStream = side_stream(place.device)
-        self.newest: weakref.ref[_Overlapped] | Any = _nothing
+        self.newest: Callable[[], _OverlappedHostCopy | None] = lambda: None  # a weak reference
 
-    def settle(self) -> None:
-        """Let go of the tensor that went to the host last."""
+    def free_newest_source(self) -> None:
+        """Free the device tensor that was copied to the host last."""
         newest = self.newest()
         if newest is not None and newest._back is None:
-            newest._settle()
+            newest._free_source()
 
 
-_lane = cache(_Lane)
+_queue_of = cache(_CopyQueue)
 
 
 def _pinned_like(data: Tensor) -> Tensor:
@@ -134,23 +129,23 @@ def _pinned_like(data: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """A tensor that autograd saved: all of what waits, or a view of it."""
+    """A tensor that autograd saved: all data of a host copy, or a view of it."""
 
-    waiting: _Waiting
-    view: tuple[torch.Size, tuple[int, ...], int | torch.SymInt] | None
+    copied: _HostCopy
+    view: tuple[torch.Size, tuple[int, ...], int | torch.SymInt] | None  # size, stride, offset
 
 
 def offload_saved(
     kept: Iterable[Tensor], place: Place, *, overlapped: bool = False
 ) -> torch.autograd.graph.saved_tensors_hooks:
-    """A context in which what autograd saves on ``place`` waits on the host, ``kept`` apart.
+    """A context in which tensors that autograd saves on ``place`` are moved to the host, except ``kept``.
 
-    ``overlapped``: copies run beside the kernels.
+    ``overlapped``: copies run while kernels do.
     """
     keep = {id(tensor.untyped_storage()) for tensor in kept}
-    lane = _lane(place) if overlapped else None
-    # The weak reference tells whether an identity still stands for the same storage.
-    seen: dict[tuple[Any, ...], tuple[weakref.ref[Any], weakref.ref[_Waiting]]] = {}
+    queue = _queue_of(place) if overlapped else None
+    # The weak reference to a storage tells whether its id is still that of the same storage.
+    seen: dict[tuple[Any, ...], tuple[weakref.ref[Any], weakref.ref[_HostCopy]]] = {}
 
     def pack(tensor: Tensor) -> Tensor | _Saved:
         storage = tensor.untyped_storage()
@@ -159,24 +154,24 @@ def offload_saved(
             return tensor.detach()
         data = tensor.detach()
         view = (tensor.size(), tensor.stride(), tensor.storage_offset())
-        # Tensors over the whole of a storage share a copy. Of a part there may be others with
-        # version counters of their own (unsafe_chunk, as in an LSTM): it is copied by itself.
+        # Tensors that cover their whole storage share a copy. A part of a storage is copied by itself,
+        # as other parts may have version counters of their own (unsafe_chunk, as in an LSTM).
         whole = tensor.numel() * tensor.element_size() == storage.nbytes()
         if whole:
             data = data.as_strided((tensor.numel(),), (1,), 0)
         key = (id(storage), tensor._version, tensor.dtype, None if whole else view)
         source, known = seen.get(key, (None, None))
         same = source is not None and source() is storage
-        waiting = known() if same and known is not None else None
-        if waiting is None:
-            waiting = _Waiting(data, place) if lane is None else _Overlapped(data, lane)
-            seen[key] = (weakref.ref(storage), weakref.ref(waiting))
-        return _Saved(waiting, view if whole else None)
+        copied = known() if same and known is not None else None
+        if copied is None:
+            copied = _HostCopy(data, place) if queue is None else _OverlappedHostCopy(data, queue)
+            seen[key] = (weakref.ref(storage), weakref.ref(copied))
+        return _Saved(copied, view if whole else None)
 
     def unpack(packed: Tensor | _Saved) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        back = packed.waiting.fetch()
+        back = packed.copied.fetch()
         return back if packed.view is None else back.as_strided(*packed.view)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)

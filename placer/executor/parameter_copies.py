@@ -1,4 +1,4 @@
-"""Persistent copies of parameters and buffers on places other than their home."""
+"""Copies of parameters and buffers on the devices that read them but do not own them."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ import torch
 
 from placer._torch import is_transformed
 from placer.executor.place import Place
-from placer.executor.transfer import attach, copy_to
+from placer.executor.transfer import attach_copy, copy_to
 
 
 @dataclass(slots=True)
 class _Copy:
     tensor: torch.Tensor
     primary_version: int
-    own_version: int  # a replica's BatchNorm writes its copy; it is then made anew
-    grads_seen: int
+    own_version: int  # changes when a replica's BatchNorm writes to the copy, which is then remade
+    grads_seen: int  # how many gradients the primary had received when the copy was made
 
 
 class ParameterCopies:
-    """The copies of one replica, made when first asked for and remade when the primary changed.
+    """One replica's copies of tensors, made at the first read and remade when the primary changes.
 
-    A primary counts as changed when its version counter moved, when a gradient reached it since
-    (the optimizer may write through ``.data``, which moves no counter), or after `forget`.
+    The primary is the module's own tensor. It counts as changed when its version counter moves, when
+    a gradient has reached it since the copy was made (an optimizer may write through ``.data``, which
+    does not move the counter), and after `forget`.
     """
 
     def __init__(self) -> None:
@@ -37,10 +38,13 @@ class ParameterCopies:
         self._copies.clear()
 
     def read(self, primary: torch.Tensor, home: Place, place: Place) -> torch.Tensor:
-        """``primary`` as ``place`` sees it: itself at home, else its copy, tied to it by autograd."""
+        """``primary`` for use on ``place``: itself at ``home``, elsewhere a copy.
+
+        Gradients of the copy flow back to ``primary``.
+        """
         if place == home:
             return primary
-        if is_transformed():  # it may be a wrapper that the transform made for this call
+        if is_transformed():  # under torch.func ``primary`` may be a wrapper made for this call
             return copy_to(place, primary)
         self._watch(primary)
         key = (id(primary), place)
@@ -54,13 +58,13 @@ class ParameterCopies:
         ):
             self._copies.pop(key, None)
             del kept
-            # A copy outlives the call: one made under inference_mode could not be trained later.
+            # The copy outlives this call, and a tensor made under inference_mode cannot be trained.
             with torch.inference_mode(False):
                 fresh = copy_to(place, primary.detach())
             kept = _Copy(fresh, primary._version, fresh._version, grads)
             self._copies[key] = kept
         if primary.requires_grad and torch.is_grad_enabled():
-            return attach(primary, kept.tensor, home, place)
+            return attach_copy(primary, kept.tensor, home, place)
         return kept.tensor
 
     def _watch(self, primary: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What a pickled placed module consists of: the model, the plan, and how it was called."""
+"""Saves and restores a placed module: the model, the plan, and the call that was captured."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from placer.program import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleCall:
-    """The call that a graph was captured from, its tensors on ``meta``, and the modes it ran in."""
+    """The call from which a graph was captured, with tensors on ``meta``, and the state of the model."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     modes: tuple[bool, ...]  # the training flag of every module, in the order of ``modules()``
-    whole: frozenset[str]  # modules that stayed whole
-    guards: tuple[AttributeGuard, ...]  # plain attributes that its program read
+    whole: frozenset[str]  # paths of modules that were captured as one node
+    guards: tuple[AttributeGuard, ...]  # plain attributes that the program read
     ignore_device_moves: bool = False
 
 
 def example_call(staged: StagedModel) -> ExampleCall:
-    """The call from which ``staged`` can be captured and emitted anew."""
+    """The call from which ``staged`` can be captured and emitted again."""
     conditions = staged.conditions
     leaves = [
         torch.empty(shape, dtype=dtype, device="meta")
@@ -56,7 +56,10 @@ def example_call(staged: StagedModel) -> ExampleCall:
 
 @contextmanager
 def as_captured(model: nn.Module, call: ExampleCall) -> Iterator[None]:
-    """Have ``model`` the modes and guards of ``call`` here, and no hooks on what was looked into."""
+    """In this block, give ``model`` the modes and guarded attributes of ``call``, and disable hooks.
+
+    Hooks are disabled on modules whose inside was captured; others run as part of the model.
+    """
     present = training_flags(model)
     looked_into = [
         module
@@ -73,10 +76,10 @@ def as_captured(model: nn.Module, call: ExampleCall) -> Iterator[None]:
 
 
 def emit_again(model: nn.Module, plan: Plan, call: ExampleCall) -> StagedModel:
-    """The stages of ``model``, which is as it was captured.
+    """Capture ``model`` with the call of a pickled module, and emit its stages.
 
-    Generated code is not pickled: what is loaded is captured again. Raises ``PlanError`` when the
-    model's code gives another graph than it did, and ``CaptureError``.
+    Generated code is not pickled. Raises ``PlanError`` if the graph is not the one that was planned,
+    and ``CaptureError`` if capture fails. Call it inside `as_captured`.
     """
     program = capture_model(
         model, call.args, call.kwargs, ignore_device_moves=call.ignore_device_moves

@@ -1,7 +1,7 @@
-"""Places: a device as the plan names it, and the torch device that stands for it here.
+"""A place: a device as the plan names it, and the torch device that runs it on this machine.
 
-On a machine without GPUs every place is the CPU; the plan's name keeps them apart, so that the
-same run can be watched by the ledger of `placer.simulation` as if the devices were real.
+On a machine without GPUs the CPU runs all of them. The plan's names keep them apart, so that a dry
+run (`placer.simulation`) can count the memory of each device.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from torch.utils._pytree import tree_iter
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A device of the plan (``name``) and the torch device that runs it (``device``)."""
+    """A device of the plan, called ``name`` there, and the torch ``device`` that runs it."""
 
     name: str
     device: torch.device
 
 
-# No devices of a plan:
-HOST = Place("host", torch.device("cpu"))  # where offloaded activations wait
-CALLER = Place("caller", torch.device("cpu"))  # where the caller's own tensors are
+# These two are not devices of a plan:
+HOST = Place("host", torch.device("cpu"))  # holds offloaded activations
+CALLER = Place("caller", torch.device("cpu"))  # holds the inputs and targets that the caller passed
 
 _current: list[Place] = []
 
 
 def current_place() -> Place | None:
-    """The place whose stage is running now, or that a value is being copied to; None outside."""
+    """The place of the innermost `on` block: where a stage runs or a value is copied to. Or None."""
     return _current[-1] if _current else None
 
 
 @contextmanager
 def on(place: Place) -> Iterator[None]:
-    """Say that what runs in this block belongs to ``place``."""
+    """Make ``place`` the current place in this block."""
     _current.append(place)
     try:
         yield
@@ -46,5 +46,5 @@ def on(place: Place) -> Iterator[None]:
 
 
 def is_on(device: torch.device, value: Any) -> bool:
-    """Are all tensors of ``value`` (any pytree) on ``device``?"""
+    """Whether all tensors of ``value`` (any pytree) are on ``device``."""
     return all(x.device == device for x in tree_iter(value) if isinstance(x, torch.Tensor))

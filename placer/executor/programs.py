@@ -1,4 +1,4 @@
-"""The programs of a placed model: the captured one, and those of other calls, modes and input sizes."""
+"""Finds the program for a call of a placed model, and captures new ones for other modes and sizes."""
 
 from __future__ import annotations
 
@@ -35,27 +35,27 @@ from placer.program import (
 )
 from placer.regions import find_regions, region_keys, with_overlap
 
-_MOST_SETTINGS = 16  # values of attributes per mode and size for which the program is kept
-_MOST_CALLS = 16  # ways to call a model; more of them are a number that changes with every call
-_OF_STEP = ("target", "loss_fn", "reduction", "normalizer", "own_rows", "scaler")
-_PLAIN = (Tensor, bool, int, float, str, torch.dtype, torch.device, type(None))
+_MAX_SETTINGS = 16  # programs kept per mode and size, for different values of plain attributes
+_MAX_CALLS = 16  # call formats; if there are more, an argument is probably new in every call
+_STEP_ARGUMENTS = ("target", "loss_fn", "reduction", "normalizer", "own_rows", "scaler")
+_PLAIN_TYPES = (Tensor, bool, int, float, str, torch.dtype, torch.device, type(None))
 
 
 def _keyword_hint(name: str, value: Any, *, step: bool) -> str:
-    """Where a keyword belongs that ``forward`` does not take."""
+    """A hint where to pass a keyword that ``forward`` does not accept."""
     if step:
         shown = repr(value) if isinstance(value, bool | int | float | str) else "…"
         return (
-            "step passes other keywords to forward; if it is the loss's, give it there: "
+            "step passes other keywords to forward; if it is for the loss, bind it: "
             f"functools.partial(loss_fn, {name}={shown})"
         )
     if name == "own_rows":
         return "own_rows is an argument of step; inference takes the whole batch on every rank"
-    return f"{name} is an argument of step" if name in _OF_STEP else ""
+    return f"{name} is an argument of step" if name in _STEP_ARGUMENTS else ""
 
 
-class _Known(NamedTuple):
-    """Stages, and the values of attributes for which they are the model's program."""
+class _KnownProgram(NamedTuple):
+    """Stages, and the values of plain attributes for which they compute what the model does."""
 
     guards: tuple[AttributeGuard, ...]
     staged: StagedModel
@@ -64,12 +64,12 @@ class _Known(NamedTuple):
 class Programs:
     """Finds the stages that compute what ``model`` computes in its present mode for given inputs.
 
-    A captured graph is the program of one call format, of one mode and of the sizes that it leaves
-    open. For another mode, dtype or size, other values of the plain attributes that it reads, or
-    where modules were replaced, the model is recorded once more on fake tensors: where the program
-    is the same, the captured stages serve; where not, or where hooks or parametrizations were put on
-    a module that was looked into, it is captured anew and put on the same stages. Answers are kept,
-    for the values of attributes that came last. Weights stay where the plan has them.
+    A captured graph holds for one call format, one mode, and the input sizes that it was found not to
+    depend on. For another mode, dtype or size, for other values of the plain attributes that it reads,
+    and after modules were replaced, the model is recorded again on fake tensors. If the recording is
+    the same, the captured stages are used. If it differs, or if hooks or parametrizations were added
+    to a module whose inside was captured, the model is captured anew and its nodes are assigned to the
+    plan's stages. Results are cached. Weights stay where the plan placed them.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, staged: StagedModel) -> None:
@@ -82,29 +82,29 @@ class Programs:
         self._captured_buffers = self._buffers
         guards = staged.conditions.guards
         key = captured_key(staged.conditions, staged.call), self._whole, self._structure
-        self._known: dict[Hashable, list[_Known]] = {key: [_Known(guards, staged)]}
+        self._known: dict[Hashable, list[_KnownProgram]] = {key: [_KnownProgram(guards, staged)]}
 
     @property
     def call(self) -> CallFormat:
-        """How the model is called in these programs, and what it returns."""
+        """The call format of these programs: the model's arguments and what it returns."""
         return self._captured.call
 
     @property
     def guards(self) -> list[AttributeGuard]:
-        """The plain attributes that any of these programs read."""
+        """The plain attributes that any of these programs reads."""
         return [setting for known in self._known.values() for one in known for setting in one[0]]
 
     def find(self, inputs: Sequence[Tensor]) -> StagedModel:
-        """The stages for one micro-batch of inputs. Raises ``CaptureError``."""
+        """The stages for one micro-batch of inputs. Raises ``CaptureError`` if capture fails."""
         return self.find_all([inputs])[0]
 
     def find_all(self, microbatches: Sequence[Sequence[Tensor]]) -> list[StagedModel]:
-        """The stages for every micro-batch of a call, between which nothing is done to the model.
+        """The stages for every micro-batch of a call; the model must not change between them.
 
-        What the model is like is looked up once, and micro-batches of one size get one answer.
+        The model's state is inspected once, and micro-batches of one size share their stages.
         """
         replaced = any(tuple(m._modules.values()) != children for m, children in self._parents)
-        # What a parametrization or an old ``spectral_norm`` changes of a layer of torch.
+        # Parametrizations and the old ``spectral_norm`` change a torch layer in one of these two ways.
         changed = any(len(m._buffers) != b or len(m._modules) != c for m, b, c in self._leaves)
         if replaced or changed:
             self._structure += 1
@@ -128,23 +128,23 @@ class Programs:
         for guards, staged in reversed(known):
             if failed_guard(guards, self._module_at) is None:
                 return staged
-        with _as_in_compile():
+        with _isolated_from_caller():
             args, kwargs = rebuild_call(captured.call, _without_data(inputs))
             found = None
-            # New buffers may be written by nodes that must then stay together.
+            # Nodes that write new buffers may have to be on one stage, which needs another capture.
             if whole == self._whole and self._buffers == self._captured_buffers:
                 found = find_difference(self._model, captured.conditions, args, kwargs)
             if isinstance(found, SameProgram):
-                known.append(_Known(found.guards, captured))
+                known.append(_KnownProgram(found.guards, captured))
             else:
                 staged = self._capture(args, kwargs)
-                known.append(_Known(staged.conditions.guards, staged))
-        del known[:-_MOST_SETTINGS]
+                known.append(_KnownProgram(staged.conditions.guards, staged))
+        del known[:-_MAX_SETTINGS]
         return known[-1].staged
 
     def for_call(self, bound: BoundCall) -> Programs:
-        """The programs of another call: other arguments given, other constants among them."""
-        with _as_in_compile():
+        """The programs for a call with other arguments or other constants."""
+        with _isolated_from_caller():
             args, kwargs = rebuild_arguments(bound, _without_data(bound.leaves))
             return Programs(self._model, self._plan, self._capture(args, kwargs))
 
@@ -160,7 +160,7 @@ class Programs:
         self._parents = [(module, tuple(module._modules.values())) for module in parents]
 
     def _kept_whole(self) -> tuple[int, ...]:
-        """Of the modules that recording may look into, those that it may not now, by their places."""
+        """Indices of the container modules that must be recorded as one node at present."""
         return tuple(i for i, module in enumerate(self._containers) if must_stay_whole(module))
 
     def _capture(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> StagedModel:
@@ -173,14 +173,14 @@ class Programs:
         if self._plan.overlaps:
             regions = [with_overlap(found) for found in regions]
         staged = emit_stages(program, stages, regions)
-        # Weights stay where they are; those that a parametrization made since are where they are read.
+        # Weights stay where they are; a weight that a parametrization added since goes to its reader.
         return replace(staged, state_stage={**staged.state_stage, **self._captured.state_stage})
 
 
-class Calls:
-    """The ways in which a placed model has been called so far, each with its programs.
+class ProgramsByCall:
+    """The programs of a placed model for each way in which it has been called.
 
-    Only the captured one where a process has but a part of the model, and could not capture others.
+    With ``captured_only`` no other calls are captured: a process that has a part of the model cannot.
     """
 
     def __init__(self, captured: Programs, *, captured_only: bool = False) -> None:
@@ -190,12 +190,12 @@ class Calls:
     def find(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], *, step: bool = False
     ) -> tuple[Programs, list[Tensor]]:
-        """The programs for a call, and its tensors; a call unlike all before is captured.
+        """The programs for a call, and its tensors; a new kind of call is captured.
 
-        The call is one of ``placed(x)``, or of ``placed.step`` if ``step``.
+        ``step`` says whether ``placed.step`` was called or ``placed(x)``, for error messages.
 
-        Raises ``CaptureError`` for arguments that ``forward`` does not take or cannot run on, for
-        objects that are no plain values, and when every call brings constants of its own.
+        Raises ``CaptureError`` for arguments that ``forward`` does not accept or fails on, for new
+        arguments that are not plain values, and when too many calls had new constants.
         """
         captured = self._known[0]
         try:
@@ -210,23 +210,23 @@ class Calls:
                 return programs, call_tensors(programs.call, bound)
         difference = call_difference(captured.call, bound)
         assert difference is not None
-        plain = all(isinstance(leaf, _PLAIN) for leaf in bound.leaves)
+        plain = all(isinstance(leaf, _PLAIN_TYPES) for leaf in bound.leaves)
         if self._captured_only or not plain:
             raise difference
-        if len(self._known) > _MOST_CALLS:
+        if len(self._known) > _MAX_CALLS:
             raise CaptureError(
                 difference.where,
-                f"{difference.problem}, and {_MOST_CALLS} other calls were captured since",
-                "pass what is another number in every call as a tensor",
+                f"{difference.problem}, and {_MAX_CALLS} other calls have been captured already",
+                "pass a number that changes with every call as a tensor",
             )
         self._known.append(captured.for_call(bound))
         return self._known[-1], call_tensors(self._known[-1].call, bound)
 
 
 @contextmanager
-def _as_in_compile() -> Iterator[None]:
-    """A capture in the midst of the caller's code: as if nothing were going on there."""
-    # The caller's saved-tensor hooks (`torch.utils.checkpoint` counts) are to hear nothing of it.
+def _isolated_from_caller() -> Iterator[None]:
+    """Run a capture without the caller's modes, transforms, gradient mode and saved-tensor hooks."""
+    # `torch.utils.checkpoint` counts the tensors that its saved-tensor hooks see.
     own_saving = torch.autograd.graph.saved_tensors_hooks(_same, _same)
     anew = torch.inference_mode(False), torch.enable_grad()
     with without_modes(), without_transforms(), own_saving, anew[0], anew[1]:
@@ -238,7 +238,7 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def _without_data(leaves: Sequence[Any]) -> list[Any]:
-    """``leaves`` with tensors of the same shapes, dtypes and need of gradients on ``meta``."""
+    """``leaves`` with each tensor replaced by one on ``meta`` of its shape, dtype and requires_grad."""
 
     def shaped(x: Tensor) -> Tensor:
         empty = torch.empty(x.shape, dtype=x.dtype, device="meta")

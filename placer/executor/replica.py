@@ -1,4 +1,4 @@
-"""One replica in this process: its stages on their places."""
+"""One replica of a placed model: runs its stages on their places, with the weights that they read."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from placer.program import find_tensor, is_inside
 
 
 class Replica:
-    """The stages of ``staged`` on ``places`` (one per stage), reading the weights of ``model``.
+    """The stages of ``staged`` on ``places`` (one per stage), for one replica.
 
-    ``model`` holds the primary weights, each at its home among ``homes`` (the places of replica 0).
-    What this replica needs elsewhere it reads through its copies. With ``statistics``, those keep
-    what the stages' norms would do to running statistics.
+    The model has its weights on ``homes``, the places of replica 0's stages; on other places this
+    replica reads copies of them. If ``statistics`` is given, it collects the statistics of norms, and
+    running statistics are not updated by the stages.
     """
 
     def __init__(
@@ -43,14 +43,15 @@ class Replica:
         self.statistics = statistics
         self._last_reads: dict[frozenset[int], Mapping[str, int]] = {}
         self._constants: dict[tuple[str, Place], torch.Tensor] = {}
-        self._attributes: dict[str, tuple[torch.Tensor, int]] = {}  # constants that may change
-        self._at_home = tuple(  # stages that find all their weights where they run
+        # Constants that are attributes of the model, which may change: tensor and version.
+        self._attributes: dict[str, tuple[torch.Tensor, int]] = {}
+        self._at_home = tuple(  # whether all weights of a stage are on its own place
             all(self.homes[staged.state_stage[name]] == place for name in stage.state)
             for stage, place in zip(staged.stages, self.places, strict=True)
         )
 
     def with_program(self, staged: StagedModel) -> Replica:
-        """The same replica, its copies of weights too, running other stages."""
+        """The same replica with the same copies of weights, but the stages of ``staged``."""
         if staged is self.staged:
             return self
         other = Replica(staged, self.places, self.homes, self.precision, self.statistics)
@@ -58,7 +59,7 @@ class Replica:
         return other
 
     def last_reads(self, local: frozenset[int]) -> Mapping[str, int]:
-        """The last of the ``local`` stages that reads a value, for all that any of them reads."""
+        """For every value that ``local`` stages read, the last of them that reads it."""
         if local not in self._last_reads:
             self._last_reads[local] = {
                 name: index for index in sorted(local) for name in self.staged.stages[index].inputs
@@ -67,10 +68,11 @@ class Replica:
 
     @property
     def output_place(self) -> Place:
+        """The place of the last stage."""
         return self.places[-1]
 
     def trees(self, model: nn.Module) -> list[Any]:
-        """Per stage, an object that has the stage's modules and tensors on the stage's place."""
+        """For each stage an object with the modules and tensors that it reads, on the stage's place."""
         self.follow_attributes(model)
         return [self._tree(model, stage) for stage in self.staged.stages]
 
@@ -85,10 +87,10 @@ class Replica:
         return build_tree(model, stage.modules, stage.attributes, read)
 
     def _home_of(self, name: str) -> int:
-        """The stage that owns a parameter or buffer.
+        """The index of the stage that owns a parameter or buffer.
 
-        One that came since, with a module that replaced another or with a parametrization, belongs to
-        the first stage that runs the module it is in.
+        A tensor that was added after planning, by a new module or a parametrization, belongs to the
+        first stage that runs its module.
         """
         known = self.staged.state_stage.get(name)
         if known is not None:
@@ -98,7 +100,7 @@ class Replica:
         )
 
     def run_stage(self, tree: Any, stage: StageCode, inputs: list[Any]) -> tuple[Any, ...]:
-        """The stage's outputs; ``inputs`` are on its place already, and the list is emptied."""
+        """The stage's outputs; ``inputs`` must be on its place, and the list is emptied to free them."""
         place = self.places[stage.index]
         precision = precision_context(self.precision, place.device.type)
         with on(place), precision:
@@ -109,7 +111,7 @@ class Replica:
                 return run_segments(stage, tree, place, inputs)
 
     def follow_attributes(self, model: nn.Module) -> None:
-        """Have constants that attributes of ``model`` hold the values that these have now."""
+        """Update constants of the program that are attributes of ``model`` to their present values."""
         for name, path in self.staged.constant_paths.items():
             value = find_tensor(model, path)
             if value is None or value.is_meta:
@@ -122,7 +124,7 @@ class Replica:
                     del self._constants[key]
 
     def constant(self, name: str, place: Place) -> torch.Tensor:
-        """A tensor that is part of the program, on ``place``."""
+        """The program's constant tensor ``name``, copied to ``place``."""
         key = (name, place)
         if key not in self._constants:
             found = self._attributes.get(name)
@@ -132,9 +134,9 @@ class Replica:
         return self._constants[key]
 
     def forward(self, trees: Sequence[Any], leaves: Sequence[torch.Tensor]) -> list[Any]:
-        """The result leaves for one micro-batch of input leaves, on ``output_place``.
+        """The result leaves for one micro-batch, given its input leaves; they are on ``output_place``.
 
-        A value is copied to a stage when the stage starts and dropped after its last reader.
+        A value is copied to a stage's place when the stage starts, and freed after its last reader.
         """
         staged = self.staged
         values: dict[str, tuple[Any, Place | None]] = {
@@ -149,7 +151,7 @@ class Replica:
                     continue
                 value, source = values[name]
                 home = source or caller_place(value)
-                inputs.append(transfer(value, home, place, gradients_wait=source is not None))
+                inputs.append(transfer(value, home, place, defer_gradients=source is not None))
                 del value
                 if staged.last_use[name] == stage.index:
                     del values[name]
@@ -160,5 +162,5 @@ class Replica:
 
 
 def caller_place(leaf: torch.Tensor) -> Place:
-    """Where an input of the caller's is: on its own device, under no name of the plan's."""
+    """The place of one of the caller's inputs: its own device, with a name that no plan uses."""
     return Place(CALLER.name, leaf.device)

@@ -1,4 +1,4 @@
-"""Which rows of a data set make up each batch, and which of them each replica loads."""
+"""Batches of a data set's rows, and the rows of each batch that a replica loads."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from placer.errors import PlacerError
 class ReplicaSampler(Sampler[list[int]]):
     """Batches of indices for ``DataLoader(dataset, batch_sampler=…)``: this replica's rows of each.
 
-    The batches are the same for every number of replicas: an order of all rows drawn from
-    ``seed + epoch``, cut every ``batch_size`` rows. Replicas take consecutive rows of a batch, as
-    evenly as they go; all stages of a replica take the same. No row is repeated or left out, but for
-    ``drop_last``, which leaves out a last, smaller batch. Unlike ``DistributedSampler`` nothing is
-    padded: `step` weighs uneven rows.
+    The batches do not depend on the number of replicas: all rows are shuffled with the seed
+    ``seed + epoch`` and split every ``batch_size`` rows. Each replica takes consecutive rows of a batch,
+    as evenly as possible; all ranks of a replica take the same. No row is repeated. None is left out,
+    except that ``drop_last`` drops a last batch that is smaller. Unlike ``DistributedSampler`` this pads
+    nothing, because `step` weights slices by their numbers of rows.
     """
 
     def __init__(
@@ -34,8 +34,8 @@ class ReplicaSampler(Sampler[list[int]]):
         if not hasattr(dataset, "__len__"):
             raise PlacerError(
                 "sampler",
-                f"{type(dataset).__name__} has no length, so its rows cannot be dealt out",
-                "have the data set itself yield this process's rows, of index, shares = "
+                f"{type(dataset).__name__} has no length, so its rows cannot be divided",
+                "have the data set itself yield this process's rows: index, shares = "
                 "placed.own_share",
             )
         last = len(dataset) % batch_size if batch_size > 0 else 0
@@ -44,7 +44,7 @@ class ReplicaSampler(Sampler[list[int]]):
             raise PlacerError(
                 "sampler",
                 f"a batch of {smallest} rows is not enough for {num_replicas} replicas",
-                "choose a larger batch_size: it counts the rows of all replicas"
+                "choose a larger batch_size, which counts the rows of all replicas"
                 if batch_size < num_replicas
                 else "choose another batch_size, or drop_last=True",
             )
@@ -59,15 +59,15 @@ class ReplicaSampler(Sampler[list[int]]):
         self._first_batch = 0
 
     def set_epoch(self, epoch: int, first_batch: int = 0) -> None:
-        """Choose the order of the rows for the next iteration, and the batch that it starts with.
+        """Set the epoch of the next iteration, which seeds its shuffle, and the batch it starts with.
 
-        ``first_batch`` is for going on in the middle of an epoch after `placer.load`.
+        Use ``first_batch`` to continue in the middle of an epoch after `placer.load`.
         """
         self._epoch = epoch
         self._first_batch = first_batch
 
     def __len__(self) -> int:
-        """Batches of a whole epoch."""
+        """The number of batches in an epoch."""
         whole, rest = divmod(self._num_rows, self._batch_size)
         return whole + (rest > 0 and not self._drop_last)
 
@@ -84,7 +84,7 @@ class ReplicaSampler(Sampler[list[int]]):
 
 
 def share_of(num_rows: int, num_replicas: int, replica_index: int) -> slice:
-    """A replica's rows of ``num_rows``; sizes differ by one at the most (``torch.tensor_split``).
+    """A replica's slice of ``num_rows`` rows; sizes differ by at most one, as in ``torch.tensor_split``.
 
     >>> [share_of(7, 3, index) for index in range(3)]
     [slice(0, 3, None), slice(3, 5, None), slice(5, 7, None)]

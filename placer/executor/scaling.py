@@ -1,4 +1,4 @@
-"""The scale of a gradient scaler, as a number."""
+"""Reads the scale of a ``GradScaler`` as a number."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import torch
 
 
 def scale_of(scaler: torch.amp.GradScaler, device: torch.device) -> float:
-    """By what ``scaler`` scales a loss on ``device`` now."""
+    """The factor by which ``scaler`` multiplies a loss on ``device`` at present."""
     return float(scaler.scale(torch.ones((), device=device)).item())

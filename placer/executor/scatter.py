@@ -1,6 +1,6 @@
-"""Cutting a batch into replicas and micro-batches, and joining what comes out.
+"""Splits a batch into slices, one per micro-batch of every replica, and joins their results.
 
-Sizes are those of ``torch.chunk``, as ``nn.DataParallel`` has them (`placer.schedule.split_batch`).
+Sizes are those of ``torch.chunk``, as in ``nn.DataParallel`` (`placer.schedule.split_batch`).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from placer.schedule import split_batch
 
 
 def batch_size(call: CallFormat, leaves: Sequence[torch.Tensor]) -> int | None:
-    """Rows of this call's batch (size of dim 0 of the batched inputs); None without such inputs.
+    """The number of rows (size of dim 0) of the batched inputs; None if there are none.
 
-    Raises ``CaptureError`` when the batched inputs disagree.
+    Raises ``CaptureError`` if batched inputs have different numbers of rows.
     """
     tensor_names = [n for n, c in zip(call.leaf_names, call.constants, strict=True) if c is TENSOR]
     names = [n for n, mark in zip(tensor_names, call.batched, strict=True) if mark]
@@ -37,7 +37,7 @@ def batch_size(call: CallFormat, leaves: Sequence[torch.Tensor]) -> int | None:
         raise CaptureError(
             "inputs",
             f"the batch (dim 0) differs between inputs: {found}",
-            "give all of them the same",
+            "give all of them the same size of dim 0",
         )
     return sizes[0] if sizes else None
 
@@ -45,7 +45,7 @@ def batch_size(call: CallFormat, leaves: Sequence[torch.Tensor]) -> int | None:
 def split_rows(
     call: CallFormat, leaves: Sequence[torch.Tensor], sizes: Sequence[int]
 ) -> list[list[torch.Tensor]]:
-    """One list of inputs per size: rows of the batched inputs, the others whole."""
+    """One list of inputs per size: that many rows of the batched inputs, and the others unsplit."""
     if len(sizes) == 1 and (not leaves or batch_size(call, leaves) in (None, sizes[0])):
         return [list(leaves)]
     columns = [
@@ -56,10 +56,11 @@ def split_rows(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CutBatch:
-    """The micro-batches of a batch: rows per replica and micro-batch, and the inputs of each in order.
+class ScatteredBatch:
+    """A batch split into slices, one per micro-batch of every replica.
 
-    ``total`` are all its rows; None for a call without a batch.
+    ``rows[replica][microbatch]`` is the number of rows; ``slices`` has the inputs of each slice in that
+    order. ``total`` is the number of all rows; None for a call without a batch.
     """
 
     total: int | None
@@ -68,35 +69,35 @@ class CutBatch:
 
     @property
     def sizes(self) -> list[int]:
-        """Rows of every micro-batch, in the order of ``slices``."""
+        """The number of rows of every slice, in the order of ``slices``."""
         return [size for row in self.rows for size in row]
 
     @property
     def largest(self) -> int:
-        """The micro-batch with the most rows, the first of them."""
+        """The index of the first slice with the most rows."""
         return self.sizes.index(max(self.sizes))
 
     def of_replica(self, index: int) -> range:
-        """The micro-batches of a replica; none where there are no rows for it."""
+        """The indices of a replica's slices; empty if it gets no rows."""
         start = sum(len(row) for row in self.rows[:index])
         return range(start, start + (len(self.rows[index]) if index < len(self.rows) else 0))
 
 
-def cut_batch(
+def scatter_batch(
     call: CallFormat, leaves: Sequence[torch.Tensor], *, replicas: int, microbatches: int
-) -> CutBatch:
-    """The batch of these inputs, cut; a call without a batch is one slice, of the first replica."""
+) -> ScatteredBatch:
+    """Split the batch of these inputs; a call without a batch is one slice, on the first replica."""
     total = batch_size(call, leaves)
     if total is None:
-        return CutBatch(total=None, rows=((1,),), slices=[list(leaves)])
+        return ScatteredBatch(total=None, rows=((1,),), slices=[list(leaves)])
     rows = split_batch(total, replicas, microbatches)
     slices = split_rows(call, leaves, [size for row in rows for size in row])
-    return CutBatch(total=total, rows=rows, slices=slices)
+    return ScatteredBatch(total=total, rows=rows, slices=slices)
 
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """Part of a ``target`` that has no rows of the batch: ``loss_fn`` gets ``value`` for every slice.
+    """Marks a part of ``target`` that is not split: ``loss_fn`` gets ``value`` as it is for every slice.
 
     For example ``target=(labels, placer.Whole(class_weights))``.
     """
@@ -105,36 +106,37 @@ class Whole:
 
 
 def unwrap_target(target: Any) -> Any:
-    """``target`` as ``loss_fn`` gets it for the whole batch."""
+    """``target`` with every ``Whole`` replaced by its value, as ``loss_fn`` gets it."""
     return tree_map(
         lambda leaf: leaf.value if isinstance(leaf, Whole) else leaf, target, is_leaf=_is_whole
     )
 
 
 def check_target(target: Any, total: int | None) -> None:
-    """Raise ``PlacerError`` when a tensor of ``target`` has not the batch's ``total`` rows."""
+    """Raise ``PlacerError`` if a tensor of ``target`` does not have the batch's ``total`` rows."""
     paths = tree_flatten_with_path(target, is_leaf=_is_whole)[0] if total is not None else []
     for path, leaf in paths:
         if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.size(0) == total:
             continue
         found = f"has {leaf.size(0)} rows, the batch has {total}"
         remedy = (
-            "give it one row per row of the batch, or placer.Whole(tensor) for what every slice of the "
-            "batch is to get whole, such as class weights"
+            "give it one row per row of the batch, or wrap it as placer.Whole(tensor) if every slice "
+            "needs all of it, such as class weights"
         )
         if total and leaf.size(0) % total == 0:
             rows = leaf.size(0) // total
             remedy = (
-                f"if each row of the batch has {rows} of them, give target.unflatten(0, ({total}, {rows})) "
-                f"and flatten it in loss_fn; or {remedy}"
+                f"if each row of the batch has {rows} rows of the target, pass target.unflatten(0, "
+                f"({total}, {rows})) and flatten it in loss_fn; or {remedy}"
             )
         raise PlacerError(f"target{keystr(path)}", found, remedy)
 
 
 def split_target(target: Any, total: int | None, sizes: Sequence[int | None]) -> list[Any]:
-    """``target`` (any pytree) cut into ``sizes`` rows; numbers, and what is ``Whole``, go to all.
+    """``target`` (any pytree) split into parts with ``sizes`` rows.
 
-    Raises ``PlacerError`` when a tensor has another number of rows than ``total``.
+    Every part gets the whole of a number, a scalar tensor and a ``Whole``. Raises ``PlacerError`` if a
+    tensor does not have ``total`` rows.
     """
     check_target(target, total)
     leaves, spec = tree_flatten(target, is_leaf=_is_whole)
@@ -155,9 +157,9 @@ def _is_whole(value: Any) -> bool:
 def join_results(staged: StagedModel, slices: Sequence[Sequence[Any]]) -> Any:
     """What ``forward`` returns for the whole batch, from the result leaves of its slices.
 
-    Tensors are concatenated along dim 0, scalar tensors stacked into a vector (as
-    ``nn.DataParallel`` gathers them); what is no tensor, or does not depend on the batch, is taken
-    from the first slice.
+    Tensors are concatenated along dim 0, and scalar tensors are stacked into a vector, as
+    ``nn.DataParallel`` does. A leaf that is not a tensor, or does not depend on the batch, is taken from
+    the first slice.
     """
     leaves = list(slices[0])
     if len(slices) > 1:

@@ -1,4 +1,4 @@
-"""Run a stage segment by segment: as it is, recomputed in backward, or with its activations on the host."""
+"""Runs a stage segment by segment; some segments are recomputed in backward or offload activations."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from placer.executor.place import Place, on
 
 
 def run_segments(stage: StageCode, tree: Any, place: Place, inputs: list[Any]) -> tuple[Any, ...]:
-    """The outputs of ``stage`` for ``inputs``, which are on ``place`` already; the list is emptied.
+    """The outputs of ``stage`` for ``inputs``, which must be on ``place``; the list is emptied.
 
-    A value is dropped after its last reader. Where no gradients are recorded every segment is run as
-    it is, and so it is under ``torch.func``, which allows no saved-tensor hooks.
+    A value is freed after its last reader. Without gradients nothing is recomputed or offloaded, nor
+    under ``torch.func``, which does not allow saved-tensor hooks.
     """
     if len(stage.segments) == 1 and stage.segments[0].inputs == stage.inputs:
         (segment,) = stage.segments
@@ -52,18 +52,18 @@ def _run(segment: SegmentCode, tree: Any, place: Place, inputs: list[Any]) -> tu
 def _run_recomputed(
     segment: SegmentCode, tree: Any, place: Place, inputs: list[Any]
 ) -> tuple[Any, ...]:
-    """Run the segment so that only its inputs are kept, and run it again when backward needs more.
+    """Run the segment under ``torch.utils.checkpoint``, so that backward runs it again.
 
-    The second run has the first one's random numbers and autocast. State that the segment writes is
-    written once: the second run works on copies of what the first one found.
+    The second run uses the same random state and autocast. Buffers that the segment writes are written
+    once: the second run works on copies of their values before the first run.
     """
-    found = {name: tensor.detach().clone() for name, tensor in tensors_at(tree, segment.written)}
+    before = {name: tensor.detach().clone() for name, tensor in tensors_at(tree, segment.written)}
     runs = 0
 
     def run(*arguments: Any) -> tuple[Any, ...]:
         nonlocal runs
         runs += 1
-        with on(place), _swapped(tree, found) if runs > 1 else nullcontext():
+        with on(place), _tensors_swapped(tree, before) if runs > 1 else nullcontext():
             return segment.forward(tree, place.device, list(arguments))
 
     arguments = tuple(inputs)
@@ -73,9 +73,9 @@ def _run_recomputed(
 
 
 @contextmanager
-def _swapped(tree: Any, found: Mapping[str, Tensor]) -> Iterator[None]:
-    """Have ``tree`` hold copies of ``found`` in this block."""
-    tables = [(*_table(tree, name), value) for name, value in found.items()]
+def _tensors_swapped(tree: Any, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """In this block, replace the tensors of these names in ``tree`` by copies of ``tensors``."""
+    tables = [(*_table(tree, name), value) for name, value in tensors.items()]
     held = [table[leaf] for table, leaf, _ in tables]
     for table, leaf, value in tables:
         table[leaf] = value.clone()
@@ -87,13 +87,14 @@ def _swapped(tree: Any, found: Mapping[str, Tensor]) -> Iterator[None]:
 
 
 def tensors_at(tree: Any, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors with these dotted names in ``tree`` (of modules or clones), with their names."""
     for name in names:
         table, leaf = _table(tree, name)
         yield name, table[leaf]
 
 
 def _table(tree: Any, name: str) -> tuple[dict[str, Any], str]:
-    """Where ``tree`` (of modules or stand-ins) holds the tensor called ``name``, and its key there."""
+    """The dict in ``tree`` that contains the tensor ``name``, and its key there."""
     owner, _, leaf = name.rpartition(".")
     value = tree
     for part in owner.split(".") if owner else ():
@@ -103,7 +104,7 @@ def _table(tree: Any, name: str) -> tuple[dict[str, Any], str]:
 
 
 def _state(segment: SegmentCode, tree: Any) -> Iterator[Tensor]:
-    """The weights that the segment reads: they stay where they are."""
+    """The parameters and buffers that the segment reads."""
     for path in segment.modules:
         module = tree
         for part in path.split("."):

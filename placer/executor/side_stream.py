@@ -1,6 +1,6 @@
-"""Copies that run beside a device's kernels: on a CUDA stream of their own, one after the other.
+"""Copies between a device and the host that overlap with kernels, on a CUDA stream of their own.
 
-The stream that kernels run on, torch's current one, is called the device's main stream here.
+Here the device's main stream is torch's current stream, on which kernels run.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from placer.executor.place import Place, on
 
 
 class SideStream(Protocol):
-    """A stream of copies beside the main stream of one device."""
+    """A stream for copies, next to the main stream of one device."""
 
     def copy(self, source: Tensor, target: Tensor | None, place: Place) -> tuple[Tensor, Any]:
-        """Begin to copy ``source`` to ``target``; the target, and a mark for when that has ended.
+        """Start to copy ``source`` to ``target``; returns the target and an event to wait for.
 
-        It begins when all that was given to the main stream before has ended, and earlier copies. Until
-        the main stream waits for the mark, both tensors must be kept, and what is in them left alone.
-        Without a target one is made on ``place``, which is a CPU.
+        The copy starts after earlier copies and after all work that the main stream has been given so
+        far. Until the main stream waits for the event, the caller must keep both tensors alive and must
+        not change them. Without a target one is created on ``place``, which must be a CPU.
         """
 
-    def wait(self, mark: Any) -> None:
-        """What is given to the main stream from now on begins when the copy with this mark has ended."""
+    def wait(self, event: Any) -> None:
+        """Let later work of the main stream start only after the copy that returned ``event``."""
 
 
 class _CudaStream:
-    """Has been run on no GPU yet."""
+    """A CUDA stream for copies. Not yet run on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -43,22 +43,22 @@ class _CudaStream:
             target.copy_(source, non_blocking=True)
             return target, self._stream.record_event()
 
-    def wait(self, mark: Any) -> None:
-        torch.cuda.current_stream(self._device).wait_event(mark)
+    def wait(self, event: Any) -> None:
+        torch.cuda.current_stream(self._device).wait_event(event)
 
 
-class _NoStream:
-    """A CPU has none: copies take their turn. A dry run so has the tensors that a GPU would have."""
+class _SynchronousCopies:
+    """Copies at once, for a CPU. A dry run with it creates the same tensors as a run on a GPU."""
 
     def copy(self, source: Tensor, target: Tensor | None, place: Place) -> tuple[Tensor, Any]:
         with on(place):
             return source.to(place.device, copy=True), None
 
-    def wait(self, mark: Any) -> None:
+    def wait(self, event: Any) -> None:
         pass
 
 
 @cache
 def side_stream(device: torch.device) -> SideStream:
-    """The stream for copies from and to ``device``; there is one for each."""
-    return _CudaStream(device) if device.type == "cuda" else _NoStream()
+    """The one stream for copies from and to ``device``."""
+    return _CudaStream(device) if device.type == "cuda" else _SynchronousCopies()

@@ -1,4 +1,4 @@
-"""``placed.forward`` has the signature of the original's ``forward``, which trainers look at."""
+"""Gives ``forward`` of a placed module the signature that the original model's ``forward`` has."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from types import MethodType
 from typing import Any
 
 
-class ForwardOfOriginal:
-    """A method whose signature is ``signature_of(module)``, to be assigned in the class body.
+class MethodWithSignature:
+    """A descriptor for ``method`` whose signature on an instance is ``signature_of(instance)``.
 
-    Hugging Face's ``Trainer`` drops the columns of a batch that ``inspect.signature(model.forward)``
-    does not name. As a method it may be replaced on an instance.
+    Assign it in the class body. Hugging Face's ``Trainer`` needs the signature: it drops every column
+    of a batch that ``inspect.signature(model.forward)`` does not name. An instance attribute of the
+    same name overrides the method, as usual.
     """
 
     def __init__(

@@ -1,18 +1,19 @@
-"""A stage's backward in two halves, for its inputs and later for its weights (zero bubble schedules).
+"""Runs a stage's backward in two halves, first for its inputs, later for its weights (zero bubble).
 
-The halves share a graph. A weight gets its gradient through the one node at which it meets the way
-from the stage's outputs to what the stage received. The first half runs along that way and keeps
-the gradients that arrive at such nodes; the second starts from these::
+Both halves use the same autograd graph. Call the paths from the stage's outputs to its received values
+the main path. A weight joins it at one node, and gets its gradient through that node. The first half
+runs along the main path and keeps the gradients that arrive at such nodes; the second half starts from
+them::
 
     received ──► conv ──► relu ──► out      first half: relu, and conv for its input
                   ▲                         kept: the gradient that arrived at conv
     weight ───────┘                         second half: conv for its weight
 
-Two kinds of stages cannot be split so, and have their whole backward in the first half. An output may
-depend on nothing that was received, so that its weights meet no such way; and a weight may meet the
-way at two nodes, so that what lies between would run twice.
+Two kinds of stages cannot be split, and run their whole backward in the first half: if an output does
+not depend on any received value, its weights do not join the main path; and if a weight joins it at two
+nodes, what lies between them would run twice.
 
-Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241.
+Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ Received = tuple[GradientEdge, Callable[[Tensor], None]]
 class SplitBackward:
     """The backward of one micro-batch through one stage.
 
-    ``roots`` have the given ``gradients`` (None: of a scalar). ``received`` are the edges of what the
-    stage was given, each with what takes its gradient.
+    It starts from ``roots`` with ``gradients``, one for each (None for a scalar root). ``received`` has
+    the edge of every value that the stage received, each with a function to call with its gradient.
     """
 
     def __init__(
@@ -44,11 +45,14 @@ class SplitBackward:
         self._roots = list(roots)
         self._gradients = list(gradients)
         self._received = list(received)
-        # What is left for the second half: where it starts, and the weights that are reached from there.
+        # For the second half: edges to start from, their gradients, and the weights behind them.
         self._weights: list[tuple[list[GradientEdge], list[Tensor], list[Tensor]]] = []
 
     def run_inputs(self) -> None:
-        """Hand over the gradients of what was received; of all weights too, where no split is possible."""
+        """Compute and deliver the gradients of received values.
+
+        Also accumulates those of all weights, if the backward cannot be split.
+        """
         roots, gradients = self._roots, self._gradients
         received = self._received
         self._roots, self._gradients, self._received = [], [], []
@@ -77,14 +81,17 @@ class SplitBackward:
             if gradient is not None:
                 deliver(gradient)
         for node_edges, weights in meetings:
-            arrived = [(edge, gradient) for edge, gradient in zip(node_edges, found, strict=False)]
-            arrived = [(edge, gradient) for edge, gradient in arrived if gradient is not None]
+            arrived = [
+                (edge, gradient)
+                for edge, gradient in zip(node_edges, found, strict=False)
+                if gradient is not None
+            ]
             if arrived and weights:
                 some_edges, some_gradients = zip(*arrived, strict=True)
                 self._weights.append((list(some_edges), list(some_gradients), weights))
 
     def run_weights(self) -> None:
-        """Give the weights their gradients; nothing where `run_inputs` has done so."""
+        """Accumulate the gradients of the weights, unless `run_inputs` has done so."""
         while self._weights:
             edges, gradients, weights = self._weights.pop()
             torch.autograd.backward(edges, gradients, inputs=weights)
@@ -93,13 +100,14 @@ class SplitBackward:
 def _find_meetings(
     starts: Sequence[GradientEdge], received: Iterable[GradientEdge]
 ) -> list[tuple[list[GradientEdge], list[Tensor]]] | None:
-    """Where weights meet the way from ``starts`` to ``received``: the edges into a node, its weights.
+    """Nodes where weights join the main path from ``starts`` to ``received``.
 
-    None where a backward cannot be split. Linear in the graph, times weights over 64.
+    For each the edges into the node, and its weights. None if the backward cannot be split. Sets of
+    weights are bit masks, so this takes O(nodes * weights / 64) time.
     """
     ends = frozenset(edge.node for edge in received)
     order = _topological((start.node for start in starts), ends=ends)
-    onward = set(ends)  # nodes on the way
+    onward = set(ends)  # nodes on the main path
     for node in order:
         if any(following in onward for following, _ in node.next_functions):
             onward.add(node)
@@ -107,8 +115,8 @@ def _find_meetings(
         return None
     leaves = [node for node in order if leaf_of(node) is not None]
     bit = {node: 1 << i for i, node in enumerate(leaves)}
-    behind: dict[Node, int] = {}  # which leaves a node beside the way leads to
-    met: dict[Node, int] = {}
+    behind: dict[Node, int] = {}  # for a node off the main path: the leaves that it leads to
+    met: dict[Node, int] = {}  # for a node on it: the leaves that join there
     seen = 0
     for node in order:
         found = bit.get(node, 0)
@@ -138,7 +146,7 @@ def _find_meetings(
 
 
 def _topological(roots: Iterable[Node], *, ends: Container[Node]) -> list[Node]:
-    """All nodes from ``roots`` down to leaves and ``ends``, each after those that follow it in backward."""
+    """All nodes from ``roots`` to leaves and ``ends``; each comes after its ``next_functions``."""
     order: list[Node] = []
     seen: set[Node] = set()
     waiting = [(root, False) for root in roots]

@@ -1,17 +1,17 @@
-"""Running statistics updated once per batch, as if it had not been cut (``batch_norm: "deferred"``).
+"""Updates running statistics once per batch instead of once per micro-batch (``batch_norm: "deferred"``).
 
-Every micro-batch is normalised by its own statistics. What its norms would do to running statistics
-is kept, and done once when the last micro-batch of the last replica is through::
+Each micro-batch is normalised by its own statistics. These are collected, and when the last
+micro-batch of the last replica has run, the running statistics are updated once from all of them::
 
     micro-batch 0   norm(x0) -> 4 values, mean, variance ─┐
     micro-batch 1   norm(x1) -> 4 values, mean, variance ─┼─> 10 values, mean, variance -> one update
     micro-batch 2   norm(x2) -> 2 values, mean, variance ─┘
 
 Kim et al., torchgpipe: On-the-fly Pipeline Parallelism for Training Giant Models (arXiv:2004.09910,
-2020), have a layer that does so; here any call of ``batch_norm`` or ``instance_norm`` with running
-statistics is met, of whatever module. Moments are put together by the pairwise formula of Chan,
-Golub and LeVeque (Algorithms for Computing the Sample Variance, The American Statistician 37(3),
-1983), which cancels nothing. Running the layers again in backward adds nothing.
+2020), do this in a layer. Here every call of ``batch_norm`` or ``instance_norm`` with running
+statistics is intercepted, whichever module makes it. Moments are combined by the pairwise formula of
+Chan, Golub and LeVeque (Algorithms for Computing the Sample Variance, The American Statistician 37(3),
+1983), which is free of cancellation. Layers that are recomputed in backward are not counted again.
 """
 
 from __future__ import annotations
@@ -35,80 +35,82 @@ from placer.plan.types import Plan
 
 
 def defers_statistics(plan: Plan) -> bool:
-    """Are there slices whose running statistics are updated together? (One alone updates its own.)"""
+    """Whether ``plan`` updates running statistics once for several slices of a batch."""
     return plan.batch_norm == "deferred" and plan.replicas * plan.microbatches > 1
 
 
 class NormCall(NamedTuple):
-    """A call of a norm in one pass through the model: the buffers it updates, and which update of them."""
+    """A call of a norm in one forward, known by the buffers that it updates."""
 
-    mean: str
+    mean: str  # the names of the buffers
     var: str
-    number: int
-    per_instance: bool  # the mean of every row's own statistics, as ``instance_norm`` has it
+    number: int  # how many calls in the same forward updated them before
+    per_instance: (
+        bool  # whether each row has statistics of its own, which are averaged (instance_norm)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moments:
-    """Mean and summed squared deviations per channel, of ``count`` values (rows, when per instance)."""
+    """Mean and sum of squared deviations per channel, of ``count`` values (rows, if per instance)."""
 
     place: Place
     count: int
     mean: Tensor
     deviations: Tensor
-    momentum: float  # how much of them a running statistic takes over
+    momentum: float  # the weight of these moments in the running statistics
 
     def joined(self, other: Moments, *, per_instance: bool) -> Moments:
-        """The moments of both together, where these are; the first ones' momentum."""
+        """The moments of the values of both, on ``self.place`` and with its momentum."""
         if not self.count or not other.count:
             return other if other.count else self
         mean, added = transfer((other.mean, other.deviations), other.place, self.place)
         total = self.count + other.count
-        apart = mean - self.mean
+        delta = mean - self.mean
         if not per_instance:
-            added = added + apart.square() * (self.count * other.count / total)
+            added = added + delta.square() * (self.count * other.count / total)
         return Moments(
             place=self.place,
             count=total,
-            mean=self.mean + apart * (other.count / total),
+            mean=self.mean + delta * (other.count / total),
             deviations=self.deviations + added,
             momentum=self.momentum,
         )
 
 
 def join_moments(call: NormCall, parts: Iterable[Moments]) -> Moments:
-    """The moments of all ``parts`` of what ``call`` normalised, where the first ones are."""
+    """The moments of all values that ``call`` normalised, on the place of the first of ``parts``."""
     with torch.no_grad():
         return reduce(lambda a, b: a.joined(b, per_instance=call.per_instance), parts)
 
 
 class DeferredStatistics:
-    """What one batch is to do to the running statistics of a model, and has not done yet."""
+    """Collects the statistics of one batch, from which running statistics are updated later."""
 
     def __init__(self) -> None:
         self._moments: dict[NormCall, dict[Place, Moments]] = {}
         self._counters: dict[str, tuple[Place, Tensor]] = {}
 
     def clear(self) -> None:
-        """Forget what is left of a batch that failed."""
+        """Forget the statistics of a batch that failed."""
         self._moments.clear()
         self._counters.clear()
 
     @property
     def calls(self) -> tuple[NormCall, ...]:
-        """The calls that were met, in order."""
+        """The calls that updated running statistics, in order."""
         return tuple(self._moments)
 
     @contextmanager
     def gathering(self, buffers: Mapping[str, Tensor], place: Place) -> Iterator[None]:
-        """Keep what norms would do to ``buffers``, which are on ``place``, in this block.
+        """Collect statistics in this block, which runs a stage or the model for one micro-batch.
 
-        A block runs a stage, or the whole model, for one micro-batch.
+        Norms in the block do not update ``buffers``, which are the running statistics on ``place``.
         """
-        with _NormWatch(buffers, partial(self._add, place)):
+        with _NormRecorder(buffers, partial(self._add, place)):
             yield
         for name, tensor in buffers.items():
-            # A batch counts once, so it is the first micro-batch of the first replica that does.
+            # A batch counts once: keep the count after the first micro-batch of the first replica.
             if name.rpartition(".")[2] == "num_batches_tracked" and name not in self._counters:
                 with on(place):
                     self._counters[name] = place, tensor.detach().clone()
@@ -130,13 +132,13 @@ class DeferredStatistics:
         here[place] = join_moments(call, (here[place], found)) if place in here else found
 
     def take_moments(self) -> dict[NormCall, Moments]:
-        """The moments of every call over all replicas here, on the first one's places; once."""
+        """Return and forget the moments of every call, on the place of the first replica's stage."""
         found = {call: join_moments(call, m.values()) for call, m in self._moments.items()}
         self._moments.clear()
         return found
 
     def set_counters(self, model: nn.Module) -> None:
-        """Have the ``num_batches_tracked`` of ``model`` counted the batch, not its micro-batches; once."""
+        """Make ``num_batches_tracked`` in ``model`` count one batch instead of its micro-batches."""
         for name, (place, counted) in self._counters.items():
             with on(place), torch.no_grad():
                 model.get_buffer(name).copy_(counted)
@@ -144,7 +146,7 @@ class DeferredStatistics:
 
 
 def update_statistics(model: nn.Module, moments: Mapping[NormCall, Moments]) -> None:
-    """Update the running statistics of ``model`` in place, by a layer's first call of a pass first."""
+    """Update the running statistics of ``model`` in place, in the order of a layer's calls."""
     for call in sorted(moments, key=lambda call: call.number):
         found = moments[call]
         if not found.count:
@@ -157,15 +159,15 @@ def update_statistics(model: nn.Module, moments: Mapping[NormCall, Moments]) -> 
 
 
 class _Statistics(NamedTuple):
-    """What a norm found in its input, and how much of it running statistics are to take over."""
+    """The statistics of a norm's input, and the momentum with which to update running statistics."""
 
     mean: Tensor
     var: Tensor
     momentum: float
 
 
-class _NormWatch(TorchFunctionMode):
-    """Gives norms zeros to write their statistics to, and tells ``found`` what they wrote.
+class _NormRecorder(TorchFunctionMode):
+    """Passes norms zeros in place of running statistics, and calls ``found`` with what they wrote there.
 
     With a momentum of 1 these are the statistics of the input, as the norm itself computes them.
     """
@@ -205,7 +207,7 @@ class _NormWatch(TorchFunctionMode):
         return result
 
 
-# The argument that says whether a norm takes (and learns) statistics of its input, and all in order.
+# For each norm: the argument that makes it use its input's statistics, and all arguments in order.
 _COMMON = ("input", "running_mean", "running_var", "weight", "bias")
 _OPERATOR = ("input", "weight", "bias", "running_mean", "running_var")
 _NORMS: dict[Any, tuple[str, tuple[str, ...]]] = {

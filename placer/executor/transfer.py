@@ -1,4 +1,4 @@
-"""Moving values between places, differentiably."""
+"""Copies values between places so that autograd copies their gradients back."""
 
 from __future__ import annotations
 
@@ -12,37 +12,39 @@ from torch.utils._pytree import tree_map
 from placer._torch import is_transformed, run_at_once, storage_key
 from placer.executor.place import Place, on
 
-_LEAST_PIECE = 2**20  # bytes: a copy of fewer takes hardly less time
-_MOST_PIECES = 64
+_MIN_CHUNK_NBYTES = 2**20  # copying less takes hardly less time
+_MAX_CHUNKS = 64
 
 
 def copy_to(place: Place, tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of ``tensor`` on ``place``; always a copy, also where two places share one device."""
+    """A copy of ``tensor`` on ``place``, even if the tensor is already on the torch device of ``place``."""
     with on(place):
         return tensor.to(place.device, copy=True)
 
 
-class WaitingGradients:
-    """Gradients of one value that wait where its readers are until its own backward comes.
+class PendingGradients:
+    """Gradients of one value, kept where its readers computed them until the value's own backward.
 
-    Its home holds the most just when its backward begins, while a reader's place has let go of
-    what it saved: a skip connection's gradient is better kept there. A stand-in of no bytes takes
-    its place in autograd's order; a hook on the value then puts the sum in.
+    The device that made the value has its highest memory use just when that backward begins, while a
+    reader has by then freed what it saved. So the gradient of a skip connection is better kept on the
+    reader's device. Autograd gets a placeholder that takes no memory, and a hook on the value replaces
+    it by the sum.
     """
 
     def __init__(self, home: Place, like: torch.Tensor) -> None:
         self._home = home
         self._zero = (like.dtype, like.device, like.shape)
-        self._stand_in: torch.Tensor | None = None
+        self._placeholder: torch.Tensor | None = None
         self._held: list[tuple[Place, torch.Tensor, bool, torch.cuda.Event | None]] = []
 
     def __bool__(self) -> bool:
         return bool(self._held)
 
     def hold(self, place: Place, grad: torch.Tensor, *, ours: bool = False) -> None:
-        """Keep ``grad`` on ``place``; a part of something larger (a concatenation's) as a copy.
+        """Keep ``grad`` on ``place``; if it is a view of something larger, keep a copy.
 
-        ``ours`` is a tensor that nobody else has, such as one that was received.
+        A view (as in the backward of a concatenation) would keep all of its memory alive. ``ours`` says
+        that nobody else has the tensor, as for one that was received, so it may be written to.
         """
         whole = grad.untyped_storage().nbytes() if grad.layout == torch.strided else 0
         if whole > grad.nbytes and not torch.is_grad_enabled():
@@ -52,61 +54,64 @@ class WaitingGradients:
         made = torch.cuda.current_stream(grad.device).record_event() if grad.is_cuda else None
         self._held.append((place, grad, ours, made))
 
-    def stand_in(self) -> torch.Tensor:
-        """A zero gradient for the value, at home."""
+    def placeholder(self) -> torch.Tensor:
+        """A zero gradient for the value on its home, expanded from one element."""
         dtype, device, shape = self._zero
         with on(self._home):
-            self._stand_in = torch.zeros((), dtype=dtype, device=device)
-            return self._stand_in.expand(shape)
+            self._placeholder = torch.zeros((), dtype=dtype, device=device)
+            return self._placeholder.expand(shape)
 
     def add_to(self, grad: torch.Tensor | None) -> torch.Tensor | None:
-        """``grad``, which is at home, and all that waits, which comes home one by one.
+        """The sum of ``grad``, which is on the value's home, and all pending gradients; forgets them.
 
-        Autograd keeps ``grad`` until the end. The sum is made in the first copy, and what comes
-        after is added to it piece by piece: there is never a third tensor.
+        They are copied to the home one by one. Autograd keeps ``grad`` alive until this returns, so the
+        sum is computed in place in the first copy, and later ones are added in chunks: there are never
+        more than two tensors of this size.
         """
-        ours = False  # is ``grad`` a tensor that nobody else has?
-        stand_in, self._stand_in = self._stand_in, None
-        if self._held and grad is not None and stand_in is not None:
-            alone = storage_key(grad) == storage_key(stand_in)
+        ours = False  # whether ``grad`` may be written to
+        placeholder, self._placeholder = self._placeholder, None
+        if self._held and grad is not None and placeholder is not None:
+            alone = storage_key(grad) == storage_key(placeholder)
             grad = None if alone else grad  # zeros need not be added
         with on(self._home):
             while self._held:
-                place, waiting, copied, made = self._held.pop()
+                place, pending, copied, made = self._held.pop()
                 if made is not None:
-                    stream = torch.cuda.current_stream(waiting.device)
+                    stream = torch.cuda.current_stream(pending.device)
                     stream.wait_event(made)
-                    waiting.record_stream(stream)
-                if ours and grad is not None and waiting.layout == grad.layout == torch.strided:
-                    _add_pieces(grad, waiting, place, self._home)
-                    del waiting
+                    pending.record_stream(stream)
+                if ours and grad is not None and pending.layout == grad.layout == torch.strided:
+                    _add_in_chunks(grad, pending, place, self._home)
+                    del pending
                     continue
-                came = transfer(waiting, place, self._home)
-                del waiting
+                came = transfer(pending, place, self._home)
+                del pending
                 free = (copied or place != self._home) and not torch.is_grad_enabled()
                 if grad is None:
                     grad, ours = came, free
                 elif free and came.layout == grad.layout == torch.strided:
-                    grad, ours = came.add_(grad), True  # the copy is ours: no third tensor
+                    grad, ours = came.add_(grad), True
                 else:
                     grad, ours = came + grad, not torch.is_grad_enabled()
                 del came
         return grad
 
 
-def _add_pieces(total: torch.Tensor, waiting: torch.Tensor, source: Place, target: Place) -> None:
-    """Add ``waiting``, which is on ``source``, to ``total``, which is on ``target``."""
-    if source == target or not (total.is_contiguous() and waiting.is_contiguous()):
-        total.add_(transfer(waiting, source, target))
+def _add_in_chunks(
+    total: torch.Tensor, pending: torch.Tensor, source: Place, target: Place
+) -> None:
+    """Add ``pending``, which is on ``source``, to ``total``, which is on ``target``."""
+    if source == target or not (total.is_contiguous() and pending.is_contiguous()):
+        total.add_(transfer(pending, source, target))
         return
-    size = max(_LEAST_PIECE // waiting.element_size(), -(-waiting.numel() // _MOST_PIECES))
-    pieces = zip(total.view(-1).split(size), waiting.view(-1).split(size), strict=True)
+    size = max(_MIN_CHUNK_NBYTES // pending.element_size(), -(-pending.numel() // _MAX_CHUNKS))
+    pieces = zip(total.view(-1).split(size), pending.view(-1).split(size), strict=True)
     for part, piece in pieces:
         part.add_(transfer(piece, source, target))
 
 
 class _Transfer(torch.autograd.Function):
-    """Copy from one place to another; the gradient takes the way back, at once or when needed."""
+    """A copy to another place. Its gradient is copied back at once, or kept in ``pending``."""
 
     @staticmethod
     def forward(
@@ -114,11 +119,11 @@ class _Transfer(torch.autograd.Function):
         tensor: torch.Tensor,
         source: Place,
         target: Place,
-        waiting: WaitingGradients | None,
+        pending: PendingGradients | None,
     ) -> torch.Tensor:
         ctx.source = source
         ctx.target = target
-        ctx.waiting = waiting
+        ctx.pending = pending
         ctx.set_materialize_grads(False)
         return copy_to(target, tensor)
 
@@ -126,17 +131,17 @@ class _Transfer(torch.autograd.Function):
     def backward(
         ctx: Any, *grads: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, None, None, None]:
-        if grads[0] is None or ctx.waiting is None:
+        if grads[0] is None or ctx.pending is None:
             return transfer(grads[0], ctx.target, ctx.source), None, None, None
-        ctx.waiting.hold(ctx.target, grads[0])
-        return ctx.waiting.stand_in(), None, None, None
+        ctx.pending.hold(ctx.target, grads[0])
+        return ctx.pending.placeholder(), None, None, None
 
 
-def transfer(value: Any, source: Place, target: Place, *, gradients_wait: bool = False) -> Any:
-    """``value`` (any pytree) with its tensors moved from ``source`` to ``target``.
+def transfer(value: Any, source: Place, target: Place, *, defer_gradients: bool = False) -> Any:
+    """``value`` (any pytree) with its tensors copied from ``source`` to ``target``.
 
-    A value that stays at its place is passed on as it is. A ``torch.device`` becomes the target's.
-    With ``gradients_wait``, gradients stay on ``target`` until the value's own backward runs.
+    Returns ``value`` itself if both are the same place. A ``torch.device`` in it becomes the target's.
+    With ``defer_gradients``, gradients stay on ``target`` until the value's own backward runs.
     """
     if source == target:
         return value
@@ -145,12 +150,12 @@ def transfer(value: Any, source: Place, target: Place, *, gradients_wait: bool =
         if isinstance(leaf, torch.Tensor):
             if not (leaf.requires_grad and torch.is_grad_enabled()) or is_transformed():
                 return copy_to(target, leaf)
-            waiting = None
-            if gradients_wait and has_backward(leaf):
-                waiting = WaitingGradients(source, leaf)
-                leaf.register_hook(waiting.add_to)
-            copied = _Transfer.apply(leaf, source, target, waiting)
-            if waiting is not None:
+            pending = None
+            if defer_gradients and has_backward(leaf):
+                pending = PendingGradients(source, leaf)
+                leaf.register_hook(pending.add_to)
+            copied = _Transfer.apply(leaf, source, target, pending)
+            if pending is not None:
                 run_at_once(copied.grad_fn)
             return copied
         return target.device if isinstance(leaf, torch.device) else leaf
@@ -159,15 +164,15 @@ def transfer(value: Any, source: Place, target: Place, *, gradients_wait: bool =
 
 
 def has_backward(tensor: torch.Tensor) -> bool:
-    """Was it computed from what needs gradients? (A leaf's hooks would outlive the step.)"""
+    """Whether ``tensor`` has a ``grad_fn``. (Hooks on a leaf would stay after the step.)"""
     return tensor.grad_fn is not None
 
 
 class _Receive(torch.autograd.Function):
-    """A value from another stage as the start of a new graph; ``deliver`` gets its gradient.
+    """A value from another stage as the start of a new graph; ``deliver`` is called with its gradient.
 
-    The anchor, which has no bytes, is what makes the result require grad. Unlike a leaf, the result
-    is kept alive only by those who save it, and in-place operations on it are allowed.
+    The result requires gradients because ``anchor``, an empty tensor, does. Unlike a leaf, the result is
+    kept alive only by operations that save it, and in-place operations on it are allowed.
     """
 
     @staticmethod
@@ -194,10 +199,11 @@ class _Receive(torch.autograd.Function):
 def receive(
     tensor: torch.Tensor, source: Place, target: Place, deliver: Callable[[torch.Tensor], None]
 ) -> torch.Tensor:
-    """``tensor`` on ``target``, cut off from its graph; ``deliver`` is given its gradient there.
+    """``tensor`` on ``target``, detached from its graph; ``deliver`` is called with its gradient there.
 
-    It gets it as soon as the last reader's backward has run, not when all else of the stage has: of
-    a concatenation's gradient, a part would keep the whole until then.
+    The call comes as soon as the last reader's backward has run, before the rest of the stage's
+    backward. Otherwise a gradient that is a view, as in the backward of a concatenation, would keep the
+    whole tensor alive for longer.
     """
     with on(target):
         anchor = torch.zeros(0, requires_grad=True)
@@ -208,9 +214,9 @@ def receive(
 
 
 class _Root(torch.autograd.Function):
-    """No numbers, over a tensor; in backward the tensor's gradient is what ``start`` gives.
+    """An empty tensor whose backward gives ``tensor`` the gradient that ``start()`` returns.
 
-    Given to ``torch.autograd.backward`` directly, the gradient would be held to the end of it.
+    If the gradient were passed to ``torch.autograd.backward`` itself, it would stay alive to the end.
     """
 
     @staticmethod
@@ -224,19 +230,19 @@ class _Root(torch.autograd.Function):
         return ctx.start(), None
 
 
-def gradient_root(tensor: torch.Tensor, waiting: WaitingGradients) -> torch.Tensor:
-    """A tensor of no bytes whose backward starts that of ``tensor``, and then adds what waits for it.
+def gradient_root(tensor: torch.Tensor, pending: PendingGradients) -> torch.Tensor:
+    """An empty tensor whose backward runs that of ``tensor`` from the sum of its pending gradients.
 
-    It does not keep the tensor alive, only its graph.
+    It keeps the graph of ``tensor`` alive, but not its data.
     """
     if not has_backward(tensor):
-        return _Root.apply(tensor, lambda: waiting.add_to(None))  # type: ignore[no-any-return]
-    tensor.register_hook(waiting.add_to)
-    return _Root.apply(tensor, waiting.stand_in)  # type: ignore[no-any-return]
+        return _Root.apply(tensor, lambda: pending.add_to(None))  # type: ignore[no-any-return]
+    tensor.register_hook(pending.add_to)
+    return _Root.apply(tensor, pending.placeholder)  # type: ignore[no-any-return]
 
 
 class _ParameterCopy(torch.autograd.Function):
-    """A parameter's copy on another place; its gradient goes home to the parameter."""
+    """A parameter's copy on another place; its gradient is copied back to the parameter's home."""
 
     @staticmethod
     def forward(
@@ -254,6 +260,8 @@ class _ParameterCopy(torch.autograd.Function):
         return transfer(grads[0], ctx.place, ctx.home), None, None, None
 
 
-def attach(primary: torch.Tensor, copied: torch.Tensor, home: Place, place: Place) -> torch.Tensor:
-    """``copied`` at ``place``, as a differentiable function of ``primary`` at ``home``."""
+def attach_copy(
+    primary: torch.Tensor, copied: torch.Tensor, home: Place, place: Place
+) -> torch.Tensor:
+    """``copied`` on ``place`` as a differentiable function of ``primary``, which is on ``home``."""
     return _ParameterCopy.apply(primary, copied, home, place)  # type: ignore[no-any-return]

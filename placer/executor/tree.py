@@ -1,4 +1,4 @@
-"""Stand-ins for the model's module tree, holding one stage's tensors of one replica."""
+"""Builds the module tree that a stage's code reads: clones of the model's modules with other tensors."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def build_tree(
 ) -> Any:
     """An object with ``root``'s submodules ``modules`` and tensors ``attributes`` at their paths.
 
-    Every module is a shallow clone (same hooks, flags and Python attributes as now), every tensor
-    what ``read(dotted name, tensor)`` makes of it. Building costs some microseconds per module,
-    which is why it is done anew for every step: nothing the user changes can be missed.
+    Every module is a shallow clone with the present hooks, flags and Python attributes, and every
+    tensor is replaced by ``read(dotted name, tensor)``. Building takes some microseconds per module,
+    so it is done for every step, and no change that the user makes is missed.
     """
     tree = SimpleNamespace(**{_CLONES: []})
     for path in modules:
@@ -33,9 +33,9 @@ def build_tree(
 
 
 def write_back(tree: Any) -> None:
-    """Give the modules of the root what forward put into their stand-ins: buffers and attributes.
+    """Assign to the root's modules the buffers and attributes that forward assigned to their clones.
 
-    A tensor that was written in place needs no such care, nor does a tree that is the root itself.
+    Not needed for tensors that were written in place, nor for a tree that is the root itself.
     """
     for module, clone, before in getattr(tree, _CLONES, ()):
         for name, value in clone._buffers.items():
@@ -65,12 +65,12 @@ def _clone(
 
 
 def _put(tree: Any, path: str, value: Any) -> None:
-    """Set ``tree.a.b.c = value``, making the containers on the way."""
+    """Set ``tree.a.b.c = value``, creating the containers ``a`` and ``b`` if needed."""
     *parents, leaf = path.split(".")
     for name in parents:
         if not hasattr(tree, name):
             setattr(tree, name, SimpleNamespace())
         tree = getattr(tree, name)
     if isinstance(tree, nn.Module) and isinstance(value, Tensor):
-        return  # the tensor of a module that is here as a whole already
+        return  # the module is in the tree as a whole, with its tensors
     setattr(tree, leaf, value)

@@ -1,8 +1,8 @@
-"""Pipeline schedules: which rank runs which stage's forward or backward of which micro-batch, and when.
+"""Pipeline schedules: the order in which each rank runs forwards and backwards of micro-batches.
 
-Nothing here imports torch. `make_schedule` gives each rank its actions, `linearize` puts those of all
-ranks in one order, `find_messages` says what ranks must send each other, and `in_flight_by_stage` how
-many micro-batches wait at each stage.
+Nothing here imports torch. `make_schedule` returns the actions of each rank, `linearize` puts the actions
+of all ranks into one order, `find_messages` finds the messages between ranks, and `in_flight_by_stage`
+counts the micro-batches that each stage keeps activations of.
 """
 
 from placer.schedule.batch import split_batch

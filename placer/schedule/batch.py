@@ -1,10 +1,10 @@
-"""How many rows of a batch each replica and each micro-batch gets."""
+"""Splits the rows of a batch among replicas and micro-batches."""
 
 from __future__ import annotations
 
 
 def split_batch(total: int, replicas: int, microbatches: int) -> tuple[tuple[int, ...], ...]:
-    """The rows of each micro-batch, per replica; a replica that gets no rows is left out.
+    """The number of rows of each micro-batch, for each replica; leaves out replicas without rows.
 
     >>> split_batch(10, 2, 2), split_batch(1, 2, 4)
     (((3, 2), (3, 2)), ((1,),))
@@ -13,7 +13,7 @@ def split_batch(total: int, replicas: int, microbatches: int) -> tuple[tuple[int
 
 
 def _chunk_sizes(total: int, chunks: int) -> tuple[int, ...]:
-    """The sizes that ``torch.chunk`` gives: at most ``chunks``, none zero unless ``total`` is.
+    """The sizes that ``torch.chunk`` gives: at most ``chunks`` of them, none zero unless ``total`` is.
 
     >>> _chunk_sizes(30, 8), _chunk_sizes(10, 8), _chunk_sizes(10, 3)
     ((4, 4, 4, 4, 4, 4, 4, 2), (2, 2, 2, 2, 2), (4, 4, 2))

@@ -1,4 +1,4 @@
-"""The actions of every rank under each schedule, by the rules of the paper that describes it."""
+"""Builds schedules: the actions of every rank, by the rules of the papers that describe them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Maker = Callable[[int, int, int, int], list[Action]]
 def make_schedule(
     name: str, num_stages: int, num_microbatches: int, *, num_ranks: int | None = None
 ) -> Schedule:
-    """The schedule called ``name``; stage ``s`` is on rank ``s % num_ranks``.
+    """The schedule ``name``, with stage ``s`` on rank ``s % num_ranks``.
 
-    ``num_ranks`` is the number of stages by default. With several stages per rank, 1F1B is
-    interleaved, and GPipe runs a rank's stages one after the other (torch's ``ScheduleLoopedBFS``).
-    Raises ``ValueError`` for an unknown name, and for numbers that the schedule does not support.
+    By default there are as many ranks as stages. With several stages per rank, 1F1B is interleaved, and
+    GPipe runs a rank's stages one after the other (torch's ``ScheduleLoopedBFS``). Raises ``ValueError``
+    for an unknown name, and for numbers that the schedule does not support.
 
     >>> for actions in make_schedule("1F1B", 2, 3).actions:
     ...     print(*actions)
@@ -33,7 +33,7 @@ def make_schedule(
     if num_stages < 1 or num_microbatches < 1:
         raise ValueError("a schedule has at least one stage and one micro-batch")
     if ranks < 1 or num_stages % ranks:
-        raise ValueError(f"{num_stages} stages cannot be dealt out evenly to {ranks} ranks")
+        raise ValueError(f"{num_stages} stages cannot be divided evenly among {ranks} ranks")
     make = _MAKERS[name]
     return Schedule(
         name=name,
@@ -47,7 +47,7 @@ def make_schedule(
 
 
 def ranks_of(devices: Sequence[str]) -> tuple[int, ...]:
-    """Per stage the rank of its device (a name): devices are numbered as they come.
+    """For each stage the number of its device; devices are numbered in the order of their first stage.
 
     >>> ranks_of(["cuda:1", "cuda:0", "cuda:1"])
     (0, 1, 0)
@@ -57,12 +57,12 @@ def ranks_of(devices: Sequence[str]) -> tuple[int, ...]:
 
 
 def schedule_on(name: str, rank_of: Sequence[int], num_microbatches: int) -> Schedule:
-    """The schedule called ``name`` where each stage is on the rank that ``rank_of`` has for it.
+    """The schedule ``name`` with stage ``s`` on rank ``rank_of[s]``.
 
-    Stages that are dealt out in turn, in rounds of micro-batches that come out even, get the order of
-    the paper. For others there is none: each rank does its actions in the order of the schedule with a
-    rank per stage, as one process does them all. That order keeps every dependency, so no rank waits
-    for itself.
+    If stages are on ranks in turn, and micro-batches divide evenly into rounds, the order is that of
+    `make_schedule`. The papers have no order for other cases. There each rank runs its actions in the
+    order in which one process would run the schedule with one rank per stage. That order respects all
+    dependencies, so there is no deadlock.
 
     >>> for actions in schedule_on("1F1B", (0, 1, 0), 2).actions:
     ...     print(*actions)
@@ -72,7 +72,7 @@ def schedule_on(name: str, rank_of: Sequence[int], num_microbatches: int) -> Sch
     ranks, stages = max(rank_of) + 1, len(rank_of)
     try:
         in_turn = make_schedule(name, stages, num_microbatches, num_ranks=ranks)
-    except ValueError:  # they do not come out even
+    except ValueError:  # they cannot be divided evenly
         in_turn = None
     if in_turn is not None and in_turn.rank_of == tuple(rank_of):
         return in_turn
@@ -84,9 +84,9 @@ def schedule_on(name: str, rank_of: Sequence[int], num_microbatches: int) -> Sch
 
 @functools.lru_cache(maxsize=64)
 def one_process_order(name: str, num_stages: int, num_microbatches: int) -> tuple[Action, ...]:
-    """All actions of the schedule called ``name`` in the order in which one process does them.
+    """All actions of the schedule ``name`` in the order in which one process runs them.
 
-    It gains nothing from splitting a backward into its halves.
+    Backwards are whole, because splitting them has no benefit in one process.
     """
     return linearize(merge_backward(make_schedule(name, num_stages, num_microbatches)))
 
@@ -112,7 +112,7 @@ def _gpipe(rank: int, num_ranks: int, num_stages: int, num_microbatches: int) ->
 
 
 def _1f1b(rank: int, num_ranks: int, num_stages: int, num_microbatches: int) -> list[Action]:
-    """PipeDream-Flush (Narayanan et al. 2021, arXiv:2006.09503); interleaved with several stages per rank."""
+    """PipeDream-Flush (Narayanan et al. 2021, arXiv:2006.09503); interleaved if ranks have several stages."""
     hop = 1 if num_ranks == num_stages else 2
     return _alternate(rank, num_ranks, num_stages, num_microbatches, hop=hop, delay=None)
 
@@ -144,16 +144,16 @@ def _alternate(
     hop: int,
     delay: int | None,
 ) -> list[Action]:
-    """Warm-up forwards, then one forward and one backward in turn, then the remaining backwards.
+    """Warm-up forwards, then alternately one forward and one backward, then the remaining backwards.
 
-    A rank begins with ``hop`` forwards for every rank after it. With ``delay`` each backward is
-    split in two: the gradients of weights are computed ``delay`` backwards after those of inputs.
+    A rank's warm-up has ``hop`` forwards for every rank after it. With ``delay`` each backward is split
+    in two halves, and the one for weights runs ``delay`` backwards after the one for inputs.
     """
     per_rank = num_stages // num_ranks
     rounds = max(1, num_microbatches // num_ranks)
     if per_rank > 1 and num_microbatches % rounds:
         raise ValueError(
-            f"{num_microbatches} micro-batches cannot be dealt out in {rounds} equal rounds "
+            f"{num_microbatches} micro-batches cannot be divided into {rounds} equal rounds "
             f"over {num_ranks} ranks; use a multiple of {num_ranks}"
         )
     in_round = num_microbatches // rounds if per_rank > 1 else num_microbatches

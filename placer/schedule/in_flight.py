@@ -1,4 +1,4 @@
-"""What a stage keeps for other micro-batches while it runs one: activations, and gradients."""
+"""Counts the micro-batches of which a stage keeps activations or gradients while it runs another one."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ Moments = tuple[tuple[float, float], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InFlight:
-    """How many micro-batches are in flight at one stage over a step, in the order of one process.
+    """The micro-batches in flight at one stage during a step, in the order of one process.
 
-    A micro-batch is in flight from its forward to its backward. All numbers are in micro-batches; the
-    last one counts as ``last_share``, for it has fewer rows where the batch does not divide evenly.
+    A micro-batch is in flight from its forward to its backward. The unit is one micro-batch; the last one
+    counts as ``last_share``, because it has fewer rows if the batch does not divide evenly.
 
-    A moment is a pair: how many others are in flight while one runs, and the share of that one.
-    ``forwards`` come before the stage's first backward, ``later_forwards`` after it (GPipe has none),
-    and ``later_backwards`` after the first backward, at which ``first_backward`` others are in flight.
+    A moment is a pair: the number of others in flight while a micro-batch runs, and the share of that
+    micro-batch. ``forwards`` are the moments before the stage's first backward, ``later_forwards`` those
+    after it (GPipe has none). ``later_backwards`` come after the first backward, during which
+    ``first_backward`` others are in flight. Only moments that no other moment exceeds are kept.
 
-    ``pending_at_forwards`` and ``pending_at_backwards`` count gradients that the stage has computed and
-    an earlier stage has not used yet: each entry is a moment after the first backward, and has for
-    every earlier stage the number of micro-batches.
+    ``pending_at_forwards`` and ``pending_at_backwards`` count gradients that the stage has computed for
+    earlier stages, and that these have not used yet. Each entry is a moment; it has for every earlier
+    stage the number of micro-batches.
     """
 
     microbatches: int = 1
     last_share: float = 1.0
-    most: float = 1  # in flight at once, the one that runs included
+    most: float = 1  # in flight at the same time, including the one that runs
     forwards: Moments = ((0, 1),)
     first_backward: float = 0
     later_forwards: Moments = ()
@@ -40,7 +41,7 @@ class InFlight:
 
 
 def in_flight_by_stage(schedule: Schedule, *, last_share: float = 1.0) -> tuple[InFlight, ...]:
-    """What each stage of ``schedule`` keeps; split backwards count as whole ones.
+    """The micro-batches in flight at each stage of ``schedule``; split backwards count as whole ones.
 
     >>> from placer.schedule import make_schedule
     >>> middle = in_flight_by_stage(make_schedule("1F1B", 3, 4))[1]
@@ -58,8 +59,10 @@ def _in_flight(
     order: Sequence[Action], schedule: Schedule, stage_index: int, last_share: float
 ) -> InFlight:
     last = schedule.num_microbatches - 1
-    unused = dict.fromkeys(range(stage_index), 0.0)  # earlier stage -> gradients it has yet to use
-    running: dict[int, float] = {}  # micro-batch in flight -> its share
+    unused = dict.fromkeys(
+        range(stage_index), 0.0
+    )  # for each earlier stage, gradients it has not used
+    running: dict[int, float] = {}  # the share of each micro-batch in flight
     forwards: list[set[tuple[float, ...]]] = [set(), set()]  # before the first backward, and after
     backwards: list[set[tuple[float, ...]]] = [set(), set()]
     pending: dict[str, set[tuple[float, ...]]] = {"F": set(), "B": set()}
@@ -97,7 +100,7 @@ def _moments(counts: Iterable[tuple[float, ...]]) -> Moments:
 
 
 def _largest(counts: Iterable[tuple[float, ...]]) -> Counts:
-    """The rows that no other row exceeds or equals in every number (a Pareto front), without zeros."""
+    """The Pareto front of ``counts``, without rows of zeros: no row is covered by another one."""
     found = sorted(set(counts))
     covers = lambda a, b: a != b and all(x >= y for x, y in zip(a, b, strict=True))  # noqa: E731
     return tuple(row for row in found if any(row) and not any(covers(o, row) for o in found))

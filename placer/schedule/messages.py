@@ -1,10 +1,9 @@
 """The messages that ranks send each other during a step, in one order that all ranks share.
 
-A message is ordered by the action that makes its value (`linearize` orders all actions). Each rank
-handles its messages in that order: it starts a receive only when it has sent every earlier message of
-the same pair of ranks. So no wait is circular, even where a message leaves its sender only when the
-receiver is ready for it: of the messages that have not arrived, the first depends on nothing but
-actions that come before it.
+Messages are ordered by the action that makes the value, in the order of `linearize`. Each rank handles
+its messages in that order: it starts a receive only after it has sent every earlier message of the same
+pair of ranks. So no wait is circular, even if a message leaves its sender only when the receiver is ready
+for it. The reason: the first message that has not arrived depends only on actions that come before it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from placer.schedule.types import Action
 class Flow:
     """A value that one stage makes and later stages read, for one micro-batch.
 
-    ``gradient_readers`` are the readers that hand back a gradient of it.
+    ``gradient_readers`` are the readers that send back a gradient of it.
     """
 
     name: str
@@ -52,10 +51,10 @@ def find_messages(
 ) -> tuple[Message, ...]:
     """The messages of a step whose actions run in ``order``, sorted by when they are sent.
 
-    ``flows(microbatch_index)`` are the values of a micro-batch, in an order that all ranks agree on;
-    ``rank_of`` has the rank of every stage. A value is sent to a rank once, before the
-    first of its stages that reads it. Its gradient is sent back once, after the backward (or the
-    first half of it) of the last of them. Linear in actions and flows.
+    ``flows(microbatch_index)`` returns the values of a micro-batch in an order that is the same on all
+    ranks; ``rank_of`` has the rank of every stage. A value is sent to a rank once, before the first stage
+    there that reads it. Its gradient is sent back once, after the backward (or its first half) of the
+    last stage there that computes it. Takes time linear in actions and flows.
     """
     at: dict[tuple[str, int, int], int] = {}
     for index, action in enumerate(order):

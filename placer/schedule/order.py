@@ -1,4 +1,4 @@
-"""One order of all actions of a schedule, as one process runs them."""
+"""Puts the actions of all ranks of a schedule into one order, as a single process would run them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from placer.schedule.types import Action, Schedule
 def linearize(schedule: Schedule) -> tuple[Action, ...]:
     """One order of all actions that keeps the order of every rank and the data dependencies.
 
-    Of the actions that can run, forwards of all stages but the first go first, then the earliest
-    micro-batch, its backward before its forward: values are kept no longer than they must be.
-    O(actions x log ranks).
+    If several actions can run, forwards of all stages but the first come first; then the earliest
+    micro-batch, and its backward before its forward. So values are not kept longer than necessary.
+    Takes O(actions * log(ranks)) time.
 
     >>> from placer.schedule import make_schedule
     >>> print(*linearize(make_schedule("1F1B", 2, 2)))
     0F0 1F0 1B0 0F1 1F1 0B0 1B1 0B1
     """
     ranks = len(schedule.actions)
-    upcoming = [0] * ranks  # per rank, the index of its next action
-    queued = [False] * ranks  # is that one among the ready ones already?
+    upcoming = [0] * ranks  # for each rank, the index of its next action
+    queued = [False] * ranks  # whether that action is in ``ready`` already
     ready: list[tuple[tuple[bool, int, bool, int], int]] = []  # urgency, rank; a heap
     done: set[tuple[int, str, int]] = set()
     order: list[Action] = []
@@ -44,11 +44,11 @@ def linearize(schedule: Schedule) -> tuple[Action, ...]:
         queued[rank] = False
         done.add(_key(action))
         order.append(action)
-        # Only this rank and those of the neighbouring stages can have waited for the action.
+        # Only this rank and the ranks of neighbouring stages can have an action that waited for this one.
         at = action.stage_index
         for neighbour in schedule.rank_of[max(0, at - 1) : at + 2]:
             queue_if_ready(neighbour)
-    assert len(order) == sum(map(len, schedule.actions)), "the schedule waits for itself"
+    assert len(order) == sum(map(len, schedule.actions)), "the schedule has a deadlock"
     return tuple(order)
 
 
@@ -58,7 +58,7 @@ def _urgency(action: Action) -> tuple[bool, int, bool, int]:
 
 
 def merge_backward(schedule: Schedule) -> Schedule:
-    """The schedule with whole backwards (B) in place of split ones: at the I, and without the W."""
+    """The schedule with every split backward replaced by a whole one (B) in place of its first half (I)."""
     actions = tuple(
         tuple(replace(a, kind="B") if a.kind == "I" else a for a in rank if a.kind != "W")
         for rank in schedule.actions
@@ -71,7 +71,7 @@ def _is_ready(action: Action, done: set[tuple[int, str, int]], schedule: Schedul
 
 
 def _needs(action: Action, schedule: Schedule) -> Iterator[tuple[int, str, int]]:
-    """Keys of what ``action`` depends on: the neighbouring stage's action, and its own stage's forward."""
+    """Keys of the actions on which ``action`` depends, in its own and a neighbouring stage."""
     stage, microbatch = action.stage_index, action.microbatch_index
     if action.kind == "F":
         if stage > 0:
@@ -85,5 +85,5 @@ def _needs(action: Action, schedule: Schedule) -> Iterator[tuple[int, str, int]]
 
 
 def _key(action: Action) -> tuple[int, str, int]:
-    """I and B have the same key: after either, the gradients of the stage's inputs are there."""
+    """A key of the action; I and B have the same, as both compute the gradients of the stage's inputs."""
     return action.stage_index, "B" if action.kind == "I" else action.kind, action.microbatch_index

@@ -8,9 +8,9 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """One stage's forward or backward of one micro-batch; printed as torch prints it.
+    """One stage's forward or backward of one micro-batch; ``str`` gives torch's notation.
 
-    ``F`` forward; ``B`` whole backward; ``I`` its half for inputs, ``W`` its half for weights.
+    Kinds: ``F`` forward, ``B`` whole backward, ``I`` its half for inputs, ``W`` its half for weights.
 
     >>> str(Action(stage_index=2, kind="F", microbatch_index=0))
     '2F0'
@@ -26,9 +26,9 @@ class Action:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """What every rank does, in order; without times and devices.
+    """The actions of every rank in order, without times and devices.
 
-    ``rank_of`` has the rank of each stage, and ``actions[rank]`` are the actions of its stages.
+    ``rank_of`` has the rank of each stage; ``actions[rank]`` are the actions of the rank's stages.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Simulation: a plan in, the bytes that its emitted module holds per device out; a dry run."""
+"""Makes dry runs of a plan's emitted module on fake tensors, to find the memory that each device needs."""
 
 from placer.simulation.ledger import Ledger
 from placer.simulation.simulate import simulate_plan

@@ -1,4 +1,4 @@
-"""Plans whose verdict, whether they fit, is that of a dry run of the emitted module."""
+"""Makes plans and checks by a dry run of the emitted module whether they fit."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from placer.spec import PlacementSpec
 from placer.timeline import HostUsage, host_usage
 from placer.units import format_count
 
-_MOST_ROUNDS = 3  # of planning with corrections
-# Of 126 placements of four MONAI networks that the suite does not have, the worst prediction was
-# 14% below its dry run; a device that has more room than that, or lacks more, is not run for it.
+_MAX_ROUNDS = 3  # of planning with corrections
+# In 126 placements of four MONAI networks outside the test suite, the worst estimate was 14% below the
+# dry run. If an estimate differs from the budget by more than this share, no dry run is needed.
 _DOUBTFUL_SHARE = 0.15
-_CLEAR_SHARE = 1 / (1 + _DOUBTFUL_SHARE)  # of a budget: what fills no more fits without a doubt
+_CLEAR_SHARE = 1 / (1 + _DOUBTFUL_SHARE)  # an estimate below this share of a budget certainly fits
 _NO_BYTES = StageMemory(
     parameters=0,
     gradients=0,
@@ -47,20 +47,20 @@ _NO_BYTES = StageMemory(
 
 
 class Planner:
-    """Plans specs for one captured model and its inputs, and judges every plan's verdict.
+    """Plans specs for one captured model and its inputs, and judges whether each plan fits.
 
-    Where a judged plan does not fit, or starves kernels of the memory that they want to work in, it is
-    planned again with what its devices need beyond their estimates as corrections, a few times: a
-    heuristic. A plan that fits and starves no kernel is taken, else one that fits, else the one that
-    overflows the least.
+    If a plan does not fit in a dry run, or if kernels are starved (they find no room for the workspace
+    that they want), the planner tries again with corrections: the bytes by which the dry run exceeded the
+    estimates. This heuristic is repeated a few times. The best plan is one that fits and starves no
+    kernel, otherwise one that fits, otherwise the one that exceeds its budgets the least.
 
-    In one process on CPUs a plan is dry-run when a device's estimate is near its budget; its peaks stay
-    the estimates, unless the dry run comes to another verdict. On CUDA devices it always is, as only
-    then it is known what torch's allocator takes (`placer.simulation.usage`). With ``processes`` what
-    devices need is that of `rank_timelines`: estimates are of one process, and a rank holds more (what it
-    received, both halves of a split backward, buckets, whole results in inference; and every replica has
-    its own optimizer). With ``verdict_only`` that is found out only where there is a budget to exceed.
-    Without ``judged`` all stay estimates.
+    In one process on CPUs there is a dry run only if the estimate of a device is near its budget; the
+    plan then keeps the estimated peaks, unless the dry run gives another verdict. On CUDA devices there
+    is always a dry run, because only that shows what torch's allocator reserves
+    (`placer.simulation.usage`). With ``processes`` the dry run is that of `rank_timelines`, because
+    estimates are for one process and a rank needs more memory (received values, both halves of a split
+    backward, buckets, whole results in inference, an optimizer per replica). With ``verdict_only`` that
+    dry run is made only if there is a budget. Without ``judged`` there are no dry runs.
     """
 
     def __init__(
@@ -79,15 +79,15 @@ class Planner:
         self._runs: list[tuple[Plan, _DryRun]] = []
 
     def __call__(self, spec: PlacementSpec) -> Plan:
-        """As `placer.planner.build.PlanMaker` says."""
+        """A plan for ``spec``; see `PlanMaker`."""
         return self._plan(spec)
 
     def try_out(self, spec: PlacementSpec) -> Plan:
-        """As `placer.planner.build.PlanMaker` says."""
+        """A plan for ``spec`` that was made in less time; see `PlanMaker`."""
         return self._plan(spec, enough=_CLEAR_SHARE, second_look=False)
 
     def guess(self, spec: PlacementSpec) -> Plan:
-        """As `placer.planner.build.PlanMaker` says."""
+        """A plan for ``spec`` from rough estimates; see `PlanMaker`."""
         return build_plan(
             self._program,
             spec,
@@ -99,7 +99,7 @@ class Planner:
         )
 
     def judge(self, plan: Plan) -> Plan:
-        """``plan`` with the verdict of a dry run, where one is needed."""
+        """``plan`` with the verdict of a dry run, if one is needed."""
         return self._judge(plan)[0]
 
     def _plan(self, spec: PlacementSpec, *, enough: float = 0.0, second_look: bool = True) -> Plan:
@@ -126,13 +126,13 @@ class Planner:
         return _with_notes(min(judged, key=lambda p: (not p.fits, _starved(p), p.overflow_bytes)))
 
     def _rounds(self, build: Callable[..., Plan], plan: Plan, *, starving: bool) -> list[Plan]:
-        """``plan`` judged, then those that leave the room that it lacks, till one has enough.
+        """Judge ``plan``, then plans with corrections, until one fits.
 
-        Kernels that starve have enough only with ``starving``.
+        A plan that starves kernels counts as one that fits only with ``starving``.
         """
         judged: list[Plan] = []
-        beyond: dict[str, int] = {}  # what estimates were too low by
-        for number in range(_MOST_ROUNDS):
+        beyond: dict[str, int] = {}  # bytes by which estimates were too low
+        for number in range(_MAX_ROUNDS):
             if number:
                 plan = build(corrections=beyond)
             found, run = self._judge(plan)
@@ -144,7 +144,7 @@ class Planner:
                 for d in plan.devices
                 if not _is_doubtful(d)
             ):
-                break  # by far too little memory: to leave some of it free does not help
+                break  # a budget is exceeded by far, so corrections do not help
             before = beyond
             beyond = _corrections(before, plan, found, run, starving=starving)
             if not any(nbytes > before.get(name, 0) for name, nbytes in beyond.items()):
@@ -152,7 +152,7 @@ class Planner:
         return judged
 
     def _judge(self, plan: Plan) -> tuple[Plan, _DryRun | None]:
-        """``plan`` with the verdict of a dry run, and that run; None where none was needed."""
+        """``plan`` with the verdict of a dry run, and that run; None if none was needed."""
         replaced = self._replaces_estimates(plan)
         if not (replaced or plan.host is not None or any(map(_is_doubtful, plan.devices))):
             return plan, None
@@ -167,14 +167,14 @@ class Planner:
         return (found if replaced else replace(plan, host=found.host)), run
 
     def _replaces_estimates(self, plan: Plan) -> bool:
-        """Whether peaks of ``plan`` are to be those of a dry run, whatever its estimates are."""
+        """Whether the peaks of ``plan`` must come from a dry run, whatever its estimates are."""
         if not self._processes:
             return any(device.allocator is not None for device in plan.devices)
         budgets = [device.budget for device in plan.devices]
         return not self._verdict_only or any(budget is not None for budget in budgets)
 
     def _dry_run(self, plan: Plan) -> _DryRun:
-        """The dry run of ``plan``, which is made once."""
+        """The dry run of ``plan``; cached."""
         key = _without_costs(plan)
         for known, run in self._runs:
             if known == key:
@@ -195,27 +195,28 @@ class Planner:
 
 @dataclass(frozen=True, slots=True)
 class _DryRun:
-    """Per device of a plan what it was given, and what waited on the host."""
+    """A dry run of a plan: the timeline of each device, and the host memory that was used."""
 
     found: Sequence[DeviceTimeline]
     host: HostUsage
 
     def __call__(self, devices: Sequence[DevicePeak]) -> tuple[DevicePeak, ...]:
-        """The devices with what they need."""
+        """``devices`` with the memory that they need in this dry run."""
         return tuple(measure(*pair) for pair in zip(devices, self.found, strict=True))
 
 
 def plan_maker(program: Program, inputs: Sequence[Tensor], *, processes: bool = False) -> PlanMaker:
-    """How specs for this model and these inputs are planned; see `Planner`."""
+    """The `Planner` for this model and these inputs."""
     return Planner(program, inputs, processes=processes)
 
 
 def _corrections(
     before: Mapping[str, int], plan: Plan, judged: Plan, run: _DryRun, *, starving: bool
 ) -> dict[str, int]:
-    """Per device of the first replica what those in its place need at most beyond ``plan``'s estimates.
+    """The most bytes by which the dry runs exceed the estimates, on each device of the first replica.
 
-    And the same for the host. With ``starving`` that is with kernels that starve, else without.
+    A device's excess is the largest over all replicas. The host has an entry, too. The memory that is
+    needed is counted with starved kernels if ``starving``, otherwise without.
     """
     beyond = dict(before)
     # A plan need not use all the devices that another one did.
@@ -235,7 +236,7 @@ def _starved(plan: Plan) -> bool:
 
 
 def _with_notes(plan: Plan) -> Plan:
-    """``plan`` with a note of the devices whose kernels starve."""
+    """``plan`` with a note about devices whose kernels are starved."""
     starved = {device.device: device.starved for device in plan.devices if device.starved}
     if not starved or not plan.fits:
         return plan
@@ -243,8 +244,8 @@ def _with_notes(plan: Plan) -> Plan:
         f"{format_count(count, 'kernel')} of a step on {name}" for name, count in starved.items()
     )
     note = (
-        f"It fits, but {names} will find less memory to work in than wanted: expect slower steps. "
-        "With more memory, a smaller input or more recomputation they would be faster."
+        f"It fits, but {names} will find no room for the workspace that they want and run slower. "
+        "More memory, a smaller input or more recomputation would help."
     )
     return replace(plan, notes=(*plan.notes, note))
 
@@ -254,7 +255,7 @@ def _is_doubtful(device: DevicePeak) -> bool:
 
 
 def _without_costs(plan: Plan) -> Plan:
-    """``plan`` as a dry run sees it: what runs where, without what is expected of it."""
+    """``plan`` with only what a dry run depends on, as a key for dry runs."""
     stages = tuple(
         replace(
             stage,
@@ -292,7 +293,7 @@ def _without_costs(plan: Plan) -> Plan:
 
 
 def _with_devices(plan: Plan, devices: tuple[DevicePeak, ...], waits: HostUsage) -> Plan:
-    """``plan`` with what its devices need, one for each of them, and what ``waits`` on the host."""
+    """``plan`` with the needs of its ``devices``, one for each of them, and what ``waits`` on the host."""
     row = plan.num_devices
     changed = {
         now.device: now.peak
@@ -302,7 +303,7 @@ def _with_devices(plan: Plan, devices: tuple[DevicePeak, ...], waits: HostUsage)
     names = [stage.devices[0] for stage in plan.stages]
     stages = []
     for stage, name in zip(plan.stages, names, strict=True):
-        # With several stages on a device the estimates of each stay: a peak is that of all.
+        # If a device has several stages, each keeps its estimate: the peak is that of all together.
         memory = stage.memory
         if name in changed and names.count(name) == 1:
             memory = _with_peak(memory, changed[name])

@@ -1,9 +1,9 @@
-"""The ledger writes the timeline of a run: what each simulated device is given, storage by storage.
+"""Records the timeline of a run: every storage that is allocated and freed on each simulated device.
 
-Every storage is tagged with a place when it is made: a copy goes where it is copied to, anything
-else where its inputs are, and what has no inputs where the running stage is. An operation on
-tensors of two places is an error, as it would be with two real devices. Works on fake tensors and
-on real ones alike.
+A storage belongs to a place. A copy belongs to the place that it is copied to, any other result to the
+place of the operation's inputs, and a result of an operation without inputs to the place of the running
+stage. An operation on tensors of two places is an error, as it would be with two real devices. Works on
+fake and on real tensors.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from placer.timeline import PINNED, Block, Recorder, Timeline, Where
 
 
 class Ledger(DispatchMode):
-    """Records while entered; ``where`` tells, when asked, which part of the model is running.
+    """A dispatch mode that records a timeline; ``where()`` returns the part of the model that is running.
 
-    ``kernels`` gives the device type whose kernels a place runs: those of a "cpu" take
-    temporaries (`placer.cost.workspaces`) that are counted too; those of "cuda" take workspaces
-    (`placer.cost.cuda_workspaces`).
+    ``kernels(place)`` is the type of device whose kernels run on a place. Kernels of a "cpu" allocate
+    temporaries (`placer.cost.workspaces`), those of "cuda" workspaces (`placer.cost.cuda_workspaces`),
+    which are counted too.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Ledger(DispatchMode):
         )  # places, per thread, that have cuBLAS's workspace
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator, and count what it makes."""
+        """Run an operator and count the memory that it allocates."""
         self._here = self._where()
         result = func(*args, **kwargs)
         leaves = tensors_in(args, kwargs)
@@ -84,17 +84,18 @@ class Ledger(DispatchMode):
         return result
 
     def _open_blas(self, place: str, operation: str) -> None:
-        """cuBLAS takes its workspace once in the thread that runs forward, once in that of backward."""
+        """Count cuBLAS's workspace, which it takes once in the forward thread and once in backward's."""
         thread = (place, self._here.phase in ("backward", "recompute"))
         if thread not in self._blas:
             self._blas.add(thread)
             self._add_bytes(BLAS_NBYTES, place, operation, "workspace")
 
     def _add_result(self, tensor: Tensor, place: str, func: Any, inputs: Sequence[Tensor]) -> None:
-        """Count what an operation made; between the model's nodes it is named after its source.
+        """Count a result of an operation.
 
-        That is the first of the inputs of its shape: a value or a gradient that was copied to
-        another place, or the parameter of the optimizer's state.
+        A copy to another place, and a tensor made outside the model's nodes, gets the name of its source,
+        which is the first input of the same shape: the value or gradient that was copied, or the
+        parameter to which an optimizer's state belongs.
         """
         known = (self._entry(x) for x in inputs if x.shape == tensor.shape)
         source = next((entry for entry in known if entry is not None), None)
@@ -144,7 +145,8 @@ class Ledger(DispatchMode):
     ) -> None:
         """Count the tensor's storage on ``place`` from now until it is freed.
 
-        ``name`` is that of a parameter, whose ``layer`` follows from it, or of what it is a copy of.
+        ``name`` is that of a parameter or of the tensor's source. Without ``layer``, it is taken from the
+        name, or if there is none, it is the layer that is running.
         """
         device = place.name if isinstance(place, Place) else place
         storage = tensor.untyped_storage()
@@ -174,14 +176,14 @@ class Ledger(DispatchMode):
     def _add_and_free(
         self, nbytes: int, place: str, operation: str, kind: str, *, elastic: bool = False
     ) -> None:
-        """Count what the running operation takes on ``place`` and gives back inside its call."""
+        """Count memory that the running operation allocates on ``place`` and frees before it returns."""
         if nbytes:
             self._free(self._add_bytes(nbytes, place, operation, kind, elastic=elastic))
 
     def _add_bytes(
         self, nbytes: int, place: str, operation: str, kind: str, *, elastic: bool = False
     ) -> int:
-        """Count memory that is no tensor's; its number."""
+        """Count memory that belongs to no tensor; returns the number of its block."""
         return self._allocate(
             Block(
                 device=place,
@@ -207,9 +209,9 @@ class Ledger(DispatchMode):
 
     @property
     def num_events(self) -> int:
-        """How many events have been recorded."""
+        """The number of events that have been recorded."""
         return self._recorder.num_events
 
     def timeline(self) -> Timeline:
-        """What has been recorded so far."""
+        """The events that have been recorded so far."""
         return self._recorder.timeline()

@@ -1,4 +1,4 @@
-"""The optimizers that a plan can name, as torch runs them."""
+"""Makes torch's optimizer for the optimizer that a plan names."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ def make_optimizer(
     *,
     foreach: bool | None = None,
 ) -> torch.optim.Optimizer:
-    """The plan's optimizer over ``parameters``; ``foreach``: all of them at once.
+    """The optimizer ``wanted`` over ``parameters``.
 
-    By default torch chooses by their device, as for the user's optimizer.
+    ``foreach`` is torch's option to update all parameters in one operation; by default torch chooses by
+    the device of the parameters.
     """
     if not parameters:
         return torch.optim.SGD([torch.zeros(0, requires_grad=True)])
@@ -32,7 +33,7 @@ def make_optimizer(
 
 
 class _SizedState(torch.optim.Optimizer):
-    """An optimizer that only holds state: so many bytes for every parameter element."""
+    """An optimizer that only allocates state, of a given number of bytes per element of a parameter."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], bytes_per_parameter: int) -> None:
         super().__init__(parameters, {"bytes_per_parameter": bytes_per_parameter})

@@ -1,4 +1,4 @@
-"""Dry-run every rank of a job on fake tensors, with nobody at the other end."""
+"""Makes a dry run of each rank of a job on fake tensors, without the other ranks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from placer.executor.distributed.messages.batch import gather_result
 from placer.executor.distributed.messages.crossings import CrossingFinder, Crossings
 from placer.executor.distributed.messages.pipeline import Microbatch, Pipeline
 from placer.executor.distributed.messages.transport import NoChannel
-from placer.executor.distributed.reduction.gradients import GradientReducer, find_shared
+from placer.executor.distributed.reduction.gradients import GradientReducer, find_shared_parameters
 from placer.executor.place import CALLER, HOST, Place, current_place
 from placer.executor.replica import Replica
-from placer.executor.scatter import cut_batch
+from placer.executor.scatter import scatter_batch
 from placer.executor.statistics import DeferredStatistics, defers_statistics
 from placer.plan.types import Plan
 from placer.program import FakeConverter, Program
@@ -40,7 +40,7 @@ _RANK = "rank"
 
 @dataclass(frozen=True, eq=False)
 class _NoSum:
-    """Ranks of which none is there: their sum is what this one has."""
+    """A group of ``size`` ranks in which only this rank exists, so sums change nothing."""
 
     size: int
 
@@ -49,16 +49,16 @@ class _NoSum:
 
 
 class _FakeReducer(GradientReducer):
-    """Sums fake gradients, which hold no numbers to look at."""
+    """Reduces fake gradients, whose values cannot be read."""
 
-    def _positive(self, counts: Tensor) -> list[bool]:
+    def _exist_anywhere(self, counts: Tensor) -> list[bool]:
         return [True] * len(counts)
 
 
 class RankLedger(Ledger):
-    """Counts what a process makes on its one device; the caller's own batch is not on it.
+    """Counts the memory of a process's only device, without the caller's batch.
 
-    The device's kernels are by default those of a CPU.
+    By default the device has the kernels of a CPU.
     """
 
     def __init__(
@@ -73,13 +73,13 @@ class RankLedger(Ledger):
         return HOST.name if current_place() is HOST else _RANK
 
     def add_state(self, tensors: Iterable[Tensor]) -> None:
-        """Count tensors that are there already."""
+        """Count tensors that exist already."""
         for tensor in tensors:
             self.add(tensor, _RANK, kind="parameter")
 
     @property
     def peak(self) -> Moment:
-        """The moment when the rank held the most."""
+        """The moment of the rank's highest memory use."""
         return self.timeline().peaks().get(_RANK, Moment())
 
 
@@ -91,11 +91,12 @@ def simulate_ranks(
     loss_fn: Callable[[Any], Tensor] | None = None,
     run_on: str | None = None,
 ) -> SimulationReport:
-    """The peak of every device of the first replica when each has a process of its own.
+    """The peaks of the first replica's devices when each has a process of its own.
 
-    Each rank's training step (or forward) runs under its real schedule, on fake tensors, and its messages go
-    nowhere. What a rank holds beyond the estimates (received values and their gradients, both halves
-    of a split backward, the buckets in which replicas sum their gradients) is in it.
+    Each rank's training step (or forward) runs on fake tensors under the plan's schedule; its messages
+    are not sent. So the peaks include memory that estimates leave out: received values and their
+    gradients, both halves of a split backward, and the buckets in which replicas sum their gradients.
+    Raises ``DeviceError`` as `simulate_plan` does.
     """
     devices = {device.device: device for device in plan.devices}
     found = list(rank_timelines(program, plan, inputs, loss_fn=loss_fn, run_on=run_on))
@@ -107,7 +108,7 @@ def simulate_ranks(
 
 
 def ranks_host_usage(plan: Plan, ranks: Iterable[Timeline]) -> HostUsage:
-    """What the processes of a job have on the host, all together; ``ranks`` are of the first replica."""
+    """The host memory of all processes of a job together; ``ranks`` are those of the first replica."""
     found = sum((host_usage(timeline, HOST.name) for timeline in ranks), HostUsage())
     return HostUsage(plan.replicas * found.peak, plan.replicas * found.reserved)
 
@@ -121,10 +122,10 @@ def rank_timelines(
     run_on: str | None = None,
     once: bool = False,
 ) -> Iterator[tuple[str, DeviceTimeline]]:
-    """For every device of the first replica its name, and what its process is given.
+    """For every device of the first replica, its name and the timeline of its process.
 
-    With ``once`` forward and backward are run for the first step only: later steps differ from it by
-    the optimizer, unless inputs keep their gradients (then every step is run).
+    With ``once`` only the first step's forward and backward are run, because later steps differ from it
+    only by the optimizer. If inputs keep their gradients, which is another difference, all steps are run.
     """
     replica = _FakeReplica(program, plan, inputs)
     once = once and not any(leaf.requires_grad for leaf in replica.leaves)
@@ -142,10 +143,10 @@ def rank_timelines(
 
 
 class _FakeReplica:
-    """The first replica on fake tensors, whose ranks are run one at a time.
+    """The first replica on fake tensors; runs one of its ranks at a time.
 
-    What they know alike (what crosses between stages, the batch as it is cut) is found once per type of
-    device: under autocast, data types depend on it.
+    The values that cross between stages are found once per type of device, because under autocast their
+    dtypes depend on it.
     """
 
     def __init__(self, program: Program, plan: Plan, inputs: Sequence[Tensor]) -> None:
@@ -155,7 +156,7 @@ class _FakeReplica:
         self.leaves = [self._converter.tensor(tensor) for tensor in inputs]
         self._staged = emit_stages(program, *plan.parts)
         with self._converter.running(program.conditions.guess):
-            self._batch = batch = cut_batch(
+            self._batch = batch = scatter_batch(
                 self._staged.call,
                 self.leaves,
                 replicas=plan.replicas,
@@ -165,7 +166,7 @@ class _FakeReplica:
         self._finders: dict[str, CrossingFinder] = {}
 
     def _find_crossings(self, name: str) -> tuple[CrossingFinder, list[Crossings]]:
-        """What crosses between stages, as a rank on the device ``name`` finds it."""
+        """The values that cross between stages, as a rank on the device ``name`` finds them."""
         plan, kind = self._plan, device_type(name)
         if kind not in self._finders:
             finder = CrossingFinder(self._program.model, plan, self._staged, _CPU)
@@ -184,9 +185,9 @@ class _FakeReplica:
         steps: int,
         once: bool,
     ) -> Timeline:
-        """So many steps of the rank that has ``assignment``, with the kernels of the device ``name``.
+        """The timeline of ``steps`` steps of one rank, with the kernels of the device ``name``.
 
-        For inference it is a forward, of which every rank gets the whole result.
+        For inference it is that of a forward and the broadcast of its result.
         """
         plan, staged, slices = self._plan, self._staged, self._slices
         ownership = find_ownership(self._model, staged, assignment.device_of)
@@ -214,7 +215,7 @@ class _FakeReplica:
             optimizer = make_optimizer(plan.optimizer, trained, foreach=updates_together([name]))
             group_of = cache(lambda devices: _NoSum(plan.replicas * len(devices)))
             reducer = _FakeReducer(
-                find_shared(part, staged, ownership, assignment.stage_indices, group_of)
+                find_shared_parameters(part, staged, ownership, assignment.stage_indices, group_of)
             )
 
             def train() -> None:
@@ -236,7 +237,7 @@ class _FakeReplica:
 def _pipeline(
     plan: Plan, staged: StagedModel, part: nn.Module, assignment: RankAssignment
 ) -> Pipeline:
-    """The rank's stages, among ranks of which none is there."""
+    """The pipeline of one rank, whose messages are not sent."""
     places = [Place(_RANK, _CPU)] * len(plan.stages)
     statistics = DeferredStatistics() if defers_statistics(plan) else None
     return Pipeline(

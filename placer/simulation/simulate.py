@@ -1,4 +1,4 @@
-"""Dry-run the emitted module on fake tensors: a few training steps, watched by the ledger."""
+"""Makes a dry run of a plan's emitted module: a few training steps on fake tensors, with a `Ledger`."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def simulate_plan(
 ) -> SimulationReport:
     """Run the plan's training step a few times on simulated devices and report every device's peak.
 
-    ``inputs`` are the tensors of the whole batch, flattened as the program has them, on any device.
-    From the second step on the optimizer's state exists, and torch's allocator has its cache.
-    ``loss_fn(output)`` gives the loss of one micro-batch; by default a stand-in that needs gradients of
-    the size of the outputs.
-    Every stage runs its device's kernels; with ``run_on`` all run that device's, as they do after
-    ``placer.compile(…, run_on="cpu")``. Raises ``DeviceError`` when an operation would mix devices.
+    ``inputs`` are the flattened tensors of the whole batch, on any device. Several steps are needed
+    because the optimizer's state exists from the second step on, and torch's allocator then has a cache.
+    ``loss_fn(output)`` is the loss of one micro-batch; the default is one whose gradients have the sizes
+    of the outputs. Every stage runs the kernels of its device, or with ``run_on`` those of that device,
+    as after ``placer.compile(…, run_on="cpu")``. Raises ``DeviceError`` if an operation would mix
+    devices.
     """
     timeline = _run(program, plan, inputs, loss_fn=loss_fn, run_on=run_on)
     return SimulationReport(
@@ -65,9 +65,9 @@ def simulate_plan(
 def simulate_steps(program: Program, plan: Plan, inputs: Sequence[Tensor]) -> Timeline:
     """The timeline of the plan's first steps on all its devices, in less time than `simulate_plan`.
 
-    One forward and backward is run; later steps differ from the first by the optimizer, which makes its
-    state in the first and uses it then. Where more than that may differ (further replicas refresh their
-    copies, inputs keep their gradients), every step is run.
+    If possible, forward and backward run only once, because later steps differ from the first only by
+    the optimizer, which creates its state in the first step. With several replicas (which refresh their
+    copies of weights) and with inputs that keep their gradients, every step is run.
     """
     plain = plan.replicas == 1 and not any(leaf.requires_grad for leaf in inputs)
     return _run(program, plan, inputs, once=plain and plan.training)
@@ -82,9 +82,9 @@ def _run(
     run_on: str | None = None,
     once: bool = False,
 ) -> Timeline:
-    """The training steps of `steps_of` the plan, or for inference a forward pass.
+    """The timeline of as many training steps as `steps_of` says, or for inference of a forward.
 
-    With ``once`` the first step is recorded, and what follows is made of it.
+    With ``once`` the first step is recorded, and the timeline of later steps is made from it.
     """
     converter = FakeConverter()
     fake_model = converter.module(program.model)
@@ -114,7 +114,7 @@ def _run(
                     for optimizer in optimizers:
                         optimizer.step()
 
-            def let_go() -> None:
+            def zero_grad() -> None:
                 with watch.optimizing():
                     placed.zero_grad(set_to_none=True)
 
@@ -122,7 +122,7 @@ def _run(
                 ledger,
                 lambda: placed.step_leaves(leaves, loss_fn=loss_of),
                 update,
-                let_go,
+                zero_grad,
                 steps=steps_of(plan, run_on),
                 once=once,
             )
@@ -130,7 +130,7 @@ def _run(
 
 @contextmanager
 def running_kernels(plan: Plan, device: str | None = None) -> Iterator[None]:
-    """Every stage runs its device's kernels, or all of them those of ``device``."""
+    """In this block every stage runs the kernels of its device, or all of them those of ``device``."""
 
     def kind() -> str:
         place = current_place()
@@ -145,7 +145,7 @@ def running_kernels(plan: Plan, device: str | None = None) -> Iterator[None]:
 
 
 class _StepWatch:
-    """Where the step is: in the optimizer, or at a node of the model."""
+    """Tells whether the optimizer or a node of the model is running."""
 
     def __init__(self, attribution: Attribution) -> None:
         self._attribution = attribution
@@ -153,13 +153,14 @@ class _StepWatch:
 
     @contextmanager
     def optimizing(self) -> Iterator[None]:
-        """The optimizer is running. Adam's counts of steps are the host's."""
+        """The optimizer runs in this block."""
         self.in_optimizer = True
-        with on(HOST):  # all else is made from tensors on a device
+        with on(HOST):  # for Adam's step counts; other state is made from tensors on a device
             yield
         self.in_optimizer = False
 
     def where(self) -> Where:
+        """The phase, node and layer that is running."""
         return Where(phase="optimizer") if self.in_optimizer else self._attribution.where()
 
 
@@ -177,7 +178,7 @@ def _count_state(
 def _optimizers(
     placed: PlacedModule, plan: Plan, place_of: Mapping[str, str]
 ) -> list[torch.optim.Optimizer]:
-    """What updates the parameters as torch's optimizer over all of them does by default."""
+    """Optimizers that together update the parameters as torch's optimizer over all of them would."""
     groups: dict[str, list[nn.Parameter]] = {}
     for name, parameter in placed.named_parameters():
         if parameter.requires_grad:
@@ -191,9 +192,9 @@ def _optimizers(
 def describe_device(
     device: DevicePeak, run: DeviceTimeline, *, run_on: str | None = None
 ) -> DeviceSimulation:
-    """What ``run`` says of ``device``, beside what was predicted.
+    """The result of the dry run ``run`` for ``device``, next to the plan's prediction.
 
-    With ``run_on`` another device's kernels ran, and no allocator of this one's.
+    With ``run_on`` the kernels were those of another device, so this device's allocator does not count.
     """
     if run_on is not None:
         device = replace(device, allocator=None, context=0)

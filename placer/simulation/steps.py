@@ -1,4 +1,4 @@
-"""A few training steps of what a ledger watches."""
+"""Records a few training steps in a `Ledger`."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ def record_steps(
     ledger: Ledger,
     train: Callable[[], object],
     update: Callable[[], object],
-    let_go: Callable[[], object],
+    zero_grad: Callable[[], object],
     *,
     steps: int,
     once: bool,
 ) -> Timeline:
-    """The timeline of ``steps`` steps: forward and backward, the optimizer's update, gradients let go.
+    """The timeline of ``steps`` training steps, each of which calls ``train``, ``update``, ``zero_grad``.
 
-    With ``once`` the first step is recorded with two updates (the first makes the optimizer's state, the
-    second uses it), and the timeline is made of these parts. What ``ledger`` has already comes before.
+    With ``once`` only one step is run, with two updates (the first creates the optimizer's state, the
+    second uses it), and the timeline is put together from these parts. It begins with the events that
+    ``ledger`` has recorded before.
     """
     if not once:
         for _ in range(steps):
             train()
             update()
-            let_go()
+            zero_grad()
         return ledger.timeline()
-    marks = [0, ledger.num_events]
-    for run in (train, update, update, let_go):
+    ends = [0, ledger.num_events]  # the number of events after each part
+    for run in (train, update, update, zero_grad):
         run()
-        marks.append(ledger.num_events)
-    state, step, first, later, end = (range(*pair) for pair in itertools.pairwise(marks))
+        ends.append(ledger.num_events)
+    state, step, first, later, end = (range(*pair) for pair in itertools.pairwise(ends))
     parts = [state, step, first, end, *[step, later, end] * (steps - 1)]
     return repeat_parts(ledger.timeline(), parts)

@@ -1,4 +1,4 @@
-"""What a dry run found."""
+"""The report of a dry run."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from placer.units import format_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSimulation:
-    """What one device needs by a dry run, in bytes, the plan's prediction, and the peak's moment.
+    """The memory that one device needs in a dry run, in bytes, and the moment of its peak.
 
-    ``peak``, ``workspaces``, ``reserved``, ``context`` and ``starved`` are those of
-    `placer.plan.DevicePeak`; ``predicted`` is the plan's ``peak``.
-    ``phase`` is forward, backward or optimizer; ``node`` and ``layer`` what ran then, "" between
-    the model's nodes; ``largest`` the ten largest tensors that were live, by layer.
+    ``peak``, ``workspaces``, ``reserved``, ``context`` and ``starved`` are as in
+    `placer.plan.DevicePeak`; ``predicted`` is the plan's ``peak``. At the moment of the peak, ``phase`` is
+    forward, backward, recompute or optimizer; ``node``, ``layer`` and ``operation`` were running ("" outside
+    the model's nodes); ``largest`` has the ten largest tensors that were alive.
     """
 
     device: str
@@ -41,9 +41,9 @@ class DeviceSimulation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationReport:
-    """Per device the peak of a step; ``step_ok`` says that the step ran to its end.
+    """The peak of every device in a training step; ``step_ok`` says that the step ran to its end.
 
-    ``host`` is what offloaded activations take of the host's memory, None where there are none.
+    ``host`` is the host memory that offloaded activations take; None if there are none.
     """
 
     devices: tuple[DeviceSimulation, ...]

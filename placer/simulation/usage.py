@@ -1,4 +1,4 @@
-"""What a timeline needs of a device: tensors, workspaces, and what torch's allocator takes for both."""
+"""Finds how much memory a timeline needs: tensors, workspaces, and what torch's allocator reserves."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from placer.plan.types import DevicePeak, HostPeak, Plan
 from placer.timeline import HostUsage, Moment, Timeline, Usage, device_usage
 
 _STEPS, _CACHED_STEPS = 2, 3
-_PRECISION = 1 / 256  # of the memory that a plan needs where it has too little
+_PRECISION = 1 / 256  # relative, of the least memory with which the steps run
 
 
 class DeviceTimeline(NamedTuple):
-    """The timeline of `steps_of` a plan on one device, which is called ``place`` there."""
+    """The timeline of a plan's steps on one device, whose name in the timeline is ``place``."""
 
     timeline: Timeline
     place: str
 
 
 def device_timeline(timeline: Timeline, device: str) -> DeviceTimeline:
-    """What ``timeline``, of all devices, has of ``device``."""
+    """The part of ``timeline`` on ``device``."""
     return DeviceTimeline(timeline.only(device), device)
 
 
 def steps_of(plan: Plan, run_on: str | None = None) -> int:
-    """How many steps show what ``plan`` needs.
+    """The number of steps that show the memory that ``plan`` needs.
 
-    In the second the optimizer's state exists; the cache of an allocator has grown in the third.
+    The optimizer's state exists in the second step; in the third an allocator's cache is full-grown.
     """
     cached = run_on is None and any(device.allocator is not None for device in plan.devices)
     return _CACHED_STEPS if cached else _STEPS
 
 
 def measure(device: DevicePeak, run: DeviceTimeline) -> DevicePeak:
-    """``device`` with what it needs by ``run``.
+    """``device`` with the memory that it needs for ``run``.
 
-    Under a budget the allocator has what ``context`` and ``reserve`` leave of it. Where that is too
-    little, ``reserved`` is the least with which the steps run, within 0.4 %: more than there is.
+    Under a budget the allocator may reserve what ``context`` and ``reserve`` leave of it. If that is too
+    little, ``reserved`` is the least amount with which the steps run, to within 0.4 %.
     """
     peak = run.timeline.peaks().get(run.place, Moment()).nbytes
     if device.allocator is None:
@@ -48,7 +48,7 @@ def measure(device: DevicePeak, run: DeviceTimeline) -> DevicePeak:
     reserved = usage.reserved
     if usage.failed is not None:
         assert limit is not None
-        reserved, usage = _least(device, run, max(limit, peak - 1))
+        reserved, usage = _min_limit(device, run, max(limit, peak - 1))
     return replace(
         device,
         peak=peak,
@@ -59,7 +59,7 @@ def measure(device: DevicePeak, run: DeviceTimeline) -> DevicePeak:
 
 
 def measure_host(host: HostPeak | None, found: HostUsage) -> HostPeak | None:
-    """``host`` with what was ``found`` there; None where nothing waits on it."""
+    """``host`` with the memory that was ``found`` to be used; None if nothing was offloaded."""
     if host is None and not found.peak:
         return None
     budget = None if host is None else host.budget
@@ -67,14 +67,14 @@ def measure_host(host: HostPeak | None, found: HostUsage) -> HostPeak | None:
 
 
 def comfortable_nbytes(device: DevicePeak, run: DeviceTimeline) -> int:
-    """Bytes that ``device`` needs for every kernel to have the workspace that it wants, within 0.4 %.
+    """The bytes with which no kernel on ``device`` is starved, to within 0.4 %.
 
-    ``device`` was measured by ``run``.
+    ``device`` is a result of `measure` for ``run``.
     """
     if not device.starved or device.room is None:
         return device.needed
     too_little = max(0, device.room, device.peak + device.workspaces - 1)
-    return device.context + _least(device, run, too_little, starving=False)[0]
+    return device.context + _min_limit(device, run, too_little, starving=False)[0]
 
 
 def _usage(device: DevicePeak, run: DeviceTimeline, limit: int | None) -> Usage:
@@ -83,10 +83,13 @@ def _usage(device: DevicePeak, run: DeviceTimeline, limit: int | None) -> Usage:
     )
 
 
-def _least(
+def _min_limit(
     device: DevicePeak, run: DeviceTimeline, too_little: int, *, starving: bool = True
 ) -> tuple[int, Usage]:
-    """The least limit above ``too_little`` with which the steps run, and what they then use."""
+    """The least limit above ``too_little`` with which the steps run, and the usage under it.
+
+    A bisection. Without ``starving`` no kernel may be starved.
+    """
     usage = _usage(device, run, None)
     enough = max(usage.reserved, too_little + 1)
     while enough - too_little > _PRECISION * enough:

@@ -1,10 +1,9 @@
-"""Timeline: what happens on devices during a training step, in order; nothing of torch.
+"""What happens on devices during a training step: memory that is allocated and freed, and time.
 
-Bytes: `Timeline` has what a device is given and gives back. A peak is a sweep over it
-(`Timeline.peaks`), and so is what torch's allocator reserves of the driver for it
-(`placer.timeline.allocator`), and what the host has for what waits there (`placer.timeline.host`).
-Seconds: a `Clock` says when each computation and transfer runs (`placer.plan.step_spans` has those of a
-plan's step).
+`Timeline` has the blocks of memory that each device allocates and frees, in order. Sweeps over it find
+the peak (`Timeline.peaks`), what torch's allocator reserves (`placer.timeline.allocator`), and the host
+memory of offloaded activations (`placer.timeline.host`). `Clock` finds when each computation and transfer
+runs; `placer.plan.step_spans` uses it for a plan's step. Nothing here imports torch.
 """
 
 from placer.timeline.allocator import CachingAllocator, OutOfMemory, Usage, device_usage

@@ -1,26 +1,27 @@
-"""What torch's CUDA caching allocator takes from the driver for a timeline: bytes reserved.
+"""Models torch's CUDA caching allocator, to find how many bytes it reserves for a timeline.
 
-The allocator asks the driver for segments, hands out blocks of them, and keeps what comes back for
-later. So a process holds more than its tensors do: rounding, and holes that nothing fits into. The rules
-are those of torch 2.11's ``c10/cuda/CUDACachingAllocator.cpp``, for one stream and default settings::
+The allocator gets segments from the driver, gives out blocks of them, and keeps freed blocks for later.
+So a process has more memory than its tensors: because of rounding, and of holes that nothing fits into.
+The rules are those of torch 2.11's ``c10/cuda/CUDACachingAllocator.cpp``, for one stream and default
+settings::
 
-    asked for            a block of                     from a segment of
+    request              block                          from a segment of
     up to 1 MiB          multiples of 512 B             2 MiB           (the small pool)
     up to 10 MiB         the same                       20 MiB          (the large pool)
     more                 the same                       multiples of 2 MiB
 
-The smallest free block that is large enough is taken. What is left of it is split off where it is at
-least 512 B (small pool) or more than 1 MiB (large pool); neighbours that are free become one again. Of
-two that are equally large, the one at the lower address is taken, and the driver gives every segment an
-address below those before it (so an H100's did). When the driver has no more, all segments without a
-live block go back to it, and then it is asked again.
+The allocator takes the smallest free block that is large enough; of two equal ones, that at the lower
+address. It splits off the rest if that has at least 512 B (small pool) or more than 1 MiB (large pool).
+Free neighbours are merged. The driver gives each new segment a lower address than all before (as seen on
+an H100). When the driver has no more memory, all segments without a live block are returned to it, and
+the request is repeated.
 
-With expandable segments each pool is one range of addresses whose pages (2 MiB small, 20 MiB large) are
-mapped as they are needed, at the lowest address that has room; when the driver has no more, every page
-without a live block goes back to it. So the holes that are left are smaller than a page.
+With expandable segments each pool is one range of addresses. Its pages (2 MiB small, 20 MiB large) are
+mapped when needed, at the lowest address that has room. When the driver has no more memory, every page
+without a live block is returned to it, so the remaining holes are smaller than a page.
 
-What is not modelled: several streams, ``max_split_size_mb``, ``garbage_collection_threshold``, and
-rounding to powers of two.
+Not modelled: several streams, ``max_split_size_mb``, ``garbage_collection_threshold``, and rounding to
+powers of two.
 """
 
 from __future__ import annotations
@@ -36,11 +37,13 @@ _SMALL_SEGMENT_NBYTES = 2 * 2**20  # kSmallBuffer
 _MIDDLE_NBYTES = 10 * 2**20  # kMinLargeAlloc
 _MIDDLE_SEGMENT_NBYTES = 20 * 2**20  # kLargeBuffer
 _LARGE_STEP_NBYTES = 2 * 2**20  # kRoundLarge
-_ADDRESSES = _MIDDLE_SEGMENT_NBYTES * 2**24  # of a segment: whole pages, more than a device has
+_ADDRESSES = (
+    _MIDDLE_SEGMENT_NBYTES * 2**24
+)  # size of a segment's range: whole pages, ample for a device
 
 
 class OutOfMemory(Exception):
-    """The driver has no more. ``asked`` and ``reserved`` are bytes."""
+    """The driver has no more memory: ``asked`` bytes were requested, ``reserved`` are in use."""
 
     def __init__(self, asked: int, reserved: int) -> None:
         super().__init__(asked, reserved)
@@ -50,7 +53,7 @@ class OutOfMemory(Exception):
 
 @dataclass(eq=False, slots=True)
 class _Piece:
-    """A part of a segment, live or free; ``before`` and ``after`` are its neighbours there."""
+    """A part of a segment, live or free; ``before`` and ``after`` are its neighbours in the segment."""
 
     address: int
     nbytes: int
@@ -62,7 +65,7 @@ class _Piece:
 
 
 class _Pool:
-    """The free pieces of one pool: those with memory by size, those without by address."""
+    """The free pieces of one pool: mapped ones ordered by size, unmapped ones by address."""
 
     def __init__(self, *, small: bool) -> None:
         self.small = small
@@ -88,7 +91,10 @@ class _Pool:
         del self._pieces[piece.address]
 
     def take(self, nbytes: int) -> _Piece | None:
-        """The smallest piece of at least ``nbytes``; one that can grow counts with what it can grow to."""
+        """Remove and return the smallest free piece of at least ``nbytes``; None if there is none.
+
+        Prefers a piece with less unmapped room behind it, as torch does for expandable segments.
+        """
         position = bisect.bisect_left(self._free, (nbytes,))
         if position == len(self._free):
             return None
@@ -108,7 +114,10 @@ class _Pool:
         return [self._pieces[address] for address in self._unmapped]
 
     def join(self, piece: _Piece) -> None:
-        """Make ``piece``, which is in no list, one with the free neighbours that are mapped as it is."""
+        """Merge ``piece``, which is not in the pool's lists, with free neighbours of the same kind.
+
+        Mapped pieces are merged with mapped ones, unmapped pieces with unmapped ones.
+        """
         before, after = piece.before, piece.after
         if before is not None and before.free and before.mapped == piece.mapped:
             self.remove(before)
@@ -122,7 +131,7 @@ class _Pool:
             _link(piece, after.after)
 
     def split(self, piece: _Piece, nbytes: int, *, rest_mapped: bool = True) -> None:
-        """Keep the first ``nbytes`` of ``piece``; the rest becomes a free piece."""
+        """Shorten ``piece`` to its first ``nbytes``; the rest becomes a free piece."""
         rest = _Piece(piece.address + nbytes, piece.nbytes - nbytes, self.small, mapped=rest_mapped)
         _link(rest, piece.after)
         _link(piece, rest)
@@ -131,7 +140,7 @@ class _Pool:
 
 
 def _room(piece: _Piece) -> int:
-    """Bytes that ``piece`` has, with the addresses behind it that have no memory yet."""
+    """The bytes of ``piece`` and of the unmapped addresses behind it."""
     after = piece.after
     return piece.nbytes + (after.nbytes if after is not None and not after.mapped else 0)
 
@@ -144,10 +153,10 @@ def _link(before: _Piece | None, after: _Piece | None) -> None:
 
 
 class CachingAllocator:
-    """The allocator of one device; ``limit`` is what the driver has, in bytes (None: no limit).
+    """The allocator of one device; the driver has ``limit`` bytes (None: no limit).
 
-    The limit is checked as ``torch.cuda.set_per_process_memory_fraction`` does it: by the segment that
-    is asked for, even where an expandable one needs to grow by less.
+    The limit is checked as by ``torch.cuda.set_per_process_memory_fraction``: with the size of a whole
+    segment, even if an expandable segment would grow by less.
 
     >>> allocator = CachingAllocator()
     >>> piece = allocator.allocate(3 * 2**20)
@@ -158,7 +167,7 @@ class CachingAllocator:
     def __init__(self, *, expandable: bool = False, limit: int | None = None) -> None:
         self.reserved = 0
         self.most_reserved = 0
-        self.flushes = 0  # how often the cache was given back because the driver had no more
+        self.flushes = 0  # how often the cache was returned because the driver had no more memory
         self._expandable = expandable
         self._limit = limit
         self._pools = {small: _Pool(small=small) for small in (True, False)}
@@ -175,7 +184,7 @@ class CachingAllocator:
         return piece
 
     def free(self, piece: _Piece) -> None:
-        """Keep ``piece`` for later, as one with its free neighbours."""
+        """Free ``piece`` and merge it with its free neighbours."""
         pool = self._pools[piece.small]
         pool.join(piece)
         pool.add(piece)
@@ -219,7 +228,7 @@ class CachingAllocator:
         return piece
 
     def _map(self, gap: _Piece, nbytes: int, pool: _Pool) -> _Piece:
-        """Map the first pages of ``gap`` for ``nbytes``; what is free around them is one with them."""
+        """Map enough of the first pages of ``gap`` for ``nbytes``, and merge them with free neighbours."""
         page = _page(pool)
         wanted = min(gap.nbytes, -(-nbytes // page) * page)
         pool.remove(gap)
@@ -231,7 +240,7 @@ class CachingAllocator:
         return gap
 
     def _flush(self) -> None:
-        """Give back to the driver what holds no live block: whole segments, or pages."""
+        """Return segments (or pages) without live blocks to the driver."""
         self.flushes += 1
         for pool in self._pools.values():
             for piece in pool.free_pieces():
@@ -242,7 +251,7 @@ class CachingAllocator:
                     self.reserved -= piece.nbytes
 
     def _unmap(self, piece: _Piece, pool: _Pool) -> None:
-        """Give back the whole pages of the free ``piece``."""
+        """Return the whole pages in the free ``piece`` to the driver."""
         page = _page(pool)
         start = -(-piece.address // page) * page
         end = (piece.address + piece.nbytes) // page * page
@@ -269,7 +278,7 @@ def _page(pool: _Pool) -> int:
 
 
 def _start(gap: _Piece, size: int) -> _Piece | None:
-    """Where ``size`` free bytes begin that include ``gap``: there, or at a free piece before it."""
+    """The piece at which ``size`` free bytes begin: ``gap``, or a free piece before it; None if fewer."""
     first = gap.before if gap.before is not None and gap.before.free else gap
     have = 0
     piece: _Piece | None = first
@@ -281,10 +290,10 @@ def _start(gap: _Piece, size: int) -> _Piece | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What the events of a device took: ``reserved`` is the most bytes that the driver gave.
+    """The memory that the events of a device took: ``reserved`` is the most bytes from the driver.
 
-    ``starved`` is how many elastic workspaces found no room, and ``flushes`` how often all that was cached
-    went back to the driver. ``failed`` is the place in the events where memory ran out, None if nowhere.
+    ``starved`` counts elastic workspaces that found no room, ``flushes`` how often the cache was returned
+    to the driver. ``failed`` is the index of the event at which memory ran out, or None.
     """
 
     reserved: int
@@ -296,9 +305,9 @@ class Usage:
 def device_usage(
     timeline: Timeline, device: str, *, expandable: bool = False, limit: int | None = None
 ) -> Usage:
-    """What torch's allocator takes from the driver for what ``device`` is given.
+    """The memory that torch's allocator reserves for the blocks of ``device`` in ``timeline``.
 
-    Blocks without bytes cost nothing. It ends where memory runs out.
+    Empty blocks take no memory. Stops at the event at which memory runs out.
     """
     allocator = CachingAllocator(expandable=expandable, limit=limit)
     live: dict[int, _Piece] = {}

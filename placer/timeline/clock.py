@@ -1,4 +1,4 @@
-"""When things run: work on devices and links, each begun as soon as what it needs is free."""
+"""Finds when work runs on devices and links: each piece as early as its inputs and devices allow."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ SpanKind = Literal["compute", "transfer", "optimizer"]
 
 
 class Span(NamedTuple):
-    """Something that ran from ``start`` to ``end`` (seconds from the beginning of the step).
+    """Work that runs from ``start`` to ``end``, in seconds from the beginning of the step.
 
-    ``on`` are the devices, or the link, that were busy with it; ``nbytes`` are those of a transfer.
+    ``on`` has the devices, or the link, that are busy with it; ``nbytes`` is the size of a transfer.
     """
 
     kind: SpanKind
-    name: str  # an action such as "2F0", or what is transferred
+    name: str  # an action such as "2F0", or the name of the value that is transferred
     on: tuple[str, ...]
     start: float
     end: float
@@ -23,15 +23,17 @@ class Span(NamedTuple):
 
 
 class Clock:
-    """Lays spans out in time, in the order in which they are begun.
+    """Assigns times to spans, in the order in which `run` is called.
 
-    A process launches work and goes on; a device, or a link, does one thing at a time in the order in
+    A process launches work asynchronously. A device or a link does one thing at a time, in the order in
     which it was launched.
     """
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
-        self._free: dict[str, float] = {}  # device, link or process -> when it is free again
+        self._free: dict[
+            str, float
+        ] = {}  # the time at which a device, link or process is free again
 
     def run(
         self,
@@ -45,10 +47,10 @@ class Clock:
         launching: float = 0.0,
         nbytes: int = 0,
     ) -> float:
-        """When a span ends that needs all of ``on`` for ``seconds`` and begins after the times ``after``.
+        """Add a span that occupies all of ``on`` for ``seconds``; returns its end.
 
-        A ``process`` launches it, which takes that process ``launching`` seconds; the span does not end
-        before that is done.
+        It starts after all times in ``after``. If a ``process`` launches it, that takes the process
+        ``launching`` seconds, and the span does not end before the launch has ended.
         """
         begun = launched = 0.0
         if process is not None:
@@ -62,12 +64,14 @@ class Clock:
 
 
 def end_of(spans: Iterable[Span]) -> float:
-    """When the last of ``spans`` ends; 0 for none."""
+    """The end of the last of ``spans``; 0 if there are none."""
     return max((span.end for span in spans), default=0.0)
 
 
 def idle_share(spans: Sequence[Span]) -> float:
-    """The share of the time up to the last computation in which the devices that compute do not.
+    """The share of time in which devices are idle, until the last computation ends.
+
+    Only devices that compute at all are counted.
 
     >>> idle_share([Span("compute", "0F0", ("a",), 0, 1), Span("compute", "1F0", ("b",), 1, 2)])
     0.5

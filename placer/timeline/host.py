@@ -1,13 +1,12 @@
-"""What waits in the host's memory over a timeline, and what it takes of the host.
+"""Finds the host memory that offloaded activations take over a timeline.
 
-What comes from a CUDA device waits in pinned memory, from torch's ``CachingHostAllocator``. That rounds
-every block up to a power of two, keeps what is given back for blocks of the same size, and neither splits
-nor joins blocks (``ATen/core/CachingHostAllocator.h``: ``allocate``, ``maybe_cache_block``). Torch 2.11 and
-2.12 always round; from 2.13 on ``pinned_max_round_threshold_mb`` can end it for large blocks, which by
-default it does for none.
+Tensors from a CUDA device are kept in pinned memory, from torch's ``CachingHostAllocator``. It rounds
+every block up to a power of two, keeps freed blocks for later ones of the same size, and neither splits
+nor merges blocks (``ATen/core/CachingHostAllocator.h``: ``allocate``, ``maybe_cache_block``). Torch 2.11
+and 2.12 always round; from 2.13 on ``pinned_max_round_threshold_mb`` can turn that off for large blocks,
+which it does not by default.
 
-Not modelled: a block that is given back while its copy is still under way is not used again until the
-copy has ended.
+Not modelled: a block that is freed while its copy is still running is not reused until the copy ends.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from dataclasses import dataclass
 
 from placer.timeline.types import Timeline
 
-PINNED = "pinned"  # the kind of such blocks
+PINNED = "pinned"  # the kind of a block in pinned memory
 
 
 @dataclass(frozen=True, slots=True)
 class HostUsage:
-    """Bytes that wait on the host at most, and the bytes that are ``reserved`` there for them."""
+    """The peak of offloaded bytes on the host, and the bytes that are ``reserved`` for them there."""
 
     peak: int = 0
     reserved: int = 0
@@ -32,8 +31,10 @@ class HostUsage:
 
 
 def host_usage(timeline: Timeline, place: str) -> HostUsage:
-    """What was sent to ``place``, which is the host, and waited there."""
-    live: Counter[int] = Counter()  # blocks by size; size 0 counts the bytes that are not pinned
+    """The memory of the blocks that were copied to ``place``, which is the host."""
+    live: Counter[int] = (
+        Counter()
+    )  # number of blocks by size; size 0 has the bytes of unpinned ones
     most: Counter[int] = Counter()
     now = peak = 0
     for kind, index in timeline.on(place):
@@ -53,7 +54,7 @@ def host_usage(timeline: Timeline, place: str) -> HostUsage:
 
 
 def pinned_nbytes(nbytes: int) -> int:
-    """The bytes of pinned memory that torch takes for a block of ``nbytes``.
+    """The bytes of pinned memory that torch allocates for a block of ``nbytes``.
 
     >>> pinned_nbytes(0), pinned_nbytes(1), pinned_nbytes(4096), pinned_nbytes(4097)
     (0, 1, 4096, 8192)

@@ -1,4 +1,4 @@
-"""A step that was recorded once, several times: as if it had been run again."""
+"""Makes the timeline of several steps from a recording of one."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from placer.timeline.types import Block, Event, Timeline
 
 
 def repeat_parts(timeline: Timeline, parts: Iterable[range]) -> Timeline:
-    """``timeline``'s events of ``parts`` (ranges of its events), one part after the other.
+    """The timeline of ``parts`` (ranges of events of ``timeline``), one part after the other.
 
-    A part that comes again makes blocks of its own, which are the ones that later parts free. A block that
-    is never given back is made the first time only. A part frees what is there: where it would free a
-    block that no part before it made, it frees nothing.
+    A part that is repeated allocates new blocks, which later parts free. A block that is never freed in
+    ``timeline`` is allocated only the first time. An event that frees a block which is not allocated at
+    that point is left out.
     """
     given_back = {event.block for event in timeline.events if event.kind == "free"}
     blocks: list[Block] = []

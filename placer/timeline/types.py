@@ -1,4 +1,4 @@
-"""The events of a step on its devices, and the sweep that finds the peaks."""
+"""Memory events of a training step on its devices, and the sweep over them that finds the peaks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Where:
-    """A point in a step: the phase, and the node and layer that run ("" between stages)."""
+    """A point in a step: the phase, and the node and layer that are running ("" outside stages)."""
 
     phase: str = ""  # "forward", "backward", "recompute" (a forward again), "optimizer"
     node: str = ""
@@ -18,19 +18,19 @@ class Where:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """Memory for one storage: its device, its bytes as asked for, and what it was made for.
+    """Memory that is allocated for a storage or a workspace; ``nbytes`` is the size that was requested.
 
-    ``operation`` is the ATen operation that made it, at the point ``where`` of the step. A "workspace"
-    is no tensor but what a kernel works in; where there is no room for an ``elastic`` one, a slower
-    kernel runs that does without.
+    ``operation`` is the ATen operation that allocated it, at the point ``where`` of the step. A
+    "workspace" is memory that a kernel needs while it runs. If there is no room for an ``elastic`` one, a
+    slower kernel runs that does not need it.
     """
 
     device: str
     nbytes: int
-    # "parameter", "buffer", "input", "received" (a copy), "pinned" (the host's copy of a CUDA device's),
-    # "temporary", "workspace", or the phase
+    # "parameter", "buffer", "input", "received" (a copy from another place), "pinned" (a copy from a CUDA
+    # device in pinned memory), "temporary", "workspace", or the phase
     kind: str
-    name: str  # of the parameter or buffer (its optimizer's state, too), else of the node
+    name: str  # of the parameter or buffer (also for its optimizer state), otherwise of the node
     layer: str
     shape: tuple[int, ...]
     where: Where = field(default_factory=Where)
@@ -39,7 +39,7 @@ class Block:
 
 
 class Event(NamedTuple):
-    """A block that comes or goes; ``block`` is its place in `Timeline.blocks`."""
+    """A block is allocated or freed; ``block`` is its index in `Timeline.blocks`."""
 
     kind: Literal["allocate", "free"]
     block: int
@@ -47,7 +47,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """When a device holds the most: its bytes, where the step is, and how many events have been."""
+    """A moment of a device's peak: its bytes, the point in the step, and the number of events so far."""
 
     nbytes: int = 0
     where: Where = field(default_factory=Where)
@@ -57,7 +57,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """What every device is given and gives back, in the order of the step (or of several)."""
+    """The blocks that every device allocates and frees in one or more steps, in order."""
 
     blocks: Sequence[Block]
     events: Sequence[Event]
@@ -67,13 +67,13 @@ class Timeline:
         return (event for event in self.events if self.blocks[event.block].device == device)
 
     def only(self, device: str) -> Timeline:
-        """The same with the events of ``device`` alone, for who looks at them several times."""
+        """The timeline with only the events of ``device``, which is faster to read several times."""
         return Timeline(blocks=self.blocks, events=tuple(self.on(device)))
 
     def peaks(self, *, workspaces: bool = False) -> Mapping[str, Moment]:
-        """Per device the first moment at which it holds the most; O(events).
+        """For each device the first moment at which it has the most bytes; O(events).
 
-        Of tensors, and with ``workspaces`` of those, too.
+        Counts tensors, and with ``workspaces`` also workspaces.
         """
         live: dict[str, int] = {}
         peaks: dict[str, Moment] = {}
@@ -92,7 +92,7 @@ class Timeline:
         return peaks
 
     def live(self, device: str, moment: Moment) -> list[Block]:
-        """The tensors that ``device`` holds at ``moment``, the largest first."""
+        """The tensors that are alive on ``device`` at ``moment``, the largest first."""
         held: dict[int, None] = {}
         for event in self.events[: moment.events]:
             if event.kind == "free":
@@ -105,27 +105,27 @@ class Timeline:
 
 
 class Recorder:
-    """Writes a timeline while a step runs."""
+    """Records a timeline while a step runs."""
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
         self._events: list[Event] = []
 
     def allocate(self, block: Block) -> int:
-        """``block`` is there from now on; its number, for `free`."""
+        """Record the allocation of ``block``; returns its number, for `free`."""
         self.blocks.append(block)
         self._events.append(Event("allocate", len(self.blocks) - 1))
         return len(self.blocks) - 1
 
     def free(self, number: int) -> None:
-        """The block with this number is given back."""
+        """Record that the block with this number is freed."""
         self._events.append(Event("free", number))
 
     @property
     def num_events(self) -> int:
-        """How many events there have been."""
+        """The number of events so far."""
         return len(self._events)
 
     def timeline(self) -> Timeline:
-        """What has been recorded so far."""
+        """The timeline of all events so far."""
         return Timeline(blocks=tuple(self.blocks), events=tuple(self._events))

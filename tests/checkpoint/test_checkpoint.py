@@ -185,9 +185,9 @@ def test_errors_say_what_does_not_go_together(tmp_path: Path) -> None:
     with pytest.raises(placer.PlacerError, match=r"did you mean .*good"):
         placer.load(model, None, tmp_path / "goood")
     (tmp_path / "other").mkdir()
-    with pytest.raises(placer.PlacerError, match=r"is no checkpoint of placer\.save"):
+    with pytest.raises(placer.PlacerError, match=r"is not a checkpoint of placer\.save"):
         placer.load(model, None, tmp_path / "other")
-    with pytest.raises(placer.PlacerError, match="is there already and is no checkpoint"):
+    with pytest.raises(placer.PlacerError, match="exists and is not a checkpoint"):
         placer.save(model, None, tmp_path / "other")
     with pytest.raises(placer.PlacerError, match="extra: cannot be read back as data"):
         placer.save(model, None, tmp_path / "good", extra={"f": Path("x")})

@@ -161,7 +161,7 @@ def _tables(good: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
         other = _with_checksum(
             {**good, "entries": {**good["entries"], name: good["entries"][state]}}
         )
-        yield f"{name} is a tensor", other, "no placer wrote this"
+        yield f"{name} is a tensor", other, "placer did not write this"
     fewer = {n: r for n, r in good["entries"].items() if n != weight}
     yield "an entry less", _with_checksum({**good, "entries": fewer}), r"0\.weight is missing"
     more = {**good["entries"], "model/new": good["entries"][bias]}

@@ -139,12 +139,12 @@ def test_what_one_replica_refuses_is_told_to_all(job_of: Callable[[int], Job]) -
         (
             "dtype",
             "StageError",
-            "hands on a tensor of torch.float32 where others expect torch.float64",
+            "passes on a tensor of torch.float32, but other ranks expect torch.float64",
         ),
         (
             "result",
             "StageError",
-            "hands on a tensor of torch.float32 where others expect torch.float64",
+            "passes on a tensor of torch.float32, but other ranks expect torch.float64",
         ),
         ("cycle", "StageError", "ValueError: its own cause"),
         ("backward", "StageError", "backward: ValueError: its own cause"),
@@ -179,7 +179,7 @@ def test_another_model_or_plan_on_one_rank_is_found_at_start_up(
     job_of: Callable[[int], Job], what: str
 ) -> None:
     found = job_of(2).run(cases.compile_unlike_the_others, what)
-    assert all(f"the {what}" in message and "of rank 1 is another" in message for message in found)
+    assert all(f"the {what}" in message and "of rank 1 differs" in message for message in found)
 
 
 def test_a_job_of_the_wrong_size_is_refused_before_any_communication(
@@ -231,10 +231,10 @@ def test_ranks_that_are_not_called_alike_say_so(
     told = {
         "rows": "batch: has another number of rows on rank 1 than on rank 0",
         "shapes": "inputs: have other shapes or types on rank 1 than on rank 0",
-        "own_rows": "own_rows: is another on rank 1 than on rank 0",
+        "own_rows": "own_rows: is different on rank 1 than on rank 0",
         "reduction": "placed.step: has other options (autocast, reduction, normalizer, scaler) on rank 1",
         "autocast": "placed.step: has other options (autocast, reduction, normalizer, scaler) on rank 1",
-        "mode": "mode (placed.train(), placed.eval()): is another on rank 1 than on rank 0",
+        "mode": "mode (placed.train(), placed.eval()): is different on rank 1 than on rank 0",
         "method": "call: is not the same on all ranks: rank 0 at placed.step, rank 1 at placed(x)",
         "clip": "call: is not the same on all ranks: rank 0 at placed.step, rank 1 at "
         "placed.clip_grad_norm_",

@@ -80,12 +80,12 @@ def test_what_needs_one_process_is_said(job_of: Callable[[int], Job]) -> None:
         for message, part in zip(
             messages,
             (
-                "gives results without gradients",
-                "none come out of placed(x)",
+                "returns results without gradients",
+                "placed(x) returns results without gradients",
                 "call step outside torch.no_grad()",
                 "torch.optim.LBFGS: computes with all parameters of the model together",
                 "requires_grad was changed after placer.compile",
-                "made_later: was made after placer.compile",
+                "made_later: was created after placer.compile",
                 "the model itself has full backward hooks",
             ),
             strict=True,

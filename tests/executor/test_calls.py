@@ -120,7 +120,7 @@ def test_a_step_with_other_arguments() -> None:
 def test_a_number_that_changes_with_every_call_is_told_to_be_a_tensor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(programs, "_MOST_CALLS", 2)
+    monkeypatch.setattr(programs, "_MAX_CALLS", 2)
     placed, model = _pair()
     for scale in (0.5, 0.25, 0.5):
         _same(placed, model, _ids(), scale=scale)

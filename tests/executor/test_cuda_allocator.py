@@ -1,4 +1,4 @@
-"""Expandable segments are turned on where a plan counts on them and nobody else has chosen."""
+"""Expandable segments are turned on where a plan assumes them and nobody else has chosen."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_memory_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = Torch(monkeypatch, reserved=3 * GIB)
-    with pytest.warns(AllocatorWarning, match=r"3.00 GiB of cuda:0 were taken before") as told:
+    with pytest.warns(AllocatorWarning, match=r"3.00 GiB of cuda:0 were already reserved") as told:
         prepare_allocator(plan(), GPU)
     assert "13.00 GiB on cuda:0, with 2.00 GiB to spare" in str(told[0].message)
     assert not fake.asked
@@ -85,5 +85,5 @@ def test_memory_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_has_no_effect_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     Torch(monkeypatch, can=False)
-    with pytest.warns(AllocatorWarning, match="this platform has none"):
+    with pytest.warns(AllocatorWarning, match="this platform does not support them"):
         prepare_allocator(plan(), GPU)

@@ -271,23 +271,23 @@ def test_losses_that_show_nothing_are_tried_again(scale: float) -> None:
 def test_which_values_of_a_target_are_new() -> None:
     labels, numbers = SeenValues(), SeenValues()
 
-    def news(seen: SeenValues, *values: float) -> list[float]:
-        found = seen.news(torch.tensor(values))
+    def new_values(seen: SeenValues, *values: float) -> list[float]:
+        found = seen.new_values(torch.tensor(values))
         seen.add(found)
         return found
 
-    assert news(labels, 3, 1, 3) == [1, 3]
-    assert news(labels, 1, 3) == []
-    assert news(labels, 2, -100) == [-100, 2]
-    many = news(labels, *range(2000))
+    assert new_values(labels, 3, 1, 3) == [1, 3]
+    assert new_values(labels, 1, 3) == []
+    assert new_values(labels, 2, -100) == [-100, 2]
+    many = new_values(labels, *range(2000))
     assert 256 <= len(many) <= 258 and many[-1] == 1999  # not all of them
-    assert news(labels, 1999, 1000, 17) == []
-    assert news(labels, 2000, -1) == [2000]
-    assert news(numbers, 0.5, 2.0) == [0.5, 2.0]
-    assert news(numbers, 1.0, 0.75) == []
-    assert news(numbers, 0.0, 1.0) == [0.0, 0.0]
-    assert str(news(numbers, float("nan"), 1.0)) == "[nan]"
-    assert news(numbers, float("nan"), 0.0, 3.0) == [3.0]
+    assert new_values(labels, 1999, 1000, 17) == []
+    assert new_values(labels, 2000, -1) == [2000]
+    assert new_values(numbers, 0.5, 2.0) == [0.5, 2.0]
+    assert new_values(numbers, 1.0, 0.75) == []
+    assert new_values(numbers, 0.0, 1.0) == [0.0, 0.0]
+    assert str(new_values(numbers, float("nan"), 1.0)) == "[nan]"
+    assert new_values(numbers, float("nan"), 0.0, 3.0) == [3.0]
 
 
 CALLS: list[int] = []

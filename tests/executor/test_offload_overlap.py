@@ -65,9 +65,9 @@ class LateStream:
         self.events.append(f"{'to host' if place is HOST else 'back'} {self._count}")
         return target, self._count
 
-    def wait(self, mark: int) -> None:
-        self.events.append(f"wait {mark}")
-        while self._begun and self._begun[0][0] <= mark:
+    def wait(self, event: int) -> None:
+        self.events.append(f"wait {event}")
+        while self._begun and self._begun[0][0] <= event:
             number, *ends = self._begun.pop(0)
             source, target = (end.tensor() for end in ends)
             if source is None or target is None:
@@ -80,9 +80,9 @@ class LateStream:
 def stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateStream]:
     found = LateStream()
     monkeypatch.setattr(offload, "side_stream", lambda device: found)
-    offload._lane.cache_clear()
+    offload._queue_of.cache_clear()
     yield found
-    offload._lane.cache_clear()
+    offload._queue_of.cache_clear()
     assert not found.problems
 
 
@@ -172,9 +172,9 @@ def test_a_cuda_copy_waits_for_the_main_stream_and_runs_on_its_own(
     monkeypatch.setattr(torch.cuda, "stream", on_stream)
     stream = _CudaStream(torch.device("cuda:0"))
     target: Any = Target()
-    found, mark = stream.copy(torch.zeros(1), target, HOST)
+    found, event = stream.copy(torch.zeros(1), target, HOST)
     assert found is target
-    stream.wait(mark)
+    stream.wait(event)
     assert said == [
         "side waits for main", "copy on side", "event on side", "main waits for event"
     ]  # fmt: skip

@@ -17,7 +17,7 @@ from placer.executor.distributed.failures import broadcast
 from placer.executor.distributed.failures.broadcast import FailureBroadcast
 from placer.executor.distributed.job import rendezvous
 from placer.executor.distributed.job.assignment import Job
-from placer.executor.distributed.job.join import store_of_start
+from placer.executor.distributed.job.join import store_for_start
 from placer.executor.distributed.job.rendezvous import StoreFinder, TorchrunStore, meet
 
 RANKS = range(4)
@@ -125,7 +125,7 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], StoreFinder]:
         port = taken.getsockname()[1]
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
-    return lambda rank: store_of_start(_job(rank), "compile 7")
+    return lambda rank: store_for_start(_job(rank), "compile 7")
 
 
 def _job(rank: int) -> Job:

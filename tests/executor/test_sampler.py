@@ -59,7 +59,7 @@ def test_too_few_rows_for_the_replicas() -> None:
         ReplicaSampler(ROWS, 5, **share)
     assert "drop_last=True" in caught.value.remedy
     assert len(ReplicaSampler(ROWS, 5, drop_last=True, **share)) == 4
-    with pytest.raises(placer.PlacerError, match="it counts the rows of all replicas"):
+    with pytest.raises(placer.PlacerError, match="which counts the rows of all replicas"):
         ReplicaSampler(ROWS, 2, **share)
 
     class Endless(IterableDataset[int]):

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_structure
 
 from placer.executor.distributed.messages.crossings import Crossings, CrossingValue, TensorSpec
-from placer.executor.distributed.messages.transport import Messages, compare_leaf
+from placer.executor.distributed.messages.transport import MessageTransport, compare_leaf
 from placer.executor.place import Place
 from placer.schedule import Action, find_messages, linearize, make_schedule
 
@@ -112,7 +112,7 @@ def test_ranks_bring_each_other_what_they_need(schedule: str, ranks: int) -> Non
     errors: list[BaseException] = []
 
     def run_rank(rank: int) -> None:
-        transport = Messages(
+        transport = MessageTransport(
             messages,
             dict.fromkeys(range(count), known),
             order,
@@ -161,10 +161,16 @@ def _do(action: Action, run: Numbers, known: Crossings) -> None:
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        (torch.zeros(3), "of shape [3] where shapes alone say [2]"),
-        (torch.zeros(2, dtype=torch.float64), "of torch.float64 where others expect torch.float32"),
-        (torch.zeros(2, requires_grad=True), "with requires_grad=True where others expect False"),
-        (1.5, "a float where others expect a tensor"),
+        (torch.zeros(3), "of shape [3], but other ranks expect [2]"),
+        (
+            torch.zeros(2, dtype=torch.float64),
+            "of torch.float64, but other ranks expect torch.float32",
+        ),
+        (
+            torch.zeros(2, requires_grad=True),
+            "with requires_grad=True, but other ranks expect False",
+        ),
+        (1.5, "a float, but other ranks expect a tensor"),
     ],
 )
 def test_what_is_not_as_shapes_say_is_an_error(found: Any, said: str) -> None:
@@ -176,5 +182,5 @@ def test_what_is_not_as_shapes_say_is_an_error(found: Any, said: str) -> None:
 def test_a_number_that_is_not_as_shapes_say_is_an_error() -> None:
     compare_leaf(3, 3)
     compare_leaf("same", "other")  # what is no number does not depend on the data
-    with pytest.raises(ValueError, match=r"the number 7 where shapes alone say 1: .* last device"):
+    with pytest.raises(ValueError, match=r"the number 7 instead of 1, .* last device"):
         compare_leaf(7, 1)

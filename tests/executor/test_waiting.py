@@ -14,7 +14,7 @@ from unet3d import unet3d
 
 import placer
 from placer.executor.place import Place
-from placer.executor.transfer import WaitingGradients
+from placer.executor.transfer import PendingGradients
 from placer.simulation.ledger import Ledger
 
 TWO = {"devices": ["cpu:0", "cpu:1"]}
@@ -97,7 +97,7 @@ def test_calling_the_module_holds_what_step_holds() -> None:
 def test_a_part_of_a_larger_gradient_waits_alone() -> None:
     here, there = (Place(name, torch.device("cpu")) for name in ("cpu:0", "cpu:1"))
     value = torch.zeros(4, 2)
-    waiting = WaitingGradients(here, value)
+    waiting = PendingGradients(here, value)
     whole = torch.arange(16.0).reshape(4, 4)
     ones = torch.ones(4, 2)
     ledger = Ledger()
@@ -119,7 +119,7 @@ def test_all_that_waits_is_added_up_in_one_tensor() -> None:
     home, *readers = (Place(f"cpu:{i}", torch.device("cpu")) for i in range(3))
     own, *others = (torch.randn(2**20 + 3, dtype=torch.float64) for _ in range(3))
     expected = own + sum(others)
-    waiting = WaitingGradients(home, own)
+    waiting = PendingGradients(home, own)
     ledger = Ledger()
     ledger.add(own, home)
     for place, gradient in zip(readers, others, strict=True):
@@ -135,7 +135,7 @@ def test_what_waits_at_home_itself_is_not_written_to() -> None:
     """Others may read it: the sum is a tensor of its own, and the next is added to that."""
     home = Place("cpu:0", torch.device("cpu"))
     own, *others = (torch.full((4, 3), float(i)) for i in range(3))
-    waiting = WaitingGradients(home, own)
+    waiting = PendingGradients(home, own)
     for gradient in others:
         waiting.hold(home, gradient)
     with torch.no_grad():

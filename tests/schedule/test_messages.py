@@ -65,7 +65,7 @@ def run_ranks(order: Sequence[Action], messages: Sequence[Message], rank_of: Seq
     made: set[Message] = set()
 
     def start(rank: int, action: Action, following: int) -> None:
-        """As `Messages.receive` does: receives whose turn it is, up to a send that is not made yet."""
+        """Does as `MessageTransport.receive`: starts receives up to a send that is not made yet."""
         for pair, queue in pairs.items():
             if rank not in pair:
                 continue

@@ -119,7 +119,7 @@ def test_a_smaller_last_microbatch_counts_as_the_share_that_it_is() -> None:
     [
         (("gpipe", 2, 2), "known: GPipe"),
         (("GPipe", 0, 2), "at least one"),
-        (("Interleaved1F1B", 5, 2, 2), "dealt out evenly"),
+        (("Interleaved1F1B", 5, 2, 2), "divided evenly"),
         (("Interleaved1F1B", 4, 5, 2), "multiple of 2"),
     ],
 )

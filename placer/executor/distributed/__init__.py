@@ -1,94 +1,98 @@
-"""The same spec under ``torchrun``: one process per device, by point-to-point messages.
+"""Runs a placed model with one process per device, as under ``torchrun``.
 
-Inside a job (``torchrun``, or a launcher that sets the same RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and
-MASTER_PORT, or the default process group exists already) ``placer.compile(model, spec, args)`` returns a
-`DistributedModule` instead of a `PlacedModule`; it builds only this rank's stages. What is above the
-line works in both, so that one script serves both.
+Inside a job ``placer.compile(model, spec, args)`` returns a `DistributedModule` instead of a
+`PlacedModule`, which builds only this rank's stages. A process is in a job if ``torchrun`` or another
+launcher has set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or if the default process
+group exists. The part of the table above the line works in both, so one script can serve both.
 
 ==================================================  ==============================================
 ``placed.step(x, target=t, loss_fn=f)``             forward and backward under the plan's schedule,
                                                     gradients reduced; the loss on every rank
-``placed.step(x, …, own_rows=True)``                ``x`` and ``t`` are this replica's rows only
+``placed.step(x, …, own_rows=True)``                the same for only this replica's rows in ``x``, ``t``
 ``placed.step(x, …, scaler=scaler)``                the loss is scaled for fp16
 ``placed(x)``                                       inference: the result on every rank
 ``placed.parameters()``, ``placed.state_dict()``    this rank's part, under the original names
-``placed.clip_grad_norm_(max_norm)``                by the norm over all ranks; returns that norm
-``placed.grad_scaler()``                            a ``GradScaler`` whose ranks agree
+``placed.clip_grad_norm_(max_norm)``                clips by the norm over all ranks and returns it
+``placed.grad_scaler()``                            a ``GradScaler``; all ranks skip the same steps
 ``placed.sampler(dataset, batch_size, shuffle=…)``  all stages of a replica see the same rows
 ``placed.plan``                                     the whole plan, the same on every rank
 --------------------------------------------------  ----------------------------------------------
 ``placed.mesh``                                     ``DeviceMesh`` of dims ``("dp", "pp")``
-``placed.replica_index``, ``placed.num_replicas``   the row of the mesh, and how many there are
-``placed.stage_indices``, ``placed.device``         what this rank runs, and where
+``placed.replica_index``, ``placed.num_replicas``   the row of the mesh, and the number of rows
+``placed.stage_indices``, ``placed.device``         the stages of this rank, and its device
 ``placed.tensor_names``                             local name -> the first of the tensor's names
-``placed.owned_names``                              what this rank saves: each tensor on one rank of
-                                                    the job, by the first of its names
+``placed.owned_names``                              the tensors that this rank saves, by the first of
+                                                    their names; each has one owner in the job
 ==================================================  ==============================================
 
-``placer.save(placed, optimizer, path)`` and ``placer.load(…)`` are called by all ranks; what one job
-saved, a job of another shape, one process, or the plain model loads (`placer.checkpoint`).
+All ranks call ``placer.save(placed, optimizer, path)`` and ``placer.load(…)``. A job of another shape,
+a single process and the plain model can load what a job has saved (`placer.checkpoint`).
 
-A rank that fails ends the others: ``StageError`` on the rank where a stage raised, ``PeerError`` on
-those that lost it, as soon as its connections close. A rank that hangs ends them after the process
-group's timeout (half an hour by default; ``init_process_group(timeout=…)`` before ``compile`` for
-another): ``PeerError`` names it, as the one that was not waiting.
+If a rank fails, the others end too. The rank whose stage raised gets a ``StageError``, the others get a
+``PeerError`` as soon as its connections close. If a rank hangs, the others end after the process group's
+timeout, with a ``PeerError`` that names the rank that was not waiting. The timeout is half an hour by
+default; call ``init_process_group(timeout=…)`` before ``compile`` to set another.
 
-In ``compile`` the ranks wait for each other before anything is sent, as long as that timeout says. After
-half a minute they warn which ranks are missing. One that cannot compile the model tells the others why,
-also when its program goes on. (One that has ended before it came to ``compile`` cannot; ``torchrun``
-then ends the others by itself.) Where rank 0 hosts the store, as in a job without ``torchrun``, it stays
-for up to five seconds when it fails, so that the others can read why.
+In ``compile`` the ranks wait for each other before they send anything, at most for that timeout. After
+half a minute they warn which ranks are missing. A rank that cannot compile the model tells the others
+why, even if its program continues. (A rank that ended before ``compile`` cannot; ``torchrun`` then ends
+the others.) If rank 0 hosts the store, as in a job without ``torchrun``, it stays for up to five seconds
+after a failure so that the others can read the reason.
 
-``torchrun --max-restarts`` starts all anew; a program that loads its last checkpoint goes on there.
+``torchrun --max-restarts`` restarts all processes; a program that loads its last checkpoint continues
+from there.
 
-Rank ``r * P + p`` is device ``p`` of replica ``r``; ``P`` devices per replica. With an interleaved
-schedule, stage ``s`` runs on device ``s % P``. All ranks of a job make the calls of the table alike,
-and ``compile`` before them. They tell each other so before a step, an inference, clipping, saving and
-loading: a rank that is elsewhere, or given other options, another number of rows or other shapes, is an
-error on all, and the job can go on. (A rank that is alone in ``compile``, in a call of another placed
-module, or in a message of the program's own, cannot be told: it waits for the others, as with torch. One
-that was refused a call by itself tells the others at its next.) Without ``own_rows`` every rank is given the
-whole batch and uses its rows. The weights are those of rank 0's model.
+Rank ``r * P + p`` is device ``p`` of replica ``r``, with ``P`` devices per replica. With an interleaved
+schedule, stage ``s`` runs on device ``s % P``. All ranks must make the same calls of the table in the
+same order, after ``compile``. They check this before a step, an inference, clipping, saving and loading:
+if a rank makes another call, or has other options, another number of rows or other shapes, all ranks
+raise an error, and the job can continue. (A rank that is alone in ``compile``, in a call of another
+placed module, or in a collective of the program itself waits for the others, as it would with torch. A
+rank whose call was refused before this check tells the others at its next call.) Without ``own_rows``
+every rank gets the whole batch and uses its own rows. The weights are those of rank 0's model.
 
-How it is done: every rank runs its own actions of the schedule, with the code that runs them all in one
-process (`placer.executor.execute`). What another rank made comes as a message straight from there;
-its shape is found on fake tensors. Every rank has the model's own inputs, they do not travel.
-Gradients are summed over replicas in buckets while backward runs, those of tied weights over their
-stages too.
-``placer.make_plan(model, spec, args, processes=True)`` says what each rank will hold: its peaks are
-those of a dry run of each rank on fake tensors (``placer.simulate(…, processes=True)``). Inside a job
-``compile`` makes that dry run where the spec limits memory, and raises ``BudgetError`` on all ranks
-when one does not fit; also for a plan that was made for one process.
+How it works: every rank runs its own actions of the schedule, with the same code as in one process
+(`placer.executor.execute`). A value from another rank arrives as a message directly from the rank that
+made it; its shape is found on fake tensors. The model's inputs are not sent, because every rank has
+them. Gradients are summed over replicas in buckets while backward runs, those of tied weights also over
+the stages that share them. ``placer.make_plan(model, spec, args, processes=True)`` computes the memory
+of each rank: its peaks are those of a dry run of each rank on fake tensors
+(``placer.simulate(…, processes=True)``). If the spec limits memory, ``compile`` makes this dry run in
+the job, also for a plan that was made for one process, and raises ``BudgetError`` on all ranks if one
+does not fit.
 
-As in one process: inputs of other sizes and modes after ``compile``; hooks, those on the whole module
-too (forward hooks in a step run where the last stage is, for each micro-batch); inputs that require
-gradients get theirs in ``placed.step``, on every rank (all ranks' must require them, or none's: else
-every rank raises ``PlacerError``); full backward hooks on the whole module are refused in a step.
+The following work as in one process. Inputs of other sizes, and other modes, after ``compile``. Hooks,
+also those on the whole module; its forward hooks run in a step on the rank of the last stage, for each
+micro-batch. Inputs that require gradients get them in ``placed.step`` on every rank; they must require
+them on all ranks or on none, else every rank raises ``PlacerError``. Full backward hooks on the whole
+module are refused in a step.
 
-What differs:
+These differ:
 
- * ``placed(x)`` gives results without a graph. In train mode with gradients enabled that is an error.
- * ``loss_fn`` is called where the last stage is, for each micro-batch: what it collects for metrics is
-   on those ranks only. It may read no parameters but through the model's output: those of the model are
-   on other ranks too (a penalty is added after the step, by every rank for its own parameters:
-   ``penalty(placed.parameters()).backward()``), and those of the loss itself would be trained on one rank
-   alone (make them a layer of the model). Both are errors.
- * A rank has its part of the parameters. ``placed.parameters()`` always has one for the optimizer; a
-   selection of them may have none, which goes as a group: ``Adam([{"params": selected}])``. An optimizer
-   that computes with all parameters together (LBFGS) is an error where a replica has several ranks.
- * ``nn.utils.clip_grad_norm_`` would see this rank's gradients only, and so would a plain ``GradScaler``:
-   errors where a replica has several ranks. ``placed`` has its own of both. A norm that the program
-   itself computes of this rank's gradients is not noticed.
- * ``DistributedDataParallel(placed)`` is an error: replicas are in the spec.
- * ``requires_grad`` of parameters is fixed at ``compile``: freeze before; in the middle of training save,
-   freeze, compile and load.
- * ``placed.load_state_dict`` takes the state of the whole model, or of this part.
- * No ``deepcopy``, no pickling: ``placer.save`` has the whole; a moving average of the weights is one of
-   ``placed.state_dict()``, by name.
- * Every ``compile`` makes process groups, which stay until the job ends (gloo: some 9 file descriptors and
-   6 threads each time), also where the module goes.
- * Dropout: every rank has random numbers of its own, the same again when the program is run again.
- * ``batch_norm: "sync"`` works here (one micro-batch, every replica needs a row). ``"deferred"`` is as in
-   one process: the moments of every replica's rows go to all of them, in a message at the end of the
-   step. What norms update running statistics is known from shapes; it may not depend on the data.
+ * ``placed(x)`` returns results without a graph. In train mode with gradients enabled it is an error.
+ * ``loss_fn`` is called on the rank of the last stage, for each micro-batch; metrics that it collects are
+   there only. It may depend on parameters only through the model's output, otherwise it is an error:
+   other parameters of the model are on other ranks, and parameters of the loss itself would be trained
+   on one rank only. For a penalty on weights let every rank call
+   ``penalty(placed.parameters()).backward()`` after the step; make parameters of the loss a layer of the
+   model.
+ * A rank has only its part of the parameters. ``placed.parameters()`` is never empty, as optimizers
+   require. A selection of parameters may be empty; pass it as a group: ``Adam([{"params": selected}])``.
+   An optimizer that computes with all parameters together (LBFGS) is an error if a replica has several
+   ranks.
+ * ``nn.utils.clip_grad_norm_`` and a plain ``GradScaler`` would see only this rank's gradients, so they are
+   errors if a replica has several ranks; use ``placed.clip_grad_norm_`` and ``placed.grad_scaler``. A norm
+   of this rank's gradients that the program computes itself is not detected.
+ * ``DistributedDataParallel(placed)`` is an error: the spec says how many replicas there are.
+ * ``requires_grad`` of parameters is fixed at ``compile``, so freeze before. To freeze in the middle of
+   training save, freeze, compile and load.
+ * ``placed.load_state_dict`` accepts the state of the whole model, or of this rank's part.
+ * ``deepcopy`` and pickling are errors. ``placer.save`` saves the whole model; compute a moving average of
+   the weights from ``placed.state_dict()``, by name.
+ * Every ``compile`` makes process groups that stay until the job ends, even if the module is deleted (with
+   gloo about 9 file descriptors and 6 threads each time).
+ * Every rank has its own random numbers, for dropout; they are the same when the program is run again.
+ * ``batch_norm: "sync"`` works here, with one micro-batch and at least one row per replica. ``"deferred"``
+   works as in one process: at the end of a step the replicas exchange the moments of their rows in one
+   message. Which norms update running statistics must not depend on the data.
 """

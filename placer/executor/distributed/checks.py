@@ -1,4 +1,4 @@
-"""What a program may not do with its part of a placed model, because other ranks cannot know of it."""
+"""Refuses uses of one rank's part of a model that would give wrong results without the other ranks."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from placer.executor.loss import without_graph
 
 
 def check_inference(leaves: Sequence[Tensor], *, training: bool) -> None:
-    """Raise ``PlacerError`` where ``placed(x)`` would have to give a result with gradients."""
+    """Raise ``PlacerError`` if ``placed(x)`` would have to return a result with gradients."""
     if not torch.is_grad_enabled():
         return
     if training:
         raise PlacerError(
             "placed(x)",
-            "gives results without gradients when there is one process per device",
-            "train with placed.step(x, target=t, loss_fn=f); for results call placed.eval() or "
+            "returns results without gradients when there is one process per device",
+            "train with placed.step(x, target=t, loss_fn=f); for inference call placed.eval() or "
             "use torch.no_grad()",
         )
     if any(leaf.requires_grad for leaf in leaves):
         raise PlacerError(
             "inputs",
-            "one of them requires gradients, and with one process per device none come out of "
-            "placed(x), which gives results without",
-            "give x.detach(), or take the gradient with placed.step, where inputs get theirs",
+            "one of them requires gradients, but with one process per device placed(x) returns "
+            "results without gradients",
+            "pass x.detach(), or use placed.step, in which inputs get their gradients",
         )
 
 
 def check_training() -> None:
-    """Raise ``PlacerError`` where gradients are switched off, before other ranks are asked for theirs."""
+    """Raise ``PlacerError`` if gradients are disabled; called before any communication."""
     if not torch.is_grad_enabled():
         raise without_graph()
 
 
 def refuse_joint_optimizers(part: nn.Module) -> None:
-    """Have ``torch.optim.LBFGS`` over parameters of ``part`` raise ``PlacerError`` when it steps.
+    """Make ``torch.optim.LBFGS`` raise ``PlacerError`` when it steps with parameters of ``part``.
 
-    Of torch's optimizers it alone computes with all parameters together (their inner products), and
-    would go another way on every rank, without an error.
+    It is the only optimizer of torch that computes with all parameters together (their inner products).
+    Without this check it would take a different direction on every rank.
     """
     reference = weakref.ref(part)
 
@@ -61,7 +61,7 @@ def refuse_joint_optimizers(part: nn.Module) -> None:
                 "torch.optim.LBFGS",
                 "computes with all parameters of the model together, and this rank has those of its "
                 "stages only",
-                "use an optimizer that updates every parameter by itself (SGD, Adam, …), or one device "
+                "use an optimizer that updates each parameter separately (SGD, Adam, …), or one device "
                 "per replica",
             )
 
@@ -70,7 +70,7 @@ def refuse_joint_optimizers(part: nn.Module) -> None:
 
 
 def refuse_wrappers(part: nn.Module) -> None:
-    """Have torch's wrappers that train copies of a module raise ``PlacerError`` for ``part``.
+    """Make torch's data-parallel wrappers raise ``PlacerError`` for a module that contains ``part``.
 
     They would sum gradients of this rank's stages with those of other ranks' stages.
     """
@@ -78,7 +78,7 @@ def refuse_wrappers(part: nn.Module) -> None:
 
     def check(parent: nn.Module, name: str, child: nn.Module | None) -> None:
         part = reference()
-        fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported for this alone
+        fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported just for this check
         wrappers: tuple[Any, ...] = (nn.parallel.DistributedDataParallel, nn.DataParallel)
         if fsdp is not None:
             wrappers += (fsdp.FullyShardedDataParallel,)
@@ -111,10 +111,10 @@ def _sharded() -> PlacerError:
 
 
 def refuse_partial_clipping(part: nn.Module) -> None:
-    """Have ``torch.nn.utils.clip_grad_norm_`` raise ``PlacerError`` for gradients of ``part``.
+    """Make ``torch.nn.utils.clip_grad_norm_`` raise ``PlacerError`` for gradients of ``part``.
 
-    It would scale them by their norm on this rank, which has those of its stages only. One of several
-    parameters by itself may be clipped: its whole gradient is here.
+    It would scale them by the norm of this rank's gradients alone. Clipping a single one of several
+    parameters is allowed, because its whole gradient is on this rank.
     """
     reference = weakref.ref(part)
 
@@ -139,8 +139,8 @@ def check_parameters(
 ) -> tuple[int, ...]:
     """The ids of the parameters that are trained.
 
-    Raises ``PlacerError`` when there are others than the ``known`` ones, or others are ``frozen``, or
-    they have been sharded.
+    Raises ``PlacerError`` if there is a parameter that is not ``known``, if those that do not require
+    gradients are not the ``frozen`` ones, or if they have been sharded.
     """
     named = list(part.named_parameters())
     distributed = sys.modules.get("torch.distributed.tensor")  # not imported for this alone
@@ -150,7 +150,7 @@ def check_parameters(
     if new:
         raise PlacerError(
             new[0],
-            "was made after placer.compile, and the other ranks cannot know",
+            "was created after placer.compile, and the other ranks do not know of it",
             "prune, parametrize or extend the model before placer.compile",
         )
     frozen_now = {name for name, parameter in named if not parameter.requires_grad}
@@ -158,7 +158,7 @@ def check_parameters(
         changed = sorted(frozen_now.symmetric_difference(frozen))[0]
         raise PlacerError(
             changed,
-            "requires_grad was changed after placer.compile, and the other ranks cannot know",
+            "requires_grad was changed after placer.compile, and the other ranks do not know of it",
             "freeze parameters of the model before placer.compile; in the middle of training save, "
             "freeze, compile and load",
         )
@@ -166,7 +166,7 @@ def check_parameters(
 
 
 def check_scaler(scaler: torch.amp.GradScaler | None, *, num_devices: int) -> None:
-    """Raise ``PlacerError`` for a scaler that knows nothing of the replica's other ranks."""
+    """Raise ``PlacerError`` for a scaler that looks at this rank's gradients only."""
     if scaler is None or not scaler.is_enabled() or num_devices == 1:
         return
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -174,7 +174,7 @@ def check_scaler(scaler: torch.amp.GradScaler | None, *, num_devices: int) -> No
     if not isinstance(scaler, ShardedGradScaler):
         raise PlacerError(
             "scaler",
-            f"{type(scaler).__name__} looks at the gradients of this rank's stages only, so that "
-            "some ranks would skip a step and others not",
+            f"{type(scaler).__name__} looks at the gradients of this rank's stages only, so some "
+            "ranks would skip a step and others not",
             "make it with placed.grad_scaler()",
         )

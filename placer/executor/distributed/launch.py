@@ -1,4 +1,4 @@
-"""From a plan to this rank's module: the job is checked, joined and compared, then the part is built."""
+"""Builds this rank's `DistributedModule` from a plan, after all ranks have joined and compared plans."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from placer.executor.distributed.job.assignment import Job, assign_rank, choose_
 from placer.executor.distributed.job.call_check import name_ranks
 from placer.executor.distributed.job.groups import gather_objects, make_mesh
 from placer.executor.distributed.job.join import join_job
-from placer.executor.distributed.job.ownership import build_part, find_ownership, share_weights
+from placer.executor.distributed.job.ownership import broadcast_weights, build_part, find_ownership
 from placer.executor.distributed.module import DistributedModule
 from placer.executor.place import Place
 from placer.plan.store import plan_text
@@ -42,11 +42,12 @@ def launch(
 ) -> DistributedModule:
     """This rank's part of ``model`` under ``plan``; all ranks of the job call it together.
 
-    ``failures`` is where a rank that failed before has left why.
+    ``failures`` tells whether another rank has failed already. Weights that are not read from a file
+    are those of rank 0's model.
 
-    Raises ``VersionError`` when torch is too old, and ``PlacerError`` when the job has not one process
-    per device of the plan, before any communication; ``PlanError`` when another rank has another
-    model or plan, before anything is built. Weights that are not read from a file are those of rank 0.
+    Before any communication, raises ``VersionError`` if torch is too old and ``PlacerError`` if the job
+    does not have one process per device of the plan. Before anything is built, raises ``PlanError`` if
+    ranks have different models or plans.
     """
     require("a process per device")
     _check_norms(model, plan)
@@ -70,10 +71,10 @@ def launch(
         weights=weights,
         initialize=initialize,
     )
-    part = build_together(build, job.rank, failures)
+    part = build_on_all_ranks(build, job.rank, failures)
     with lost_peers(failures):
         if weights is None:
-            share_weights(model, part, ownership, device)
+            broadcast_weights(model, part, ownership, device)
         return DistributedModule(
             part,
             program=program,
@@ -88,23 +89,23 @@ def launch(
 
 
 def _check_norms(model: nn.Module, plan: Plan) -> None:
-    """Raise ``PlacerError`` when a layer would take its statistics over processes by itself."""
+    """Raise ``PlacerError`` for a SyncBatchNorm layer in a plan with deferred statistics."""
     if plan.batch_norm != "deferred":
         return
     for path, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
             raise PlacerError(
                 path,
-                "is a SyncBatchNorm, which learns from all processes at every micro-batch, and "
-                "'deferred' has running statistics learn once per step",
+                "is a SyncBatchNorm, which updates its statistics from all processes at every "
+                "micro-batch, but 'deferred' updates them once per step",
                 "use BatchNorm layers, or \"batch_norm\": 'sync'",
             )
 
 
 def compare_plans(plan: Plan, model: nn.Module) -> str:
-    """Raise ``PlanError`` on every rank, naming those that differ from rank 0, if any does.
+    """Check that all ranks have the same plan and model; returns a unique name, the same on all ranks.
 
-    Returns a name that no other call gets, the same on all ranks.
+    Raises ``PlanError`` on every rank otherwise, which names the ranks that differ from rank 0.
     """
     without_data = sorted(name for name, tensor in named_state(model) if tensor.is_meta)
     mine = _digest(plan.fingerprint, *without_data), _digest(plan_text(plan)), uuid.uuid4().hex
@@ -114,25 +115,25 @@ def compare_plans(plan: Plan, model: nn.Module) -> str:
     if models:
         raise PlanError(
             f"rank {dist.get_rank()}",
-            f"the model (or its inputs) of {name_ranks(models)} is another than that of rank 0",
+            f"the model (or its inputs) of {name_ranks(models)} differs from that of rank 0",
             "give every rank the same model (on meta on all of them, or on none), arguments and code",
         )
     if plans:
         raise PlanError(
             f"rank {dist.get_rank()}",
-            f"the plan of {name_ranks(plans)} is another than that of rank 0",
-            "give every rank the same spec and example inputs of the same shapes, or a plan made once "
-            "(placer plan -o plan.json, placer.load_plan)",
+            f"the plan of {name_ranks(plans)} differs from that of rank 0",
+            "give every rank the same spec and example inputs of the same shapes, or load one plan on "
+            "all of them (placer plan -o plan.json, placer.load_plan)",
         )
     return first[2]
 
 
-def build_together(
+def build_on_all_ranks(
     build: Callable[[], nn.Module], rank: int, failures: FailureBroadcast
 ) -> nn.Module:
-    """What ``build`` makes here; a collective call.
+    """Call ``build`` on every rank and return its result on this one; a collective call.
 
-    Where it fails on one rank, all raise: that rank what it was, the others ``PeerError``.
+    If it fails on a rank, that rank raises the exception, and the others raise ``PeerError``.
     """
     part: nn.Module | None = None
     failure: Exception | None = None
@@ -150,7 +151,7 @@ def build_together(
     for found in everyone:
         if found is not None:
             raise PeerError(
-                *found, "its part of the model was not built; mend that and compile anew"
+                *found, "its part of the model was not built; fix that and compile again"
             )
     return part
 

@@ -1,4 +1,4 @@
-"""What a loss reads besides the model's output: tensors whose gradients would stay on one rank."""
+"""Refuses a loss that reads trained tensors besides the model's output, as one rank alone has the loss."""
 
 from __future__ import annotations
 
@@ -14,18 +14,23 @@ from placer.program import result_tensors
 
 
 def gradient_nodes(output: Any) -> list[Node]:
-    """Where gradients enter the model's own graph; to be asked before a loss may write to ``output``."""
+    """The nodes through which gradients enter the model's graph.
+
+    Call it before the loss, which may change ``output`` in place.
+    """
     return [get_gradient_edge(t).node for t in result_tensors(output) if t.requires_grad]
 
 
 def refuse_other_leaves(loss: Tensor, output: list[Node], part: nn.Module, *, whole: bool) -> None:
-    """Raise ``PlacerError`` when ``loss`` depends on leaves other than through the nodes ``output``.
+    """Raise ``PlacerError`` if ``loss`` depends on leaves other than through the nodes ``output``.
 
-    Those are parameters of ``part``, which are none of the other ranks' (but where it is the ``whole``
-    model, as many times as there are replicas, each weighted by its share), or of the loss itself.
+    Such leaves are parameters of ``part``, or of the loss itself. Parameters of ``part`` are allowed if
+    it is the ``whole`` model, because then every replica adds its share of the gradient.
     """
     found = _leaves_beyond(loss, output)
-    if found:  # by way of activations, say, that a hook has kept: these are the model's own graph
+    if (
+        found
+    ):  # perhaps through activations that a hook has kept, which are part of the model's graph
         found = _leaves_beyond(loss, _reachable(output))
     own = dict(part.named_parameters())
     read = [name for name, parameter in own.items() if any(leaf is parameter for leaf in found)]
@@ -34,8 +39,8 @@ def refuse_other_leaves(loss: Tensor, output: list[Node], part: nn.Module, *, wh
         more = f" and {len(read) - 1} more" if len(read) > 1 else ""
         raise PlacerError(
             "loss_fn",
-            f"reads the model's parameter {read[0]!r}{more} besides its output; it runs where the last "
-            "stage is, and the parameters of other ranks are not there",
+            f"reads the model's parameter {read[0]!r}{more} besides its output; it runs on the rank of "
+            "the last stage, which does not have the parameters of other ranks",
             "for a penalty on weights use the optimizer's weight_decay, or add its gradient after the "
             "step, on every rank: placed.step(...), then penalty(placed.parameters()).backward()",
         )
@@ -43,19 +48,19 @@ def refuse_other_leaves(loss: Tensor, output: list[Node], part: nn.Module, *, wh
         raise PlacerError(
             "loss_fn",
             f"reads a tensor of shape {list(others[0].shape)} that requires gradients and is not the "
-            "model's; it would get one only where the last stage is, and replicas would train it apart",
-            "have the model hold the loss's parameters, as a layer that forward calls with the target, "
+            "model's; only the rank of the last stage would train it, and each replica differently",
+            "make the loss's parameters part of the model, as a layer that forward calls with the target, "
             "or freeze them with requires_grad_(False)",
         )
 
 
 def _leaves_beyond(loss: Tensor, stops: Collection[Node]) -> list[Tensor]:
-    """The leaves that gradients of ``loss`` reach without passing one of ``stops``."""
+    """The leaves that the backward of ``loss`` reaches without passing through one of ``stops``."""
     start = [loss.grad_fn] if loss.grad_fn is not None else []
     leaves = map(leaf_of, nodes_behind(start, stops=set(stops)))
     return [leaf for leaf in leaves if leaf is not None]
 
 
 def _reachable(nodes: Collection[Node]) -> list[Node]:
-    """The nodes behind ``nodes``, and these, but for the leaves: the loss may read those by itself."""
+    """``nodes`` and all nodes behind them except leaves, which the loss may read directly."""
     return [node for node in nodes_behind(nodes) if leaf_of(node) is None]

@@ -1,4 +1,4 @@
-"""DistributedModule: this rank's part of a placed model, one process per device."""
+"""`DistributedModule`, this rank's part of a placed model in a job with one process per device."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from placer.executor.distributed.checks import (
 from placer.executor.distributed.failures.broadcast import FailureBroadcast
 from placer.executor.distributed.failures.fake_forward import find_failure_site
 from placer.executor.distributed.job.assignment import RankAssignment
-from placer.executor.distributed.job.call_check import CallCheck, Called, Method
+from placer.executor.distributed.job.call_check import CallCheck, CallDescription, Method
 from placer.executor.distributed.job.groups import Groups, close_groups, find_lost, make_groups
 from placer.executor.distributed.job.ownership import Ownership
 from placer.executor.distributed.loss_leaves import gradient_nodes, refuse_other_leaves
 from placer.executor.distributed.messages.batch import (
     Share,
     count_rows,
-    find_readers,
+    find_input_readers,
     gather_result,
     take_share,
 )
@@ -44,14 +44,18 @@ from placer.executor.distributed.messages.pipeline import LossOf, Microbatch, Pi
 from placer.executor.distributed.messages.transport import GroupChannel
 from placer.executor.distributed.partial import PartialModule
 from placer.executor.distributed.randomness import own_random_state
-from placer.executor.distributed.reduction.gradients import GradientReducer, GroupSum, find_shared
+from placer.executor.distributed.reduction.gradients import (
+    GradientReducer,
+    GroupSum,
+    find_shared_parameters,
+)
 from placer.executor.distributed.reduction.statistics import SharedMoments
 from placer.executor.distributed.reduction.step_reduction import LossReduction, SharedBuffers
 from placer.executor.distributed.reduction.sync_norm import synchronise_norms
 from placer.executor.hooks import run_forward_hooks
 from placer.executor.loss import StepLoss
 from placer.executor.place import CALLER, Place, is_on
-from placer.executor.programs import Calls, Programs
+from placer.executor.programs import Programs, ProgramsByCall
 from placer.executor.scaling import scale_of
 from placer.executor.scatter import batch_size, check_target, unwrap_target
 from placer.executor.statistics import NormCall
@@ -64,14 +68,14 @@ from placer.program import CallFormat, Program, rebuild_call
 class DistributedModule(PartialModule):
     """One rank's stages of a placed model, with the original's names; see `placer.executor.distributed`.
 
-    ``part`` holds the parameters and buffers of this rank, already on ``device``. All ranks of the
-    job construct it together, with one ``name`` that no other module has.
+    ``part`` has the parameters and buffers of this rank, already on ``device``. All ranks of the job
+    construct it together, with the same ``name``, which no other module has.
     """
 
     device: torch.device
     mesh: DeviceMesh
-    _job_group: Any  # the default process group in which it was made
-    _groups: Groups | None  # None once this module has failed
+    _job_group: Any  # the default process group at the time of construction
+    _groups: Groups | None  # None after this module has failed
     _finder: CrossingFinder
     _failures: FailureBroadcast
     _layer_of: Mapping[str, str]
@@ -99,7 +103,7 @@ class DistributedModule(PartialModule):
     ) -> None:
         place = Place(str(device), device)
         super().__init__(part, plan=plan, staged=staged, places=[[place] * len(staged.stages)])
-        self._calls = Calls(self._programs, captured_only=True)
+        self._calls = ProgramsByCall(self._programs, captured_only=True)
         self.assignment = assignment
         self.device = device
         self.mesh = mesh
@@ -124,7 +128,7 @@ class DistributedModule(PartialModule):
             channel=GroupChannel(self._groups.pp),
         )
         self._placeholder = nn.Parameter(torch.empty(0, device=device))
-        self._readers = find_readers(staged, assignment)
+        self._readers = find_input_readers(staged, assignment)
         self._reducer = None
         self._reduced = ()
         self._frozen = frozenset(n for n, p in self.named_parameters() if not p.requires_grad)
@@ -149,16 +153,17 @@ class DistributedModule(PartialModule):
         self.__reduce__()
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """This rank's parameters; a rank without any has an empty one, for optimizers want one."""
+        """This rank's parameters; if it has none, an empty one, because optimizers require one."""
         yield from list(super().parameters(recurse)) or [self._placeholder]
 
     @property
     def replica_index(self) -> int:
-        """Which replica this rank belongs to: its row of the mesh."""
+        """The replica that this rank belongs to, which is its row of the mesh."""
         return self.assignment.replica_index
 
     @property
     def num_replicas(self) -> int:
+        """The number of replicas in the job."""
         return self.plan.replicas
 
     @property
@@ -167,7 +172,7 @@ class DistributedModule(PartialModule):
 
     @property
     def process_groups(self) -> Groups:
-        """Whom this rank talks to. Raises ``PeerError`` when they are closed, as when this module failed."""
+        """The process groups of this module. Raises ``PeerError`` if they are closed."""
         if not self._in_job:
             raise PeerError(
                 f"rank {self.assignment.rank}",
@@ -178,7 +183,7 @@ class DistributedModule(PartialModule):
             raise PeerError(
                 f"rank {self.assignment.rank}",
                 "an earlier call failed, and the connections of this module are closed",
-                "end the job; torchrun --max-restarts starts it anew",
+                "end the job; torchrun --max-restarts restarts it",
             )
         return self._groups
 
@@ -193,16 +198,16 @@ class DistributedModule(PartialModule):
 
     @property
     def output_device(self) -> torch.device:
-        """Where results are: every rank has them on its own device."""
+        """The device of results: every rank has them on its own device."""
         return self.device
 
     @property
     def _last_device(self) -> int:
-        """Which device of a replica has the last stage."""
+        """The index in a replica of the device that runs the last stage."""
         return self.assignment.device_of[-1]
 
     def _run(self, programs: Programs, leaves: list[Tensor]) -> Any:
-        """The whole batch in, the whole result out."""
+        """The result for the whole batch, on every rank."""
         check_inference(leaves, training=self.training)
         leaves = [leaf.detach() for leaf in leaves]
         with torch.no_grad(), self._own_random_state(), self.watch():
@@ -231,7 +236,7 @@ class DistributedModule(PartialModule):
         own_rows: bool = False,
         scaler: torch.amp.GradScaler | None = None,
     ) -> Tensor:
-        # Before the others are asked: a rank that is called alone is told at once, not left waiting.
+        # Checked before any communication, so that a rank that is called alone raises without waiting.
         check_training()
         check_scaler(scaler, num_devices=self.assignment.num_devices)
         trained, fault = self._trained()
@@ -277,7 +282,7 @@ class DistributedModule(PartialModule):
                     self._loss_of(loss_of, target, agreement.total, share.microbatches),
                     scale=scale,
                 )
-                reducer.send_rest()  # the next messages go the same way
+                reducer.send_rest()  # before the next messages, which use the same groups
                 losses = LossReduction(
                     results.losses,
                     loss_of=loss_of,
@@ -289,7 +294,7 @@ class DistributedModule(PartialModule):
                 buffers = SharedBuffers(self._shared_buffers(share.largest), self.process_groups.dp)
                 reducer.finish()
         except PlacerError as error:
-            if own_rows and agreement.alike:  # others may have found nothing wrong with theirs
+            if own_rows and agreement.alike:  # other ranks may not have failed, so tell them
                 self._fail(error)
             raise
         except BaseException as error:
@@ -311,8 +316,8 @@ class DistributedModule(PartialModule):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over the whole model is at most ``max_norm``.
 
-        Returns the norm before, the same on every rank. A tied parameter counts once. Raises
-        ``PlacerError`` when not all ranks call it alike, ``PeerError`` when another rank is lost.
+        Returns the norm before scaling, the same on every rank. A tied parameter counts once. Raises
+        ``PlacerError`` if not all ranks make the same call, ``PeerError`` if another rank is lost.
         """
         norm_type = float(norm_type)
         self.announce("placed.clip_grad_norm_", max_norm=float(max_norm), norm_type=norm_type)
@@ -335,23 +340,24 @@ class DistributedModule(PartialModule):
         return norm
 
     def grad_scaler(self, **options: Any) -> torch.amp.GradScaler:
-        """A ``GradScaler`` that skips a step on every rank when any has an inf or NaN."""
+        """A ``GradScaler`` that skips a step on every rank if any has an inf or NaN gradient."""
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
         return ShardedGradScaler(self.device.type, **options)
 
     def announce(self, method: Method, **options: object) -> None:
-        """Tell the other ranks that this one is at ``method``, and wait for what they say.
+        """Check that all ranks call ``method`` with the same ``options``, before they communicate in it.
 
-        What comes next may go between other ranks, or be of another size, than what a rank that is
-        elsewhere waits for. Raises ``PlacerError``, on all ranks, when any is at another method, or has
-        other ``options``; nothing is sent then.
+        Without this check, a rank in another call could wait for ever or receive a message of another
+        size. Raises ``PlacerError`` on all ranks if any calls another method or has other options.
         """
-        called = Called(method=method, names=self._staged.graph_inputs, options=options)
+        called = CallDescription(method=method, names=self._staged.graph_inputs, options=options)
         with self.watch(), self._agree(called):
             pass
 
-    def _agree(self, called: Called, count: Callable[..., int | None] | None = None) -> CallCheck:
+    def _agree(
+        self, called: CallDescription, count: Callable[..., int | None] | None = None
+    ) -> CallCheck:
         return CallCheck(
             called,
             num_devices=self.assignment.num_devices,
@@ -375,8 +381,8 @@ class DistributedModule(PartialModule):
         counted: float | None = None,
         **options: object,
     ) -> CallCheck:
-        """Ask the other ranks whether they were called alike; this one may prepare meanwhile."""
-        called = Called(
+        """Start to check that all ranks make the same call; this rank can prepare in the meantime."""
+        called = CallDescription(
             method=method,
             inputs=leaves,
             target=unwrap_target(target),
@@ -396,7 +402,7 @@ class DistributedModule(PartialModule):
         return take_share(call, leaves, self._finder, self.plan, self.assignment, **options)
 
     def _trained(self) -> tuple[tuple[int, ...], PlacerError | None]:
-        """The ids of this rank's trained parameters, or what is wrong with them: the others are told."""
+        """The ids of this rank's trained parameters, or the error in them, of which all ranks are told."""
         try:
             return check_parameters(self, self._ownership.first_name, self._frozen), None
         except PlacerError as error:
@@ -405,7 +411,10 @@ class DistributedModule(PartialModule):
     def _count_own(
         self, loss_of: StepLoss, target: Any, rows: int | None
     ) -> tuple[float | None, PlacerError | None]:
-        """What the normalizer counts in this rank's target, where losses are computed, or what is wrong."""
+        """What the normalizer counts in this rank's target, or the error in the target.
+
+        None on ranks that do not compute losses.
+        """
         try:
             check_target(target, rows)
             if self.assignment.device_index == self._last_device:
@@ -432,7 +441,7 @@ class DistributedModule(PartialModule):
             target = given.target
             if not target_here:
                 target = transfer(target, CALLER, place)
-            if not counts:  # all together, for those on a device are waited for
+            if not counts:  # all at once, as counts on a device need one synchronization
                 counts.update(
                     zip(
                         map(id, microbatches),
@@ -457,11 +466,11 @@ class DistributedModule(PartialModule):
         return self._pipeline.run(microbatches, loss_of, scale=scale)
 
     def _norms(self, largest: Crossings) -> list[NormCall]:
-        """The calls of this rank's stages that update running statistics, where these are deferred."""
+        """The calls in this rank's stages that update running statistics, if these are deferred."""
         return [call for index in self.stage_indices for call in largest.norms[index]]
 
     def _share_moments(self, largest: Crossings) -> SharedMoments | None:
-        """All replicas get what each of them is to do to running statistics; None where none is."""
+        """Start to exchange the statistics of norms between replicas; None if there are none."""
         if self._statistics is None:
             return None
         self._statistics.set_counters(self._tree)
@@ -473,9 +482,10 @@ class DistributedModule(PartialModule):
         return SharedMoments(self._tree, calls, own, group=self.process_groups.dp, place=place)
 
     def _shared_buffers(self, largest: Crossings) -> list[Tensor]:
-        """The buffers that forward writes: all replicas have the first one's, as in ``nn.DataParallel``.
+        """The buffers that forward writes, of which all replicas get the first replica's values.
 
-        Deferred statistics are not among them: every replica has the moments of all.
+        This is what ``nn.DataParallel`` does. Deferred running statistics are not among them, because
+        every replica computes them from the moments of all.
         """
         if self.num_replicas == 1 or not self.training:
             return []
@@ -486,11 +496,11 @@ class DistributedModule(PartialModule):
         return own_random_state(self.device, self.replica_index, self.assignment.device_index)
 
     def _current_reducer(self, trained: tuple[int, ...]) -> GradientReducer:
-        """The reducer of the parameters that have these ids."""
+        """The reducer for the parameters with these ids."""
         if self._reducer is None or trained != self._reduced:
             if self._reducer is not None:
                 self._reducer.close()
-            shared = find_shared(
+            shared = find_shared_parameters(
                 self,
                 self._staged,
                 self._ownership,
@@ -503,9 +513,10 @@ class DistributedModule(PartialModule):
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Raise what goes wrong between the ranks inside the block as ``PeerError``.
+        """Tell the other ranks of any failure in the block, close the connections, and raise it.
 
-        What a rank says itself (``PlacerError``) is raised as it is, and so is what ends a program.
+        A failed communication is raised as ``PeerError``. A ``PlacerError`` is raised as it is and not
+        told, because all ranks raise it.
         """
         try:
             yield
@@ -516,7 +527,7 @@ class DistributedModule(PartialModule):
 
     def _fail(self, error: BaseException) -> NoReturn:
         """Tell the other ranks, close the connections so that none waits for this one, and raise."""
-        groups = self._groups if self._in_job else None  # else the program has closed them
+        groups = self._groups if self._in_job else None  # otherwise the program has closed them
         try:
             if not isinstance(error, Exception):
                 self._failures.tell_end(error)
@@ -536,13 +547,13 @@ class DistributedModule(PartialModule):
             self._groups = self._reducer = None
             if groups is not None:
                 close_groups(groups.each())
-            if isinstance(error, Exception):  # else the program is to end at once
+            if isinstance(error, Exception):  # otherwise the program should end at once
                 self._failures.await_readers()
 
 
 def _written_names(
     program: Program, ownership: Ownership, assignment: RankAssignment
 ) -> tuple[str, ...]:
-    """Buffers of this rank that the forward writes, such as running statistics."""
+    """The names of this rank's buffers that the forward writes, such as running statistics."""
     written = {name for names in program.mutated_state_of.values() for name in names}
     return tuple(n for n in ownership.names[assignment.device_index] if n in written)

@@ -1,4 +1,4 @@
-"""The names of a model of which this process holds a part."""
+"""A placed module with part of a model's tensors, which keeps the names of the whole model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _EXTRA_STATE = "_extra_state"  # nn.Module's key for what ``get_extra_state`` re
 
 
 class PartialModule(PlacedModule):
-    """A placed module with this rank's tensors only, which knows where those of the rest are."""
+    """A placed module with this rank's tensors only; errors name the ranks that have the others."""
 
     assignment: RankAssignment
     _ownership: Ownership
@@ -25,23 +25,23 @@ class PartialModule(PlacedModule):
 
     @property
     def tensor_names(self) -> Mapping[str, str]:
-        """This rank's name of a tensor -> the first of that tensor's names in the model."""
+        """For each name of a tensor on this rank, the first of the tensor's names in the model."""
         names = self._ownership.names[self.assignment.device_index]
         return {name: self._ownership.first_name[name] for name in names}
 
     @property
     def owned_names(self) -> frozenset[str]:
-        """First names of the tensors that this rank is to save; each is owned by one rank of the job."""
+        """The first names of the tensors that this rank saves; each has one owner in the job."""
         if self.assignment.replica_index:
             return frozenset()
         index = self.assignment.device_index
         return frozenset(n for n, holders in self._ownership.holders.items() if holders[0] == index)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of the original, of what this rank holds.
+        """The original's ``state_dict``, restricted to the tensors of this rank.
 
-        A ``state_dict`` of the model's own finds the names of the whole model, those of other ranks
-        with empty tensors on ``meta``: it may rename or delete what is not here.
+        If the model overrides ``state_dict``, that method sees the names of the whole model, with empty
+        ``meta`` tensors for those of other ranks, so it may rename or delete any of them.
         """
 
         def add_others(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
@@ -60,7 +60,7 @@ class PartialModule(PlacedModule):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """As of the original; what of the model other ranks hold may be there, and is left."""
+        """Calls the original's ``load_state_dict``; entries of other ranks' tensors are ignored."""
         with self._tree.register_load_state_dict_pre_hook(self._leave_others):
             return super().load_state_dict(state_dict, strict, assign)
 
@@ -69,7 +69,7 @@ class PartialModule(PlacedModule):
             super()._load_from_state_dict(*args)
 
     def _leave_others(self, part: nn.Module, state: Any, prefix: str, *_: Any) -> None:
-        """Delete what other ranks hold from ``state``, when the model's own code is done with it."""
+        """Delete other ranks' entries from ``state``, after the model's own pre-hooks have run."""
         elsewhere = self._names_elsewhere()
         modules = dict(part.named_modules(remove_duplicate=False)).keys()
         for entry in [entry for entry in state if entry.startswith(prefix)]:
@@ -106,7 +106,7 @@ class PartialModule(PlacedModule):
             raise self._explain(error, target) from None
 
     def _explain(self, error: AttributeError, path: str) -> AttributeError:
-        """``error``, with the ranks of this replica that have what the model has at ``path``."""
+        """``error``, extended by the ranks of this replica that have the model's part at ``path``."""
         ownership = self.__dict__.get("_ownership")
         if ownership is None:
             return error

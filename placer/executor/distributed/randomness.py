@@ -1,4 +1,4 @@
-"""Random numbers of a step: others on every rank, and the same again when the program is run again."""
+"""Gives every rank its own random numbers in a step, reproducible from run to run."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch
 
 @contextmanager
 def own_random_state(device: torch.device, replica_index: int, device_index: int) -> Iterator[None]:
-    """Run the block from a seed drawn from the CPU's generator, this replica and this device.
+    """Run the block with random generators seeded for this replica and this device.
 
-    The program's own generators are moved on by that one draw alone, on every rank alike: what
-    ranks draw together outside (a shuffled data set) stays the same on all of them.
+    The seed is drawn from the CPU's generator, and that draw is the only change to the program's own
+    generators. So random numbers that ranks draw outside the block (to shuffle a data set) stay the same
+    on all of them.
     """
     drawn = int(torch.randint(2**62, ()).item())
     generators = [torch.default_generator]

@@ -1,17 +1,18 @@
-"""The loss of a step, the same in one process and under torchrun.
+"""The loss of a batch from the losses of its slices, the same in one process and under torchrun.
 
-``call`` calls the function, ``reduction`` says how losses of slices make that of the batch, ``trial``
-finds it out on a few rows, with the ``values`` that a target has held; ``found`` keeps that between
-steps, and ``step`` puts it together.
+``step`` has the loss of one step. ``call`` calls the user's function. ``reduction`` has the rules by
+which losses of slices are combined. If the caller does not give the rule, ``trial`` finds it by calling
+the function on a few rows; ``finder`` caches the result between steps, and ``values`` keeps track of
+the target values that were tried.
 """
 
 from placer.executor.loss.call import without_graph
-from placer.executor.loss.found import FoundCombination
+from placer.executor.loss.finder import CombinationFinder
 from placer.executor.loss.reduction import Normalizer, Reduction
 from placer.executor.loss.step import StepLoss
 
 __all__ = [
-    "FoundCombination",
+    "CombinationFinder",
     "Normalizer",
     "Reduction",
     "StepLoss",

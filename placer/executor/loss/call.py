@@ -1,4 +1,4 @@
-"""The user's loss function, called for one slice of the batch."""
+"""Calls the user's loss function and checks what it returns."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from placer.errors import PlacerError
 
 
 def without_graph() -> PlacerError:
-    """That there is nothing to go backward through."""
+    """The error for a loss that does not require gradients."""
     remedy = "do not detach it, and leave some parameters unfrozen"
     if not torch.is_grad_enabled():
-        remedy = "call step outside torch.no_grad(), or placed(x) where no gradient is wanted"
-    problem = "the loss depends on nothing that requires a gradient, so there is none"
+        remedy = "call step outside torch.no_grad(), or call placed(x) if you want no gradients"
+    problem = "the loss depends on nothing that requires a gradient, so there is no backward"
     return PlacerError("loss_fn", problem, remedy)
 
 
 def call_loss(loss_fn: Callable[..., Tensor], output: Any, target: Any) -> Tensor:
     """``loss_fn(output, target)``, or ``loss_fn(output)`` where there is no target (None).
 
-    Raises ``PlacerError`` for what is not one number in a tensor.
+    Raises ``PlacerError`` if it does not return a tensor with one element.
     """
     loss = loss_fn(output) if target is None else loss_fn(output, target)
     if isinstance(loss, Tensor) and loss.numel() == 1:
@@ -32,5 +32,5 @@ def call_loss(loss_fn: Callable[..., Tensor], output: Any, target: Any) -> Tenso
     raise PlacerError(
         "loss_fn",
         f"returned {kind}, not a scalar tensor",
-        "reduce it, by .mean() say, and return it",
+        "return a scalar, for example loss.mean()",
     )

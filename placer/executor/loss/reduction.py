@@ -1,7 +1,7 @@
-"""How the losses of the slices of a batch make the loss of the whole batch.
+"""Rules by which the losses of a batch's slices are combined into the loss of the batch.
 
-With ``L(c)`` the loss of slice ``c`` and ``n(c)`` what the normalizer counts in its target (rows, where
-there is none), the loss of the whole batch is
+With ``L(c)`` the loss of slice ``c`` and ``n(c)`` what the normalizer counts in its target (its rows, if
+there is no normalizer), the loss of the batch is
 
     mean:  sum over c of  n(c) / n(batch) * L(c)
     sum:   sum over c of  L(c)
@@ -22,37 +22,38 @@ from placer.errors import PlacerError
 
 Reduction = Literal["auto", "mean", "sum"]
 Combination = Literal["mean", "sum"]
+COMBINATIONS: frozenset[Combination] = frozenset(("mean", "sum"))
 Normalizer = Callable[[Any], "Tensor | float"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossRule:
-    """How losses of slices are combined; ``normalizer`` counts what a mean is over, None: rows."""
+    """How losses of slices are combined. ``normalizer`` counts what a mean is over; None: rows."""
 
     combination: Combination
     normalizer: Normalizer | None = None
 
     def count(self, targets: Sequence[Any]) -> list[float]:
-        """What the normalizer, which there is, counts in each of ``targets``.
+        """What the normalizer counts in each of ``targets``; there must be a normalizer.
 
-        Raises ``PlacerError`` when it raises, or counts what is no number of things.
+        Raises ``PlacerError`` if it raises, or returns a number that is negative or not finite.
         """
         assert self.normalizer is not None
         try:
             counted = [self.normalizer(target) for target in targets]
-            # Those on a device come from there together, not one wait each.
+            # Counts on a device are copied to the host together, with one synchronization.
             tensors = [x.reshape(()) for x in counted if isinstance(x, Tensor) and not x.is_cpu]
             numbers = iter(torch.stack(tensors).tolist() if tensors else ())
-            away = [isinstance(x, Tensor) and not x.is_cpu for x in counted]
+            on_device = [isinstance(x, Tensor) and not x.is_cpu for x in counted]
             counts = [
-                float(next(numbers) if is_away else x)
-                for x, is_away in zip(counted, away, strict=True)
+                float(next(numbers) if there else x)
+                for x, there in zip(counted, on_device, strict=True)
             ]
         except Exception as error:
             raise PlacerError(
                 "normalizer",
                 f"raised {type(error).__name__} for the target: {error}",
-                "it takes what step is given as target and returns one number, for example "
+                "it must take the target that step gets and return one number, for example "
                 "lambda target: (target != -100).sum()",
             ) from error
         for count in counts:
@@ -64,7 +65,7 @@ class LossRule:
 
 
 def given_rule(reduction: str, normalizer: Normalizer | None) -> LossRule | None:
-    """What the caller says about the loss; None where it is to be found out.
+    """The rule that the caller gives; None for ``"auto"``.
 
     Raises ``PlacerError`` for an unknown reduction, and for a sum with a normalizer.
     """
@@ -83,10 +84,11 @@ def given_rule(reduction: str, normalizer: Normalizer | None) -> LossRule | None
 
 
 def known_rule(loss_fn: Callable[..., Tensor]) -> LossRule | None:
-    """The rule of torch's losses for class labels; None for any other function.
+    """The rule of torch's ``cross_entropy`` and ``nll_loss``; None for any other function.
 
-    Their means are over the labels that are not ignored, each counted with the weight of its class.
-    It is known of the modules, the functions, and ``functools.partial`` of the functions.
+    Their means are over the labels that are not ignored, each weighted by its class
+    (https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html). Recognised are the
+    modules, the functions, and ``functools.partial`` of the functions.
     """
     if type(loss_fn) in (nn.CrossEntropyLoss, nn.NLLLoss):
         module = cast("nn.CrossEntropyLoss | nn.NLLLoss", loss_fn)
@@ -119,8 +121,8 @@ def _label_rule(reduction: str, weight: Tensor | None, ignore_index: int) -> Los
 
     def count(target: Any) -> Tensor | float:
         if not isinstance(target, Tensor):
-            return 0.0  # the loss itself will say that it takes none
-        if target.is_floating_point():  # probabilities of classes: the mean is over rows
+            return 0.0  # the loss itself will raise an error
+        if target.is_floating_point():  # class probabilities, for which the mean is over rows
             return len(target)
         kept = target != ignore_index
         if weight is None:

@@ -1,21 +1,22 @@
-"""Finding out, by calling it on a few rows, how a loss function combines the rows of a batch.
+"""Tries a loss function on a few rows, to find whether it is a mean or a sum over the rows of a batch.
 
-Two groups of rows are given to the loss function, each by itself and then both together. For a mean
-over rows and for a sum, the three losses fit in one way only. Rows of outputs are the model's own, half
-of them mixed with uniform numbers (what lies in [0, 1], or is positive, stays so). Rows of targets are
-the caller's own, and such as set apart what a loss may count differently: one group with the least
-label only, the other with the largest, or with all labels in turn; zeros and NaNs where there are
-any. A label that is not counted (``ignore_index``), or counted by a weight, shows there however rare
-it is in the batch.
+The function is called for two groups of rows, first for each alone and then for both together. The
+three losses show whether it is a mean over rows, a sum, or neither. Rows of outputs are the model's own,
+half of them averaged with uniform random numbers (so values in [0, 1], and positive values, stay such).
+Rows of targets are the caller's, and then others with values that a loss may treat specially: one group
+has only the least label and the other only the largest, or all labels in turn; and zeros and NaNs if the
+caller's target has any. So a label that is ignored (``ignore_index``) or weighted is noticed however
+rare it is in the batch.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import random
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,143 +25,144 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from placer.executor.loss.call import call_loss
-from placer.executor.loss.reduction import Combination, LossRule
+from placer.executor.loss.reduction import COMBINATIONS, Combination, LossRule
 from placer.executor.loss.values import Number
 from placer.executor.scatter import unwrap_target
 from placer.program.restore import Snapshot
 from placer.program.result import ResultFormat
 
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4}  # relative; losses may compute in float32
-_COARSE = 2e-2  # of 16-bit losses
-_MOST_ELEMENTS = 2**22  # of a group's outputs, beyond the rows that it has at least
-_ALL: frozenset[Combination] = frozenset(("mean", "sum"))
+_COARSE = 2e-2  # for 16-bit losses
+_MAX_ELEMENTS = 2**22  # elements of a group's outputs, unless its least number of rows has more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Rows of a batch: the leaves of the model's result, and the target, on one device.
+    """Rows of a batch to try a loss with: leaves of the model's result and the target, on one device.
 
-    ``rowless`` are the positions of tensors in the result that have no rows.
+    ``without_rows`` has the indices of those tensors in ``result`` whose dim 0 is not the batch.
     """
 
     result: Sequence[Any]
     format: ResultFormat
     rows: int
-    rowless: Sequence[int]
+    without_rows: Sequence[int]
     target: Any
-    total: int | None  # rows of the target; None where it has none
+    total: int | None  # rows of the target; None if it has none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Filling:
-    """What a group's rows of one target tensor hold instead of the caller's values.
+class TargetFill:
+    """Values to put into one tensor of a group's target, in place of the caller's.
 
-    That is ``values`` in turn, or where there are none the caller's times ``factor``.
+    These are ``values`` in turn, or if there are none, the caller's values times ``factor``.
     """
 
-    leaf: int = -1  # which tensor of the target; -1: none
+    leaf: int = -1  # the index of the tensor in the flattened target; -1: change nothing
     values: Sequence[Number] = ()
     factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """Losses of two groups of rows, each by itself and together, and which combinations fit them."""
+    """The losses of two groups of rows, each alone and both together."""
 
     first: float
     second: float
     together: float
-    share: float  # of what a mean is over, in the first group: rows, or what is counted
-    tolerance: float
-    tried: str  # what was special about the groups, for an error
+    share: float  # the first group's weight in a mean: its share of the rows, or of the count
+    tolerance: float  # relative
+    tried: str  # describes the groups in an error message
 
     @property
     def fitting(self) -> frozenset[Combination]:
-        """Both fit where nothing can be told: all losses are zero, or NaN wherever it matters."""
-        if self.together != self.together:
-            alone = (self.first, self.second)
-            return _ALL if any(loss != loss for loss in alone) else frozenset()
+        """The combinations that explain the losses; both of them if the losses are all zero or NaN."""
+        if math.isnan(self.together):
+            unknown = math.isnan(self.first) or math.isnan(self.second)
+            return COMBINATIONS if unknown else frozenset()
         scale = max(abs(self.first), abs(self.second), abs(self.together))
         expected = {"mean": self.mean, "sum": self.sum}
         return frozenset(
             kind
-            for kind in _ALL
+            for kind in COMBINATIONS
             if self.together == expected[kind]
             or abs(self.together - expected[kind]) <= self.tolerance * scale
         )
 
     @property
     def mean(self) -> float:
+        """What ``together`` is if the loss is a mean."""
         return self.share * self.first + (1 - self.share) * self.second
 
     @property
     def sum(self) -> float:
+        """What ``together`` is if the loss is a sum."""
         return self.first + self.second
 
 
 def try_rows(
     loss_fn: Callable[..., Tensor],
     rows: Rows,
-    first: Filling,
-    second: Filling,
+    first: TargetFill,
+    second: TargetFill,
     tried: str,
     rule: LossRule | None = None,
 ) -> list[Trial]:
-    """Two groups of rows whose targets are filled in these ways; one trial, or several for many values.
+    """Try ``loss_fn`` on two groups of rows, with ``first`` and ``second`` put into their targets.
 
-    Means are over rows, or over what the normalizer of ``rule`` counts.
+    If ``first`` has more values than fit into a group, there are several trials. A mean is over rows, or
+    over what the normalizer of ``rule`` counts.
 
-    Raises what ``loss_fn`` raises. Random numbers are as before, and so is what it writes to modules and
-    objects that it is or holds, and to lists, dicts and sets that these or its closure have.
+    Raises what ``loss_fn`` raises. Random states are restored afterwards, and so are modules, objects,
+    lists, dicts and sets that ``loss_fn`` holds or closes over.
     """
-    widest = _widest(rows)
-    least = _least(rows)
-    width = _row_elements(rows, first.leaf)
-    most = max(least, _MOST_ELEMENTS // max(1, widest))
+    least = _min_rows(rows)
+    width = _target_row_elements(rows, first.leaf)
+    most = max(least, _MAX_ELEMENTS // max(1, _result_row_elements(rows)))
     size = min(most, max(least, -(-len(first.values) // width)))
     step = size * width
     chunks = [first.values[i : i + step] for i in range(0, len(first.values), step)] or [()]
     found = []
-    with _undisturbed(loss_fn, rows):
+    with _side_effects_undone(loss_fn, rows):
         for values in chunks:
-            filling = Filling(leaf=first.leaf, values=values, factor=first.factor)
-            found.append(_compare(loss_fn, rows, (filling, second), (size, least), tried, rule))
+            target_fill = TargetFill(leaf=first.leaf, values=values, factor=first.factor)
+            found.append(_compare(loss_fn, rows, (target_fill, second), (size, least), tried, rule))
     return found
 
 
-def depends_on_rowless(loss_fn: Callable[..., Tensor], rows: Rows) -> bool:
-    """Does the loss read tensors of the result that have no rows, a scalar say?"""
-    count = _least(rows)
-    target = _target_rows(rows, 0, count, Filling())
-    with _undisturbed(loss_fn, rows):
+def depends_on_tensors_without_rows(loss_fn: Callable[..., Tensor], rows: Rows) -> bool:
+    """Whether the loss changes with tensors of the result that have no rows, such as a scalar."""
+    count = _min_rows(rows)
+    target = _target_rows(rows, 0, count, TargetFill())
+    with _side_effects_undone(loss_fn, rows):
         losses = []
         for factor in (1.0, 0.5):
             leaves = _result_rows(rows, 0, count, own=count, half=True)
-            for position in rows.rowless:
+            for position in rows.without_rows:
                 leaves[position] = leaves[position] * factor
             losses.append(_loss(loss_fn, rows, leaves, target))
     return not torch.equal(losses[0].nan_to_num(), losses[1].nan_to_num())
 
 
-def _least(rows: Rows) -> int:
-    """Rows in a group at least: as few as in a slice, but one only where it must be."""
-    return 1 if _widest(rows) > _MOST_ELEMENTS else min(rows.rows, 2)
+def _min_rows(rows: Rows) -> int:
+    """The least number of rows in a group: 2, or 1 if the slice has no more or rows are very large."""
+    return 1 if _result_row_elements(rows) > _MAX_ELEMENTS else min(rows.rows, 2)
 
 
 def _compare(
     loss_fn: Callable[..., Tensor],
     rows: Rows,
-    fillings: tuple[Filling, Filling],
+    target_fills: tuple[TargetFill, TargetFill],
     sizes: tuple[int, int],
     tried: str,
     rule: LossRule | None,
 ) -> Trial:
     first, second = sizes
     targets = [
-        _target_rows(rows, start, size, filling)
-        for start, size, filling in zip((0, first), sizes, fillings, strict=True)
+        _target_rows(rows, start, size, target_fill)
+        for start, size, target_fill in zip((0, first), sizes, target_fills, strict=True)
     ]
-    groups = [  # first row, number of rows, of which the model's own come first; target
+    groups = [  # first row, number of rows, how many of them are unchanged rows of the model, target
         (0, first + second, first, _join_targets(rows, targets)),
         (0, first, first, targets[0]),
         (first, second, 0, targets[1]),
@@ -176,7 +178,7 @@ def _compare(
                 _loss(loss_fn, rows, _result_rows(rows, start, count, own=own, half=half), target)
                 for start, count, own, target in groups
             ]
-        except Exception as error:  # it may want the data type that it is given
+        except Exception as error:  # it may require the output's own 16-bit dtype
             failed = failed or error
             continue
         tolerance = _COARSE if half else _TOLERANCE.get(losses[0].dtype, _COARSE)
@@ -198,13 +200,14 @@ def _loss(loss_fn: Callable[..., Tensor], rows: Rows, leaves: Sequence[Any], tar
 
 
 def _result_rows(rows: Rows, start: int, count: int, *, own: int, half: bool) -> list[Any]:
-    """Copies of ``count`` rows from ``start`` on; after the first ``own`` ones mixed with noise.
+    """Copies of ``count`` rows of the result, from row ``start`` on.
 
-    The noise is the same for as many rows. Without ``half``, 16-bit numbers become float32.
+    All but the first ``own`` of them are averaged with noise, which is the same in every call for the
+    same number of rows. Without ``half``, 16-bit numbers are converted to float32.
     """
     found: list[Any] = []
     for position, leaf in enumerate(rows.result):
-        if not isinstance(leaf, Tensor) or position in rows.rowless:
+        if not isinstance(leaf, Tensor) or position in rows.without_rows:
             found.append(leaf.detach().clone() if isinstance(leaf, Tensor) else leaf)
             continue
         each = per_row(leaf, rows.rows)
@@ -222,18 +225,18 @@ def _result_rows(rows: Rows, start: int, count: int, *, own: int, half: bool) ->
     return found
 
 
-def _target_rows(rows: Rows, start: int, count: int, filling: Filling) -> Any:
+def _target_rows(rows: Rows, start: int, count: int, target_fill: TargetFill) -> Any:
     leaves, spec = tree_flatten(rows.target)
     for position, leaf in enumerate(leaves):
         if not _has_target_rows(rows, leaf):
             continue
         taken = _take(leaf.detach(), start, count)
-        if position == filling.leaf and filling.values:
-            values = torch.tensor(filling.values).to(taken.device, taken.dtype)
+        if position == target_fill.leaf and target_fill.values:
+            values = torch.tensor(target_fill.values).to(taken.device, taken.dtype)
             index = torch.arange(taken.numel(), device=taken.device) % len(values)
             taken = values[index].view(taken.shape)
-        elif position == filling.leaf and filling.factor != 1.0:
-            taken = taken * filling.factor
+        elif position == target_fill.leaf and target_fill.factor != 1.0:
+            taken = taken * target_fill.factor
         leaves[position] = taken
     return tree_unflatten(leaves, spec)
 
@@ -253,7 +256,7 @@ def _has_target_rows(rows: Rows, leaf: Any) -> bool:
 
 
 def per_row(leaf: Any, rows: int) -> int:
-    """How many entries of ``leaf`` along dim 0 each of ``rows`` rows has; 0 where it has no rows."""
+    """How many entries along dim 0 of ``leaf`` belong to each of ``rows`` rows; 0 if it has no rows."""
     if not isinstance(leaf, Tensor) or not leaf.dim() or not rows or leaf.size(0) % rows:
         return 0
     return leaf.size(0) // rows
@@ -271,21 +274,21 @@ def _has_half(rows: Rows) -> bool:
     )
 
 
-def _row_elements(rows: Rows, leaf: int) -> int:
+def _target_row_elements(rows: Rows, leaf: int) -> int:
     """Elements in a row of one tensor of the target, at least 1."""
     leaves = tree_flatten(rows.target)[0]
     return max(1, leaves[leaf][0].numel()) if leaf >= 0 else 1
 
 
-def _widest(rows: Rows) -> int:
-    """Elements in a row of the result."""
-    cut = [leaf for i, leaf in enumerate(rows.result) if i not in rows.rowless]
+def _result_row_elements(rows: Rows) -> int:
+    """Elements in a row of the result, in all its tensors together."""
+    cut = [leaf for i, leaf in enumerate(rows.result) if i not in rows.without_rows]
     return sum(leaf.numel() // rows.rows for leaf in cut if isinstance(leaf, Tensor))
 
 
 @contextmanager
-def _undisturbed(loss_fn: Callable[..., Tensor], rows: Rows) -> Iterator[None]:
-    """Run the block without autograd and autocast, and put back what a loss function may change."""
+def _side_effects_undone(loss_fn: Callable[..., Tensor], rows: Rows) -> Iterator[None]:
+    """Run the block without autograd and autocast; afterwards restore what ``loss_fn`` may change."""
     tensors = [leaf for leaf in rows.result if isinstance(leaf, Tensor)]
     device = tensors[0].device if tensors else torch.device("cpu")
     others = [device] if device.type not in ("cpu", "meta") else []
@@ -318,7 +321,7 @@ def _undisturbed(loss_fn: Callable[..., Tensor], rows: Rows) -> Iterator[None]:
 
 
 def _held_by(loss_fn: Any, depth: int = 3) -> Iterator[Any]:
-    """A loss function, and what it holds: in its closure, defaults and arguments, or as its object."""
+    """A loss function and the objects in its closure, defaults and bound arguments, and its ``self``."""
     yield loss_fn
     held: list[Any] = []
     if isinstance(loss_fn, functools.partial):
@@ -328,16 +331,14 @@ def _held_by(loss_fn: Any, depth: int = 3) -> Iterator[Any]:
     elif isinstance(loss_fn, types.FunctionType):
         held = [*(loss_fn.__defaults__ or ()), *(loss_fn.__kwdefaults__ or {}).values()]
         for cell in loss_fn.__closure__ or ():
-            try:
+            with suppress(ValueError):  # the variable is not bound yet
                 held.append(cell.cell_contents)
-            except ValueError:  # not filled yet
-                continue
     for value in held if depth else ():
         yield from _held_by(value, depth - 1)
 
 
 def _put_back(containers: Sequence[tuple[Any, Any]]) -> None:
-    """Give lists, dicts and sets the contents that they had."""
+    """Restore the contents of lists, dicts and sets."""
     for container, before in containers:
         if isinstance(container, list):
             container[:] = before

@@ -1,4 +1,4 @@
-"""The values in a target that may make a loss count its rows differently: labels, masks, NaN, zero."""
+"""Values in a target for which a loss may weight rows differently: labels, masks, NaN and zero."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-_MOST_LABELS = 256  # one by one; of more only a new least or largest label is looked at
-_WIDEST_RANGE = 2**20  # of labels that are counted in a table
+_MAX_LABELS = 256  # tracked one by one; beyond that only a new least or largest label is new
+_MAX_RANGE = 2**20  # of labels, for ``torch.bincount``
 
 Number = int | float
 
 
 @dataclass(slots=True)
 class SeenValues:
-    """What one tensor of the targets has held so far; what is new in the next is asked of `news`.
+    """The values that one tensor of the target has had so far.
 
-    Of integers it is every value up to 256 of them, of floating-point numbers the least and the
-    largest, and whether there were zeros or NaNs.
+    For integers these are up to 256 values; for floating-point numbers the least and the largest value,
+    and whether there were zeros or NaNs.
     """
 
     labels: set[int] = field(default_factory=set)
     low: Number | None = None
     high: Number | None = None
-    special: set[str] = field(default_factory=set)  # of floating-point numbers: "zero", "nan"
+    special: set[str] = field(default_factory=set)  # "zero" and "nan", among floating-point numbers
 
-    def news(self, target: Tensor) -> list[Number]:
-        """The values of ``target`` to try the loss with, none where it brings nothing new."""
+    def new_values(self, target: Tensor) -> list[Number]:
+        """The values of ``target`` that it has not had before, with which to try the loss."""
         target = target.detach()
         if not target.numel() or target.is_complex():
             return []
@@ -36,9 +36,9 @@ class SeenValues:
             return self._new_numbers(target)
         return self._new_labels(target.to(torch.int64))
 
-    def add(self, news: Sequence[Number]) -> None:
-        """Keep what ``news`` said."""
-        for value in news:
+    def add(self, new_values: Sequence[Number]) -> None:
+        """Add what `new_values` returned."""
+        for value in new_values:
             if value != value:
                 self.special.add("nan")
                 continue
@@ -51,33 +51,33 @@ class SeenValues:
 
     def _new_labels(self, target: Tensor) -> list[Number]:
         low, high = (int(x) for x in torch.stack(target.aminmax()).tolist())
-        news = {low, high} - self.labels
-        if len(self.labels) < _MOST_LABELS and high - low < _WIDEST_RANGE:
+        new_values = {low, high} - self.labels
+        if len(self.labels) < _MAX_LABELS and high - low < _MAX_RANGE:
             counts = torch.bincount((target - low).flatten())
-            news |= set((counts.nonzero().flatten() + low).tolist()) - self.labels
-        inside = sorted(news)
-        if len(inside) > _MOST_LABELS:  # the extremes, and those between at even steps
-            step = len(inside) / _MOST_LABELS
-            inside = [*(inside[int(i * step)] for i in range(_MOST_LABELS)), inside[-1]]
-        if len(self.labels) >= _MOST_LABELS:
+            new_values |= set((counts.nonzero().flatten() + low).tolist()) - self.labels
+        inside = sorted(new_values)
+        if len(inside) > _MAX_LABELS:  # the least, the largest, and some between at even steps
+            step = len(inside) / _MAX_LABELS
+            inside = [*(inside[int(i * step)] for i in range(_MAX_LABELS)), inside[-1]]
+        if len(self.labels) >= _MAX_LABELS:
             assert self.low is not None and self.high is not None
             inside = [value for value in inside if not self.low <= value <= self.high]
         return list(inside)
 
     def _new_numbers(self, target: Tensor) -> list[Number]:
         low, high = torch.stack(target.aminmax()).tolist()
-        news: list[Number] = []
+        new_values: list[Number] = []
         if low != low:
             if "nan" not in self.special:
-                news.append(low)
+                new_values.append(low)
             target = target[~target.isnan()]
             if not target.numel():
-                return news
+                return new_values
             low, high = torch.stack(target.aminmax()).tolist()
         if self.low is None or low < self.low:
-            news.append(low)
+            new_values.append(low)
         if self.high is None or high > self.high:
-            news.append(high)
+            new_values.append(high)
         if "zero" not in self.special and bool((target == 0).any()):
-            news.append(0.0)
-        return news
+            new_values.append(0.0)
+        return new_values

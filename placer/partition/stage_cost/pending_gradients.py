@@ -9,7 +9,7 @@ result). Tables have a row per start of a stage and a column per node whose back
     stage with sender, no target   a copy of the part that is needed, from the sender's column to the start
     stage with target, no sender   received when the backward of ``home`` runs: never pending
 
-`placer.executor.transfer.WaitingGradients` does the same when a model runs.
+`placer.executor.transfer.PendingGradients` does the same when a model runs.
 
 Whether a stage has a sender depends on its end. The tables are for stages that have all senders; an
 `IntervalCorrection` is the difference for stages that end before one.

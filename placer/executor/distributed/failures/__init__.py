@@ -1,1 +1,1 @@
-"""What goes wrong on one rank: found, told to the others, and said with stage and layer."""
+"""Failures of a rank: finds the stage and layer, tells the other ranks, and finds ranks that hang."""

@@ -1,4 +1,4 @@
-"""An exception in one stage, made known to every rank of the job."""
+"""Tells every rank of a job why one of them failed, through the job's key-value store."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from torch.distributed.constants import default_pg_timeout
 from placer._torch import default_store
 from placer.errors import PeerError, PlacerError, StageError, causes
 from placer.executor.distributed.failures.failing_nodes import FailureSite
+from placer.executor.distributed.failures.hang_detector import HangDetector, store_may_be_gone
 from placer.executor.distributed.failures.layer_failure import LayerFailure
-from placer.executor.distributed.failures.roll_call import RollCall, store_may_be_gone
 from placer.executor.distributed.job.assignment import Job
 from placer.executor.distributed.job.call_check import CallNotAnswered, name_ranks
-from placer.executor.distributed.job.join import store_of_start
+from placer.executor.distributed.job.join import store_for_start
 from placer.executor.distributed.job.rendezvous import (
     POLL_SECONDS,
     StoreFinder,
@@ -30,12 +30,16 @@ from placer.executor.distributed.job.rendezvous import (
     is_torchrun_store,
 )
 
-_PATIENCE_SECONDS = 2.0  # how long a rank waits to be told why another was lost, or to be heard
-_START_SECONDS = 5.0  # the same where processes that were started by hand come at different times
+_PATIENCE_SECONDS = (
+    2.0  # how long to wait for another rank's reason, or for others to read this one's
+)
+_START_SECONDS = (
+    5.0  # the same for processes that were started by hand, which arrive at different times
+)
 
 
 class FailureBroadcast:
-    """One message of one failed rank to all others, in the job's key-value store."""
+    """One message from the rank that failed first to all others, in the job's key-value store."""
 
     def __init__(
         self,
@@ -47,23 +51,25 @@ class FailureBroadcast:
         limit: timedelta = default_pg_timeout,
         patience_seconds: float = _PATIENCE_SECONDS,
     ) -> None:
-        """``name`` is that of the placed module, the same on every rank and of no other one.
+        """``name`` is the unique name of the placed module, the same on every rank.
 
-        ``find_store`` finds the store, or None as long as it is not there; ``limit`` is how long ranks
-        wait for each other's messages, ``patience_seconds`` how long this one waits for the store when
-        it has failed, and for the others to read why.
+        ``find_store`` returns the store, or None as long as there is none. ``limit`` is how long ranks
+        wait for each other's messages; ``patience_seconds`` is how long this rank, after it has failed,
+        waits for the store and for the others to read the reason.
         """
         self._key = f"placer/failures/{name}"
         self._rank = rank
         self._world_size = world_size
         self.find_store = find_store
         self._patience_seconds = patience_seconds
-        self._roll = RollCall(self._key, rank, world_size, find_store=find_store, limit=limit)
-        self._is_known = False  # has this rank told, or heard, why the job ends?
+        self._hang_detector = HangDetector(
+            self._key, rank, world_size, find_store=find_store, limit=limit
+        )
+        self._is_known = False  # whether this rank has told, or read, why the job ends
 
     def set_limit(self, limit: timedelta) -> None:
-        """How long ranks wait for each other's messages is ``limit``."""
-        self._roll.limit = limit
+        """Set how long ranks wait for each other's messages."""
+        self._hang_detector.limit = limit
 
     def raise_for(
         self,
@@ -74,13 +80,14 @@ class FailureBroadcast:
         layers: Sequence[Sequence[str]],
         replica_index: int,
     ) -> NoReturn:
-        """Tell the others of ``error`` if it arose here, and raise it as what it is.
+        """Raise ``error`` with a description of its place; tell the others if it occurred here.
 
-        ``find_lost`` says which ranks are gone, ``find_failure_site`` whose code failed; ``layers`` are those
-        of every stage.
+        ``find_lost`` returns the ranks whose connections are closed, ``find_failure_site`` the layers
+        whose code failed; ``layers`` has the layers of every stage.
 
-        Raises ``StageError`` on the rank where the exception arose, ``PeerError`` on those that
-        only lost a neighbour by it.
+        Raises ``StageError`` on the rank whose stage raised, and ``PeerError`` on ranks that lost the
+        connection to another. A ``PlacerError`` is told and raised as it is; any other exception becomes
+        a ``PlacerError``.
         """
         failure = _find_cause(error, LayerFailure)
         if failure is None and isinstance(error, PlacerError):
@@ -126,11 +133,11 @@ class FailureBroadcast:
         cause: BaseException,
         find_lost: Callable[[], Sequence[int]],
     ) -> None:
-        """Raise ``PeerError`` if ``cause`` is that messages to other ranks failed.
+        """Raise ``PeerError`` if ``cause`` is a failed communication with other ranks.
 
-        Gloo raises plain ``RuntimeError``s: then some connection is closed. Others raise ``DistError``.
-        A rank that waited too long says so at once (`RollCall`): its connections are closed, and who
-        sees that would take it for the one that ended.
+        Gloo raises plain ``RuntimeError``s, so a closed connection is the evidence; other backends raise
+        ``DistError``. A rank whose wait timed out reports that at once (`HangDetector`), because its
+        connections are closed then, and other ranks would think that it has ended.
         """
         call = _find_cause(error, CallNotAnswered)
         told = self._explain_loss(cause, find_lost, method="" if call is None else call.method)
@@ -138,25 +145,29 @@ class FailureBroadcast:
             raise PeerError(**told) from error
 
     def explain_loss(self, cause: BaseException) -> dict[str, str]:
-        """Why a message to other ranks failed with ``cause``, as ``PeerError`` takes it."""
+        """The reason for a failed communication, as arguments of ``PeerError``."""
         told = self._explain_loss(cause, tuple, method="")
         return told or _lost(self._rank, cause, ())
 
     def _explain_loss(
         self, cause: BaseException, find_lost: Callable[[], Sequence[int]], *, method: str
     ) -> dict[str, str] | None:
-        """What a rank has told; else what this one can tell of the loss, if it is one.
+        """The reason that a rank has told, otherwise what this rank knows; None if no rank was lost.
 
-        ``method`` is the call that not all ranks have come to, if this one waited for that.
+        ``method`` is the call that not all ranks have made, if this rank waited for it.
         """
         timed_out = "timed out" in str(cause).lower()
         if timed_out:
-            self._roll.answer(method)
-        lost_ranks = [] if timed_out else find_lost()  # before others close theirs
+            self._hang_detector.report_timeout(method)
+        lost_ranks = (
+            [] if timed_out else find_lost()
+        )  # before other ranks close their connections too
         told = self._listen(0 if timed_out else _PATIENCE_SECONDS)
-        if told is None and self._roll.is_called():
-            self._roll.answer(method)
-            return self._tell(self._roll.call(stop=lambda: self._listen(0) is not None))
+        if told is None and self._hang_detector.any_timeout():
+            self._hang_detector.report_timeout(method)
+            return self._tell(
+                self._hang_detector.wait_for_reports(stop=lambda: self._listen(0) is not None)
+            )
         if told is None:
             lost_ranks = lost_ranks or find_lost()
             if lost_ranks or isinstance(cause, dist.DistError):
@@ -165,9 +176,9 @@ class FailureBroadcast:
 
     def tell_end(self, error: BaseException) -> None:
         """Tell the others that this rank ends by ``error``, such as ``KeyboardInterrupt``."""
-        remedy = "start the job anew"
+        remedy = "start the job again"
         told = {"where": f"rank {self._rank}", "problem": type(error).__name__, "remedy": remedy}
-        self._tell(told, wait_seconds=0.0)  # the program is to end at once
+        self._tell(told, wait_seconds=0.0)  # the program should end at once
 
     def tell_failure(self, error: Exception) -> None:
         """Tell the others that this rank could not compile the model."""
@@ -179,14 +190,14 @@ class FailureBroadcast:
         self._tell({"where": where, "problem": problem, "remedy": remedy})
 
     def raise_if_told(self) -> None:
-        """Raise what another rank has told, if any has, as ``PeerError``."""
+        """Raise ``PeerError`` if another rank has told why it failed."""
         if (told := self._listen(0)) is not None:
             raise PeerError(**told)
 
     def await_readers(self) -> None:
-        """Give the others the time to read the message, where they cannot once this process has ended.
+        """On the rank that hosts the store, wait until the others have read the message.
 
-        That is on the rank that hosts the store. Returns after some seconds at the latest.
+        They cannot read it after this process has ended. Returns after ``patience_seconds`` at most.
         """
         if not self._is_known:
             return
@@ -208,9 +219,9 @@ class FailureBroadcast:
     def _tell(
         self, told: Mapping[str, str], *, wait_seconds: float | None = None
     ) -> dict[str, str]:
-        """Leave the message, unless another rank was first; the one that is there then.
+        """Store the message ``told``, unless another rank was first; returns the one that is stored.
 
-        ``told`` itself when the store is not there yet, or no more.
+        Returns ``told`` if there is no store.
         """
         seconds = self._patience_seconds if wait_seconds is None else wait_seconds
         end = time.monotonic() + seconds
@@ -226,9 +237,9 @@ class FailureBroadcast:
         return first
 
     def _listen(self, seconds: float) -> dict[str, str] | None:
-        """The message of the rank that failed first, if there is one within ``seconds``.
+        """The message of the rank that failed first; None if there is none within ``seconds``.
 
-        Ends early when ranks say that they have waited too long.
+        Returns early if ranks have reported that a wait timed out.
         """
         end = time.monotonic() + seconds
         while True:
@@ -239,8 +250,8 @@ class FailureBroadcast:
                     self._note_heard(store)
                     return told
             except (RuntimeError, ValueError):
-                return None  # the store's own process is gone, or the program left the job
-            if time.monotonic() > end or self._roll.is_called():
+                return None  # the process of the store has ended, or the program has left the job
+            if time.monotonic() > end or self._hang_detector.any_timeout():
                 return None
             time.sleep(POLL_SECONDS)
 
@@ -250,20 +261,20 @@ class FailureBroadcast:
             store.set(f"{self._key}/heard/{self._rank}", "")
 
 
-_compiled = itertools.count()  # calls of compile in this process: every rank makes the same ones
+_compiled = itertools.count()  # numbers the calls of ``compile``, the same on every rank
 
 
 @contextmanager
 def failure_told(job: Job) -> Iterator[FailureBroadcast]:
-    """Leave what the block raises, before any module is there, where the other ranks look for it.
+    """Tell the other ranks of an exception in the block, which runs before there is a placed module.
 
-    They look while they wait for this rank (`join_job`) and when they lose it (`lost_peers` with the
-    yielded ``FailureBroadcast``).
+    They read it while they wait for this rank (`join_job`), and if they lose the connection to it
+    (`lost_peers` with the yielded ``FailureBroadcast``).
     """
     name = f"compile {next(_compiled)}"
-    find_store = store_of_start(job, name)
-    with store_may_be_gone():  # `join_job` tells what is wrong with it
-        find_store()  # rank 0 may host it: ranks that fail early leave their message there
+    find_store = store_for_start(job, name)
+    with store_may_be_gone():  # `join_job` will report what is wrong with it
+        find_store()  # rank 0 may host it, for the messages of ranks that fail early
     by_hand = not dist.is_initialized() and not is_torchrun_store()
     patience = _START_SECONDS if by_hand else _PATIENCE_SECONDS
     failures = FailureBroadcast(
@@ -285,9 +296,9 @@ def failure_told(job: Job) -> Iterator[FailureBroadcast]:
 
 @contextmanager
 def lost_peers(failures: FailureBroadcast) -> Iterator[None]:
-    """Raise the loss of another rank inside the block, before any module is there, as ``PeerError``.
+    """Raise ``PeerError`` if another rank is lost in the block, which runs before there is a module.
 
-    With what that rank has left at ``failures``, if it has.
+    It has the reason that the other rank has told in ``failures``, if it has.
     """
     try:
         yield
@@ -310,9 +321,9 @@ def _lost(rank: int, error: BaseException, lost_ranks: Sequence[int]) -> dict[st
 
 
 def _is_of_messages(error: BaseException) -> bool:
-    """Did a function of torch.distributed raise it, called by a layer that talks to other replicas?
+    """Whether a function of ``torch.distributed`` raised ``error``, perhaps called by a layer.
 
-    What a layer waits for by itself (``async_op=True``) does not count.
+    Does not detect an error in a layer's own wait for an operation with ``async_op=True``.
     """
     return isinstance(error, RuntimeError) and _raised_in(error, dist.distributed_c10d.__name__)
 

@@ -1,20 +1,21 @@
-"""Locates the autograd node whose backward failed, from what autograd leaves behind: free until then.
+"""Locates the autograd node whose backward failed, after the failure, so it costs nothing before.
 
-Autograd runs the nodes of a graph from the last made to the first (the highest number that is ready,
-and a node is made after those that it hands gradients to), and a node that is done frees what it
-saved. So the one that raised comes after the last that has freed, and no later than the first that
-has not::
+Autograd runs the nodes of a graph from the last created to the first: of those that are ready it takes
+the one with the highest sequence number, and a node is created after the nodes that it passes gradients
+to. A node that has run frees its saved tensors. So the node that raised is after the last one that has
+freed them, and not after the first one that has not::
 
-    made    0 conv ── 1 add ── 2 relu ── 3 view ── 4 conv ── 5 loss
-    saved     held     none     held      none     freed     freed
-                                 ▲          ▲    ran: 5, 4; raised: 3 or 2. What keeps nothing only
-                                 └──────────┘    moves or adds numbers: 2, unless a hook raised
+    created  0 conv ── 1 add ── 2 relu ── 3 view ── 4 conv ── 5 loss
+    saved      kept     none     kept      none     freed     freed
+                                  ▲          ▲    5 and 4 have run, so 3 or 2 has raised. A node that
+                                  └──────────┘    saves nothing hardly ever raises: 2, unless a hook did
 
-A leaf that accumulates is run at once. The first half of a split backward keeps its graph and frees
-nothing: it is run again without keeping it.
+A node that accumulates into a leaf runs as soon as it is ready. The first half of a split backward
+retains its graph and frees nothing; it is run again without retaining the graph.
 
-Nodes have no layers. The stage's forward is run again without data (`run_fake_forward`), where each node is
-made by a known line of the stage's code, and the two graphs are compared.
+Autograd nodes do not know their layers. So the stage's forward is run again on fake tensors
+(`run_fake_forward`), where each node is created by a known line of the stage's code, and the two graphs
+are compared.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from torch.utils.hooks import BackwardHook
 from placer._torch import EngineCall, failed_engine_call, has_run, run_engine, sequence_number
 from placer.autograd_graph import leaf_of, nodes_behind
 
-Trace = Sequence[str]  # the nodes of a graph in the order in which they were made; see `trace_of`
+Trace = Sequence[str]  # a word for each node of a graph, in the order of creation; see `trace_of`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailingNodes:
-    """What may have failed: positions in the ``trace`` of the graph, or modules that are known to have."""
+    """The nodes that may have failed, as positions in ``trace``, or the modules that have failed."""
 
     trace: Trace = ()
     positions: tuple[int, ...] = ()
@@ -46,10 +47,10 @@ class FailingNodes:
 def find_failing_nodes(
     error: BaseException, part: nn.Module, *, may_run_again: bool
 ) -> FailingNodes | None:
-    """Whose backward raised ``error``; None when it was not raised in one, or cannot be told.
+    """The nodes whose backward may have raised ``error``; None if unknown, or if no backward raised it.
 
-    Only with ``may_run_again`` a backward that kept its graph is run a second time. The graph is of
-    no use afterwards. Takes time proportional to the size of the graph.
+    With ``may_run_again``, a backward that retained its graph is run a second time; the graph cannot be
+    used afterwards. Takes time proportional to the size of the graph.
     """
     call = failed_engine_call(error)
     if call is None:
@@ -71,7 +72,7 @@ def find_failing_nodes(
     held = next((i for i, node in enumerate(order) if i > last and ran[node] is False), len(order))
     window = _running(call.frames, order) or order[last + 1 : held + 1]
     names = parameter_names(part)
-    if call.frames:  # a hook, or a backward of the user's own
+    if call.frames:  # a hook, or a user-defined backward
         owners = _hooked_leaves(order[max(last, 0) : held], call.frames[0], names)
         if owners:
             return FailingNodes(modules=tuple(owners))
@@ -84,13 +85,13 @@ def find_failing_nodes(
 
 
 def _running(frames: Iterable[FrameType], nodes: Sequence[Node]) -> list[Node]:
-    """Of ``nodes`` the one whose backward, written in Python, these frames run."""
+    """The nodes whose backward is written in Python and runs in one of ``frames``."""
     values = [value for frame in frames for value in frame.f_locals.values()]
     return [node for node in nodes if any(value is node for value in values)]
 
 
 def _run_again(call: EngineCall) -> EngineCall | None:
-    """The same call of the engine, but freeing its graph; None when it does not fail this time."""
+    """Repeat the engine call without retaining the graph; None if it does not fail this time."""
     try:
         run_engine(call)
     except Exception as error:
@@ -99,16 +100,16 @@ def _run_again(call: EngineCall) -> EngineCall | None:
 
 
 def reachable(roots: Iterable[Tensor | GradientEdge]) -> list[Node]:
-    """The nodes of the graph behind ``roots``, as they were made; none that accumulate into leaves."""
+    """The nodes behind ``roots`` in the order of creation, without those that accumulate into leaves."""
     first = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
     behind = nodes_behind(node for node in first if node is not None)
     return sorted((n for n in behind if sequence_number(n) is not None), key=number_of)
 
 
 def _needed(graph: Sequence[Node], inputs: Sequence[Tensor | GradientEdge]) -> list[Node]:
-    """Of ``graph``, as it was made, the nodes on a way to one of ``inputs``: the others are not run.
+    """The nodes of ``graph`` (in the order of creation) on a path to one of ``inputs``.
 
-    All, if none are given.
+    Autograd does not run the others. All nodes, if there are no ``inputs``.
     """
     if not inputs:
         return list(graph)
@@ -116,7 +117,7 @@ def _needed(graph: Sequence[Node], inputs: Sequence[Tensor | GradientEdge]) -> l
     nodes.update(x.grad_fn for x in inputs if isinstance(x, Tensor) and x.grad_fn is not None)
     leaves = {id(x) for x in inputs if isinstance(x, Tensor) and x.grad_fn is None}
     wanted: set[Node] = set()
-    for node in graph:  # what a node hands gradients to was made before it
+    for node in graph:  # a node passes gradients to nodes that were created before it
         following = [f for f, _ in node.next_functions if f is not None]
         if any(f in wanted or f in nodes or id(leaf_of(f)) in leaves for f in following):
             wanted.add(node)
@@ -124,9 +125,9 @@ def _needed(graph: Sequence[Node], inputs: Sequence[Tensor | GradientEdge]) -> l
 
 
 def _hooked_leaves(nodes: Iterable[Node], frame: FrameType, names: Mapping[int, str]) -> list[str]:
-    """The owners of the parameters that ``nodes`` hand gradients to and whose hook ``frame`` runs.
+    """The owners of parameters that get gradients from ``nodes`` and whose hook runs in ``frame``.
 
-    That is a module, or a parameter of the whole model's own.
+    An owner is the path of a module, or the name of a parameter of the root module.
     """
     leaves = [leaf_of(f) for node in nodes for f, _ in node.next_functions if f is not None]
     hooked = [
@@ -143,20 +144,20 @@ def _has_hook(leaf: Tensor, frame: FrameType) -> bool:
 
 
 def number_of(node: Node) -> int:
-    """When ``node``, which accumulates into no leaf, was made: later ones have higher numbers."""
+    """The sequence number of ``node``, which must not accumulate into a leaf; later ones are higher."""
     number = sequence_number(node)
     assert number is not None
     return number
 
 
 def parameter_names(module: nn.Module, among: Collection[str] | None = None) -> dict[int, str]:
-    """The name of a parameter by its id; of several names (``among`` these) the last."""
+    """Names of parameters by id; if one has several names, the last (of those in ``among``)."""
     named = module.named_parameters(remove_duplicate=False)
     return {id(p): name for name, p in named if among is None or name in among}
 
 
 def trace_of(made: Iterable[Node], names: Mapping[int, str]) -> list[str]:
-    """A word for each node: its kind, and the parameters that it hands gradients to."""
+    """A word for each node: its kind, and the names of parameters to which it passes gradients."""
     words = []
     for node in made:
         leaves = [
@@ -169,17 +170,17 @@ def trace_of(made: Iterable[Node], names: Mapping[int, str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureSite:
-    """Where a backward failed: in one of ``layers`` (none when it cannot be told), or after them all."""
+    """Where a backward failed: in one of ``layers`` (empty if unknown), or in the loss after them."""
 
     layers: tuple[str, ...] = ()
-    after: bool = False  # what follows the stage's own code: the loss
+    after: bool = False  # in the backward of the loss
 
 
 def match_layers(failing: FailingNodes, trace: Trace, layers: Sequence[str]) -> FailureSite:
-    """The layers of the nodes that may have failed; ``layers`` are those of the nodes of ``trace``.
+    """The layers of the ``failing`` nodes, found by alignment with ``trace``, whose layers are known.
 
-    Graphs differ where a hook has computed something, and by the loss. A node between two that match
-    is of their layer if that is one.
+    The two graphs differ by the loss and by the computations of hooks. A node that does not match gets
+    the layer of its neighbours if both have the same.
     """
     matcher = difflib.SequenceMatcher(a=failing.trace, b=trace, autojunk=False)
     found = {

@@ -1,4 +1,4 @@
-"""A stage's forward run again without data, to learn which layer made which node of autograd's graph."""
+"""Runs a stage's forward on fake tensors, to find which layer created which autograd node."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from placer.schedule import Action
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeForward:
-    """The graph of a stage's forward, and the layer of each of its nodes ("" where there is none)."""
+    """The autograd graph of a stage's forward, and the layer of each node ("" if it has none)."""
 
     trace: Trace
     layers: Sequence[str]
 
 
-class _Listener(TorchDispatchMode):
-    """Has every operation of a forward attributed to its node of the model."""
+class _AttributionMode(TorchDispatchMode):
+    """Attributes every operation of a forward to its node of the model."""
 
     def __init__(self, attribution: Attribution) -> None:
         super().__init__()
@@ -50,9 +50,9 @@ class _Listener(TorchDispatchMode):
 def find_failure_site(
     finder: CrossingFinder, layer_of: Mapping[str, str], part: nn.Module, failure: LayerFailure
 ) -> FailureSite:
-    """Whose code failed on this rank, which has ``part``; ``layer_of`` gives a node's layer.
+    """The layer whose code failed on this rank; ``layer_of`` has the layer of each node of the model.
 
-    A backward is traced to its layer by `run_fake_forward`.
+    ``part`` has the rank's modules. For a backward the layer is found by `run_fake_forward`.
     """
     if failure.node:
         layer = layer_of.get(failure.node)
@@ -63,7 +63,7 @@ def find_failure_site(
     names = {name for name, _ in part.named_parameters(remove_duplicate=False)}
     try:
         found = run_fake_forward(finder, failure.stage_index, failure.given, layer_of, names)
-    except Exception:  # it is the first failure that is to be told
+    except Exception:  # report the first failure, without its layer
         return FailureSite()
     return match_layers(failing, found.trace, found.layers)
 
@@ -75,9 +75,9 @@ def run_fake_forward(
     layer_of: Mapping[str, str],
     names: Collection[str],
 ) -> FakeForward:
-    """Run stage ``index`` for a micro-batch of the shapes of ``given``; raises what the stage raises.
+    """Run stage ``index`` on fake tensors with the shapes of ``given``; raises what the stage raises.
 
-    ``names`` are those of the parameters in the rank's part.
+    ``names`` are the names of parameters in the rank's part.
     """
     crossings = given.crossings
     staged = crossings.staged
@@ -90,7 +90,7 @@ def run_fake_forward(
     with (
         finder.fake_execution(staged) as (replica, part),
         torch.enable_grad(),
-        _Listener(attribution),
+        _AttributionMode(attribution),
     ):
         run = MicrobatchRun(
             PlacedMicrobatch(

@@ -1,4 +1,4 @@
-"""An exception in a stage's own code, with the layer or the part of autograd's graph where it arose."""
+"""Describes an exception in a stage's code: the node, or the autograd nodes, that may have raised it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from placer.executor.distributed.failures.failing_nodes import FailingNodes, fin
 
 
 class LayerFailure(Exception):
-    """An exception inside a stage's own code, with the node that raised it.
+    """An exception in a stage's code, with the ``node`` of the model that raised it ("" if unknown).
 
-    One of a backward has the micro-batch, and of autograd's graph what may have failed.
+    For a backward, ``given`` is the micro-batch and ``failing`` has the autograd nodes that may have
+    raised it.
     """
 
     def __init__(
@@ -38,10 +39,9 @@ class LayerFailure(Exception):
 def explain_failure(
     code: StageCode, phase: str, error: Exception, *, given: Any, part: nn.Module
 ) -> LayerFailure:
-    """What names the stage of ``code``, and as far as it shows the node, that raised ``error``.
+    """The `LayerFailure` for ``error``, which the stage of ``code`` raised.
 
-    ``given`` is the micro-batch; ``part`` has the rank's modules. ``phase`` is "forward", "backward",
-    or what is done with what a stage made.
+    ``given`` is the micro-batch; ``part`` has the rank's modules. ``phase`` is that of `MicrobatchRun`.
     """
     if phase != "backward":
         node = _failing_node(code, error) if phase == "forward" else ""
@@ -51,18 +51,18 @@ def explain_failure(
 
 
 def _find_failing(error: Exception, part: nn.Module) -> FailingNodes | None:
-    # A backward that talks to other ranks must not be run twice: they would not answer.
+    # A backward that communicates must not be run twice, because the other ranks would not take part.
     talks = any(getattr(module, "process_group", None) for module in part.modules())
     try:
         return find_failing_nodes(error, part, may_run_again=not talks)
-    except Exception:  # what failed first is to be told, whatever its graph looks like
+    except Exception:  # report the first failure even if its graph cannot be analysed
         return None
 
 
 def _failing_node(code: StageCode, error: BaseException) -> str:
-    """The node whose line of the generated code the traceback goes through; "" if none.
+    """The node whose line of generated code is in the traceback; "" if there is none.
 
-    In backward such lines are run by what is recomputed.
+    In backward that is the case for layers that are recomputed.
     """
     lines = {segment.forward.__code__: node_lines(segment) for segment in code.segments}
     for cause in causes(error):

@@ -1,1 +1,1 @@
-"""How the processes of a job find each other, which part of the plan each has, and whether all call alike."""
+"""The processes of a job: how they find each other, divide the plan, and check each other's calls."""

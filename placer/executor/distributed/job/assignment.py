@@ -1,4 +1,4 @@
-"""This process's place in a job of many: its rank, replica, stages and device."""
+"""Finds the job of this process, and the replica, stages and device that its rank gets of a plan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from placer.plan.types import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What the launcher says of this process; no communication has happened yet."""
+    """This process in its job, as the launcher says; known without communication."""
 
     rank: int
     world_size: int
@@ -25,7 +25,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankAssignment:
-    """What one rank runs of a plan; ``device_of`` has each stage's device, numbered in its replica."""
+    """What one rank runs of a plan. ``device_of[stage]`` is the index of a stage's device in a replica."""
 
     replica_index: int
     device_index: int
@@ -33,7 +33,7 @@ class RankAssignment:
 
     @property
     def num_devices(self) -> int:
-        """How many devices a replica has."""
+        """The number of devices of a replica."""
         return max(self.device_of) + 1
 
     @property
@@ -48,11 +48,11 @@ class RankAssignment:
 
 
 def find_job() -> Job | None:
-    """The job this process is part of; None where it is alone.
+    """The job that this process is part of; None if it runs alone.
 
-    Its process group exists, or ``torchrun`` started it, or another launcher (``mpirun``, ``srun``) that
-    left what ``torch.distributed`` looks for in the environment, with more than one process. On a
-    machine with several devices that is LOCAL_RANK, too.
+    There is a job if the default process group exists, if ``torchrun`` started the process, or if another
+    launcher (``mpirun``, ``srun``) has set the environment variables that ``torch.distributed`` reads, for
+    more than one process. On machines with several devices it must also set LOCAL_RANK.
     """
     if not dist.is_available():
         return None
@@ -71,9 +71,10 @@ def _is_launched() -> bool:
 
 
 def assign_rank(plan: Plan, job: Job) -> RankAssignment:
-    """The assignment of this rank. Raises ``PlacerError`` when the job has not one process per device.
+    """The assignment of this rank: rank ``r * P + p`` is device ``p`` of replica ``r``.
 
-    >>> from placer.plan.types import Plan  # rank r * P + p is device p of replica r
+    ``P`` is the number of devices of a replica. Raises ``PlacerError`` if the job does not have one
+    process per device.
     """
     num_devices = plan.num_devices
     needed = plan.replicas * num_devices
@@ -94,11 +95,11 @@ def assign_rank(plan: Plan, job: Job) -> RankAssignment:
 
 
 def choose_device(plan: Plan, job: Job, run_on: str | None) -> torch.device:
-    """The torch device of this process: of the plan's type, numbered by the local rank.
+    """The torch device of this process: the plan's type of device, with the local rank as its index.
 
-    Where the machine has no device of that type the CPU stands for it, with a
-    ``SimulatedDeviceWarning``; ``run_on`` names the type on purpose. Raises ``DeviceError`` when
-    there are fewer devices than local ranks, and for a ``run_on`` that is no device.
+    ``run_on`` gives another type. If the machine has no device of that type, the CPU stands for it, with
+    a ``SimulatedDeviceWarning`` unless ``run_on`` was given. Raises ``DeviceError`` if there are fewer
+    devices than local ranks, and if ``run_on`` is not a device.
     """
     kind = torch_type(run_on or plan.stages[0].devices[0])
     if kind == "cpu":
@@ -107,8 +108,8 @@ def choose_device(plan: Plan, job: Job, run_on: str | None) -> torch.device:
     if count == 0:
         if run_on is None:
             warnings.warn(
-                f"this machine has no {kind} device: rank {job.rank} runs on the CPU. "
-                "Pass run_on='cpu' to say so on purpose.",
+                f"this machine has no {kind} device, so rank {job.rank} runs on the CPU. "
+                "Pass run_on='cpu' if this is intended.",
                 SimulatedDeviceWarning,
                 stacklevel=4,
             )
@@ -118,6 +119,6 @@ def choose_device(plan: Plan, job: Job, run_on: str | None) -> torch.device:
             f"local rank {job.local_rank}",
             f"this machine has only {count} {kind} devices",
             f"start at most {count} processes on it (--nproc-per-node); a launcher other than torchrun "
-            "has to set LOCAL_RANK, which counts on each machine",
+            "must set LOCAL_RANK, the index of a process on its machine",
         )
     return torch.device(kind, job.local_rank if count > 1 else 0)

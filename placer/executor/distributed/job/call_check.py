@@ -1,7 +1,7 @@
-"""Whether all ranks were called alike: told in one small message before anything else is sent.
+"""Checks that all ranks make the same call, by one small message before they send anything else.
 
-Ranks that send what others do not expect wait for each other until they time out, compute with rows
-that are not there, or are ended by gloo without an error in Python.
+Otherwise ranks whose messages do not match would wait for each other until they time out, compute with
+rows of different batches, or be ended by gloo without a Python exception.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from placer.errors import PlacerError
 
 Method = Literal["placed(x)", "placed.step", "placed.clip_grad_norm_", "placer.save", "placer.load"]
 _METHODS: tuple[Method, ...] = get_args(Method)
-_NOTHING = -1  # bits of a NaN
-_SAMPLED = 32  # about as many values of a tensor are compared
+_NOTHING = -1  # stands for None; as bits of a float it is a NaN, which no count is
+_SAMPLED = 32  # about so many values of a tensor are compared
 _REMEDY = "make all these calls on all ranks, in the same order and with the same options"
 _SAME_BATCH = (
-    "give every rank the whole batch, or with own_rows=True all ranks of a replica the rows of that "
-    "replica (placed.sampler deals them out)"
+    "give every rank the whole batch; or with own_rows=True, give all ranks of a replica the rows of "
+    "that replica (placed.sampler selects them)"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Called:
-    """What this rank was called with.
+class CallDescription:
+    """The call that this rank makes.
 
-    ``names`` are those of the model's inputs, ``inputs`` the tensors for them, of calls that have any,
-    and ``target`` what goes with them to the loss. ``fault`` is what this rank alone found wrong;
-    ``counted`` what the normalizer of a loss counts in its target, on ranks that compute losses.
+    ``names`` are the names of the model's inputs, and ``inputs`` their tensors, if the call has any;
+    ``target`` is the target of the loss. ``fault`` is an error that this rank found in its own call.
+    ``counted`` is what the loss's normalizer counts in the target, on ranks that compute losses.
     """
 
     method: Method
@@ -52,7 +52,7 @@ class Called:
     counted: float | None = None
 
     def numbers(self) -> list[int]:
-        """What ranks compare, in the order of `CallCheck`; as many for every method."""
+        """The numbers that ranks compare, in the order that `CallCheck` reads; as many for every method."""
         shapes = [(tuple(x.shape), str(x.dtype)) for x in self.inputs]
         no_inputs = [0] * (len(self.names) - len(self.inputs))
         target = [x for x in tree_leaves(self.target) if isinstance(x, Tensor)]
@@ -74,7 +74,7 @@ class Called:
 
 
 class CallNotAnswered(RuntimeError):
-    """Not all ranks have made the call ``method``: some were lost, or have not come to it in time."""
+    """Not all ranks have made the call ``method``: some were lost, or did not make it in time."""
 
     def __init__(self, method: Method) -> None:
         super().__init__(method)
@@ -82,23 +82,24 @@ class CallNotAnswered(RuntimeError):
 
 
 class CallCheck:
-    """Whether all ranks were called alike: a small message from each to all, on its way.
+    """Starts an exchange of call descriptions between all ranks, and compares them at the end.
 
-    A context, in which a rank prepares what it needs nobody else for. At its end the message has
-    come, and what is wrong with the calls is raised, the same on every rank, in place of what the
-    block raised: ``PlacerError`` when the ranks were not called alike, all of them, or those of a
-    replica (``num_devices`` each) where they have their own rows, when a rank has found a fault, or
-    when ``count`` refuses the rows that each replica was given. ``readers`` are the devices of a replica
-    whose stages read each of the model's inputs, ``last_device`` is the one that computes losses.
+    Use it as a context manager; in the block a rank can prepare its own work. At the end of the block,
+    if the calls do not match, every rank raises the same ``PlacerError``, in place of any exception of
+    the block. That is the case if ranks make different calls, if any rank has found a fault, or if
+    ``count`` refuses the rows of the replicas. The number of rows and the shapes of inputs must be the
+    same on all ranks, or with ``own_rows`` on all ranks of a replica (``num_devices`` each).
 
-    Other values are found in a sample of them. They are an error where a replica would compute with rows
-    that do not belong together, and a warning else: a rank may be given anything for what it does not
-    read, and random augmentations may differ.
+    ``readers`` has for each of the model's inputs the devices of a replica whose stages read it;
+    ``last_device`` is the device that computes losses. The values of inputs are compared by a sample.
+    Different values are an error if a replica would compute with rows of different batches, otherwise a
+    warning: a rank may be given anything for an input that it does not read, and random augmentations
+    may differ.
     """
 
     def __init__(
         self,
-        called: Called,
+        called: CallDescription,
         *,
         num_devices: int,
         readers: Mapping[str, Sequence[int]],
@@ -118,8 +119,9 @@ class CallCheck:
         work = dist.all_gather(list(self._numbers), mine, group=world, async_op=True)
         assert work is not None  # this rank is in the group
         self._work = work
-        self.alike = False  # not known before the end of the block
-        # From then on, what ``count`` makes of the rows, and what was counted in the whole target:
+        # Known at the end of the block: whether the calls match, the result of ``count``, and what the
+        # normalizer counts in the target of the whole batch.
+        self.alike = False
         self.total: int | None = None
         self.counted: float | None = None
 
@@ -128,7 +130,7 @@ class CallCheck:
 
     def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
         if kind is not None and not issubclass(kind, Exception):
-            return  # the program is to end
+            return  # the program is ending
         try:
             self._work.wait()
         except RuntimeError as error:
@@ -139,10 +141,10 @@ class CallCheck:
         except PlacerError as error:
             raise error from None
         self.alike = True
-        del self._numbers, self._work  # a step should not hold them
+        del self._numbers, self._work  # free them before the step runs
 
     def _rows_if_alike(self) -> list[int]:
-        """The rows that each replica was given."""
+        """The number of rows that each replica was given; raises ``PlacerError`` if calls do not match."""
         ranks = self._numbers.tolist()
         columns = zip(*ranks, strict=True)
         methods, options, own_rows, training, rows, shapes, faults, counted, targets, *rest = (
@@ -152,8 +154,8 @@ class CallCheck:
         _compare_methods([_METHODS[number] for number in methods])
         method, names = self._called.method, ", ".join(self._called.options)
         _compare(options, method, f"has other options ({names})", _REMEDY)
-        _compare(own_rows, "own_rows", "is another", _REMEDY)
-        _compare(training, "mode (placed.train(), placed.eval())", "is another", _REMEDY)
+        _compare(own_rows, "own_rows", "is different", _REMEDY)
+        _compare(training, "mode (placed.train(), placed.eval())", "is different", _REMEDY)
         whole = self._num_devices if self._called.own_rows else len(ranks)
         for first in range(0, len(ranks), whole):
             part = slice(first, first + whole)
@@ -171,12 +173,12 @@ class CallCheck:
             raise self._called.fault
         if any(faults):
             faulty = name_ranks([r for r, fault in enumerate(faults) if fault])
-            raise PlacerError(method, f"was refused on {faulty}", "look at the error there")
+            raise PlacerError(method, f"was refused on {faulty}", "see the error of that rank")
         for name, samples in zip(self._called.names, values, strict=True):
             for first in range(0, len(ranks), self._num_devices):
                 self._compare_samples(name, samples, targets, first)
         counts = [_from_bits(bits) for bits in counted if bits != _NOTHING]
-        if counts:  # one per replica; without rows of their own all have the same target
+        if counts:  # one per replica; without ``own_rows`` all replicas have the same target
             self.counted = sum(counts) if self._called.own_rows else counts[0]
         rank = dist.get_rank(self._world)
         first = rank - rank % whole
@@ -189,11 +191,12 @@ class CallCheck:
     def _compare_samples(
         self, name: str, samples: Sequence[int], targets: Sequence[int], first: int
     ) -> None:
-        """Raise when the replica of ranks from ``first`` on would compute with rows of several batches.
+        """Raise ``PlacerError`` if the replica would compute with rows of different batches.
 
-        That is certain where several of its ranks read the input, and where the rank that computes losses
-        was given another input and another target than the one that reads the input. (Values that are all
-        the same may be a stand-in for what a rank does not use.)
+        ``first`` is the first rank of the replica. This is certain if ranks that read the input have
+        different values of it, or if the rank that computes losses has another input and another target
+        than a rank that reads the input. (A tensor with only one value may be a placeholder for an
+        input that the rank does not use, so it is not compared.)
         """
         readers = [first + device for device in self._readers[name]]
         if not readers:
@@ -215,7 +218,7 @@ class CallCheck:
 
 
 def _compare_methods(methods: Sequence[str]) -> None:
-    """Raise when the ranks do not all call the same of ``methods``."""
+    """Raise ``PlacerError`` if the ranks do not all call the same method."""
     ranks = {method: [r for r, m in enumerate(methods) if m == method] for method in methods}
     if len(ranks) > 1:
         said = ", ".join(f"{name_ranks(those)} at {method}" for method, those in ranks.items())
@@ -223,14 +226,15 @@ def _compare_methods(methods: Sequence[str]) -> None:
 
 
 def _compare(values: Sequence[int], what: str, problem: str, remedy: str, first: int = 0) -> None:
-    """Raise when ``values`` of the ranks from ``first`` on are not all the same."""
+    """Raise ``PlacerError`` if ``values``, of the ranks from ``first`` on, are not all equal."""
     odd = [first + i for i, value in enumerate(values) if value != values[0]]
     if odd:
         raise PlacerError(what, f"{problem} on {name_ranks(odd)} than on rank {first}", remedy)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """
+    """The ranks in words, for messages.
+
     >>> name_ranks([1]), name_ranks([1, 3])
     ('rank 1', 'ranks 1, 3')
     """
@@ -250,7 +254,10 @@ def _from_bits(bits: int) -> float:
 
 
 def _sample(tensors: Sequence[Tensor]) -> int:
-    """A number of the values at some places, a few along every dimension; odd if these vary."""
+    """A hash of some values of ``tensors``, taken evenly along every dimension.
+
+    It is odd if the values of any tensor differ from each other.
+    """
     values = []
     for tensor in tensors:
         if tensor.layout == torch.strided and tensor.numel():
@@ -261,5 +268,5 @@ def _sample(tensors: Sequence[Tensor]) -> int:
 
 
 def _varies(sample: int) -> bool:
-    """Was `_sample` of values that are not all the same?"""
+    """Whether a result of `_sample` is of values that differ from each other."""
     return sample % 2 == 1

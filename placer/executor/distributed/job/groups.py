@@ -1,4 +1,4 @@
-"""The process groups of a job: its mesh of replicas x devices, and those of tied weights."""
+"""The process groups of a job: the mesh of replicas x devices, and groups for tied weights."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from placer.executor.distributed.job.ownership import Ownership
 from placer.plan.types import Plan
 
 _T = TypeVar("_T")
-_NEVER_SENT = 2**31 - 1  # the tag of a message that nobody sends
-_OWN_DOING = "timeout caused pair closure"  # gloo's words when it was this rank that closed them
+_UNUSED_TAG = 2**31 - 1  # the tag of a message that nobody sends
+_CLOSED_BY_THIS_RANK = "timeout caused pair closure"  # gloo's error text in that case
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Groups:
-    """Whom a rank talks to.
+    """The process groups in which a rank communicates.
 
-    ``dp`` are the ranks with the same stages, ``pp`` those of the same replica, ``tied`` those of all
-    replicas that hold a tensor, per set of devices with one in common.
+    ``dp`` has the ranks with the same stages in all replicas, ``pp`` the ranks of the same replica, and
+    ``world`` all ranks. ``tied`` has, for each set of devices that share a tensor, the group of these
+    devices in all replicas.
     """
 
     dp: dist.ProcessGroup
@@ -36,16 +37,16 @@ class Groups:
     tied: Mapping[tuple[int, ...], dist.ProcessGroup]
 
     def of_holders(self, devices: tuple[int, ...]) -> dist.ProcessGroup:
-        """The ranks of all replicas that hold what these ``devices`` hold, this rank's among them."""
+        """The group of ``devices`` in all replicas, which must include this rank's device."""
         return self.dp if len(devices) == 1 else self.tied[devices]
 
     def each(self) -> list[dist.ProcessGroup]:
-        """All of them, once."""
+        """All groups, each once."""
         return list(dict.fromkeys((self.world, self.pp, self.dp, *self.tied.values())))
 
 
 def make_mesh(plan: Plan, assignment: RankAssignment, device: torch.device) -> DeviceMesh:
-    """The mesh replicas x devices; a collective call."""
+    """The mesh of replicas x devices; a collective call."""
     ranks = torch.arange(plan.replicas * assignment.num_devices).view(
         plan.replicas, assignment.num_devices
     )
@@ -56,9 +57,9 @@ def make_mesh(plan: Plan, assignment: RankAssignment, device: torch.device) -> D
 
 
 def make_groups(mesh: DeviceMesh, ownership: Ownership, device: torch.device) -> Groups:
-    """The groups of ``mesh``, and those that go across it; a collective call.
+    """The groups of ``mesh``, and those for tied weights; a collective call.
 
-    A row or a column of the mesh that is all of it is the world too: fewer groups, fewer threads.
+    If the mesh has only one row or column, that is also the world group, which saves threads.
     """
     replicas, num_devices = mesh.shape
     dp, pp = mesh.get_group("dp"), mesh.get_group("pp")
@@ -79,41 +80,42 @@ def make_groups(mesh: DeviceMesh, ownership: Ownership, device: torch.device) ->
 
 
 def find_lost(group: dist.ProcessGroup) -> list[int]:
-    """The ranks of ``group`` whose connections to this one they closed, as when they ended (gloo only)."""
-    return _await_in_vain(group)[1]
+    """The ranks of ``group`` that have closed their connection to this one, perhaps by ending (gloo only)."""
+    return _probe_connections(group)[1]
 
 
 def close_groups(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Break the connections of ``groups``, so that ranks that wait for this one are woken up.
+    """Close the connections of ``groups``, which wakes up ranks that wait for this one.
 
-    Gloo has no abort (github.com/pytorch/pytorch/issues/130345), and by itself closes connections with
-    the last reference to a group, which may be in the frames of a traceback that the program keeps. But
-    a receive that times out closes all of them (gloo, transport/tcp/unbound_buffer.cc).
+    Gloo has no abort (github.com/pytorch/pytorch/issues/130345). It closes connections only when the last
+    reference to a group is gone, and a traceback that the program keeps may have one. But a receive that
+    times out closes all connections of its group (gloo, transport/tcp/unbound_buffer.cc).
     """
     for group in groups:
-        for never_comes in _await_in_vain(group)[0]:
-            with suppress(RuntimeError):  # as it is meant to
+        for never_comes in _probe_connections(group)[0]:
+            with suppress(RuntimeError):  # the timeout that closes the connections
                 never_comes.wait(timedelta(milliseconds=1))
         abort_group(group)
 
 
-def wait_of(work: dist.Work | None) -> Callable[[], object]:
-    """What waits for ``work``, a message of a group that this rank is in."""
-    assert work is not None  # it is for ranks that are not in the group
+def wait_function(work: dist.Work | None) -> Callable[[], object]:
+    """The function that waits for ``work``, which is not None as this rank is in the group."""
+    assert work is not None
     return work.wait
 
 
 def gather_objects(value: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
-    """Every rank's ``value``, pickled, in order of rank; of the default group without ``group``."""
+    """Every rank's ``value``, in order of rank, by pickling; over the default group if none is given."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 
 
-def _await_in_vain(group: dist.ProcessGroup) -> tuple[list[dist.Work], list[int]]:
-    """Receives of what nobody sends, from each rank of ``group``, and the ranks that have closed theirs.
+def _probe_connections(group: dist.ProcessGroup) -> tuple[list[dist.Work], list[int]]:
+    """Start a receive of a message that nobody sends from each other rank of ``group``.
 
-    None where the group has no gloo.
+    Returns these receives, and the ranks whose connection turned out to be closed. Both are empty if the
+    group does not use gloo.
     """
     works, refused = [], []
     if "cpu:gloo" in dist.get_backend_config(group):
@@ -121,9 +123,9 @@ def _await_in_vain(group: dist.ProcessGroup) -> tuple[list[dist.Work], list[int]
             if rank == dist.get_rank():
                 continue
             try:
-                work = dist.irecv(torch.empty(1, device="cpu"), rank, group, tag=_NEVER_SENT)
+                work = dist.irecv(torch.empty(1, device="cpu"), rank, group, tag=_UNUSED_TAG)
             except RuntimeError as error:
-                if _OWN_DOING not in str(error):
+                if _CLOSED_BY_THIS_RANK not in str(error):
                     refused.append(rank)
             else:
                 assert work is not None  # this rank is in the group
@@ -132,9 +134,9 @@ def _await_in_vain(group: dist.ProcessGroup) -> tuple[list[dist.Work], list[int]
 
 
 def _make_group(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup:
-    """A group of ``ranks`` that waits as long as the default group does; a collective call.
+    """A group of ``ranks`` with the timeout of the default group; a collective call.
 
-    Left to itself torch gives every new group half an hour, whatever the program chose.
+    Without an explicit timeout torch gives a new group half an hour, whatever the default group has.
     """
     group: Any = dist.new_group(list(ranks), timeout=default_timeout(device))
     return group  # type: ignore[no-any-return]

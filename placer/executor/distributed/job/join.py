@@ -1,4 +1,4 @@
-"""Waiting for the other ranks of the job, until the default process group is there."""
+"""Waits for the other ranks of the job, and initializes the default process group if needed."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from placer.executor.distributed.job.rendezvous import (
 )
 
 
-def store_of_start(job: Job, name: str) -> StoreFinder:
-    """Finds the store in which the ranks meet at the start called ``name``, the same on all of them.
+def store_for_start(job: Job, name: str) -> StoreFinder:
+    """A function that finds the store in which ranks meet; ``name`` must be the same on all of them.
 
-    That is the store of the default process group, if there is one, or of the launcher.
+    It is the store of the default process group if there is one, otherwise that of the launcher.
     """
     if dist.is_initialized():
         return lambda: PrefixStore(f"placer/{name}", default_store())
@@ -50,12 +50,12 @@ def join_job(
     *,
     raise_if_told: Callable[[], None] = lambda: None,
 ) -> None:
-    """Wait for the other ranks, and make the default process group, if the program has not.
+    """Wait for the other ranks, and initialize the default process group if the program has not.
 
-    NCCL for CUDA, gloo for the CPU. ``raise_if_told`` raises what a rank that failed has left.
-
-    Waits as long as the default process group does, half an hour unless the program made it with
-    another timeout. Raises ``PlacerError`` when the ranks do not find each other.
+    The backend is NCCL for CUDA and gloo for the CPU. ``raise_if_told`` is called while waiting; it
+    raises if another rank has reported a failure. The wait is limited by the timeout of the default
+    process group, half an hour unless the program chose another. Raises ``PlacerError`` if the ranks do
+    not find each other.
     """
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
@@ -83,7 +83,7 @@ def _find_lost() -> list[int]:
 
 
 def _not_joined(error: Exception) -> PlacerError:
-    """What ``init_process_group`` means by ``error``."""
+    """The error to raise for an exception of ``init_process_group`` or of the store."""
     env = os.environ
     where = f"rank {env.get('RANK', '?')}"
     address = f"{env.get('MASTER_ADDR', '?')}:{env.get('MASTER_PORT', '?')}"
@@ -92,10 +92,10 @@ def _not_joined(error: Exception) -> PlacerError:
         return PlacerError(
             where,
             f"port {env['MASTER_PORT']} is taken already, by another job or program {reason}",
-            "choose another MASTER_PORT, or start with torchrun --standalone, which finds one",
+            "choose another MASTER_PORT, or use torchrun --standalone, which finds a free port",
         )
     return PlacerError(
         where,
-        f"did not find the other processes of the job by {address} {reason}",
-        "start as many as WORLD_SIZE says, and check that they reach that address",
+        f"did not find the other processes of the job at {address} {reason}",
+        "start as many processes as WORLD_SIZE says, and check that they can reach that address",
     )

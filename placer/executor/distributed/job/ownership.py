@@ -1,4 +1,4 @@
-"""The part of a model that one rank holds, as a module tree with the original's names."""
+"""Finds which rank has which parameters and buffers, and builds a rank's part of the model."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ from placer.program import first_names, named_state
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ownership:
-    """Which rank of a replica holds which parameters and buffers; the same on every rank.
+    """The devices of a replica that have each parameter and buffer; the same on every rank.
 
-    A tensor under several names, or read by several stages, is one entry of ``holders`` under the
-    first of its names; the first device of the tuple owns it.
+    A tensor with several names, or read by several stages, has one entry in ``holders`` under the first
+    of its names. The first device of the entry owns it.
     """
 
-    device_of: tuple[int, ...]  # per stage its device in the replica
-    names: tuple[tuple[str, ...], ...]  # per device of the replica: the names it has, in order
-    first_name: Mapping[str, str]  # any name -> the first of that tensor's names
-    holders: Mapping[str, tuple[int, ...]]  # first name -> devices that have it, the owner first
+    device_of: tuple[int, ...]  # for each stage, the index of its device in the replica
+    names: tuple[tuple[str, ...], ...]  # for each device of the replica, the names it has, in order
+    first_name: Mapping[str, str]  # for every name, the first of the tensor's names
+    holders: Mapping[
+        str, tuple[int, ...]
+    ]  # for a first name, the devices that have it, owner first
 
 
 def find_ownership(model: nn.Module, staged: StagedModel, device_of: tuple[int, ...]) -> Ownership:
-    """Who holds what, where ``device_of`` has for each stage its device in the replica.
+    """The ownership when stage ``s`` runs on device ``device_of[s]`` of its replica.
 
-    A device has the names that its stages read; names that no stage reads go to their owner.
+    A device has the tensors that its stages read; a tensor that no stage reads is on its owner only.
     """
     first_name = first_names(model)
     read = {name for stage in staged.stages for name in stage.state}
@@ -65,9 +67,9 @@ def build_part(
     weights: Path | None = None,
     initialize: Callable[[nn.Module], None] | None = None,
 ) -> nn.Module:
-    """A copy of ``model`` with only what ``device_index`` holds, made straight on ``device``.
+    """A copy of ``model`` with only the tensors of ``device_index``, created directly on ``device``.
 
-    Modules that neither hold any of it nor are called by its stages are left out.
+    It lacks the modules that have none of these tensors and are not called by the device's stages.
     """
     names = ownership.names[device_index]
     homes = dict.fromkeys(ownership.first_name, device)
@@ -81,14 +83,14 @@ def build_part(
     return part
 
 
-def share_weights(
+def broadcast_weights(
     model: nn.Module, part: nn.Module, ownership: Ownership, device: torch.device
 ) -> None:
-    """Give every rank's ``part`` the values that rank 0's ``model`` has; a collective call.
+    """Copy the values of rank 0's ``model`` to every rank's ``part``; a collective call.
 
-    As ``DistributedDataParallel`` does, so that a program need not seed its model. Tensors on
-    ``meta``, the same ones on all ranks, have no values to give. A rank makes room for one tensor
-    that it does not hold at a time.
+    ``DistributedDataParallel`` does the same, so a program need not seed its model. Tensors on ``meta``
+    are skipped; they must be the same ones on all ranks. A rank needs memory for at most one tensor that
+    it does not have itself.
     """
     held = {ownership.first_name[name]: tensor.detach() for name, tensor in named_state(part)}
     given = {ownership.first_name[name]: tensor.detach() for name, tensor in named_state(model)}
@@ -99,7 +101,7 @@ def share_weights(
             flat = tensor.to(device).reshape(-1)
         else:
             flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=device)
-        dist.broadcast(flat.view(torch.uint8), 0)  # not all backends know all data types
+        dist.broadcast(flat.view(torch.uint8), 0)  # backends do not support all dtypes
         if name in held and dist.get_rank() > 0:
             held[name].copy_(flat.view(tensor.shape))
 
@@ -113,9 +115,9 @@ def _drop_tensors(part: nn.Module, kept: Collection[str]) -> None:
 
 
 def _drop_modules(part: nn.Module, whole: Collection[str], kept: Collection[str]) -> None:
-    """Delete every submodule that is not in ``kept``, above one of ``kept``, or below one of ``whole``.
+    """Delete the submodules that are not in ``kept``, do not contain one of ``kept``, nor are in ``whole``.
 
-    A module that is registered under several paths stays when one of them is a reason to.
+    All descendants of the modules ``whole`` stay. A module with several paths stays if any of them does.
     """
     wanted = {path[:end] for path in kept for end in _ends(path)}
     untouched = {module for path in whole for module in part.get_submodule(path).modules()}
@@ -127,7 +129,7 @@ def _drop_modules(part: nn.Module, whole: Collection[str], kept: Collection[str]
 
 
 def _prefixes(part: nn.Module) -> dict[nn.Module, list[str]]:
-    """Per module the paths that it is registered under, each with a dot to append a name to."""
+    """For each module the paths under which it is registered, each with a dot at its end."""
     found: dict[nn.Module, list[str]] = {}
     for path, module in part.named_modules(remove_duplicate=False):
         found.setdefault(module, []).append(f"{path}." if path else "")
@@ -135,5 +137,5 @@ def _prefixes(part: nn.Module) -> dict[nn.Module, list[str]]:
 
 
 def _ends(path: str) -> list[int]:
-    """Where the prefixes of a dotted path end, the path itself included."""
+    """The lengths of a dotted path's prefixes, the path itself included."""
     return [i for i, c in enumerate(path) if c == "."] + [len(path)]

@@ -1,9 +1,9 @@
-"""How the ranks of a job find each other, before there is a process group.
+"""Lets the ranks of a job find each other before there is a process group.
 
 They meet in a key-value store: that of ``torchrun``'s agent, or one that rank 0 hosts at
-MASTER_ADDR:MASTER_PORT. Each rank sets a key when it has come, and waits for the keys of the others.
-While it waits it looks whether a rank has left the reason why it failed, and warns now and then
-which ranks are missing.
+MASTER_ADDR:MASTER_PORT. Each rank sets a key when it arrives, and waits for the keys of the others.
+While it waits it checks whether another rank has reported a failure, and warns from time to time which
+ranks are missing.
 """
 
 from __future__ import annotations
@@ -27,31 +27,32 @@ from placer.executor.distributed.job.call_check import name_ranks
 StoreFinder = Callable[[], Store | None]
 
 _TCP_STORE: Any = dist.TCPStore  # type: ignore[attr-defined]
-POLL_SECONDS = 0.05  # between two looks at the store
+POLL_SECONDS = 0.05  # between two reads of the store
 _WARN_SECONDS = 30.0  # the first warning; each further one comes after twice the time
-_LOST_SECONDS = 1.0  # how often a rank that waits looks for closed connections
+_LOST_SECONDS = 1.0  # between two checks for closed connections
 _CONNECT_SECONDS = 1.0
-_RECONNECT_SECONDS = 5.0  # how long a rank whose store is lost looks for another one
+_RECONNECT_SECONDS = 5.0  # how long a rank that has lost the store waits for another one
 
 
 class TorchrunStore:
-    """The store of ``torchrun``'s agent, without the keys of a job that was there before.
+    """The store of ``torchrun``'s agent, under a key prefix that is new for each start of the job.
 
-    ``torchrun`` starts a job anew after a failure (``--max-restarts``) and hands the new processes the
-    store of the old ones, with the old addresses in it: they connect to processes that have ended
-    (https://github.com/pytorch/pytorch/issues/135712, seen with torch 2.15). ``RESTART_COUNT`` does
-    not tell the jobs apart, as each host counts its own. So the ranks agree on a prefix of this start:
+    After a failure ``torchrun --max-restarts`` starts new processes with the same store, which still has
+    the addresses of the old processes, so the new ones would connect to processes that have ended
+    (https://github.com/pytorch/pytorch/issues/135712, seen with torch 2.15). ``RESTART_COUNT`` does not
+    distinguish the starts, as each host counts its own. So the ranks agree on a prefix for this start:
 
-        rank r   come/r = N, a number of its own    waits for welcome/N, which nobody set before
-        rank 0   reads come/r, old or new           welcome/N = P, the prefix of this start
+        rank r   sets come/r = N, a random number     then waits for welcome/N, which is always new
+        rank 0   reads come/r, which may be old       then sets welcome/N = P, the prefix of this start
 
-    Rank 0 answers again and again, until all have come: an old N does no harm, as nobody waits for it.
+    Rank 0 repeats this until all ranks have arrived. Answering an old N does no harm, as nobody waits
+    for it.
     """
 
     def __init__(
         self, find_store: StoreFinder, rank: int, world_size: int, start: str = ""
     ) -> None:
-        """``start`` numbers the starts that the ranks make one after the other in one process."""
+        """``start`` distinguishes the starts that the same processes make one after the other."""
         self._find_store = find_store
         self._rank = rank
         self._world_size = world_size
@@ -61,9 +62,9 @@ class TorchrunStore:
         self._store: Store | None = None
 
     def __call__(self) -> Store | None:
-        """The store, under a prefix that all ranks of this start, and no others, have.
+        """The store under the prefix of this start; None as long as rank 0 has not answered.
 
-        None as long as rank 0 has not answered. On rank 0 each call answers those who have come.
+        On rank 0 each call answers the ranks that have arrived.
         """
         store = self._find_store()
         if store is None:
@@ -97,10 +98,10 @@ class TcpStore:
         self._store: Store | None = None
 
     def __call__(self) -> Store | None:
-        """The store; None as long as nothing listens there. Returns within about a second.
+        """The store; None as long as nothing listens at the address. Returns within about a second.
 
-        Connects anew where the connection is lost: rank 0 hosts another store for another ``compile``.
-        Raises ``RuntimeError`` when the port is taken, ``ValueError`` when no address is given.
+        Connects again if the connection was lost, as rank 0 hosts a new store for another ``compile``.
+        Raises ``RuntimeError`` if the port is taken, ``ValueError`` if no address is given.
         """
         if self._store is not None and not self._hosts:
             try:
@@ -110,8 +111,10 @@ class TcpStore:
         if self._store is None:
             address, port = _address()
             if self._hosts:
-                address = "localhost"  # what others call this host need not be known here
-            elif not _listens(address, port):  # asked first: torch would wait, and log every try
+                address = "localhost"  # MASTER_ADDR may not resolve on this host itself
+            elif not _listens(
+                address, port
+            ):  # checked first, as torch would wait and log every attempt
                 return None
             self._store = _TCP_STORE(
                 address,
@@ -119,18 +122,18 @@ class TcpStore:
                 is_master=self._hosts,
                 timeout=self._timeout,
                 wait_for_workers=False,
-                multi_tenant=True,  # the program may make another in this process
+                multi_tenant=True,  # the program may create another store in this process
             )
         return self._store
 
 
 def is_torchrun_store() -> bool:
-    """Does an agent of ``torchrun`` host the store?"""
+    """Whether an agent of ``torchrun`` hosts the store."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def is_hosted_here(store: Store | None, rank: int) -> bool:
-    """Does ``store`` end with this process? As is usual, rank 0 hosts it where no agent does."""
+    """Whether ``store`` ends with this process. If no agent hosts it, rank 0 does."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return rank == 0 and isinstance(store, _TCP_STORE) and not is_torchrun_store()
@@ -146,21 +149,21 @@ def meet(
     find_lost: Callable[[], Sequence[int]] = tuple,
     warn_seconds: float = _WARN_SECONDS,
 ) -> Store:
-    """The store that ``find_store`` finds, when all ranks have come to it.
+    """Wait until all ranks have found the store; returns it.
 
-    ``raise_if_told`` raises what a rank that failed has left there; ``find_lost`` says which ranks
-    have closed their connections to this one.
+    ``raise_if_told`` raises if another rank has reported a failure in the store; ``find_lost`` returns
+    the ranks that have closed their connections to this one.
 
     Warns after ``warn_seconds`` which ranks are missing, and again each time the wait has doubled.
-    Raises ``PeerError`` after ``limit``, or when a rank is lost.
+    Raises ``PeerError`` after ``limit``, or if a rank is lost.
     """
     start = time.monotonic()
     look_seconds = _LOST_SECONDS
     others = [other for other in range(world_size) if other != rank]
-    last_found: float | None = None  # when the store was there; None before it ever was
+    last_found: float | None = None  # when the store was found last; None if it has not been found
     while True:
         seconds = time.monotonic() - start
-        missing = [0]  # nobody else answers for the store
+        missing = [0]  # without a store, rank 0 is the one to look at
         with suppress(dist.DistError):  # the store is lost
             store = find_store()
             if store is not None:
@@ -189,7 +192,7 @@ def meet(
         if seconds > warn_seconds:
             warnings.warn(
                 f"rank {rank} has waited {warn_seconds:g} s in placer.compile for "
-                f"{name_ranks(missing)}, of {world_size}{_at()}; it goes on waiting, "
+                f"{name_ranks(missing)}, of {world_size}{_at()}; it keeps waiting, "
                 f"{limit.total_seconds():g} s in all",
                 RuntimeWarning,
                 stacklevel=2,

@@ -1,1 +1,1 @@
-"""A rank's own part of a step: its rows, its stages, and what it sends to other ranks and receives."""
+"""A rank's part of a step: its rows, its stages, and the messages to and from other ranks."""

@@ -1,4 +1,4 @@
-"""A batch over the ranks of a job: how it is cut, what each reads, and its results brought together."""
+"""Divides a batch among the ranks of a job, and gathers the results on all of them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,23 @@ from placer.executor.distributed.messages.crossings import CrossingFinder, Cross
 from placer.executor.distributed.messages.pipeline import Microbatch, Results
 from placer.executor.distributed.reduction.inputs import InputGradients
 from placer.executor.place import is_on
-from placer.executor.scatter import CutBatch, batch_size, cut_batch, join_results, split_target
+from placer.executor.scatter import (
+    ScatteredBatch,
+    batch_size,
+    join_results,
+    scatter_batch,
+    split_target,
+)
 from placer.plan.types import Plan
 from placer.program import CallFormat
 from placer.schedule import split_batch
 
 
 def count_rows(rows: Sequence[int], *, own_rows: bool, replicas: int, together: bool) -> int | None:
-    """Rows of the whole batch when each replica was given ``rows``; None for a call without a batch.
+    """The rows of the whole batch, if each replica was given ``rows``; None for a call without a batch.
 
-    Raises ``PlacerError`` when there are none, or ``together`` (synchronised BatchNorm) not enough.
+    Raises ``PlacerError`` if there are none, or if a replica has none and all of them work ``together``
+    (synchronised BatchNorm).
     """
     if rows[0] < 0:
         return None
@@ -33,7 +40,7 @@ def count_rows(rows: Sequence[int], *, own_rows: bool, replicas: int, together: 
     shares = rows if own_rows else [size for (size,) in cuts]
     total = sum(shares)
     if not total:
-        raise PlacerError("batch", "has no rows", "skip it: there is no mean over no rows")
+        raise PlacerError("batch", "has no rows", "skip it")
     if together and (len(shares) < replicas or 0 in shares):
         raise PlacerError(
             "batch",
@@ -44,12 +51,13 @@ def count_rows(rows: Sequence[int], *, own_rows: bool, replicas: int, together: 
     return total
 
 
-def own_batch(
+def batch_of_replica(
     call: CallFormat, leaves: Sequence[Tensor], *, microbatches: int
-) -> tuple[CutBatch, int]:
-    """The batch of a replica that has ``leaves`` for itself, and the number of that replica in it.
+) -> tuple[ScatteredBatch, int]:
+    """The split batch of a replica that was given its own ``leaves``, and this replica's index in it.
 
-    Without rows it is one row that another replica would have: it says what crosses.
+    If the replica has no rows, the batch has one row of another replica (so the index is 1), from which
+    the shapes of messages are found.
     """
     empty = batch_size(call, leaves) == 0
     if empty:
@@ -57,16 +65,16 @@ def own_batch(
             leaf.new_zeros((1, *leaf.shape[1:])) if batched else leaf
             for leaf, batched in zip(leaves, call.batched, strict=True)
         ]
-    return cut_batch(call, leaves, replicas=1, microbatches=microbatches), int(empty)
+    return scatter_batch(call, leaves, replicas=1, microbatches=microbatches), int(empty)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What a rank is given of a batch: those of its replica's micro-batches that have rows."""
+    """A rank's share of a batch: the micro-batches of its replica that have rows."""
 
-    batch: CutBatch
+    batch: ScatteredBatch
     microbatches: Sequence[Microbatch]
-    largest: Crossings  # what crosses for the largest micro-batch of all
+    largest: Crossings  # the values between stages for the largest micro-batch of all replicas
     inputs: InputGradients
 
 
@@ -81,15 +89,15 @@ def take_share(
     own_rows: bool = False,
     grad: bool,
 ) -> Share:
-    """What this rank is given of these inputs; with ``own_rows`` they are those of its replica.
+    """This rank's share of the batch; with ``own_rows`` the inputs are its replica's rows only.
 
-    Raises ``PlacerError`` when a stage does not run.
+    Raises ``PlacerError`` if a stage fails on fake tensors of these shapes.
     """
     if own_rows:
-        batch, mine = own_batch(call, leaves, microbatches=plan.microbatches)
+        batch, mine = batch_of_replica(call, leaves, microbatches=plan.microbatches)
     else:
         mine = assignment.replica_index
-        batch = cut_batch(call, leaves, replicas=plan.replicas, microbatches=plan.microbatches)
+        batch = scatter_batch(call, leaves, replicas=plan.replicas, microbatches=plan.microbatches)
     inputs = InputGradients(leaves, call.batched)
     sizes, slices = batch.sizes, batch.slices
     own, largest = batch.of_replica(mine), batch.largest
@@ -119,8 +127,8 @@ def take_share(
     return Share(batch=batch, microbatches=given, largest=crossings[sizes[largest]], inputs=inputs)
 
 
-def find_readers(staged: StagedModel, assignment: RankAssignment) -> dict[str, list[int]]:
-    """For each of the model's own inputs, the devices of a replica whose stages read or return it."""
+def find_input_readers(staged: StagedModel, assignment: RankAssignment) -> dict[str, list[int]]:
+    """For each of the model's inputs, the devices of a replica whose stages read or return it."""
     device_of = assignment.device_of
     needed = [
         _inputs_needed(staged, [s for s, found in enumerate(device_of) if found == device])
@@ -133,7 +141,7 @@ def find_readers(staged: StagedModel, assignment: RankAssignment) -> dict[str, l
 
 
 def _inputs_needed(staged: StagedModel, stage_indices: Sequence[int]) -> set[str]:
-    """The model's own inputs that these stages read or return."""
+    """The names of the values that these stages read or return."""
     needed = {name for index in stage_indices for name in staged.stages[index].inputs}
     if len(staged.stages) - 1 in stage_indices:
         needed.update(str(x) for kind, x in staged.result if kind == "value")
@@ -141,17 +149,17 @@ def _inputs_needed(staged: StagedModel, stage_indices: Sequence[int]) -> set[str
 
 
 def gather_result(
-    batch: CutBatch,
+    batch: ScatteredBatch,
     results: Results,
     finder: CrossingFinder,
     *,
     assignment: RankAssignment,
     broadcast: Callable[[Tensor, int], object],
 ) -> Any:
-    """The whole result on every rank, sent out by the last stage of each replica; a collective call.
+    """The result for the whole batch, on every rank; a collective call.
 
-    ``results`` has those of the micro-batches whose last stage is on this rank. ``broadcast`` gives a
-    tensor of the rank that it is told to all of them.
+    ``results`` has the results of micro-batches whose last stage is on this rank. ``broadcast(tensor,
+    rank)`` sends a tensor from the given rank to all others.
     """
     gathered = []
     for replica in range(len(batch.rows)):
@@ -172,7 +180,7 @@ def _broadcast_leaves(
     device: torch.device,
     broadcast: Callable[[Tensor, int], object],
 ) -> list[Any]:
-    """The leaves of a result from rank ``source``, which alone has them ``given``."""
+    """The leaves of a result on every rank; only rank ``source`` has them before, as ``given``."""
     received = []
     for position, leaf in enumerate(expected):
         if isinstance(leaf, TensorSpec):
@@ -181,7 +189,7 @@ def _broadcast_leaves(
             else:
                 leaf = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
             broadcast(leaf, source)
-        elif isinstance(leaf, int | float):  # it may depend on the data
+        elif isinstance(leaf, int | float):  # may depend on the data
             kind = torch.float64 if isinstance(leaf, float) else torch.int64
             number = torch.tensor(leaf if given is None else given[position], dtype=kind)
             number = number.to(device)

@@ -1,6 +1,6 @@
-"""What goes from stage to stage for inputs of a given shape, found without running the model.
+"""Finds the values that cross from one stage to another, with their shapes, for inputs of given shapes.
 
-Every rank finds the same answer by running the stages on fake tensors, so no metadata is exchanged.
+Every rank finds the same answer by running all stages on fake tensors, so ranks exchange no metadata.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from placer.schedule import Flow
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor that goes to another stage, as its reader sees it."""
+    """The metadata of a tensor that goes to another stage."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -43,9 +43,10 @@ class TensorSpec:
 class CrossingValue:
     """A value of the graph that a later stage reads: a tensor, or a pytree.
 
-    ``leaves`` are what it consists of: a ``TensorSpec`` for a tensor, and anything else itself (sizes are
-    the same on every rank). ``gradient_readers`` are, per leaf, the readers through which the model's
-    result depends on it, and which hand back a gradient.
+    ``maker`` and ``readers`` are stage indices. ``leaves`` has a ``TensorSpec`` for each tensor in the
+    value, and other leaves themselves (sizes are the same on every rank). ``gradient_readers`` has for
+    each leaf those readers that send a gradient back, because the model's result depends on the leaf
+    through them.
     """
 
     name: str
@@ -57,31 +58,33 @@ class CrossingValue:
 
     @cached_property
     def tensors(self) -> Mapping[int, TensorSpec]:
-        """The tensors among the leaves, by their place."""
+        """The tensors among the leaves, by their index."""
         return {i: leaf for i, leaf in enumerate(self.leaves) if isinstance(leaf, TensorSpec)}
 
     def rebuild(self, tensors: Mapping[int, Tensor]) -> Any:
-        """The value from its ``tensors``, by their place among the leaves."""
+        """The value with the given ``tensors``, keyed by their index among the leaves."""
         leaves = [tensors.get(position, leaf) for position, leaf in enumerate(self.leaves)]
         return tree_unflatten(leaves, self.spec)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Crossings:
-    """All that goes between stages for one shape of micro-batch.
+    """All values that cross between stages, for one shape of micro-batch.
 
-    ``staged`` are the stages that serve micro-batches of that shape in the present mode, ``norms``
-    their calls that update running statistics, per stage, where these are deferred.
+    ``staged`` has the stages that run micro-batches of that shape in the present mode. ``norms`` has for
+    each stage its calls that update running statistics, if these are deferred.
     """
 
     staged: StagedModel
     values: Mapping[str, CrossingValue]  # in the order in which stages make them
-    result: tuple[Any, ...]  # per leaf of the model's result: a ``TensorSpec``, or the leaf itself
+    result: tuple[
+        Any, ...
+    ]  # for each leaf of the model's result a ``TensorSpec``, or the leaf itself
     norms: tuple[tuple[NormCall, ...], ...]
 
     @cached_property
     def flows(self) -> tuple[Flow, ...]:
-        """The values that have tensors."""
+        """The values with tensors, which travel in messages."""
         return tuple(
             Flow(
                 name=value.name,
@@ -95,20 +98,20 @@ class Crossings:
 
     @cached_property
     def known(self) -> tuple[CrossingValue, ...]:
-        """The values without tensors, such as sizes: they do not travel, for every rank knows them."""
+        """The values without tensors, such as sizes, which every rank knows."""
         return tuple(value for value in self.values.values() if not value.tensors)
 
     @cached_property
     def gradients_may_lack(self) -> bool:
-        """May a loss leave out a result, so that a gradient that is expected does not come?"""
+        """Whether an expected gradient may be missing, because the loss does not use all results."""
         wanted = [x for x in self.result if isinstance(x, TensorSpec) and x.requires_grad]
         return len(wanted) > 1
 
 
-def find_readers(staged: StagedModel) -> Mapping[str, tuple[int, tuple[int, ...]]]:
-    """Per value that goes between stages its maker and readers, in the order in which they are made.
+def find_value_readers(staged: StagedModel) -> Mapping[str, tuple[int, tuple[int, ...]]]:
+    """The maker and the readers of each value that crosses between stages, in the order of the makers.
 
-    The model's own inputs and its constants do not go anywhere: every rank has them.
+    Does not include the model's inputs and constants, which every rank has.
     """
     readers: dict[str, list[int]] = {}
     for stage in staged.stages:
@@ -123,7 +126,7 @@ def find_readers(staged: StagedModel) -> Mapping[str, tuple[int, tuple[int, ...]
 
 
 class CrossingFinder:
-    """Finds `Crossings` by running a copy of the whole model without data; answers are kept per shape."""
+    """Finds `Crossings` by running a copy of the whole model on fake tensors; caches them by shape."""
 
     def __init__(
         self, model: nn.Module, plan: Plan, staged: StagedModel, device: torch.device
@@ -132,7 +135,7 @@ class CrossingFinder:
         self.device = device
         self._place = Place(str(device), device)
         meta = torch.device("meta")
-        # What is no parameter or buffer is a part of the program, which may look at its values.
+        # Tensors that are no parameters or buffers keep their values, which the program may read.
         self._shadow = _copy_with(model, lambda t: _empty_like(t, meta), plain=lambda t: t)
         with self._converter.mode, torch.no_grad():
             empty = partial(_empty_like, device=device)
@@ -142,13 +145,13 @@ class CrossingFinder:
         places = [self._place] * len(staged.stages)
         self._statistics = DeferredStatistics() if defers_statistics(plan) else None
         self._replica = Replica(staged, places, places, plan.precision, self._statistics)
-        self._modes: tuple[bool, ...] = ()  # of the part that was followed last
+        self._modes: tuple[bool, ...] = ()  # training flags that were copied last
         self._found: dict[Any, Crossings] = {}
 
     def follow(self, part: nn.Module) -> None:
-        """Take over the training flags of ``part``, and the plain attributes that programs read.
+        """Copy the training flags of ``part``, and the plain attributes that programs read.
 
-        Flags of modules that it lacks follow its own; their attributes stay.
+        A module that ``part`` lacks gets the flag of ``part`` itself, and keeps its attributes.
         """
         modules = dict(part.named_modules())
         guards = self._programs.guards
@@ -164,10 +167,10 @@ class CrossingFinder:
                 module.training = modules.get(path, part).training
 
     def find(self, leaves: Sequence[Tensor], *, grad: bool) -> Crossings:
-        """What crosses for a micro-batch shaped like ``leaves`` (the flattened tensor inputs).
+        """The values that cross for a micro-batch with the shapes of ``leaves`` (flattened inputs).
 
-        Values that the model looks at are guessed, as when it was captured; stages compare what
-        they hand on with what is said here. Raises ``PlacerError`` when a stage does not run.
+        If the model reads a value of a tensor, the guess made at capture is used again; in a real run,
+        stages compare their outputs with what is found here. Raises ``PlacerError`` if a stage fails.
         """
         shapes = tuple((leaf.shape, leaf.dtype, grad and leaf.requires_grad) for leaf in leaves)
         key = (shapes, self._modes, grad, autocast_state(self.device.type))
@@ -178,7 +181,7 @@ class CrossingFinder:
 
     @contextmanager
     def fake_execution(self, staged: StagedModel) -> Iterator[tuple[Replica, nn.Module]]:
-        """What runs ``staged`` on tensors without data, and the whole model of such; for this block."""
+        """In this block, a replica that runs ``staged`` on fake tensors, and the whole fake model."""
         with self._converter.running(staged.conditions.guess), torch.random.fork_rng(devices=[]):
             yield self._replica.with_program(staged), self._fake
 
@@ -187,14 +190,13 @@ class CrossingFinder:
     ) -> Crossings:
         values: dict[str, Any] = {}
         norms = []
-        links: dict[
-            tuple[str, int, int], Node
-        ] = {}  # value, leaf, reader: where its gradient starts
+        # By value, leaf and reader: the autograd node through which the reader uses the leaf.
+        links: dict[tuple[str, int, int], Node] = {}
         with self.fake_execution(staged) as (replica, part), torch.set_grad_enabled(grad):
             device = self.device
             for name, (shape, dtype, wanted) in zip(staged.graph_inputs, shapes, strict=True):
                 leaf = torch.empty(shape, dtype=dtype, device=device, requires_grad=wanted)
-                # The model may write to it, as it may not to a leaf.
+                # A view, because the model may write to an input in place, but not to a leaf.
                 values[name] = leaf.view_as(leaf) if wanted else leaf
             for stage in staged.stages:
                 inputs = [
@@ -208,17 +210,17 @@ class CrossingFinder:
                 except (DataDependentOutputException, DynamicOutputShapeException) as error:
                     raise PlacerError(
                         f"stage {stage.index}",
-                        f"what it hands on depends on the data, not on shapes alone ({error})",
-                        "place the layers that do so, and all after them, on the last device",
+                        f"the shapes of its outputs depend on the data ({error})",
+                        "place the layers that make them, and all after them, on the last device",
                     ) from error
                 except Exception as error:
                     raise PlacerError(
                         f"stage {stage.index}",
                         f"fails for a micro-batch of inputs {[list(s) for s, *_ in shapes]}: "
                         f"{type(error).__name__}: {error}",
-                        "see whether the plain model takes such inputs in this mode; a batch that is "
-                        "cut into fewer micro-batches or replicas has larger ones (drop_last=True "
-                        "leaves a small last batch out)",
+                        "check that the plain model accepts such inputs in this mode; with fewer "
+                        "micro-batches or replicas each has more rows (drop_last=True skips a small "
+                        "last batch)",
                     ) from error
                 values.update(zip(stage.outputs, outputs, strict=True))
                 norms.append(self._take_norms())
@@ -235,14 +237,14 @@ class CrossingFinder:
                     values[name],
                     {(p, r) for (n, p, r), node in links.items() if n == name and node in reached},
                 )
-                for name, (maker, readers) in find_readers(staged).items()
+                for name, (maker, readers) in find_value_readers(staged).items()
             },
             result=tuple(_spec_of(leaf) for leaf in result),
             norms=tuple(norms),
         )
 
     def _take_norms(self) -> tuple[NormCall, ...]:
-        """The calls that update running statistics since this was asked last."""
+        """The calls that updated running statistics since the last time."""
         if self._statistics is None:
             return ()
         calls = self._statistics.calls
@@ -251,7 +253,7 @@ class CrossingFinder:
 
 
 def _linked(value: Any, name: str, reader: int, links: dict[tuple[str, int, int], Node]) -> Any:
-    """``value`` as a stage reads it: what requires gradients through a node of its own, in ``links``."""
+    """``value`` with leaves that require gradients cloned for ``reader``; adds their nodes to ``links``."""
     leaves, spec = tree_flatten(value)
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled():
@@ -267,7 +269,7 @@ def _describe(
     value: Any,
     gradients: Collection[tuple[int, int]],
 ) -> CrossingValue:
-    """``gradients`` are places of leaves, each with a reader that hands back a gradient of it."""
+    """The crossing value; ``gradients`` are pairs of a leaf's index and a reader that sends a gradient."""
     leaves, spec = tree_flatten(value)
     return CrossingValue(
         name=name,
@@ -276,7 +278,7 @@ def _describe(
         spec=spec,
         leaves=tuple(map(_spec_of, leaves)),
         gradient_readers=tuple(
-            frozenset(reader for place, reader in gradients if place == position)
+            frozenset(reader for index, reader in gradients if index == position)
             for position in range(len(leaves))
         ),
     )
@@ -291,7 +293,7 @@ def _spec_of(leaf: Any) -> Any:
 def _copy_with(
     model: nn.Module, make: Callable[[Tensor], Tensor], *, plain: Callable[[Tensor], Tensor]
 ) -> nn.Module:
-    """A deep copy whose parameters and buffers are what ``make`` makes of them, and ``plain`` of others."""
+    """A deep copy with ``make`` applied to parameters and buffers, and ``plain`` to other tensors."""
     memo: dict[int, Any] = {id(tensor): plain(tensor) for tensor in tensors_of(model)}
     for tensor in [*model.parameters(), *model.buffers()]:
         twin = make(tensor)

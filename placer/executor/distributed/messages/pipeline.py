@@ -1,4 +1,4 @@
-"""Drives this rank's stages: its own actions of the schedule, with messages to the other ranks."""
+"""Runs this rank's actions of the schedule, with messages to and from the other ranks of its replica."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from placer.executor.distributed.failures.layer_failure import explain_failure
 from placer.executor.distributed.messages.crossings import Crossings, TensorSpec
-from placer.executor.distributed.messages.transport import Channel, Messages, compare_tensor
+from placer.executor.distributed.messages.transport import Channel, MessageTransport, compare_tensor
 from placer.executor.execute import MicrobatchRun, PlacedMicrobatch, run_schedule
 from placer.executor.replica import Replica
 from placer.program import unflatten_output
@@ -21,13 +21,13 @@ from placer.schedule import Action, Message, find_messages, linearize, schedule_
 class Microbatch:
     """One micro-batch of this replica.
 
-    ``inputs`` are what the stages of this rank read of the model's own inputs, where the caller has
-    them, ``leaves`` all of these.
+    ``leaves`` are all inputs of the model, on the devices where the caller has them; ``inputs`` are
+    those that the stages of this rank read, by name.
     """
 
     inputs: Mapping[str, Tensor]
     crossings: Crossings
-    inputs_here: bool = False  # are these on the rank's device already?
+    inputs_here: bool = False  # whether ``inputs`` are on the rank's device already
     leaves: Sequence[Tensor] = ()
     target: Any = None
     rows: int = 1
@@ -38,16 +38,16 @@ LossOf = Callable[[Microbatch, Any], Tensor]
 
 @dataclass(slots=True)
 class Results:
-    """What the last stage leaves on the ranks that run it: losses, or in inference result leaves."""
+    """Results on the rank that runs the last stage: losses, or in inference result leaves."""
 
     losses: list[Tensor] = field(default_factory=list)
     leaves: dict[int, list[Any]] = field(default_factory=dict)
 
 
 class Pipeline:
-    """This rank's stages under one schedule. Every rank of a replica has one; all are called alike.
+    """Runs this rank's stages under one schedule; all ranks of a replica must call it alike.
 
-    ``part`` has the rank's modules, ``rank_of`` for each stage which rank of the replica runs it.
+    ``part`` has the rank's modules; ``rank_of`` has for each stage the rank of the replica that runs it.
     """
 
     def __init__(
@@ -74,9 +74,9 @@ class Pipeline:
     def run(
         self, microbatches: Sequence[Microbatch], loss_of: LossOf | None, *, scale: float = 1.0
     ) -> Results:
-        """Run the batch through the pipeline, with its backward if there is ``loss_of``.
+        """Run the micro-batches through the pipeline, with backward if ``loss_of`` is given.
 
-        That gives a micro-batch's part of the loss of the batch, of its result; backward starts from
+        ``loss_of(microbatch, result)`` returns a micro-batch's weighted loss; backward starts from
         ``scale`` times that.
         """
         results = Results()
@@ -110,7 +110,7 @@ class Pipeline:
             {index: self._placed(given) for index, given in enumerate(microbatches)},
             [action for action in order if self._rank_of[action.stage_index] == self._rank],
             finish,
-            transport=Messages(
+            transport=MessageTransport(
                 messages,
                 {index: given.crossings for index, given in enumerate(microbatches)},
                 order,
@@ -126,14 +126,14 @@ class Pipeline:
     def _plan(
         self, microbatches: Sequence[Microbatch], *, training: bool
     ) -> tuple[list[Action], tuple[Message, ...]]:
-        """The actions of all ranks for micro-batches that have rows, and the messages between them."""
+        """The actions of all ranks for these micro-batches, and the messages between ranks."""
         crossings = [given.crossings for given in microbatches]
         key = (training, *map(id, crossings))
         if key not in self._known:
             every = self._order if training else self._order_of_inference
             order = [action for action in every if action.microbatch_index < len(microbatches)]
             messages = find_messages(order, lambda m: crossings[m].flows, self._rank_of)
-            self._known[key] = crossings, order, messages  # the ids stay theirs
+            self._known[key] = crossings, order, messages  # keeps ``crossings`` and so their ids
         _, order, messages = self._known[key]
         return order, messages
 
@@ -147,7 +147,7 @@ class Pipeline:
             trees=[self._part] * len(staged.stages),
             leaves=given.leaves,
             inputs=given.inputs,
-            # The caller's own is never written to.
+            # A stage that writes to an input gets a copy, so the caller's tensor stays as it is.
             input_places={
                 name: place
                 for name in given.inputs

@@ -1,8 +1,9 @@
-"""Values and gradients between the stages of different ranks, as messages of ``torch.distributed``.
+"""Sends values and gradients between ranks as point-to-point messages of ``torch.distributed``.
 
-Each goes straight from the rank that made it to the one that needs it, however many stages lie
-between. All ranks know all messages of a step beforehand, in one order (`placer.schedule.messages`),
-with the shapes of their tensors. So nothing is said about a message, and no wait is circular.
+Each message goes directly from the rank that made it to the rank that needs it, even if there are other
+stages between them. All ranks know all messages of a step in advance, in one order
+(`placer.schedule.messages`) and with the shapes of their tensors. So messages need no headers, and no
+wait is circular.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from placer.executor.distributed.job.groups import wait_of
+from placer.executor.distributed.job.groups import wait_function
 from placer.executor.distributed.messages.crossings import Crossings, TensorSpec
 from placer.executor.execute import MicrobatchRun
 from placer.executor.place import Place
@@ -26,20 +27,20 @@ from placer.schedule import Action, Message
 
 
 class Channel(Protocol):
-    """Sends and receives tensors; the calls for a pair of ranks come in the same order on both."""
+    """Sends and receives tensors; a pair of ranks must make their calls in the same order."""
 
     def send(self, tensor: Tensor, rank: int) -> Wait:
-        """Start to send ``tensor``, which stays as it is until the answer has been called."""
+        """Start to send ``tensor``; do not change it until the returned function has been called."""
 
     def receive(self, tensor: Tensor, rank: int) -> Wait:
-        """Start to fill ``tensor``, which is full when the answer has been called."""
+        """Start to receive into ``tensor``; it is complete when the returned function has been called."""
 
 
 Wait = Callable[[], object]
 
 
 class GroupChannel:
-    """Point-to-point messages of a process group; ``rank`` counts in the group."""
+    """Point-to-point messages of a process group; ranks are those of the group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -47,16 +48,16 @@ class GroupChannel:
     def send(self, tensor: Tensor, rank: int) -> Wait:
         if not tensor.numel():
             return _do_nothing
-        return wait_of(dist.isend(tensor, group=self._group, group_dst=rank))
+        return wait_function(dist.isend(tensor, group=self._group, group_dst=rank))
 
     def receive(self, tensor: Tensor, rank: int) -> Wait:
         if not tensor.numel():
             return _do_nothing
-        return wait_of(dist.irecv(tensor, group=self._group, group_src=rank))
+        return wait_function(dist.irecv(tensor, group=self._group, group_src=rank))
 
 
 class NoChannel:
-    """Sends nothing and receives tensors as they are: for a dry run, in which ranks are alone."""
+    """Sends nothing and receives nothing, for a dry run of a single rank on fake tensors."""
 
     def send(self, tensor: Tensor, rank: int) -> Wait:
         return _do_nothing
@@ -71,7 +72,7 @@ def _do_nothing() -> None:
 
 @dataclass(slots=True)
 class _Sent:
-    """A message on its way: its tensors must be kept, and left as they are, until it has arrived."""
+    """A message that is being sent; its tensors must stay alive and unchanged until it has arrived."""
 
     message: Message
     tensors: list[Tensor]
@@ -80,27 +81,27 @@ class _Sent:
 
 @dataclass(slots=True)
 class _Awaited:
-    """A message that this rank is ready for: the tensors that it fills, by their place in the value."""
+    """A message whose receives have been started; ``tensors`` are keyed by leaf index of the value."""
 
     message: Message
     tensors: Mapping[int, Tensor]
     waits: list[Wait]
-    present: Tensor | None = None  # which of its gradients there are, where some may lack
+    present: Tensor | None = None  # a flag per gradient, if some may be missing
 
 
 @dataclass(slots=True)
 class _Peer:
-    """What this rank and another one send each other: still to do, in order, and on its way."""
+    """The messages between this rank and another one: those still to come, and those being sent."""
 
     upcoming: deque[Message] = field(default_factory=deque)
     sent: deque[_Sent] = field(default_factory=deque)
 
 
-class Messages:
-    """The `Transport` of one rank in one run of a batch.
+class MessageTransport:
+    """The `Transport` of one rank for one run of a batch.
 
-    ``order`` are the actions of all ranks, ``messages`` all messages; ``crossings`` say what they
-    consist of, per micro-batch, and ``rank_of`` which rank of the replica runs a stage.
+    ``order`` has the actions and ``messages`` the messages of all ranks. ``crossings`` has the contents
+    of messages for each micro-batch, ``rank_of`` for each stage the rank of the replica that runs it.
     """
 
     def __init__(
@@ -119,11 +120,11 @@ class Messages:
         self._rank = rank
         self._place = place
         self._channel = channel
-        # Of a rank that sends something itself, that tells how far it has come.
+        # Ranks that send something to this one; their messages show how far they have got.
         self._answering = {message.sender for message in messages if message.receiver == rank}
         self._at = {action: position for position, action in enumerate(order)}
         own = [action for action in order if rank_of[action.stage_index] == rank]
-        # When this rank does an action, it is ready for what the next one needs.
+        # For each action of this rank the position of its next one, whose receives are started early.
         self._next = {a: self._at[b] for a, b in itertools.pairwise(own)}
         self._peers: dict[int, _Peer] = {}
         self._needed: dict[int, list[Message]] = {}
@@ -148,7 +149,7 @@ class Messages:
                 if action.stage_index in value.readers and not made_here:
                     run.put(value.name, value.rebuild({}), self._place)
         for peer in self._peers:
-            self._get_ready(peer, position, self._next.get(action, position))
+            self._post_receives(peer, position, self._next.get(action, position))
             if peer not in self._answering:
                 self._release(peer, position)
         for message in self._needed.pop(position, ()):
@@ -180,11 +181,11 @@ class Messages:
             while peer.sent:
                 self._wait_for(peer.sent.popleft())
 
-    def _get_ready(self, peer: int, position: int, following: int) -> None:
-        """Start the receives whose turn it is, before this rank's action at ``position``.
+    def _post_receives(self, peer: int, position: int, following: int) -> None:
+        """Start the receives that are due before this rank's action at ``position``.
 
-        That is all that comes before what the action sends, and what is needed for the action at
-        ``following``, this rank's next one.
+        These are all that come before the messages that the action sends, and those that are needed for
+        the action at ``following``, this rank's next one.
         """
         upcoming = self._peers[peer].upcoming
         while upcoming and upcoming[0].receiver == self._rank:
@@ -202,7 +203,7 @@ class Messages:
             for position, spec in specs.items()
         }
         present = None
-        if self._says_what_is_there(message):
+        if self._has_presence_flags(message):
             present = torch.ones(len(specs), dtype=torch.int8, device=device)
         told = [present] if present is not None else []
         waits = [
@@ -227,7 +228,7 @@ class Messages:
                 run.add_gradient((message.name, position), gradient, self._place)
 
     def _tensors_of(self, message: Message, run: MicrobatchRun) -> list[Tensor]:
-        """What ``message`` consists of, without gaps in memory."""
+        """The tensors of ``message``, contiguous; a missing gradient is sent as zeros."""
         if message.kind == "value":
             leaves = tree_leaves(run.outputs[message.name])
             positions = self._crossings[message.microbatch_index].values[message.name].tensors
@@ -240,13 +241,13 @@ class Messages:
             else _dense(found[position]).contiguous()
             for position, spec in specs.items()
         ]
-        if self._says_what_is_there(message):
+        if self._has_presence_flags(message):
             present = torch.tensor([g is not None for g in found.values()], dtype=torch.int8)
             tensors.insert(0, present.to(self._place.device))
         return tensors
 
     def _specs(self, message: Message) -> Mapping[int, TensorSpec]:
-        """The tensors of ``message``, by their place among the leaves of its value."""
+        """The tensors of ``message``, keyed by their index among the leaves of its value."""
         value = self._crossings[message.microbatch_index].values[message.name]
         if message.kind == "value":
             return value.tensors
@@ -256,16 +257,18 @@ class Messages:
             if any(self._rank_of[r] == message.sender for r in value.gradient_readers[position])
         }
 
-    def _says_what_is_there(self, message: Message) -> bool:
+    def _has_presence_flags(self, message: Message) -> bool:
+        """Whether ``message`` begins with a flag per gradient that says if it exists."""
         return (
             message.kind == "gradient"
             and self._crossings[message.microbatch_index].gradients_may_lack
         )
 
     def _release(self, peer: int, position: int) -> None:
-        """Let go of what ``peer`` needs up to ``position``; waits for it where it is not there yet.
+        """Free the sent messages that ``peer`` needs up to ``position``, after waiting for their arrival.
 
-        That wait is not circular: what ``peer`` needs before has been sent, for it comes before.
+        The wait is not circular: everything that ``peer`` needs before them comes earlier in the order
+        and has been sent.
         """
         sent = self._peers[peer].sent
         while sent and sent[0].message.needed_before <= position:
@@ -277,36 +280,36 @@ class Messages:
 
 
 def compare_leaf(found: Any, expected: Any) -> None:
-    """Raise ``ValueError`` when ``found``, a tensor or a number, is not what other ranks expect."""
+    """Raise ``ValueError`` if ``found``, a tensor or a number, is not what other ranks expect."""
     if isinstance(expected, TensorSpec):
         compare_tensor(found, expected)
     elif isinstance(expected, int | float) and found != expected:
         raise ValueError(
-            f"hands on the number {found} where shapes alone say {expected}: it depends on the data; "
-            "place the layers that make it, and all after them, on the last device"
+            f"passes on the number {found} instead of {expected}, so it depends on the data; place "
+            "the layers that make it, and all after them, on the last device"
         )
 
 
 def compare_tensor(found: Any, expected: TensorSpec) -> None:
-    """Raise ``ValueError`` when ``found`` is not what shapes alone say."""
+    """Raise ``ValueError`` if ``found`` does not have the metadata that other ranks expect."""
     if not isinstance(found, Tensor):
-        raise ValueError(f"hands on a {type(found).__name__} where others expect a tensor")
+        raise ValueError(f"passes on a {type(found).__name__}, but other ranks expect a tensor")
     if tuple(found.shape) != expected.shape:
         raise ValueError(
-            f"hands on a tensor of shape {list(found.shape)} where shapes alone say "
-            f"{list(expected.shape)}: a hook changed it, or it depends on the data; place the layers "
-            "that make it, and all after them, on the last device, and have them return other shapes"
+            f"passes on a tensor of shape {list(found.shape)}, but other ranks expect "
+            f"{list(expected.shape)}: a hook changed it, or it depends on the data; remove the hook, or "
+            "place the layers that make it, and all after them, on the last device"
         )
     if found.dtype != expected.dtype:
         raise ValueError(
-            f"hands on a tensor of {found.dtype} where others expect {expected.dtype}: a hook changed "
-            "it; convert in the model, before placer.compile"
+            f"passes on a tensor of {found.dtype}, but other ranks expect {expected.dtype}: a hook "
+            "changed it; convert it in the model, before placer.compile"
         )
     if found.requires_grad != expected.requires_grad:
         wants, expects = found.requires_grad, expected.requires_grad
         raise ValueError(
-            f"hands on a tensor with requires_grad={wants} where others expect {expects}: a hook "
-            "changed it; detach or train in the model, before placer.compile"
+            f"passes on a tensor with requires_grad={wants}, but other ranks expect {expects}: a hook "
+            "changed it; do that in the model, before placer.compile"
         )
 
 

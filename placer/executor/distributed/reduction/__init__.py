@@ -1,1 +1,1 @@
-"""What ranks sum or average: gradients, losses, buffers, statistics of norms."""
+"""Reductions over ranks: gradients, losses, buffers, and the statistics of norms."""

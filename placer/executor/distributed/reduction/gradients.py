@@ -1,16 +1,17 @@
-"""Gradients summed over the ranks that hold the same parameter, in buckets, while backward runs.
+"""Sums gradients over the ranks that have the same parameter, in buckets, while backward runs.
 
-The buckets are ours (Li et al. 2020, arXiv:2006.15704, section 3.2), the sums torch's.
-``DistributedDataParallel`` around each stage was tried with torch 2.15 and does not do: a replica whose
-last micro-batch has no rows sends nothing, and the others wait for it until they time out; and weights
-that are tied over stages are summed over other ranks than the rest, where one DDP has one group.
+Bucketing follows Li et al. 2020, arXiv:2006.15704, section 3.2; torch's ``all_reduce`` does the sums.
 
-``fully_shard`` on the stage modules was tried as well (two stages, two replicas, gloo): gradients
-equal the plain model's under GPipe, 1F1B and zero bubble, with uneven replicas and micro-batches
-without rows, when it sums (``set_gradient_divide_factor(1.0)``; losses are weighted here already).
-A replica without any rows takes no part in its all-gather, and the others wait for it; a job with
-weights tied over stages broke off (not looked into). Its parameters are shards (``DTensor``), which
-estimates of memory, clipping and checkpoints here do not know. Not offered.
+``DistributedDataParallel`` around each stage was tried with torch 2.15 and does not work here. A replica
+whose last micro-batch has no rows sends nothing, and the others wait for it until they time out. Also,
+weights that are tied over stages are summed over other ranks than the rest, but a DDP has one group.
+
+``fully_shard`` on the stage modules was tried as well (two stages, two replicas, gloo). If it sums
+instead of averaging (``set_gradient_divide_factor(1.0)``, as losses are weighted already), its gradients
+equal the plain model's under GPipe, 1F1B and zero bubble, with uneven replicas and micro-batches without
+rows. But a replica without any rows takes no part in its all-gather, so the others wait for it. A job
+with weights tied over stages failed (the reason is not known). And its parameters are shards
+(``DTensor``), which our memory estimates, clipping and checkpoints do not support.
 """
 
 from __future__ import annotations
@@ -26,28 +27,28 @@ from torch import Tensor, nn
 
 from placer._torch import storage_key
 from placer.emit import StagedModel
-from placer.executor.distributed.job.groups import wait_of
+from placer.executor.distributed.job.groups import wait_function
 from placer.executor.distributed.job.ownership import Ownership
 
 _BUCKET_NBYTES = 25 * 2**20  # DistributedDataParallel's default
-# From this size on a gradient is summed where it is: a copy into a bucket would cost more time (new
-# pages) than a message of its own, and hold it twice.
+# A gradient of this size or more is summed in place. A copy into a bucket would take more time (new
+# memory pages) than a separate message, and keep the gradient twice.
 _ALONE_NBYTES = 2**20
 
 
-class Summing(Protocol):
-    """Ranks that sum tensors."""
+class SummingGroup(Protocol):
+    """A group of ranks that can sum tensors."""
 
     @property
     def size(self) -> int:
-        """How many ranks."""
+        """The number of ranks."""
 
     def start_sum(self, tensor: Tensor) -> Callable[[], object]:
-        """Start to sum ``tensor`` over the ranks, in place; it is done when the answer has been called."""
+        """Start to sum ``tensor`` over the ranks, in place; call the returned function to wait for it."""
 
 
 class GroupSum:
-    """The ranks of a process group."""
+    """Sums over the ranks of a process group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -57,32 +58,32 @@ class GroupSum:
         return dist.get_world_size(self._group)
 
     def start_sum(self, tensor: Tensor) -> Callable[[], object]:
-        return wait_of(dist.all_reduce(tensor, group=self._group, async_op=True))
+        return wait_function(dist.all_reduce(tensor, group=self._group, async_op=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shared:
-    """A parameter, the ranks that hold it too, and how many of this rank's stages read it.
+class SharedParameter:
+    """A parameter, the group of ranks that have it, and the number of this rank's stages that read it.
 
-    ``holders`` are the devices of a replica that hold it (several for a tied parameter), ``name``
-    is the first of its names: together the order that all ranks of the group agree on.
+    ``holders`` are the devices of a replica that have it (several for a tied parameter), and ``name`` is
+    the first of its names. These two define an order in which all ranks of a group agree.
     """
 
     parameter: nn.Parameter
     name: str
-    group: Summing
+    group: SummingGroup
     holders: tuple[int, ...]
     readers: int
 
 
-def find_shared(
+def find_shared_parameters(
     part: nn.Module,
     staged: StagedModel,
     ownership: Ownership,
     stage_indices: Sequence[int],
-    group_of: Callable[[tuple[int, ...]], Summing],
-) -> list[Shared]:
-    """The trained parameters of a rank's part; ``group_of`` gives the ranks of a set of devices."""
+    group_of: Callable[[tuple[int, ...]], SummingGroup],
+) -> list[SharedParameter]:
+    """The trained parameters of a rank's part; ``group_of`` returns the group of a set of devices."""
     first_name = ownership.first_name
     read = [{first_name[name] for name in staged.stages[i].state} for i in stage_indices]
     found = []
@@ -91,7 +92,7 @@ def find_shared(
             first = first_name[name]
             holders = ownership.holders[first]
             found.append(
-                Shared(
+                SharedParameter(
                     parameter=parameter,
                     name=first,
                     group=group_of(holders),
@@ -106,37 +107,39 @@ def find_shared(
 class _Bucket:
     """Gradients that are summed in one message.
 
-    The last bucket of a group has at its end a number for each of the group's parameters: how many
-    ranks have its gradient. It may have no gradients itself.
+    The last bucket of a group, which may have no gradients, ends with a number for each parameter of the
+    group: the number of ranks that have its gradient.
     """
 
-    members: list[Shared]
-    group: Summing
-    counted: Sequence[_Bucket] = ()  # of the last bucket: all of the group's
-    waiting: int = 0  # members whose last gradient of this step has not come
-    exists: list[bool] = field(default_factory=list)  # per member: has this rank a gradient?
+    members: list[SharedParameter]
+    group: SummingGroup
+    counted: Sequence[_Bucket] = ()  # in the last bucket of a group, all buckets of that group
+    waiting: int = 0  # the number of members whose last gradient of this step is still to come
+    exists: list[bool] = field(
+        default_factory=list
+    )  # for each member, whether this rank has a gradient
     flat: Tensor | None = None
     wait: Callable[[], object] | None = None
 
     @property
     def sizes(self) -> list[int]:
-        """Elements of every gradient."""
+        """The number of elements of every gradient."""
         return [member.parameter.numel() for member in self.members]
 
 
 class GradientReducer:
-    """Sums ``.grad`` over each parameter's group; every rank of a group ends with the same.
+    """Sums ``.grad`` over each parameter's group, so that all ranks of the group have the same.
 
-    Buckets are sent in one fixed order, a bucket as soon as all its gradients are there. With the
-    last one ranks tell each other which of them exist, so that one that exists nowhere stays None.
+    Buckets are sent in a fixed order, each as soon as all its gradients are complete. The last one also
+    counts on how many ranks each gradient exists; a gradient that exists on none stays None.
     """
 
-    def __init__(self, shared: Iterable[Shared]) -> None:
+    def __init__(self, shared: Iterable[SharedParameter]) -> None:
         self._buckets = _fill_buckets([s for s in shared if s.group.size > 1])
         self._home = {s.parameter: bucket for bucket in self._buckets for s in bucket.members}
         self._left: dict[nn.Parameter, int] = {}
         self._next = 0
-        # A parameter's hooks are out of the garbage collector's sight: they must not hold this.
+        # The garbage collector does not see hooks of parameters, so they must not keep this alive.
         arrived = weakref.WeakMethod(self._arrived)
 
         def tell(parameter: nn.Parameter) -> None:
@@ -147,7 +150,10 @@ class GradientReducer:
         self._hooks = [p.register_post_accumulate_grad_hook(tell) for p in self._home]
 
     def prepare(self, microbatches: int) -> None:
-        """Before a step of ``microbatches`` backwards: gradients that are there already count once."""
+        """Prepare a step of ``microbatches`` backwards.
+
+        Divides existing gradients by the number of ranks, so that they count once in the sum.
+        """
         self._next = 0
         self._left = {}
         for bucket in self._buckets:
@@ -178,12 +184,12 @@ class GradientReducer:
             grads.append(torch.tensor(exists, dtype=like.dtype, device=like.device))
         bucket.flat = grads[0] if self._may_write(grads) else torch.cat(grads)
         del grads
-        for member in bucket.members:  # they are in the bucket now: not held twice
+        for member in bucket.members:  # free them, as they are in the bucket now
             member.parameter.grad = None
         bucket.wait = bucket.group.start_sum(bucket.flat)
 
     def _may_write(self, grads: Sequence[Tensor]) -> bool:
-        """Is there but one gradient, and its memory not a part of another's?"""
+        """Whether there is just one gradient, which shares its memory with no other tensor."""
         storage = grads[0].untyped_storage()
         if len(grads) > 1 or storage.nbytes() != grads[0].nbytes:
             return False
@@ -191,13 +197,13 @@ class GradientReducer:
         return all(storage_key(flat) != storage_key(grads[0]) for flat in flying)
 
     def send_rest(self) -> None:
-        """Send what is left: after this all ranks of a group have sent the same, with rows or without."""
+        """Send the remaining buckets, so that all ranks have sent the same, also one without rows."""
         self._left = {}
         while self._next < len(self._buckets):
             self._send()
 
     def finish(self) -> None:
-        """Send what is left, wait for all, and put the sums into ``.grad``."""
+        """Send the remaining buckets, wait for all sums, and assign them to ``.grad``."""
         self.send_rest()
         exists: dict[nn.Parameter, bool] = {}
         for bucket in self._buckets:
@@ -207,7 +213,7 @@ class GradientReducer:
             if bucket.counted:
                 counts = bucket.flat[sum(bucket.sizes) :]
                 parameters = [m.parameter for b in bucket.counted for m in b.members]
-                exists.update(zip(parameters, self._positive(counts), strict=True))
+                exists.update(zip(parameters, self._exist_anywhere(counts), strict=True))
         for bucket in self._buckets:
             assert bucket.flat is not None
             pieces = bucket.flat[: sum(bucket.sizes)].split(bucket.sizes)
@@ -217,11 +223,12 @@ class GradientReducer:
                     member.parameter.grad = piece.view_as(member.parameter)
             bucket.flat = bucket.wait = None
 
-    def _positive(self, counts: Tensor) -> list[bool]:
+    def _exist_anywhere(self, counts: Tensor) -> list[bool]:
+        """Whether each gradient exists on any rank; the dry run, whose counts are fake, overrides this."""
         return [count != 0 for count in counts.tolist()]
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
 
@@ -234,11 +241,11 @@ def _flat_grad(parameter: nn.Parameter) -> Tensor:
     return parameter.grad.reshape(-1)
 
 
-def _fill_buckets(shared: Sequence[Shared]) -> list[_Bucket]:
-    """Buckets of one group, device and dtype each, from the last parameter to the first.
+def _fill_buckets(shared: Sequence[SharedParameter]) -> list[_Bucket]:
+    """Buckets in about the order in which backward completes gradients: the last parameter first.
 
-    That is about the order in which gradients come. Large ones are alone; tied parameters come last,
-    for they wait for another stage.
+    Each bucket has parameters of one group, device and dtype. A large parameter has a bucket to itself.
+    Tied parameters come last, because they wait for another stage.
     """
     tied = sorted((s for s in shared if len(s.holders) > 1), key=lambda s: (s.holders, s.name))
     alone = [s for s in reversed(shared) if len(s.holders) == 1]
@@ -253,7 +260,7 @@ def _fill_buckets(shared: Sequence[Shared]) -> list[_Bucket]:
     return buckets
 
 
-def _fill(ordered: Iterable[Shared]) -> list[_Bucket]:
+def _fill(ordered: Iterable[SharedParameter]) -> list[_Bucket]:
     buckets: list[_Bucket] = []
     filling: dict[tuple[Any, ...], _Bucket] = {}
     for entry in ordered:

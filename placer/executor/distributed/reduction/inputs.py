@@ -1,4 +1,4 @@
-"""Gradients of the caller's own inputs, brought together from the ranks whose stages read them."""
+"""Sums the gradients of the caller's inputs over the ranks whose stages read them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ from torch import Tensor
 
 
 class InputGradients:
-    """The inputs of a step that require gradients; every rank of ``world`` ends with the whole.
+    """The inputs of a step that require gradients; every rank gets the whole gradient.
 
-    A micro-batch's stages read leaves of their own, so that a gradient has the size of its rows.
-    Rows are whole batches' (``own_rows`` false) or those of one replica, whose ranks are ``row``;
-    an input that is not cut goes to all replicas.
-
-    The same inputs must require gradients on all ranks, which `agreement` looks after.
+    The stages of each micro-batch read separate leaves, so a gradient has the size of its rows. The same
+    inputs must require gradients on all ranks, which `CallCheck` ensures.
     """
 
     def __init__(self, leaves: Sequence[Tensor], batched: Sequence[bool]) -> None:
@@ -33,7 +30,10 @@ class InputGradients:
         first_row: int,
         needed: Collection[str],
     ) -> dict[str, Tensor]:
-        """What the stages of this rank read of a micro-batch: the ``needed`` inputs, without their past."""
+        """The ``needed`` inputs of a micro-batch by name, detached, for the stages of this rank.
+
+        ``first_row`` is the micro-batch's first row among the rows that this rank was given.
+        """
         read = {}
         for index, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
             if name in needed:
@@ -50,9 +50,11 @@ class InputGradients:
         own_rows: bool,
         device: torch.device,
     ) -> None:
-        """Sum what arrived over the ranks and hand it on to the caller's graph; a collective call.
+        """Sum the gradients over ranks, and run the caller's backward from them; a collective call.
 
-        An input that nothing depends on keeps its ``.grad`` as it is.
+        With ``own_rows``, a batched input has the rows of one replica, whose ranks are the group ``row``;
+        any other input is the same on all ranks of ``world``. The ``.grad`` of an input that nothing
+        depends on is not changed.
         """
         leaves, grads = [], []
         for index in self._wanted:

@@ -1,4 +1,4 @@
-"""What every replica's norms found in their rows, brought together on each of them."""
+"""Exchanges the statistics that norms collected on every replica, for deferred running statistics."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from placer.executor.statistics import Moments, NormCall, join_moments, update_s
 
 
 class SharedMoments:
-    """The moments of all ranks of ``group`` on their way to each of them, in one message.
+    """Gathers the moments of all ranks of ``group`` on each of them, in one message.
 
-    ``calls`` are those that the stages here make, known without running them: a rank may have no
-    rows. All ranks then do the same to their copies of the running statistics of ``part``. Raises
-    ``ValueError`` when ``own`` has others. The message, in float64::
+    ``calls`` are the calls that the stages here make; they are known without running the stages, because
+    a rank may have no rows. `wait` then makes the same update to the running statistics of ``part`` on
+    all ranks. Raises ``ValueError`` if ``own`` has other calls. The message is in float64::
 
         count, momentum | count, momentum | … | mean, deviations per channel | …
     """
@@ -34,8 +34,8 @@ class SharedMoments:
         unknown = [call for call in own if call not in calls]
         if unknown:
             raise ValueError(
-                f"{unknown[0].mean} is updated more often than shapes alone say: it depends on the "
-                'data; use "batch_norm": "per_microbatch", or run the spec in one process'
+                f"{unknown[0].mean} is updated more often than with fake tensors, so that depends on "
+                'the data; use "batch_norm": "per_microbatch", or run the spec in one process'
             )
         self._part = part
         self._calls = calls
@@ -54,7 +54,7 @@ class SharedMoments:
         self._work = dist.all_gather(self._messages, message, group=group, async_op=True)
 
     def wait(self) -> None:
-        """Update the running statistics."""
+        """Wait for the message and update the running statistics."""
         assert self._work is not None  # this rank is in the group
         self._work.wait()
         replicas = [self._read(message) for message in self._messages]
@@ -64,7 +64,7 @@ class SharedMoments:
         )
 
     def _split(self, message: Tensor) -> list[Tensor]:
-        """Views of its parts: calls x 2, then 2 x channels for each call."""
+        """Views of its parts: one of shape (calls, 2), then one of shape (2, channels) for each call."""
         parts = message.split([2 * n for n in (len(self._calls), *self._widths)])
         return [parts[0].view(-1, 2), *(part.view(2, -1) for part in parts[1:])]
 

@@ -1,4 +1,4 @@
-"""What the ranks tell each other at the end of a step, while the last gradients are on their way."""
+"""Sends the loss and the buffers of a step to all ranks, while the last gradients are being summed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 class LossReduction:
-    """The loss of the whole batch on its way to every rank; it is computed where the last stages are.
+    """Sends the loss of the whole batch from the ranks of the last stages to all ranks.
 
-    ``source`` is the rank that alone has all ``losses``, where there is but one last stage. With it go
-    what else became of `StepLoss` there: whether any rank has losses without a graph, how ranks found
-    that losses combine, and what was counted in the slices.
+    ``source`` is the rank that has all ``losses``, if there is only one replica. The message also says
+    whether losses lack a graph, by which rule they were combined, and what was counted in the slices.
     """
 
     def __init__(
@@ -31,8 +30,8 @@ class LossReduction:
         world: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        # The loss, and what is counted in the slices; then numbers of ranks: losses without a graph, of
-        # slices, means of slices, sums of slices, and in each data type.
+        # The loss and the count of all slices. Then numbers of ranks: whose losses lack a graph, that have
+        # slices, that combine by a mean, by a sum, and whose loss has each of the dtypes.
         self._message = torch.zeros(6 + len(_DTYPES), dtype=torch.float64, device=device)
         if losses:
             loss = torch.stack(list(losses)).sum()
@@ -40,7 +39,7 @@ class LossReduction:
             said = [
                 loss_of.counts,
                 loss_of.lacks_graph,
-                loss_of.is_cut,
+                loss_of.is_sliced,
                 loss_of.combination == "mean",
                 loss_of.combination == "sum",
                 *(dtype == loss.dtype for dtype in _DTYPES),
@@ -56,17 +55,17 @@ class LossReduction:
         self._loss_of = loss_of
 
     def wait(self) -> Tensor:
-        """The sum, in the data type that most ranks have."""
+        """The loss of the whole batch, in the dtype that most ranks have."""
         self._work.wait()
         dtypes = self._message[6:].tolist()
         return self._message[0].to(_DTYPES[dtypes.index(max(dtypes))])
 
     def check(self) -> None:
-        """Raise ``PlacerError``, on every rank alike, for what shows in the losses of all ranks."""
-        _, counts, without, is_cut, means, sums, *_ = self._message.tolist()
+        """Raise the same ``PlacerError`` on every rank if the losses of any rank are wrong."""
+        _, counts, without, is_sliced, means, sums, *_ = self._message.tolist()
         if without:
             raise without_graph()
-        if is_cut:
+        if is_sliced:
             self._loss_of.require_count(counts)
         if means and sums:
             raise PlacerError(
@@ -77,11 +76,11 @@ class LossReduction:
 
 
 class SharedBuffers:
-    """Values that the first rank of ``group`` gives to all of it, as bytes of one message."""
+    """Sends the values of buffers from the first rank of ``group`` to the others, in one message."""
 
     def __init__(self, buffers: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         self._receives = dist.get_rank(group) > 0
-        # The largest data types first, so that each lies where its type may.
+        # The largest dtypes first, so that each buffer is aligned for its dtype.
         self._buffers = sorted(buffers, key=Tensor.element_size, reverse=True)
         self._work = None
         if buffers:
@@ -90,7 +89,7 @@ class SharedBuffers:
             self._work = dist.broadcast(self._bytes, source, group=group, async_op=True)
 
     def wait(self) -> None:
-        """Put the values into the buffers."""
+        """Wait for the message and copy the values into the buffers."""
         if self._work is None:
             return
         self._work.wait()

@@ -1,4 +1,4 @@
-"""BatchNorm whose statistics are those of all replicas' rows together."""
+"""Synchronized BatchNorm, which uses the statistics of all replicas' rows, also on CPUs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum over a group; every rank's result depends on every rank's value, so gradients are summed."""
+    """The sum over a group. Every rank's result depends on every value, so backward sums gradients."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -35,10 +35,10 @@ def _sum_over_ranks(value: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """``nn.SyncBatchNorm`` for devices that torch's own does not serve (the CPU).
+    """``nn.SyncBatchNorm`` for the CPU, which torch's own does not support.
 
-    Mean and variance are two sums over the group, in two passes for the sake of precision; their
-    gradients are summed the same way. Replicas may have different numbers of rows.
+    Computes the mean and then the variance, in two passes for precision; each is a sum over the group.
+    Replicas may have different numbers of rows.
     """
 
     process_group: dist.ProcessGroup
@@ -75,7 +75,7 @@ class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def synchronise_norms(part: nn.Module, group: dist.ProcessGroup) -> None:
-    """Have every BatchNorm layer of ``part`` take its statistics over ``group``.
+    """Turn every BatchNorm layer of ``part`` into one that uses the statistics of all ranks of ``group``.
 
     The layers stay the same objects, with their tensors, names and hooks.
     """

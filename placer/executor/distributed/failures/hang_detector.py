@@ -1,13 +1,14 @@
-"""Which rank hangs: that which does not say, as the others do, that it has waited too long.
+"""Finds the rank that hangs: the only one that does not report a wait that timed out.
 
-A wait that times out does not tell which rank holds up the job: each rank waits for its neighbours, which
-wait for theirs. So a rank whose wait has timed out says so in the job's store, and looks there for the
-others. Its connections are closed by then; who waits for it is woken by that, and says so too::
+A timeout alone does not show which rank holds up the job, because each rank waits for its neighbours,
+which wait for theirs. So a rank whose wait times out reports this in the job's store, and looks there for
+reports of the others. Its connections are closed by the timeout, which wakes up the ranks that wait for
+it, and they report too::
 
-    rank 0   receives from 1: timed out             says so ┐
-    rank 1   receives from 2: connection closed     says so ├ all have but 2, which hangs
+    rank 0   receives from 1: timed out             reports ┐
+    rank 1   receives from 2: connection closed     reports ├ all report except 2, which hangs
     rank 2   sleeps in its data loader                      │
-    rank 3   receives from 2: timed out             says so ┘
+    rank 3   receives from 2: timed out             reports ┘
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from typing import Any
 from placer.executor.distributed.job.call_check import name_ranks
 from placer.executor.distributed.job.rendezvous import POLL_SECONDS, StoreFinder
 
-# Waits that began later end later, and not all are woken. Others are waited for this part of the limit:
-_PART_OF_LIMIT = 0.05
-_LEAST_SECONDS = 2.0
+# Other waits may end later. Their reports are awaited for this fraction of the limit:
+_FRACTION_OF_LIMIT = 0.05
+_MIN_SECONDS = 2.0
 _LONGER = "pass a longer timeout to init_process_group before placer.compile"
 
 
-class RollCall:
-    """The ranks that have waited too long say so; the others are those that hang.
+class HangDetector:
+    """Exchanges reports of waits that timed out; ranks without a report hang.
 
-    A store that is gone is as one where nobody has said anything.
+    A store that is gone counts as one without reports.
     """
 
     def __init__(
@@ -53,27 +54,27 @@ class RollCall:
         with store_may_be_gone():
             self._set(f"process/{rank}", f"process {os.getpid()} on {socket.gethostname()}")
 
-    def answer(self, method: str = "") -> None:
-        """Say that this rank has waited too long, or for one that has.
+    def report_timeout(self, method: str = "") -> None:
+        """Report that a wait of this rank timed out, or that it lost a rank whose wait did.
 
-        ``method`` is the call that not all ranks have come to, if it waited for that.
+        ``method`` is the call that not all ranks have made, if this rank waited for it.
         """
         with store_may_be_gone():
             self._set(f"rank/{self._rank}", method)
             self._set("called", "")
 
-    def is_called(self) -> bool:
-        """Has any rank waited too long?"""
+    def any_timeout(self) -> bool:
+        """Whether any rank has reported a timeout."""
         with store_may_be_gone():
             return self._has("called")
         return False
 
-    def call(self, *, stop: Callable[[], bool]) -> dict[str, str]:
-        """Wait for the others to answer, as long as ``stop`` is false; says who did not.
+    def wait_for_reports(self, *, stop: Callable[[], bool]) -> dict[str, str]:
+        """Wait for the reports of the other ranks, until ``stop()`` is true or for a while at most.
 
-        The result is what ``PeerError`` takes.
+        Returns arguments for ``PeerError`` that name the ranks without a report.
         """
-        seconds = max(_LEAST_SECONDS, _PART_OF_LIMIT * self.limit.total_seconds())
+        seconds = max(_MIN_SECONDS, _FRACTION_OF_LIMIT * self.limit.total_seconds())
         end = time.monotonic() + seconds
         while (silent := self._silent()) and time.monotonic() < end and not stop():
             time.sleep(POLL_SECONDS)
@@ -82,7 +83,7 @@ class RollCall:
             return {
                 "where": f"rank {self._rank}",
                 "problem": f"all ranks have waited for each other, one of them longer than {limit}, "
-                "the timeout of the process group",
+                "which is the timeout of the process group",
                 "remedy": f"look for a rank that was slow, or for lost messages; {_LONGER}",
             }
         waited = name_ranks([r for r in range(self._world_size) if r not in silent])
@@ -133,5 +134,5 @@ class RollCall:
 
 
 def store_may_be_gone() -> suppress:
-    """Let the block end where the job's store, or the default group that has it, is gone."""
+    """Suppress the exceptions of a job's store, or default process group, that no longer exists."""
     return suppress(RuntimeError, ValueError)

@@ -10,37 +10,37 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore, Store
 
-from placer.executor.distributed.failures import roll_call
-from placer.executor.distributed.failures.roll_call import RollCall
+from placer.executor.distributed.failures import hang_detector
+from placer.executor.distributed.failures.hang_detector import HangDetector
 
 RANKS = range(3)
 
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roll_call, "_LEAST_SECONDS", 0.6)
+    monkeypatch.setattr(hang_detector, "_MIN_SECONDS", 0.6)
 
 
-def _calls(store: Store | None, limit: float = 7.0) -> list[RollCall]:
+def _calls(store: Store | None, limit: float = 7.0) -> list[HangDetector]:
     seconds = timedelta(seconds=limit)
     return [
-        RollCall("test", rank, len(RANKS), find_store=lambda: store, limit=seconds)
+        HangDetector("test", rank, len(RANKS), find_store=lambda: store, limit=seconds)
         for rank in RANKS
     ]
 
 
-def _say(call: RollCall, *, method: str = "", late: float = 0.0) -> dict[str, str]:
+def _say(call: HangDetector, *, method: str = "", late: float = 0.0) -> dict[str, str]:
     time.sleep(late)
-    call.answer(method)
-    return call.call(stop=lambda: False)
+    call.report_timeout(method)
+    return call.wait_for_reports(stop=lambda: False)
 
 
 def test_the_rank_that_does_not_answer_is_named_with_its_process() -> None:
     first, _, third = _calls(HashStore())
-    assert not third.is_called()
+    assert not third.any_timeout()
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(_say, (first, third)))
-    assert third.is_called()
+    assert third.any_timeout()
     for told in found:
         assert told["where"].startswith(f"rank 1 (process {os.getpid()} on ")
         assert told["problem"].startswith("does not answer; ranks 0, 2 waited longer than 7 s")
@@ -67,6 +67,6 @@ def test_ranks_whose_wait_began_later_are_not_taken_for_one_that_hangs() -> None
 
 def test_a_store_that_is_gone_names_nobody_by_process() -> None:
     first, *_ = _calls(None)
-    assert not first.is_called()
-    told = first.call(stop=lambda: True)
+    assert not first.any_timeout()
+    told = first.wait_for_reports(stop=lambda: True)
     assert told["where"] == "ranks 1, 2"
