@@ -55,6 +55,8 @@ WRONG = [
     ("plan", "net.py:Net", "fits.json", "--input", "8x64", "-m", "width"),
     ("plan", "net.py:Net", "fits.json", "--input", "8x64", "-o", "no/where.json"),
     ("plan", "torchvision.modls:resnet18", "fits.json", "--input", "8x64"),
+    ("plan", "net.py", "fits.json", "--input", "8x64"),
+    ("plan", "torchvision.models.resnet18", "fits.json", "--input", "8x64"),
     ("plan", "typo.py:f", "fits.json", "--input", "8x64"),
     ("simulate", "net.py:Nett", "fits.json", "--input", "8x64"),
     ("verify", "net.py:Nett", "fits.json", "--input", "8x64"),
