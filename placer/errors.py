@@ -29,12 +29,15 @@ class PlacerError(Exception):
 class SpecError(PlacerError):
     """A placement spec is wrong; ``problems`` holds every ``(where, problem, remedy)`` found in it.
 
+    The text has the first of them.
+
     A single problem that names the whole of ``source`` (a file that is missing, say), or an option
     of the command line, is told without a headline.
     """
 
     UNNAMED = "placement spec"  # the source of a spec that was not read from a file
     OPTIONS = "options"  # the source of a spec that the options of a command describe
+    _SHOWN = 20  # problems in the text
 
     def __init__(self, source: str, problems: Iterable[tuple[str, str, str]]) -> None:
         self.source = source
@@ -42,8 +45,10 @@ class SpecError(PlacerError):
         if len(self.problems) == 1 and (source == self.OPTIONS or self.problems[0][0] == source):
             super().__init__(*self.problems[0])
             return
-        lines = [str(PlacerError(*problem)) for problem in self.problems]
-        count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
+        lines = [str(PlacerError(*problem)) for problem in self.problems[: self._SHOWN]]
+        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+        if more := len(self.problems) - len(lines):
+            lines.append(f"… and {more} more")
         within = "" if source == self.OPTIONS else " in the placement spec"
         super().__init__(source, f"{count}{within}\n" + "\n".join(lines))
 

@@ -28,6 +28,7 @@ _EXAMPLE = re.compile(r"(?!scalar:)[A-Za-z_./~][^=:]*:[A-Za-z_][\w.]*")
 _INPUT = re.compile(
     r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<shape>[^:=]*)(?::(?P<dtype>[^:<]*)(?:<(?P<below>[^<]*))?)?"
 )
+_MOST_DIGITS = 19  # of 2**63 - 1
 _FORM = (
     "write [name=]SHAPE[:DTYPE], such as 1x1x128x128x128, 16x64:int64<50257 or mask=4x16:bool, "
     "or path/file.py:callable that returns the arguments of forward"
@@ -88,8 +89,10 @@ def parse_input(text: str) -> InputSpec:
     if match is None:
         raise PlacerError(where, "is not an input", _FORM)
     sizes = [] if match["shape"] == "scalar" else match["shape"].split("x")
-    if not all(size.isdecimal() and len(size) < 19 for size in sizes):  # below 2**63
+    if not all(size.isdecimal() for size in sizes):
         raise PlacerError(where, f"{match['shape']!r} is not a shape", _FORM)
+    if any(len(size) > _MOST_DIGITS for size in sizes):
+        raise PlacerError(where, "has a size beyond 2**63 - 1", "check the sizes")
     given = "float32" if match["dtype"] is None else match["dtype"]
     given = given.removeprefix("torch.").lower()
     dtype_name = _OTHER_NAMES.get(given, given)

@@ -13,11 +13,13 @@ import importlib.util
 import pkgutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from placer.errors import PlacerError, nearest
 
 _FORM = "write package.module:callable or path/file.py:callable"
+_SHOWN = 8  # callables of a file
 # A file that uses one of these names may define names that do not occur in its text.
 _MAKE_NAMES = frozenset({"globals", "locals", "vars", "exec", "eval", "setattr", "__getattr__"})
 
@@ -35,7 +37,7 @@ def check_target(target: str) -> None:
     """Raise ``ModelError`` if it is certain that ``target`` names no callable."""
     place, _, name = target.rpartition(":")
     if not place or not name:
-        return  # `find_callable` reports this, with the names in the module
+        raise names_none(target)
     path = find_source(place, target)
     if path is not None:
         _check_name(path, place, name, target)
@@ -61,14 +63,35 @@ def find_source(place: str, target: str) -> Path | None:
 def not_python(error: SyntaxError, target: str) -> ModelError:
     """The error for a file with a syntax error."""
     return ModelError(
-        f"{error.filename}:{error.lineno}", f"is not Python: {error.msg}", f"({target})"
+        f"{error.filename}:{error.lineno}",
+        f"is not Python: {error.msg}",
+        f"mend that line ({target})",
     )
+
+
+def names_none(target: str) -> ModelError:
+    """What is told of a MODEL without a callable, with what its file defines."""
+    place = target.strip(":")
+    known: list[str] = []
+    try:
+        path = find_source(place, target) if place else None
+    except ModelError:
+        path = None
+    if path is not None:
+        with suppress(OSError, ValueError, SyntaxError):
+            known = list(_defined_in(ast.parse(path.read_bytes())))
+    elif "." in place and not is_file(place):
+        module, _, last = place.rpartition(".")
+        return ModelError(target, "names no callable", f"did you mean {module}:{last}?")
+    more = f" and {len(known) - _SHOWN} more" if len(known) > _SHOWN else ""
+    has = f"; {place} has {', '.join(known[:_SHOWN])}{more}" if known else ""
+    return ModelError(target, "names no callable", f"{_FORM}{has}")
 
 
 def no_callable(place: str, part: str, known: Sequence[str], target: str) -> ModelError:
     """The error for a name ``part`` that ``place`` does not have; ``known`` are the names it has."""
     near = nearest(part, known)
-    some = ", ".join(known[:8])
+    some = ", ".join(known[:_SHOWN])
     hint = f"did you mean {place}:{near}?" if near else f"it has {some or 'none'}"
     return ModelError(target, f"{place} has no callable {part!r}", hint)
 
@@ -149,6 +172,14 @@ def _makes_names(node: ast.AST) -> bool:
         case ast.Name(id=used) | ast.FunctionDef(name=used):
             return used in _MAKE_NAMES
     return False
+
+
+def _defined_in(tree: ast.Module) -> Iterator[str]:
+    """The public functions and classes of a file, in their order."""
+    for node in tree.body:
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) if not name.startswith("_"):
+                yield name
 
 
 def _names_of(tree: ast.AST) -> Iterator[str]:

@@ -177,7 +177,7 @@ _GARBAGE_THRESHOLD = 200_000
 
 
 def main() -> None:
-    """The entry point of the ``placer`` script."""
+    """What the ``placer`` script does, once this is imported."""
     gc.set_threshold(_GARBAGE_THRESHOLD)
     try:
         app(prog_name="placer")

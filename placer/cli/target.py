@@ -20,6 +20,7 @@ from placer.cli.locate import (
     ModelError,
     find_source,
     is_file,
+    names_none,
     no_callable,
     no_module,
     not_python,
@@ -28,7 +29,6 @@ from placer.errors import nearest
 
 _HERE = Path(__file__).parent.parent
 _TORCH = Path(torch.__file__).parent
-_SHOWN = 8  # callables that a hint lists
 
 
 def build_model(target: str, arguments: Mapping[str, Any], *, allocate: bool) -> nn.Module:
@@ -68,12 +68,7 @@ def find_callable(target: str) -> Callable[..., Any]:
     """Import the callable that ``target`` names. Raises ``ModelError`` with the nearest name."""
     place, colon, name = target.rpartition(":")
     if not colon or not place or not name:
-        named = target.removesuffix(":") if colon else target
-        raise ModelError(
-            target,
-            "names no callable",
-            f"write package.module:callable or path/file.py:callable{_offer(named)}",
-        )
+        raise names_none(target)
     module = _load(place, target)
     found: Any = module
     for part in name.split("."):
@@ -96,7 +91,18 @@ def user_failure(target: str, doing: str, error: BaseException) -> ModelError:
             f"put the code of the script under 'if __name__ == \"__main__\":' ({target})",
         )
     text = str(error).strip() or "no message"
-    return ModelError(location, f"{doing} raised {type(error).__name__}: {text}", f"({target})")
+    return ModelError(
+        location, f"{doing} raised {type(error).__name__}: {text}", f"{_mend(error)} ({target})"
+    )
+
+
+def _mend(error: BaseException) -> str:
+    """What to do about an exception that the user's code raised."""
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing:
+        package = missing.partition(".")[0]
+        return f"install {package!r} for {sys.executable}, or mend the import"
+    return "that is raised by your own code: mend it there"
 
 
 def user_location(error: BaseException) -> str:
@@ -208,24 +214,6 @@ def _callables(place: Any) -> list[str]:
     public = [(key, value) for key, value in vars(place).items() if not key.startswith("_")]
     own = [k for k, v in public if callable(v) and getattr(v, "__module__", "") == name]
     return own or [key for key, value in public if callable(value)]
-
-
-def _offer(place: str) -> str:
-    """A hint that lists the model classes and functions of the module ``place``."""
-    try:
-        module = _load(place, place)
-    except ModelError:
-        return ""
-    names = [name for name in _callables(module) if _may_make_model(getattr(module, name))]
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"; {place} has {', '.join(names[:_SHOWN])}{more}" if names else ""
-
-
-def _may_make_model(value: object) -> bool:
-    """Is it a function, a class of modules, or a module?"""
-    if isinstance(value, type):
-        return issubclass(value, nn.Module)
-    return isinstance(value, nn.Module) or inspect.isroutine(value)
 
 
 def _prefer(folder: str) -> None:

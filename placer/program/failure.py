@@ -8,13 +8,14 @@ import os
 import sys
 import traceback
 from functools import partial
-from types import CodeType
+from types import CodeType, FrameType
 
 import torch
 
 from placer.errors import CaptureError, causes
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep  # noqa: PTH120 - compared with frame file names
+_RUNS_MODELS = "placer.program.record"
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep  # noqa: PTH120
 
 
@@ -97,14 +98,16 @@ def locate_function(function: object) -> str:
 
 
 def locate_caller() -> str:
-    """``file.py:line`` of the innermost running frame outside torch and placer, or ``""``."""
-    frame = sys._getframe(1)
-    while frame is not None:
+    """``file.py:line`` of the innermost frame of the model's own code that runs now, or ``""``.
+
+    Frames of torch and placer do not count, nor those that called placer: a model that is all of torch's
+    layers has no code of its own.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != _RUNS_MODELS:
         code: CodeType = frame.f_code
         if _is_users(code.co_filename):
             return f"{code.co_filename}:{frame.f_lineno}"
-        if frame.f_back is None:
-            break
         frame = frame.f_back
     return ""
 

@@ -132,6 +132,10 @@ def not_a_model():
     return 3
 
 
+def layers():
+    return nn.Sequential(nn.Linear(64, 8), nn.Linear(8, 2))
+
+
 ready = Net()
 '''
 
@@ -143,6 +147,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "net.py").write_text(NET, encoding="utf-8")
     (path / "broken.py").write_text("import torch\nraise RuntimeError('no licence')\n")
     (path / "leaves.py").write_text("import sys\nsys.exit(3)\n")
+    (path / "lacks.py").write_text("import nosuchpackage.part\n")
     (path / "typo.py").write_text("def f(:\n")
     specs: dict[str, Any] = {
         "fits": {"devices": _devices("1GiB"), "reserve": 0},

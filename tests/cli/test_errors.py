@@ -18,6 +18,7 @@ CASES = [
     (("plan", "net.py:Nett", "fits.json", *X), "did you mean net.py:Net?"),
     (("plan", "nett.py:Net", "fits.json", *X), "did you mean net.py?"),
     (("plan", "net.py", "fits.json", *X), "net.py has Block, Net, Leaves, Words, Scenes"),
+    (("plan", "torchvision.models.resnet18", "fits.json", *X), "mean torchvision.models:resnet18?"),
     (("plan", "torchvision.modls:resnet18", "fits.json", *X), "did you mean torchvision.models?"),
     (("plan", "torchvision.models:resnt18", "fits.json", *X), "torchvision.models:resnet18?"),
     (("plan", "nosuchpackage:f", "fits.json", *X), "no module named 'nosuchpackage'"),
@@ -25,7 +26,10 @@ CASES = [
     (("plan", "net.py:ready", "fits.json", *X, "-m", "width=2"), "takes no --model-arg"),
     (("plan", "broken.py:f", "fits.json", *X), "importing broken.py raised RuntimeError: no lic"),
     (("plan", "broken.py:f", "fits.json", *X), "broken.py:2"),
+    (("plan", "broken.py:f", "fits.json", *X), "your own code: mend it there (broken.py:f)"),
     (("plan", "typo.py:f", "fits.json", *X), "typo.py:1: is not Python"),
+    (("plan", "typo.py:f", "fits.json", *X), "mend that line (typo.py:f)"),
+    (("plan", "lacks.py:f", "fits.json", *X), "install 'nosuchpackage' for "),
     (("plan", "leaves.py:f", "fits.json", *X), "importing leaves.py called sys.exit(3)"),
     (("plan", "leaves.py:f", "fits.json", *X), "leaves.py:2"),
     # the user's own code
@@ -44,6 +48,7 @@ CASES = [
     ((*PLAN, "--input", "8y64"), "is not a shape"),
     ((*PLAN, "--input", "8x-1"), "is not a shape"),
     ((*PLAN, "--input", "99999999999x99999999999"), "more bytes than a tensor can have"),
+    ((*PLAN, "--input", "8x99999999999999999999"), "has a size beyond 2**63 - 1"),
     ((*PLAN, "--input", "999999999999999999x5:int16"), "has 4,999,999,999,999,999,995 elements"),
     ((*PLAN, "--input", "8x64:flot32"), "did you mean 'float32'?"),
     ((*PLAN, "--input", "8x64:int64<none"), "is not a bound"),
@@ -103,6 +108,13 @@ def test_bad_usage(placer: Run, arguments: tuple[str, ...], message: str) -> Non
     assert "Traceback" not in result.stderr
     if "-o" not in arguments:
         assert result.stdout == ""
+
+
+def test_a_model_of_torchs_layers_has_no_line_of_its_own(placer: Run) -> None:
+    """Not that of what has called placer, either."""
+    result = placer("plan", "net.py:layers", "fits.json", "--input", "8x63")
+    assert "\nerror: 0: forward fails on these inputs (8x63): " in "\n" + result.stderr
+    assert ".py:" not in result.stderr
 
 
 def test_the_users_line_is_named(placer: Run, folder: Path) -> None:

@@ -55,6 +55,8 @@ WRONG = [
     ("plan", "net.py:Net", "fits.json", "--input", "8x64", "-m", "width"),
     ("plan", "net.py:Net", "fits.json", "--input", "8x64", "-o", "no/where.json"),
     ("plan", "torchvision.modls:resnet18", "fits.json", "--input", "8x64"),
+    ("plan", "net.py", "fits.json", "--input", "8x64"),
+    ("plan", "torchvision.models.resnet18", "fits.json", "--input", "8x64"),
     ("plan", "typo.py:f", "fits.json", "--input", "8x64"),
     ("simulate", "net.py:Nett", "fits.json", "--input", "8x64"),
     ("verify", "net.py:Nett", "fits.json", "--input", "8x64"),
@@ -155,3 +157,17 @@ def test_ctrl_c_ends_the_command_with_one_line(folder: Path) -> None:
     output, errors = started.communicate(timeout=60)
     assert (output, errors) == ("", "error: interrupted\n")
     assert started.returncode == 130
+
+
+def test_ctrl_c_while_the_command_itself_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt\n")
+    result = subprocess.run(
+        [sys.executable, "-m", "placer", "plan"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *map(str, sys.path)])},
+    )
+    assert (result.stdout, result.stderr) == ("", "error: interrupted\n")
+    assert result.returncode == 130

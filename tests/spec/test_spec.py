@@ -146,6 +146,16 @@ def test_one_wrong_thing(data: Any, where: str, said: str) -> None:
     assert said in problem[1] + problem[2]
 
 
+def test_many_problems_are_told_in_few_lines() -> None:
+    layers = {f"blocks.{number}": "cuda:7" for number in range(500)}
+    with pytest.raises(SpecError) as error:
+        load_spec({"devices": ["cuda:0"], "layers": layers})
+    assert len(error.value.problems) == 500
+    assert str(error.value).startswith("placement spec: 500 problems in the placement spec\n")
+    assert str(error.value).endswith("\n… and 480 more")
+    assert str(error.value).count("is not one of the devices") == 20
+
+
 def test_no_guess_is_made_where_no_word_is_near() -> None:
     (problem,) = _problems({"devices": ["cuda:0"], "precision": "fp8"})
     assert problem == (
