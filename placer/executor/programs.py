@@ -35,7 +35,7 @@ from placer.program import (
 )
 from placer.regions import find_regions, region_keys, with_overlap
 
-_MOST_SETTINGS = 16  # values of attributes per mode and size for which the program is kept
+_MOST_GUARDS = 16  # values of attributes per mode and size for which the program is kept
 _MOST_CALLS = 16  # ways to call a model; more of them are a number that changes with every call
 _OF_STEP = ("target", "loss_fn", "reduction", "normalizer", "own_rows", "scaler")
 _PLAIN = (Tensor, bool, int, float, str, torch.dtype, torch.device, type(None))
@@ -139,7 +139,7 @@ class Programs:
             else:
                 staged = self._capture(args, kwargs)
                 known.append(_Known(staged.conditions.guards, staged))
-        del known[:-_MOST_SETTINGS]
+        del known[:-_MOST_GUARDS]
         return known[-1].staged
 
     def for_call(self, bound: BoundCall) -> Programs:
