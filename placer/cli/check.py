@@ -92,6 +92,10 @@ def check(
 def _check_spec(
     console: Console, loaded: LoadedModel, spec: PlacementSpec, *, source: str, as_json: bool
 ) -> None:
+    """Print whether ``spec`` is valid for the model and, if there are inputs, whether it fits.
+
+    Raises ``SpecError`` for patterns that match no layer, and exits if the plan does not fit.
+    """
     from placer.cli.fit import report_misfit
     from placer.report import plan_table
     from placer.simulation.judge import plan_maker
@@ -141,6 +145,7 @@ def _check_model(
     training: bool,
     as_json: bool,
 ) -> None:
+    """Print into which pieces the model can be cut, and how many devices of each size it needs."""
     from placer.cli.limits import print_limits
     from placer.planner.cut_limits import count_pieces
 

@@ -161,6 +161,7 @@ def _load(place: str, target: str) -> ModuleType:
 
 
 def _load_file(path: Path, target: str) -> ModuleType:
+    """Import the file at ``path``. Raises ``ModelError`` if it does not exist or cannot be imported."""
     find_source(str(path) if is_file(str(path)) else f"./{path}", target)
     path = path.resolve()
     name = path.stem if path.stem.isidentifier() and path.stem not in sys.modules else ""

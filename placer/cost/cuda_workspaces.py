@@ -36,8 +36,8 @@ _DIRECT_CHANNELS = 64  # output channels that 3D kernels in fp32 write without a
 _ALIGNMENT = 16  # bytes
 _FP32_NBYTES = 4
 _PADDED_NBYTES = 4  # channels of smaller elements are padded in forward and both gradients
-_FLAT, _SOLID = 4, 5  # dimensions of the weights of 2D and 3D convolutions
-_FLAT_SPLITS = 64
+_CONV2D_DIMS, _CONV3D_DIMS = 4, 5  # dimensions of the weights of 2D and 3D convolutions
+_CONV2D_SPLITS = 64
 _SPLITS, _SUMS_NBYTES = 4, 7 * 2**20
 _NARROW_CHANNELS, _NARROW_SUMS_NBYTES = 32, 10 * 2**20
 _SCRATCH_NBYTES = 147  # in addition to the copies
@@ -133,8 +133,8 @@ def _convolution_backward(
         made += 1
         nbytes = _copies(x, grad, weight, padded=True)
         if _is_direct(weight, stride):
-            if weight.dim() == _FLAT:
-                nbytes = min(nbytes, _FLAT_SPLITS * _FP32_NBYTES * weight.numel())
+            if weight.dim() == _CONV2D_DIMS:
+                nbytes = min(nbytes, _CONV2D_SPLITS * _FP32_NBYTES * weight.numel())
             elif weight.dtype != torch.float32:
                 nbytes = 0
         elif not transposed:
@@ -190,7 +190,7 @@ def _writes_result(weight: Tensor) -> bool:
         return False
     many = weight.size(1) >= _NARROW_CHANNELS
     return _is_pointwise(weight) or (
-        weight.dim() == _SOLID and weight.size(0) == _DIRECT_CHANNELS and many
+        weight.dim() == _CONV3D_DIMS and weight.size(0) == _DIRECT_CHANNELS and many
     )
 
 

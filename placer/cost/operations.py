@@ -81,7 +81,7 @@ def operations_of(
         return (Operation(kind, dtype, flops, nbytes, columns),)
     kind = _class_of(name)
     if kind == "product":
-        return (_product(args, inputs, outputs, flops, nbytes, dtype),)
+        return (_product(inputs, outputs, flops, nbytes, dtype),)
     if name in _GATHERS:  # only the selected rows of the table are read
         nbytes = 2 * nbytes_of(*outputs) + nbytes_of(*inputs[1:])
     width = _WIDTHS[kind](args, inputs) if kind in _WIDTHS and inputs else 0
@@ -169,9 +169,8 @@ def _convolution_gradients(args: Sequence[Any], dtype: str) -> tuple[Operation, 
 
 
 def _product(
-    args: Sequence[Any], inputs: Sequence[Tensor], outputs: Sequence[Tensor],
-    flops: int, nbytes: int, dtype: str,
-) -> Operation:  # fmt: skip
+    inputs: Sequence[Tensor], outputs: Sequence[Tensor], flops: int, nbytes: int, dtype: str
+) -> Operation:
     """A matrix product; its width is the number of columns of the result."""
     sizes = {n for x in inputs if x.dim() >= 2 for n in x.shape[-2:]}
     uneven = dtype == "half" and any(n % _ALIGNMENT for n in sizes)

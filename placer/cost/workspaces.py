@@ -109,12 +109,12 @@ def _batch_norm_backward(result: Any, grad: Tensor, x: Tensor, *others: Any, **_
     return nbytes_of(x) if wanted and dense is not None and dense == _memory_format(grad) else 0
 
 
-def _skew_input(result: Any, x: Tensor, *_: Any, **__: Any) -> int:
+def _contiguous_copy(result: Any, x: Tensor, *_: Any, **__: Any) -> int:
     """layer_norm.cpp, SoftMax.cpp: a contiguous copy of the input."""
     return _copies(x)
 
 
-def _skew_inputs(result: Any, grad: Tensor, saved: Tensor, *_: Any, **__: Any) -> int:
+def _contiguous_copies(result: Any, grad: Tensor, saved: Tensor, *_: Any, **__: Any) -> int:
     """The same files, and cpu/layer_norm_kernel.cpp: contiguous copies of gradient and saved tensor."""
     return _copies(grad, saved)
 
@@ -199,8 +199,8 @@ def _channels_last_copies(*images: Tensor) -> int:
 _BINARY = ("add", "sub", "mul", "div")
 _FORMULAS: dict[Any, Callable[..., int]] = {
     aten.native_batch_norm_backward.default: _batch_norm_backward,
-    aten.native_layer_norm.default: _skew_input,
-    aten.native_layer_norm_backward.default: _skew_inputs,
+    aten.native_layer_norm.default: _contiguous_copy,
+    aten.native_layer_norm_backward.default: _contiguous_copies,
     aten.mean.default: _mean,
     aten.mean.dim: _mean,
     aten.sum.default: _sum,
@@ -209,10 +209,10 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
     **{getattr(aten, name).Tensor: _binary for name in _BINARY},
     **{getattr(aten, f"{name}_").Tensor: _binary for name in _BINARY},
     aten.where.self: _where,
-    aten._softmax.default: _skew_input,
-    aten._log_softmax.default: _skew_input,
-    aten._softmax_backward_data.default: _skew_inputs,
-    aten._log_softmax_backward_data.default: _skew_inputs,
+    aten._softmax.default: _contiguous_copy,
+    aten._log_softmax.default: _contiguous_copy,
+    aten._softmax_backward_data.default: _contiguous_copies,
+    aten._log_softmax_backward_data.default: _contiguous_copies,
     aten._safe_softmax.default: _safe_softmax,
     aten._native_multi_head_attention.default: _attention,
     aten.upsample_nearest2d.default: _upsample_nearest,

@@ -127,7 +127,8 @@ def _emit_stage(
     outputs: tuple[str, ...],
     regions: Sequence[Region],
 ) -> StageCode:
-    needed = set(outputs)  # by the segments that follow
+    """Generate the segments of a stage with the nodes ``own``, from the last one to the first."""
+    needed = set(outputs)  # values that later segments or stages read
     segments: list[SegmentCode] = []
     for part, region in reversed(list(_split_at_regions(own, regions))):
         inside = {node.name for node in part}
@@ -178,6 +179,7 @@ def _emit_segment(
     released: frozenset[str],
     region: Region | None,
 ) -> SegmentCode:
+    """Generate the function of a segment with the nodes ``own``."""
     graph = fx.Graph()
     graph.set_codegen(BoxedCodeGen(_TREE))
     device = graph.placeholder(_DEVICE)

@@ -35,7 +35,7 @@ from placer.program import (
 )
 from placer.regions import find_regions, region_keys, with_overlap
 
-_MAX_SETTINGS = 16  # programs kept per mode and size, for different values of plain attributes
+_MAX_GUARDS = 16  # programs kept per mode and size, for different values of plain attributes
 _MAX_CALLS = 16  # call formats; if there are more, an argument is probably new in every call
 _STEP_ARGUMENTS = ("target", "loss_fn", "reduction", "normalizer", "own_rows", "scaler")
 _PLAIN_TYPES = (Tensor, bool, int, float, str, torch.dtype, torch.device, type(None))
@@ -139,7 +139,7 @@ class Programs:
             else:
                 staged = self._capture(args, kwargs)
                 known.append(_KnownProgram(staged.conditions.guards, staged))
-        del known[:-_MAX_SETTINGS]
+        del known[:-_MAX_GUARDS]
         return known[-1].staged
 
     def for_call(self, bound: BoundCall) -> Programs:

@@ -34,7 +34,7 @@ _GPU_TILE = 128  # columns, as on an H100
 _AROUND_LAUNCH = 2.9
 _LAUNCHES = 200
 _COPIED = 2**28  # bytes
-_MAPPED = ("batch_norm", "group_norm", "layer_norm", "pooling", "upsampling")
+_IMAGE_OPERATIONS = ("batch_norm", "group_norm", "layer_norm", "pooling", "upsampling")
 _FORWARD_ONLY = ("reduction", "copy", "pointwise")
 _DTYPES = {"float32": torch.float32, "half": torch.bfloat16, "float64": torch.float64}
 
@@ -77,7 +77,7 @@ def calibrate(
     rates = complete_rates(measured, _peaks(measured))
     if place.type == "cuda":
         rates = with_launch(rates, *_launches(place))
-    return _kind(name or device, place, rates, bandwidth)
+    return _make_kind(name or device, place, rates, bandwidth)
 
 
 def _check_there(place: torch.device, device: str) -> None:
@@ -101,10 +101,10 @@ def _samples(place: torch.device) -> list[Sample]:
             found.append(Sample(key, lambda large: run(*args, large=large, **options)))
 
         for name in ("pointwise", "copy", "reduction"):
-            add(name, make.mapped, name)
-        for name in _MAPPED:
-            add(name, make.mapped, name)
-            add(f"{name}_backward", make.mapped, name, backward=True)
+            add(name, make.image_operation, name)
+        for name in _IMAGE_OPERATIONS:
+            add(name, make.image_operation, name)
+            add(f"{name}_backward", make.image_operation, name, backward=True)
         add("gather", make.gather)
         add("product", make.product)
         if dtype == "half":
@@ -232,7 +232,7 @@ def _launches(place: torch.device) -> tuple[float, float]:
     return found[0], found[1]
 
 
-def _kind(name: str, place: torch.device, rates: Rates, bandwidth: float) -> DeviceKind:
+def _make_kind(name: str, place: torch.device, rates: Rates, bandwidth: float) -> DeviceKind:
     if place.type != "cuda":
         return DeviceKind(
             name=name,

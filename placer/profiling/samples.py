@@ -73,7 +73,7 @@ class Samples:
         grad = torch.ones_like(out)
         return lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
 
-    def mapped(self, name: str, *, large: bool, backward: bool = False) -> Call:
+    def image_operation(self, name: str, *, large: bool, backward: bool = False) -> Call:
         """An operation that reads and writes images: normalisation, pooling, upsampling, a sum, …"""
         side = round(64 * self.scale**0.5) if large else 4
         channels = 256 if large else 8

@@ -80,8 +80,8 @@ def analyze_aliasing(
             for name, keys in interpreter.inputs.items()
             if any(keys & written for written in interpreter.written.values())
         ),
-        colocated=_groups(graph, interpreter, set(state)),
-        rng_nodes=tuple(interpreter.draws),
+        colocated=_groups(interpreter, set(state)),
+        rng_nodes=tuple(interpreter.rng_nodes),
     )
 
 
@@ -128,12 +128,12 @@ class _AliasInterpreter(fx.Interpreter):
         super().__init__(model, garbage_collect_values=False, graph=graph)
         self.constants = constants
         self.writes = _WriteLog()
-        self.touched: dict[str, set[int]] = {}
-        self.written: dict[str, set[int]] = {}
-        self.draws: list[str] = []
-        self.known: set[int] = set()
-        self.given: set[int] = set()
-        self.inputs: dict[str, set[int]] = {}
+        self.touched: dict[str, set[int]] = {}  # node -> storages that it reads or returns
+        self.written: dict[str, set[int]] = {}  # node -> storages made before it that it writes
+        self.rng_nodes: list[str] = []
+        self.known: set[int] = set()  # storages so far
+        self.given: set[int] = set()  # storages of inputs and constants
+        self.inputs: dict[str, set[int]] = {}  # placeholder -> its storages
         for tensor in (*model.parameters(), *model.buffers()):
             self.known.add(storage_key(tensor))
 
@@ -158,7 +158,7 @@ class _AliasInterpreter(fx.Interpreter):
         except Exception as error:
             raise NodeFailure(n) from error
         if self.writes.drew:
-            self.draws.append(n.name)
+            self.rng_nodes.append(n.name)
         gives = set(_storages(value))
         if n.op == "placeholder":
             self.given |= gives
@@ -170,9 +170,8 @@ class _AliasInterpreter(fx.Interpreter):
         return value
 
 
-def _groups(
-    graph: fx.Graph, run: _AliasInterpreter, state: set[int]
-) -> tuple[tuple[str, ...], ...]:
+def _groups(run: _AliasInterpreter, state: set[int]) -> tuple[tuple[str, ...], ...]:
+    """Groups of nodes that must be on one stage; ``state`` are storages of parameters and buffers."""
     order = list(run.touched)
     last_write: dict[int, int] = {}
     touching: dict[int, list[int]] = defaultdict(list)

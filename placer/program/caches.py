@@ -22,7 +22,7 @@ from placer.program.sizes import SizeFloat, SizeInt, plain
 
 
 @contextmanager
-def isolated_caches(reach: ReachableState) -> Iterator[None]:
+def isolated_caches(reachable: ReachableState) -> Iterator[None]:
     """In this block and thread, nothing of what runs stays in cached functions and global variables.
 
     Calls of a cached function whose arguments hold recorded sizes bypass its cache. Other calls use
@@ -34,7 +34,7 @@ def isolated_caches(reach: ReachableState) -> Iterator[None]:
     containers: list[tuple[Any, Any]] = []  # with shallow copies
     variables: list[tuple[Slot, Any]] = []  # with their values
     try:
-        for slot in reach.cached:
+        for slot in reachable.cached:
             if slot.read() is slot.value:
                 if id(slot.value) not in stand_ins:
                     stand_ins[id(slot.value)] = _stand_in(slot.value)
@@ -42,8 +42,8 @@ def isolated_caches(reach: ReachableState) -> Iterator[None]:
                 slot.write(stand_in)
                 replaced.append((slot, stand_in))
         # Most containers are a module's tables of hooks, which are empty and need no copy.
-        containers += [(held, held.copy() if held else ()) for held in reach.containers]
-        variables += [(slot, slot.read()) for slot in reach.variables]
+        containers += [(held, held.copy() if held else ()) for held in reachable.containers]
+        variables += [(slot, slot.read()) for slot in reachable.variables]
         yield
     finally:
         for slot, before in reversed(variables):

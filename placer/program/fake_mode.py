@@ -124,6 +124,7 @@ class FakeMode(FakeTensorMode):
             self.guess = guess
 
     def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator in one of the ways that the file's opening shows."""
         if func in CPP_VIEWS and all(map(self._is_plain, args)):
             return self._run_in_cpp(func, args, kwargs)
         if func is _READS_NUMBER and type(args[0]) is FakeTensor:

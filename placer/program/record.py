@@ -155,7 +155,7 @@ def _replace_buffers(
     """
     others = []
     for path, attribute in changes:
-        if is_inside(recorder.kept, path):
+        if is_inside(recorder.single_nodes, path):
             continue
         before = model.get_submodule(path)._buffers.get(attribute)
         now = fake_model.get_submodule(path)._buffers.get(attribute)

@@ -113,11 +113,10 @@ class Recorder(TorchFunctionMode):
         self.failed: ForwardFailure | None = None  # the failure of a module that is a single node
         self.refused: TraceFailure | None = None  # the first operation that a graph cannot express
         self.paused = False  # inside a single node: nothing is recorded
-        self.kept: set[str] = set()  # paths of modules that became single nodes
+        self.single_nodes: set[str] = set()  # paths of modules that became single nodes
         self.result: ResultFormat | None = None
-        self.sizes: dict[
-            tuple[fx.Node, str, Any], fx.Node
-        ] = {}  # (tensor, method, dim) -> its node
+        # (node of a tensor, method such as "size", dimension) -> the node of that size
+        self.sizes: dict[tuple[fx.Node, str, Any], fx.Node] = {}
         self.modes = Modes(True, False, ())  # those in which the run began
         self.saved_hooks: Any = None  # the saved-tensor hooks when the run began
         self.reentrant: Sequence[Any] | None = None  # inputs of the reentrant checkpoint we are in
@@ -131,9 +130,9 @@ class Recorder(TorchFunctionMode):
         self.made_tensors: list[Tensor] = []  # keeps them alive
         self.numbers: dict[fx.Node, Any] = {}  # the values of sizes in this run
         self.attributes: set[tuple[str, str]] = set()  # (module path, name) of those that were read
-        self.paths = {id(module): path for path, module in fake_model.named_modules()}
+        self.path_of = {id(module): path for path, module in fake_model.named_modules()}
         self.fake_modules = dict(zip(map(id, model.modules()), fake_model.modules(), strict=True))
-        self.owned = {id(module): _state(module) for module in fake_model.modules()}
+        self.own_parameters = {id(module): _state(module) for module in fake_model.modules()}
 
     # -- running ---------------------------------------------------------------------------------
 
@@ -142,12 +141,12 @@ class Recorder(TorchFunctionMode):
         """Intercept calls of modules, custom autograd functions and torch functions in this thread."""
         self.modes = Modes.current()
         self.saved_hooks = saved_tensor_hooks()
-        looked_into = {
+        traced = {
             path: module
             for path, module in self.fake_model.named_modules()
             if not is_torch_leaf(module) and not is_inside(self.whole, path)
         }
-        watched = watch_attributes(looked_into, self.read_attribute)
+        watched = watch_attributes(traced, self.read_attribute)
         with watch_calls(self), watched, self, _OperatorMode(self):
             yield
 
@@ -223,6 +222,10 @@ class Recorder(TorchFunctionMode):
             self.refused = TraceFailure(self.writer.layer, describe(error), locate_caller())
 
     def run_function(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a torch function or method on fake tensors, and record it.
+
+        Raises ``Untraceable`` for one that a graph cannot express.
+        """
         name = getattr(func, "__name__", "")
         if name == "__get__":
             return self.get_property(func, args[0])
@@ -258,6 +261,7 @@ class Recorder(TorchFunctionMode):
         return value
 
     def is_recorded(self, value: Any, args: Any, kwargs: Any) -> bool:
+        """Does a call with the result ``value`` need a node?"""
         if tensors_of_tree(value):
             return True
         # A function without a result was called for its effect, which matters if it is on a tensor.
@@ -294,20 +298,21 @@ class Recorder(TorchFunctionMode):
             raise Untraceable("it computes under saved-tensor hooks")
 
     def call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Run a module: as one node, or by running its forward, whose calls are recorded."""
         module = self.fake_modules.get(id(module), module)
-        path = self.paths.get(id(module))
+        path = self.path_of.get(id(module))
         if path is None:  # constructed in forward, such as nn.Softmax(dim=1)(x): part of its caller
             return original(module, *args, **kwargs)
         leaf = is_torch_leaf(module)
         checkpointed = not leaf and self.checkpointing() is not None
-        one_node = path in self.whole or leaf or checkpointed
-        if one_node and _state(module) != self.owned[id(module)]:
-            if path in self.whole or checkpointed:
+        whole = path in self.whole or checkpointed
+        if (whole or leaf) and _state(module) != self.own_parameters[id(module)]:
+            if whole:
                 with self.refusing():
                     raise Untraceable(f"it runs {path} with other parameters than its own")
             leaf = False
-        if path in self.whole or leaf or checkpointed:
-            self.kept.add(path)
+        if whole or leaf:
+            self.single_nodes.add(path)
             if checkpointed:
                 self.checkpointed.setdefault(path, locate_caller())
             return self.call_whole(original, path, module, args, kwargs)
@@ -325,6 +330,7 @@ class Recorder(TorchFunctionMode):
     def call_whole(
         self, original: Callable[..., Any], path: str, module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
+        """Run the module at ``path`` without recording what it calls, and write one node for it."""
         node_args, node_kwargs = self.writer.argument(args), self.writer.argument(kwargs)
         guess = GuessData(self.writer.converter.mode, self.guess)
         self.paused = True
@@ -359,6 +365,7 @@ class Recorder(TorchFunctionMode):
         return value
 
     def apply(self, original: Callable[..., Any], cls: Any, args: Any, kwargs: Any) -> Any:
+        """Run the custom autograd function ``cls`` as one node."""
         if cls is REENTRANT_CHECKPOINT:
             function, _, *inputs = args
             return self.apply_checkpoint(function, inputs)
@@ -374,10 +381,12 @@ class Recorder(TorchFunctionMode):
         return value
 
     def seed(self) -> None:
+        """Refuse a forward that seeds torch's generator."""
         with self.refusing():
             raise Untraceable("it seeds torch's random numbers")
 
     def apply_checkpoint(self, function: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+        """Run a function under reentrant checkpointing; the modules that it calls are single nodes."""
         before, self.reentrant = self.reentrant, inputs
         try:
             return function(*inputs)
@@ -385,6 +394,7 @@ class Recorder(TorchFunctionMode):
             self.reentrant = before
 
     def get_property(self, func: Any, tensor: Tensor) -> Any:
+        """Read a property of a tensor, such as ``x.shape`` or ``x.T``."""
         value, name = func(tensor), func.__self__.__name__
         if name == "shape":
             return self.shape(tensor, value)
@@ -393,6 +403,7 @@ class Recorder(TorchFunctionMode):
         return value
 
     def set_property(self, func: Any, tensor: Tensor, value: Any) -> None:
+        """Assign to a property of a tensor, which only ``requires_grad`` allows."""
         name = func.__self__.__name__
         if name != "requires_grad":
             raise Untraceable(f"it assigns to the attribute {name!r} of a tensor")
@@ -400,12 +411,14 @@ class Recorder(TorchFunctionMode):
         self.record("call_method", "requires_grad_", (tensor, value), {}, tensor)
 
     def read(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call a method that returns values of a tensor's elements to Python."""
         try:
             return func(*executable(args), **executable(kwargs))
         except Exception as error:
             return self.read_constant(func, args, kwargs, error)
 
     def read_constant(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
+        """Call such a method on the value of a constant. Raises ``Untraceable`` for other tensors."""
         node, constants = self.writer.node_of(args[0]), self.writer.constants
         known = find_value(node, constants, self.numbers)
         if known is None:
@@ -452,9 +465,11 @@ class Recorder(TorchFunctionMode):
     # -- sizes -----------------------------------------------------------------------------------
 
     def shape(self, tensor: Tensor, shape: torch.Size) -> torch.Size:
+        """The tensor's ``shape`` with recorded sizes."""
         return torch.Size([self.dimension(tensor, "size", i, n) for i, n in enumerate(shape)])
 
     def size(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """The result of a method such as ``size`` or ``numel``, with recorded sizes."""
         tensor = args[0]
         value = func(*executable(args), **executable(kwargs))
         if isinstance(value, torch.Size):
@@ -466,6 +481,7 @@ class Recorder(TorchFunctionMode):
         return self.dimension(tensor, name, dim, value)
 
     def dimension(self, tensor: Tensor, name: str, dim: Any, value: int) -> int:
+        """``value`` as a number that knows the node which computes it from ``tensor``."""
         source = self.writer.node_of(tensor)
         if source.op == "get_attr":  # the shape of a parameter is the same in every run
             return value
@@ -477,11 +493,13 @@ class Recorder(TorchFunctionMode):
         return size
 
     def record_number(self, function: Callable[..., Any], args: tuple[Any, ...], value: Any) -> Any:
+        """Record arithmetic on sizes; ``value`` is its result."""
         if self.paused or isinstance(value, bool) or not isinstance(value, int | float):
             return value
         return self.number(self.writer.node("call_function", function, args, pure=True), value)
 
     def number(self, node: fx.Node, value: Any) -> Any:
+        """``value`` as a number that knows that ``node`` computes it."""
         number: Any = SizeInt(value) if isinstance(value, int) else SizeFloat(value)
         number.node, number.recorder = node, self
         self.numbers[node] = value

@@ -239,7 +239,7 @@ def _cudnn_batch_norm_backward(
     return True, (_new(x.shape, x.dtype), channels, channels)
 
 
-def _lists(*args: Any, alpha: float = 1.0) -> Sequence[Tensor] | None:
+def _matching_lists(*args: Any, alpha: float = 1.0) -> Sequence[Tensor] | None:
     """The first list of tensors, if the others have tensors of the same shapes, or numbers, there."""
     lists = [x for x in args if isinstance(x, list)]
     numbers = [alpha, *(x for x in args if not isinstance(x, list))]
@@ -255,11 +255,11 @@ def _lists(*args: Any, alpha: float = 1.0) -> Sequence[Tensor] | None:
 
 def _write_lists(*args: Any, **kwargs: Any) -> Recipe | None:
     """An operator that writes to the tensors of the first list and returns nothing."""
-    return None if _lists(*args, **kwargs) is None else _single(None)
+    return None if _matching_lists(*args, **kwargs) is None else _single(None)
 
 
 def _make_list(*args: Any) -> Recipe | None:
-    found = _lists(*args)
+    found = _matching_lists(*args)
     return None if found is None else (True, tuple(_new(x.shape, x.dtype) for x in found))
 
 
