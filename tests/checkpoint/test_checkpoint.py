@@ -198,7 +198,7 @@ def test_errors_say_what_does_not_go_together(tmp_path: Path) -> None:
     alike = copy.deepcopy(model).requires_grad_(False)
     for parameter in alike.parameters():
         parameter.zero_()
-    with pytest.raises(placer.PlacerError, match="saved in groups with other options"):
+    with pytest.raises(placer.PlacerError, match="saved in groups with different options"):
         placer.load(alike, SGD(alike[0].parameters(), lr=0.1), tmp_path / "good")
     assert not any(parameter.any() for parameter in alike.parameters())  # nothing was loaded
     data = next((tmp_path / "good").glob("*.distcp"))

@@ -59,10 +59,7 @@ def test_copies_that_have_gone_apart_are_named(
     results = job_of(2).run(cases.clip_apart, (2, 1), tmp_path)
     assert results[0][0] == []  # clipped as the whole, and nothing is said
     (warning,) = results[0][1]
-    assert (
-        "tokens.weight: ranks 0 and 1)" in warning
-        and "placed.clip_grad_norm_" in warning
-    )
+    assert "tokens.weight: ranks 0 and 1)" in warning and "placed.clip_grad_norm_" in warning
     assert results[1] == ([], [])
 
 
