@@ -202,7 +202,7 @@ class PolicySearch:
         boundary: int,
         select: Callable[[list[PartialPolicy], int], list[PartialPolicy]],
     ) -> list[PartialPolicy]:
-        """The selection of ``select``, called separately for partial policies that can continue differently."""
+        """What ``select`` returns, called separately for partial policies with different continuations."""
         by_policy: dict[Policy | None, list[PartialPolicy]] = {}
         for partial in partials:
             by_policy.setdefault(self._must_go_on(partial, boundary), []).append(partial)
