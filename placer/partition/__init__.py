@@ -1,20 +1,20 @@
-"""Which operations run on which device: a search for the best stages of a captured model.
+"""Chooses which operations run on which device: searches for the best stages of a captured model.
 
 `choose_partition` tries several orders of the model's operations, and finds the best stages along each
 by dynamic programming over cuts: the positions at which a stage may end. A unit is a group of
 operations that must stay on one stage; a boundary is where one chosen stage ends and the next begins.
 
 ==========================  ======================================================================
-choose                      the entry point: which orders are tried
-units, arrange              the graph of units; where stages may end, in which order devices come
+choose                      the entry point; tries several orders
+units, arrange              the graph of units; cuts along an order, and orders of devices
 candidate, chain            the best stages along one order
-noncontiguous, assignment   several stages on a device, which need not be neighbours
+noncontiguous, assignment   several stages on one device, which need not be neighbours
 bound                       a lower bound on the largest peak of any placement
-model                       a captured model as a problem of `solver`
-describe, types             the result, and why each boundary is where it is
+model                       expresses a captured model as a problem of `solver`
+describe, types             the result, with alternatives for each boundary
 `stage_cost`                the bytes and seconds of a stage
 `solver`                    placements over all orders, and lower bounds
-`policy`                    what to recompute and to offload in one stage
+`policy`                    chooses what to recompute and offload in one stage
 ==========================  ======================================================================
 """
 

@@ -1,4 +1,4 @@
-"""Where stages may end along an order, and in which order devices may come."""
+"""Finds the cuts at which stages may end along an order, and the orders in which devices may come."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from placer.cost import CostTable
 from placer.partition.solver.problem import Vector
 from placer.partition.types import DeviceSlot
 
-_MOST_CUTS = 400  # of longer orders only the cuts that fewest bytes cross
-_MOST_CHAINS = 64  # orders of devices that are tried where devices differ or have pinned nodes
+_MAX_CUTS = 400  # longer orders have only the cuts that the fewest bytes cross
+_MAX_CHAINS = 64  # orders of devices to try, if devices differ or have pinned nodes
 
 
 def unit_pins(units: nx.DiGraph, pins: Mapping[int, str]) -> dict[int, str]:
-    """Unit -> device that it is pinned to: that of its first pinned node."""
+    """The device that each unit is pinned to, which is that of its first pinned node."""
     found: dict[int, str] = {}
     for unit, nodes in units.nodes(data="nodes"):
         devices = [pins[i] for i in nodes if i in pins]
@@ -33,13 +33,14 @@ def candidate_cuts(
     pin_of: Mapping[int, str],
     kept: Collection[int] = (),
 ) -> list[int]:
-    """Cuts: positions of nodes, between units, at which stages may begin and end, 0 and the last included.
+    """Cuts: positions of nodes, between units, at which stages may begin and end; includes both ends.
 
-    Those next to units with different pins are always among them, and those after ``kept`` units.
+    If there are too many, only some are returned: always those between units with different pins and those
+    after ``kept`` units, and of the others those that few bytes cross.
     """
     ends = list(itertools.accumulate(len(units.nodes[u]["nodes"]) for u in order))
     boundaries = ends[:-1]
-    if len(boundaries) > _MOST_CUTS:
+    if len(boundaries) > _MAX_CUTS:
         chosen = _cheapest(boundaries, _crossing_bytes(units, order, costs))
         chosen |= _pin_boundaries(units, order, ends, pin_of)
         chosen.update(ends[count - 1] for count in kept if 0 < count < len(order))
@@ -48,12 +49,12 @@ def candidate_cuts(
 
 
 def is_thinned(order: Sequence[int]) -> bool:
-    """Does `candidate_cuts` leave out some cuts of ``order``?"""
-    return len(order) - 1 > _MOST_CUTS
+    """Whether `candidate_cuts` leaves out some cuts of ``order``."""
+    return len(order) - 1 > _MAX_CUTS
 
 
 def _crossing_bytes(units: nx.DiGraph, order: Sequence[int], costs: CostTable) -> Vector:
-    """Per position of a node, the bytes that cross a cut before it in forward."""
+    """For each position of a node, the bytes that cross a cut before it in forward."""
     position = {n: i for i, n in enumerate(n for u in order for n in units.nodes[u]["nodes"])}
     steps = np.zeros(len(position) + 2)
     for node, readers in enumerate(costs.readers):
@@ -65,8 +66,8 @@ def _crossing_bytes(units: nx.DiGraph, order: Sequence[int], costs: CostTable) -
 
 
 def _cheapest(boundaries: Sequence[int], crossing: Vector) -> set[int]:
-    """Of every run of neighbouring ``boundaries`` the one that fewest bytes cross."""
-    length = -(-len(boundaries) // _MOST_CUTS)
+    """The boundary that the fewest bytes cross, of every run of neighbouring ``boundaries``."""
+    length = -(-len(boundaries) // _MAX_CUTS)
     runs = (boundaries[i : i + length] for i in range(0, len(boundaries), length))
     return {min(run, key=lambda b: (crossing[b], b)) for run in runs}
 
@@ -89,10 +90,10 @@ def _pin_boundaries(
 def device_chains(
     devices: Sequence[DeviceSlot], pinned: Sequence[str | None]
 ) -> Iterator[tuple[DeviceSlot, ...]]:
-    """Devices in the order of their stages, as the pins of nodes (in order) demand it.
+    """Chains of devices, in the order of their stages, that agree with the pins of nodes along an order.
 
-    A device comes again where the pins do. Devices without pins are tried at every place between the
-    others. At most 64 chains.
+    A device is repeated if its pins require it. Devices without pins are tried at every position between
+    the others. At most 64 chains.
     """
     by_name = {slot.name: slot for slot in devices}
     runs = [name for name, _ in itertools.groupby(p for p in pinned if p is not None)]
@@ -109,5 +110,5 @@ def device_chains(
                 chain += fixed[i : i + 1]
             yield tuple(chain)
             tried += 1
-            if tried >= _MOST_CHAINS:
+            if tried >= _MAX_CHAINS:
                 return

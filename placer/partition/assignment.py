@@ -1,8 +1,8 @@
-"""Which device computes which part of an order, if a device may have several stages.
+"""Assigns the parts of an order to devices, if a device may have several stages.
 
-The first and the last layers of a U-Net save most of the activations, and the largest skip connection
-goes from the ones to the others. With one stage per device, both are on one device only if everything
-between them is, too. A heuristic looks for a lower largest peak, along one order of the nodes:
+The first and the last layers of a U-Net save most of the activations, and the largest skip connections
+connect them. With one stage per device, both can be on one device only if everything between them is,
+too. This heuristic looks for a lower largest peak along one order of the nodes:
 
 1. Devices are arranged as in the letter V: d0, d1, …, dk-1, …, d1, d0. Device j has the intervals
    [a_j, a_j+1) and [b_j+1, b_j), one inside the other from device to device. With g_j(a, b) the least
@@ -11,9 +11,9 @@ between them is, too. A heuristic looks for a lower largest peak, along one orde
        g_k-1(a, b) = load of [a, b)
        g_j(a, b)   = min over a <= a' <= b' <= b of max(pair_j(a, a', b', b), g_j+1(a', b'))
 
-   by dynamic programming, in O(k C^4) for C cuts, of which some tens are chosen before.
-2. Local search: a stretch of the order is given to another device, the one that lowers a sum of powers
-   of the loads the most, until none does. A step examines O(k C^2) loads. More stages have a price.
+   by dynamic programming, in O(k C^4) for C cuts, so only some tens of cuts are used.
+2. Local search: move the stretch of the order to the device that lowers a sum of powers of the loads the
+   most, until no move lowers it. A step examines O(k C^2) loads. Each additional stage has a penalty.
 """
 
 from __future__ import annotations
@@ -29,13 +29,19 @@ from placer.partition.stage_cost.shared import SharedPeaks, Table
 
 MOST_CUTS = 44  # the time of the first step grows with its fourth power
 
-Load = Callable[[int, tuple[Span, ...]], float]  # of a device (index) with these stages, as a share
+Load = Callable[
+    [int, tuple[Span, ...]], float
+]  # load of a device (index) with these stages, as a share
 
-_POWERS = (4.0, 16.0, 64.0)  # one after the other: from about all loads to about the largest
-_PRICE = 0.006  # share by which loads must fall for one more stage
+_POWERS = (
+    4.0,
+    16.0,
+    64.0,
+)  # used in turn; the higher, the more the sum depends on the largest load
+_PENALTY = 0.006  # share by which loads must fall for one more stage
 _SPARE = 0.004  # share by which the largest load may rise for fewer stages
-_MOST_STEPS = 200
-_ROUNDING = 1e-9  # difference between sums of floats in different orders
+_MAX_STEPS = 200
+_ROUNDING = 1e-9  # relative difference between sums of floats in different orders
 
 
 def nested_devices(
@@ -43,7 +49,7 @@ def nested_devices(
 ) -> list[int]:
     """The first step: the device of every stretch between ``cuts`` (indices, the ends included).
 
-    ``scales`` are per device (a, b) such that ``a * peak + b`` is its load.
+    ``scales`` has for each device a pair (a, b) such that ``a * peak + b`` is its load.
     """
     at = np.asarray(cuts)
     n, devices = len(at), len(scales)
@@ -109,7 +115,7 @@ def improved_devices(
     for power in _POWERS:
 
         def term(share: float, spans: tuple[Span, ...], power: float = power) -> float:
-            return float(share**power * (1 + _PRICE * power * len(spans)))
+            return float(share**power * (1 + _PENALTY * power * len(spans)))
 
         def value(tried: Sequence[int], limit: float) -> float:
             """The sum of powers over the devices; ``inf`` if a bound says that it is not below ``limit``."""
@@ -127,7 +133,7 @@ def improved_devices(
             return sum(term(known[pair], pair[1]) for pair in pairs)
 
         least = value(best, math.inf)
-        for _ in range(_MOST_STEPS):
+        for _ in range(_MAX_STEPS):
             better: list[int] | None = None
             for tried in _moves(best, free, devices):
                 found = value(tried, least)
@@ -142,7 +148,7 @@ def improved_devices(
 def _with_fewer_stages(
     device_of: list[int], cuts: Sequence[int], free: Sequence[bool], devices: int, load: Load
 ) -> list[int]:
-    """``device_of`` with stages joined to a neighbouring one where that costs next to nothing."""
+    """``device_of`` with stages merged into a neighbour if that raises the largest load only a little."""
 
     def largest(tried: Sequence[int]) -> float:
         return max(load(d, spans) for d, spans in enumerate(spans_of(tried, cuts, devices)))
@@ -162,7 +168,7 @@ def _with_fewer_stages(
 
 
 def _moves(device_of: list[int], free: Sequence[bool], devices: int) -> list[list[int]]:
-    """All assignments in which one run of free stretches is given to another device."""
+    """All assignments in which one run of free stretches is moved to another device."""
     found = []
     count = len(device_of)
     for x in range(count):
@@ -170,7 +176,9 @@ def _moves(device_of: list[int], free: Sequence[bool], devices: int) -> list[lis
             if not free[y - 1]:
                 break
             for device in range(devices):
-                if device_of[x] != device != device_of[y - 1]:  # else a shorter one does the same
+                if (
+                    device_of[x] != device != device_of[y - 1]
+                ):  # otherwise a shorter run does the same
                     found.append(device_of[:x] + [device] * (y - x) + device_of[y:])
     return found
 

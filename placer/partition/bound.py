@@ -1,33 +1,33 @@
-"""A lower bound on the largest peak of any placement, from what units and groups of units need.
+"""Computes a lower bound on the largest peak of any placement.
 
 A device computes a set D of units, in one stage or several. While the backward of a node i of D runs,
-these bytes of `placer.partition.stage_cost.score` are on it:
+these bytes of `placer.partition.stage_cost.score` are on the device:
 
     static(D)                        parameters, buffers, optimizer state: always
   + saved(j), j in D before i        their forward has ended, and their backward has not begun
   + gradients(j), j in D after i     their backward has ended
-  + alone(i)                         what i saved for itself, received, and allocates in its backward
+  + alone(i)                         what i has saved for itself, received, and allocates in its backward
 
-Whatever the order of the stages, ancestors of i are before i and descendants after it; of any other
-unit the lesser of both counts. Two bounds follow for all placements on N devices:
+In any order of the stages, ancestors of i come before i and descendants after it. Any other unit counts
+with the lesser of saved(j) and gradients(j). Two bounds follow for all placements on N devices:
 
-1. The device of a unit has at least the bytes that the unit needs alone at the worst of these moments:
+1. The device of a unit has at least the bytes that the unit needs by itself at the worst of these moments:
    its backwards, its forwards with the values that they read, and the optimizer's step.
-2. Let H be some units, excess(i) the most bytes in a backward of unit i beyond static(i) + saved(i),
-   and w(j) = static(j) + saved(j), or the least that j can count for if j is not before all of H. A
-   device with some of H has at least w of all its units + excess of its last unit of H (last in program
-   order: no other one of them is after it); any other device at least w of its units. So if h devices
-   have some of H, with T the largest peak,
+2. Let H be a set of units, and excess(i) the most bytes in a backward of unit i beyond static(i) +
+   saved(i). Let w(j) = static(j) + saved(j), or the least that j can count if j is not before all of H.
+   A device with some units of H has at least w of all its units, plus the excess of its last unit of H
+   in program order. Any other device has at least w of its units. So if h devices have units of H, with T
+   the largest peak,
 
-       N T >= w(all) + excess(last of H) + the h - 1 least excesses      (all devices added up)
-       h T >= w(H) + h times the least excess                            (those that have some of H)
+       N T >= w(all) + excess(last of H) + the h - 1 least excesses      (summed over all devices)
+       h T >= w(H) + h times the least excess                            (over those with units of H)
 
-   and T is at least the least over h of the larger of both. H are the units of the largest excesses
-   from some position of the program on, for several positions and sizes.
+   For each h, T is at least the larger of both; the bound is the least of these over all h. As H we try
+   the units of the largest excesses from some position of the program on, for several positions and sizes.
 
-The first decides where one operation is large, the second where there are few devices. With several
-micro-batches in flight, saved(j) counts for each. Activations that regions recompute or offload count
-in alone(i) only.
+The first bound is the larger one if an operation is large, the second if there are few devices. With
+several micro-batches in flight, saved(j) counts for each. Activations that regions recompute or offload
+count in alone(i) only.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ from placer.partition.model import ModelUnits, StateBytes, state_bytes
 from placer.partition.stage_cost.order_bytes import node_transients
 from placer.partition.types import DeviceSlot, PlanningOptions
 
-# Larger graphs have the first bound only: the second compares all pairs of units.
-_MOST_UNITS = 2_000
-_MOST_IN_GROUP, _MOST_STARTS = 64, 32  # units of H; positions of the program
+# Larger graphs get only the first bound, because the second compares all pairs of units.
+_MAX_UNITS = 2_000
+_MAX_IN_GROUP, _MAX_STARTS = 64, 32  # units in H; positions in the program
 
 Bytes = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitBytes:
-    """Bytes per unit, at the least, in any stage that has it."""
+    """For each unit, lower bounds on its bytes in any stage that has it."""
 
     static: Bytes
-    saved: Bytes  # between the forward and the backward of its nodes; each value at one saver
-    gradients: Bytes  # of its own parameters, from its backward on
-    excess: Bytes  # of the worst of its backwards, above static + saved
-    alone: Bytes  # the worst of all its moments, with nothing else in the stage
+    saved: Bytes  # between its forward and its backward; each value counts for one of its savers
+    gradients: Bytes  # of its own parameters, after its backward
+    excess: Bytes  # of the worst of its backwards, beyond static + saved
+    alone: Bytes  # at the worst moment, with no other unit in the stage
 
 
 def least_peak(
@@ -72,12 +72,12 @@ def least_peak(
 ) -> float:
     """A lower bound on the largest `peak_share` of any placement on ``devices``.
 
-    ``num_stages`` is that of the longest chain of devices, a device coming several times counted as so
-    many. O(nodes + units^2 / 8 + groups x units).
+    ``num_stages`` is the length of the longest chain of devices; a repeated device counts each time.
+    Takes O(nodes + units^2 / 8 + groups * units) time.
     """
     units = unit_bytes(model, costs, options, [slot.name for slot in devices])
     nbytes = float(units.alone.max(initial=0.0))
-    if options.training and len(model.order) <= _MOST_UNITS:
+    if options.training and len(model.order) <= _MAX_UNITS:
         stages = (in_flight_at(options, num_stages, q) for q in range(num_stages))
         others = min(stage.first_backward for stage in stages)
         nbytes = max(nbytes, _least_of_groups(units, model.edges, num_stages, others))
@@ -87,17 +87,19 @@ def least_peak(
 def _least_of_groups(
     units: UnitBytes, edges: Iterable[tuple[int, int]], devices: int, others: float
 ) -> float:
-    """The second bound; ``others`` more micro-batches are in flight at any stage in its first backward."""
+    """The second bound; at least ``others`` other micro-batches are in flight in a first backward."""
     count = len(units.static)
     before = _ancestors(count, edges)
     full = units.static + (1 + others) * units.saved
     part = full - units.saved + np.minimum(units.saved, units.gradients)
     least = 0.0
     large = np.argsort(-units.excess, kind="stable")
-    for start in np.unique(np.linspace(0, count - 1, _MOST_STARTS).astype(np.int64)):
+    for start in np.unique(np.linspace(0, count - 1, _MAX_STARTS).astype(np.int64)):
         group = np.zeros(count, dtype=bool)
-        is_before = np.ones(count, dtype=bool)  # all of the group, or of it what comes later
-        chosen = large[(large >= start) & (units.excess[large] > 0)][:_MOST_IN_GROUP]
+        is_before = np.ones(
+            count, dtype=bool
+        )  # before all of the group, or if in it, before later ones
+        chosen = large[(large >= start) & (units.excess[large] > 0)][:_MAX_IN_GROUP]
         for unit in chosen:
             later = np.flatnonzero(group[unit:]) + unit
             outside = ~group
@@ -118,7 +120,7 @@ def _least_of_groups(
 
 
 def _ancestors(count: int, edges: Iterable[tuple[int, int]]) -> NDArray[np.bool_]:
-    """``[u, v]``: is v before u in every order? Units are numbered in a topological order."""
+    """``[u, v]``: whether v is an ancestor of u. Units are numbered in a topological order."""
     before = np.zeros((count, count), dtype=bool)
     for a, b in sorted(edges, key=lambda edge: edge[1]):
         if b < count:
@@ -130,7 +132,7 @@ def _ancestors(count: int, edges: Iterable[tuple[int, int]]) -> NDArray[np.bool_
 def unit_bytes(
     model: ModelUnits, costs: CostTable, options: PlanningOptions, devices: Sequence[str]
 ) -> UnitBytes:
-    """The bytes of the units of ``model``, on any of ``devices`` (names); O(nodes + uses)."""
+    """The bytes of the units of ``model`` on any of ``devices`` (names); O(nodes + uses)."""
     count = len(model.order)
     state = state_bytes(model, costs, options)
     saved, excess, alone = np.zeros(count), np.zeros(count), state.copies.copy()
@@ -142,7 +144,9 @@ def unit_bytes(
     values = _Values(model, costs)
     for unit, nodes in enumerate(nodes_of):
         moments = []
-        if options.microbatches == 1:  # a smaller last one may be the only one in forward
+        if (
+            options.microbatches == 1
+        ):  # otherwise the only forward with this memory may be a smaller one
             moments.append(_most_in_forward(costs, values, unit, nodes))
         if options.training:
             held = _held_in_backward(costs, values, unit, nodes, state.own[unit])
@@ -155,7 +159,7 @@ def unit_bytes(
 
 
 def _updating(state: StateBytes, options: PlanningOptions, devices: Sequence[str]) -> Bytes:
-    """Per unit the temporary bytes of the optimizer's step, on the best of the devices."""
+    """For each unit the temporary bytes of the optimizer's step, on the best of the devices."""
     largest = np.array([max((nbytes for _, nbytes in own), default=0) for own in state.own])
     optimizers = [optimizer_on(options, [name]) for name in devices]
     # `IntervalTables.updating` is twice the largest.
@@ -165,18 +169,18 @@ def _updating(state: StateBytes, options: PlanningOptions, devices: Sequence[str
 
 
 def _most_in_forward(costs: CostTable, values: _Values, unit: int, nodes: Sequence[int]) -> float:
-    """The most bytes besides the state in the forward of a unit's nodes."""
+    """The most bytes, besides the state, in the forward of a unit's nodes."""
     forward = (node_transients(costs, node)[0] + values.read(node, unit) for node in nodes)
     return max(forward, default=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _HeldInBackward:
-    """Bytes of a unit besides its state, from its forward to its backward and in its backward."""
+    """Bytes of a unit besides its state, between its forward and backward and during its backward."""
 
-    saved: float  # each value counted at the first of all its savers
-    most: float  # in a backward, with values counted so
-    most_alone: float  # in a backward, with all values that the unit saves
+    saved: float  # each value counts only for the first of all its savers
+    most: float  # during a backward, with values counted in the same way
+    most_alone: float  # during a backward, with all values that the unit saves
 
 
 def _held_in_backward(
@@ -196,21 +200,23 @@ def _held_in_backward(
         saved_so_far += counted.shared
         most_alone = max(most_alone, kept_so_far + moment)
         most = max(most, saved_so_far + moment)
-        kept_so_far += mine.single  # in its own backward it is part of the transient bytes
+        kept_so_far += (
+            mine.single
+        )  # not before: in the node's own backward it is in the transient bytes
         saved_so_far += counted.single
     return _HeldInBackward(saved=saved_so_far, most=most, most_alone=most_alone)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Saved:
-    """Bytes that a node saves: ``shared`` with other nodes, and for itself alone."""
+    """Bytes that a node saves: those ``shared`` with other savers, and those that only it saves."""
 
     shared: float = 0.0
     single: float = 0.0
 
 
 class _Values:
-    """The bytes that nodes read and save, at the least: of a value that is received, it may be parts."""
+    """Lower bounds on the bytes that nodes read and save; a received value may be only a part of one."""
 
     def __init__(self, model: ModelUnits, costs: CostTable) -> None:
         self._model, self._costs = model, costs
@@ -220,7 +226,7 @@ class _Values:
         for index, value in enumerate(costs.values):
             nodes = {*value.users, *value.savers, *([value.producer] * (value.producer >= 0))}
             if costs.keys and any(costs.keys[i] for i in nodes if i < len(costs.keys)):
-                continue  # a region may recompute it, or have it on the host
+                continue  # a region may recompute or offload it
             for node in value.users:
                 self._users[node].append(index)
             for node in value.savers:
@@ -231,7 +237,7 @@ class _Values:
             self._later[gradient.target] += gradient.nbytes if apart else gradient.surplus
 
     def later(self, node: int) -> float:
-        """Bytes of gradients received at ``node`` that may be received elsewhere, or in part."""
+        """Bytes of gradients received at ``node`` that may be received elsewhere, or only in part."""
         return self._later[node]
 
     def read(self, node: int, unit: int) -> float:
@@ -241,8 +247,12 @@ class _Values:
         return sum(self._nbytes(v, unit) for v in read)
 
     def saved(self, node: int, unit: int) -> tuple[_Saved, _Saved, float]:
-        """Bytes that ``node`` is the first of its unit to save, those that it is the first of all to save,
-        and how many of the bytes that only it saves may be missing, where they are received."""
+        """What ``node`` saves, counted in two ways, and bytes of it that may be missing.
+
+        The first has the values that no earlier node of the unit saves, the second those that no earlier
+        node of the model saves. The third is by how much values that only this node saves may be smaller,
+        if they are received.
+        """
         here, first = [0.0, 0.0], [0.0, 0.0]
         less = 0.0
         unit_of = self._model.unit_of
@@ -265,7 +275,7 @@ class _Values:
 
 
 def _least_copies(costs: CostTable) -> list[int]:
-    """Per value the bytes of the smallest result by which a stage can receive it."""
+    """For each value the bytes of the smallest result with which a stage can receive it."""
     least = [value.nbytes for value in costs.values]
     for held, nbytes in zip(costs.results, costs.nodes, strict=False):
         for index in held:

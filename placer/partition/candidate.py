@@ -1,4 +1,4 @@
-"""The best stages along one order of the nodes for one chain of devices."""
+"""Finds the best stages along one order of the nodes, for one chain of devices."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from placer.partition.stage_cost.tables import IntervalTables
 from placer.partition.types import DeviceSlot, PlanningOptions
 from placer.schedule import InFlight, in_flight_by_stage, make_schedule
 
-_TIE = 1e-9  # the next criterion decides among equals only
+_TIE = 1e-9  # relative difference up to which candidates are equal, so the next criterion decides
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
     """Stages along one order of nodes; stage q is between cuts q and q + 1, on device q of ``slots``.
 
-    Shares are of a device's budget, the reserve included.
+    A share is that of a device's budget which its peak and reserve take.
     """
 
     rank: tuple[float, ...]  # by which candidates are compared; smaller is better
@@ -43,16 +43,16 @@ class Candidate:
 
     @property
     def limit(self) -> float:
-        """What the share of every device is held to: 1, or more if it does not fit."""
+        """The limit on every device's share: 1, or more if the candidate does not fit."""
         return max(self.fullest, 1.0)
 
 
 def rank_candidate(
     options: PlanningOptions, *, fullest: float, peak: float, seconds: Sequence[float]
 ) -> tuple[float, ...]:
-    """What to compare candidates by: first the overflow, then the objective, then seconds.
+    """The key for comparing candidates: first the overflow, then the objective, then seconds.
 
-    ``fullest`` and ``peak`` are as in `Candidate`; ``seconds`` are those of every stage or device.
+    ``fullest`` and ``peak`` are as in `Candidate`; ``seconds`` has those of every stage or device.
     """
     slowest, total = max(seconds), sum(seconds)
     step = slowest * (options.microbatches - 1) + total
@@ -76,18 +76,18 @@ def in_flight_at(options: PlanningOptions, num_stages: int, stage_index: int) ->
 def _in_flight(
     schedule: str, num_stages: int, microbatches: int, last_share: float
 ) -> tuple[InFlight, ...]:
-    """`in_flight_at` for every stage; a search asks for the same ones hundreds of times."""
+    """`in_flight_at` for every stage; cached, because a search asks for the same ones hundreds of times."""
     table = make_schedule(schedule, num_stages, microbatches)
     return in_flight_by_stage(table, last_share=last_share)
 
 
 def copies_overlap(options: PlanningOptions, slot: DeviceSlot) -> bool:
-    """Whether copies to the host and back run beside what the device computes: a CPU has no stream."""
+    """Whether copies to and from the host overlap with computation; a CPU has no streams for that."""
     return options.offload_overlap and device_type(slot.name) == "cuda"
 
 
 def optimizer_on(options: PlanningOptions, devices: Iterable[str]) -> OptimizerMemory:
-    """What the optimizer needs per byte of parameter, if its parameters are on ``devices`` (names)."""
+    """The memory that the optimizer needs, if its parameters are on ``devices`` (names)."""
     if not options.training:
         return OptimizerMemory(state=0)
     return optimizer_bytes(options.optimizer, together=updates_together(devices))
@@ -102,8 +102,8 @@ def solve_order(
 ) -> Candidate | None:
     """The best stages along ``nodes`` on the devices of ``chain``; None if the pins rule out all.
 
-    ``pinned`` is per node the device that it must be on, or None. If all stages can be within their
-    budgets the objective decides, else the least overflow.
+    ``pinned`` has for each node the device that it must be on, or None. If all stages can be within their
+    budgets the objective decides, otherwise the least overflow.
     """
     costs = StageCosts(tables, chain, pinned, options)
     enough = len(tables.cuts) - 1 >= len(chain)
@@ -163,8 +163,8 @@ def _rated(
 class StageCosts:
     """Costs of all intervals at every position of a chain of devices: ``[q][x, y]`` as in `best_cuts`.
 
-    ``seconds`` with transfers; ``peaks`` as by `peak_share`; ``shares`` the same, but 0 without a
-    budget; ``follow_pins``: has the interval no node that is pinned to another device?
+    ``seconds`` include transfers. ``peaks`` are by `peak_share`; ``shares`` are the same, but 0 without a
+    budget. ``follow_pins`` says whether an interval has no node that is pinned to another device.
     """
 
     def __init__(
@@ -191,13 +191,13 @@ class StageCosts:
         return [f & (s <= limit) for f, s in zip(self.follow_pins, self.shares, strict=True)]
 
     def along(self, loads: Sequence[Table], cuts: Sequence[int]) -> list[float]:
-        """Of ``loads``, those of the stages between ``cuts`` that are not empty."""
+        """The entries of ``loads`` for the stages between ``cuts`` that are not empty."""
         pairs = enumerate(itertools.pairwise(cuts))
         return [float(loads[q][x, y - 1]) for q, (x, y) in pairs if y > x]
 
 
 def reference_bytes(chain: Sequence[DeviceSlot]) -> float:
-    """What peaks are shares of on devices without a budget: the largest budget, else 1 byte."""
+    """The bytes of which peaks are shares on devices without a budget: the largest budget, or 1 byte."""
     return float(max((s.budget for s in chain if s.budget is not None), default=1))
 
 
@@ -215,9 +215,9 @@ def peak_share(peak: float | Table, slot: DeviceSlot, reference: float) -> float
 def boundary_alternatives(
     candidate: Candidate, pinned: Sequence[str | None], options: PlanningOptions
 ) -> list[tuple[float, int | None]]:
-    """For every boundary: what is minimised if it is at the best other cut, and that cut.
+    """For every boundary the best other cut, and the value of the objective with that cut.
 
-    The other boundaries are then wherever they are best. ``inf`` and None if there is no other cut.
+    The other boundaries are then wherever they are best. ``(inf, None)`` if there is no other cut.
     """
     costs = StageCosts(candidate.tables, candidate.slots, pinned, options)
     combine: Literal["max", "sum"] = "sum" if options.objective == "latency" else "max"
@@ -261,7 +261,7 @@ def _seconds(tables: IntervalTables, slot: DeviceSlot, options: PlanningOptions)
 
 
 def _follows_pins(tables: IntervalTables, pinned: Sequence[str | None], name: str) -> Mask:
-    """Which intervals have no node that is pinned to another device than ``name``."""
+    """Whether each interval has no node that is pinned to another device than ``name``."""
     foreign = np.cumsum([0, *(p is not None and p != name for p in pinned)])
     at = foreign[np.asarray(tables.cuts)]
     mask: Mask = at[None, 1:] == at[:-1, None]

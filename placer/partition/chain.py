@@ -1,13 +1,14 @@
-"""The best stages along one order, by dynamic programming over the cuts at which stages may end.
+"""Finds the best stages along one order, by dynamic programming over the cuts at which stages may end.
 
 With f(q, b) the least cost of the first q stages if these end at cut b,
 
     f(q, b) = min over a <= b of combine(f(q - 1, a), load(q, a, b))
 
-where ``combine`` is the maximum (of stages that work at the same time) or the sum. O(k * C^2) for k
-stages and C cuts; optimal for the order and loads; ties go to the earliest cut. (The linear partition
-problem: Skiena, The Algorithm Design Manual, section 10.7; with memory limits as in Tarnawski et al.,
-"Efficient Algorithms for Device Placement of DNN Graph Operators", NeurIPS 2020, section 4.)
+where ``combine`` is the maximum (if stages work at the same time) or the sum. Takes O(k * C^2) time for k
+stages and C cuts, and is optimal for the order and the loads; of equal solutions, the one with the
+earliest cuts is returned. This is the linear partition problem (Skiena, The Algorithm Design Manual,
+section 10.7), with memory limits as in Tarnawski et al., "Efficient Algorithms for Device Placement of
+DNN Graph Operators", NeurIPS 2020, section 4.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ def best_cuts(
     combine: Literal["max", "sum"],
     may_be_empty: Sequence[bool],
 ) -> tuple[tuple[int, ...], float] | None:
-    """Cuts (indices) 0 = c_0 <= … <= c_k of least cost, and that cost; None when nothing is feasible.
+    """The cuts (indices) 0 = c_0 <= … <= c_k of least cost, and that cost; None if nothing is feasible.
 
-    ``loads[q][x, y]`` is the load of stage q from cut x to cut y + 1, ``feasible[q][x, y]`` whether it
-    may be so, and ``may_be_empty[q]`` whether it may have no nodes.
+    ``loads[q][x, y]`` is the load of stage q from cut x to cut y + 1, ``feasible[q][x, y]`` whether this
+    is allowed, and ``may_be_empty[q]`` whether stage q may have no nodes.
 
     >>> works = np.array([1.0, 2.0, 3.0, 4.0])
     >>> load = np.array([[works[x:y + 1].sum() for y in range(4)] for x in range(4)])
@@ -70,8 +71,7 @@ def boundary_costs(
 ) -> Table:
     """``[q, c]``: the least cost if stage q ends at cut c and no stage is empty; O(k * C^2).
 
-    The cost of the first q + 1 stages up to c, from the front, combined with that of the others, from
-    the back.
+    It combines the cost of the first q + 1 stages up to c with the cost of the other stages from c on.
     """
     count = loads[0].shape[0]
     join = np.maximum if combine == "max" else np.add

@@ -1,4 +1,4 @@
-"""Choose which nodes run on which device: pinned layers stay, all others go where they are best."""
+"""Chooses the device of every node: `choose_partition` finds the best stages, `rate_partition` given ones."""
 
 from __future__ import annotations
 
@@ -36,13 +36,16 @@ from placer.partition.types import DeviceSlot, Partition, PlanningOptions
 from placer.partition.units import grouped_order, program_order, sampled_orders, unit_graph
 from placer.program import Program
 
-_MOST_ALIVE = 150_000  # of partly decided downsets in a proof: at most about half a second
-_SAMPLES = 4  # orders that are drawn where memory decides: a stage's peak depends on its order
-_SAMPLED_UNITS, _MOST_SAMPLED = 2_000, 5_000  # in all of them; a graph of more has none
-# Units before and after a boundary where all are tried, in orders so long that cuts are thinned:
-_NEARBY, _MOST_NEAR = 12, 200  # for each of them, and in all
+_MOST_ALIVE = 150_000  # partly decided downsets in a proof, which takes at most about half a second
+_SAMPLES = 4  # random orders to try if memory decides, because a stage's peak depends on its order
+_SAMPLED_UNITS, _MOST_SAMPLED = (
+    2_000,
+    5_000,
+)  # units in all of them; none for graphs with more units
+# In orders so long that cuts are thinned, all cuts within so many units of a boundary are tried:
+_NEARBY, _MOST_NEAR = 12, 200  # for each boundary, and for all together
 _MOST_ROUNDS = 3  # times that stages are put into program order and the cuts are chosen again
-_SLACK = 1.005  # how far above the least peak the additive bounds of a proposal may go
+_SLACK = 1.005  # factor by which bounds on peaks may exceed the least known peak
 _NEAR = 0.8  # share of a budget from which on memory decides where cuts are
 
 
@@ -56,21 +59,22 @@ def choose_partition(
     tables: TableCache | None = None,
     enough: float = 0.0,
 ) -> Partition:
-    """The best chain of stages on ``devices`` that keeps every node of ``pins`` on its device.
+    """The best chain of stages on ``devices``, with every node of ``pins`` on its device.
 
-    Every device gets a stage as long as there are nodes for it. Among placements within the budgets
-    the objective decides; if there is none, the result has the least overflow, and ``fits`` is False.
+    Every device gets a stage if there are enough nodes. Among placements within the budgets the objective
+    decides; if there is none, the result has the least overflow, and ``fits`` is False.
 
-    A stage's peak depends on the order in which it runs its nodes, and is exact along one order; so
-    the dynamic program over the cuts of an order (`placer.partition.candidate`) decides. The orders
-    tried are that of the program, one grouped by pins, and those of placements that `solve` finds over
-    all orders, of least time with a lower bound on peaks under the budgets. Where memory decides, that of
-    the least such bound and some random orders are tried too. `Partition.optimality` says how far the result
-    can be from the best of all placements.
+    A stage's peak depends on the order in which it runs its nodes, and is computed exactly along one
+    order. So for each of several orders, a dynamic program finds the best cuts
+    (`placer.partition.candidate`). The orders tried are program order, one grouped by pins, and the orders
+    of placements that `solve` finds among all orders: one of least time in which a lower bound on every
+    peak is within its budget, and if memory decides, one in which the largest such bound is the least. If
+    memory decides, some random orders are tried, too. `Partition.optimality` says how far the result may
+    be from the best of all placements.
 
-    ``tables`` are shared by searches for one model. With ``enough``, the search ends if the placement
-    along the program's order fills no device beyond this share of its budget, the reserve included;
-    nothing is then known of how good it is.
+    ``tables`` is a cache that searches for one model share. With ``enough``, the search ends if the
+    placement along program order fills no device beyond this share of its budget, including the reserve;
+    there is then no lower bound.
     """
     units = unit_graph(program)
     position = {name: i for i, name in enumerate(program.order)}
@@ -101,10 +105,10 @@ def rate_partition(
     stages: Sequence[tuple[DeviceSlot, Sequence[str]]],
     options: PlanningOptions,
 ) -> Partition:
-    """What ``stages`` cost, each a device with its nodes in the order in which it runs them.
+    """The partition with these ``stages``: pairs of a device and its nodes, in the order it runs them.
 
-    No other placement is tried: the lower bound is 0, and boundaries have no alternatives.
-    O(nodes x stages), much less than `choose_partition`.
+    No other placement is tried, so the lower bound is 0, and boundaries have no alternatives. Takes
+    O(nodes * stages) time, much less than `choose_partition`.
     """
     position = {name: i for i, name in enumerate(program.order)}
     nodes = [position[name] for _, names in stages for name in names]
@@ -126,20 +130,20 @@ class _Order:
         self.pinned = [
             pin_of.get(unit) for unit, group in zip(units, groups, strict=True) for _ in group
         ]
-        # Position of nodes after each number of units.
+        # For each number of units, the position at which they end.
         self.ends = list(itertools.accumulate(map(len, groups), initial=0))
 
     def counts(self, found: Candidate) -> list[int]:
-        """After how many units the stages of ``found`` end, from 0 on."""
+        """The number of units before each cut of ``found``, beginning with 0."""
         return [bisect.bisect_left(self.ends, found.tables.cuts[cut]) for cut in found.cuts]
 
     def cuts(self, tables: IntervalTables, counts: Collection[int]) -> list[int]:
-        """The indices of the cuts of ``tables`` after so many units."""
+        """The indices in ``tables`` of the cuts after these numbers of units."""
         return [tables.cuts.index(self.ends[count]) for count in counts]
 
 
 class _Search:
-    """The best candidate of the orders that were tried so far."""
+    """Tries orders, and keeps the best candidate so far."""
 
     def __init__(
         self,
@@ -159,18 +163,18 @@ class _Search:
         self._tried: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
         self.best: Candidate | None = None
         self.first: Candidate | None = None  # along program order
-        self.coarse: Candidate | None = None  # the best of those with thinned cuts
+        self.coarse: Candidate | None = None  # the best one with thinned cuts
 
     def pins_of(self, candidate: Candidate) -> list[str | None]:
         """The pin of every node of the candidate, in its order."""
         return [self._pin_of.get(self._unit_of[node]) for node in candidate.nodes]
 
     def try_order(self, units: Sequence[int], counts: Collection[int] = ()) -> None:
-        """Try the best stages along an order; cuts after ``counts`` units are allowed in any case.
+        """Try the best stages along an order; cuts after ``counts`` units are always allowed.
 
-        Costs are those of running nodes in program order, for the order in which the readers of a
-        value return its gradient decides which gradients are pending. So every stage runs its units
-        in program order: stages that have them in another one are reordered, and cut again.
+        Costs are for stages that run their units in program order, because pending gradients depend on the
+        order in which the readers of a value return its gradient. So the units of each stage are put into
+        program order, and the cuts are chosen again.
         """
         found: Candidate | None = None
         for _ in range(_MOST_ROUNDS):
@@ -180,7 +184,7 @@ class _Search:
                 return
             self._tried.add(tried)
             tables = self._build(order, cuts)
-            if found is not None:  # the very stages that the order was made of
+            if found is not None:  # the stages from which this order was made
                 self._offer(self._rate(order, tables, found.slots, counts))
             found = self._solve(order, tables)
             if found is None:
@@ -196,9 +200,10 @@ class _Search:
             units = reordered
 
     def _try_nearby(self, order: _Order, found: Candidate) -> None:
-        """Try all cuts near those of ``found``, which was chosen among thinned ones.
+        """Try all cuts near those of ``found``, which was chosen among thinned cuts.
 
-        Where memory decides, the thinned ones too: a stage's peak may fall by much at a cut far away.
+        If memory decides, the thinned cuts are tried too, because a stage's peak may be much lower with a
+        cut that is far away.
         """
         for _ in range(_MOST_ROUNDS):
             counts: Collection[int] = order.counts(found)
@@ -222,7 +227,7 @@ class _Search:
             self._offer(found)
 
     def with_all_cuts(self, found: Candidate) -> Candidate:
-        """``found`` with tables that have all cuts of its order, or the thinned ones and its own."""
+        """``found`` with tables for all cuts of its order, or for the thinned ones and its own."""
         order = self._order_of(found)
         counts = order.counts(found)
         cuts = self._cuts(order, counts)
@@ -232,7 +237,7 @@ class _Search:
         return replace(found, tables=tables, cuts=tuple(order.cuts(tables, counts)))
 
     def with_other_cuts(self, found: Candidate) -> Candidate:
-        """``found`` with tables that have other cuts than its own, for the alternatives of each."""
+        """``found`` with tables that include other cuts than its own, as alternatives for boundaries."""
         if len(found.tables.cuts) > len(set(found.cuts)):
             return found
         return self.with_all_cuts(found)
@@ -257,7 +262,7 @@ class _Search:
         slots: Sequence[DeviceSlot],
         counts: Collection[int],
     ) -> Candidate:
-        """The stages that end after ``counts`` units."""
+        """The candidate whose stages end after ``counts`` units."""
         cuts = order.cuts(tables, counts)
         return rate_stages(tables, order.nodes, slots, cuts, order.pinned, self._options)
 
@@ -277,7 +282,7 @@ class _Search:
             self.best = found
 
     def _in_program_order(self, order: _Order, found: Candidate) -> tuple[list[int], list[int]]:
-        """The units of ``order`` with those of each stage in program order, and where stages end."""
+        """The units with those of each stage in program order, and the number of units before each cut."""
         counts = order.counts(found)
         reordered: list[int] = []
         for begin, end in itertools.pairwise(counts):
@@ -294,10 +299,10 @@ class _Search:
             self.try_order(units)
 
     def try_solutions(self, model: ModelUnits) -> float:
-        """Try the orders of placements that `solve` finds; returns a lower bound on what is minimised.
+        """Try the orders of placements that `solve` finds; returns a lower bound on the objective.
 
-        The bound has no exact peaks, and if more than one chain of devices was tried, it assumes the
-        best device of all at every position.
+        The bound uses lower bounds on peaks. If more than one chain of devices was tried, it assumes the
+        best of all devices at every position.
         """
         best, options = self.best, self._options
         assert best is not None
@@ -341,20 +346,20 @@ class _Search:
     def _least_peak(self, model: ModelUnits, chain: Sequence[DeviceSlot]) -> float:
         """A lower bound on the largest peak, in the unit of `Candidate.peak`."""
         budgets = [slot.budget for slot in self._devices if slot.budget is not None]
-        known = max(budgets, default=None)  # what peaks are shares of where there is no budget
+        known = max(budgets, default=None)  # peaks on devices without a budget are shares of this
         measured = [s if s.budget is not None else replace(s, budget=known) for s in chain]
         spread = simple_bound(memory_problem(model, self._costs, measured, self._options))
         return max(spread, least_peak(model, self._costs, self._devices, len(chain), self._options))
 
     def try_noncontiguous(self, bound: float) -> None:
-        """Try several stages per device, if memory decides and the best peak is not near ``bound``."""
+        """Try several stages per device, if memory decides and the best peak is not close to ``bound``."""
         best = self.best
         assert best is not None
         if best.rank[0] <= 1 and (
             self._options.objective != "memory" or best.peak * (1 - GAIN) <= bound
         ):
             return
-        # Along program order, whose stages run as they were recorded, and along the best one.
+        # Along program order, in which stages run as recorded, and along the best orders.
         starts = {id(c): c for c in (best, self.first, self.coarse) if c is not None}
         for start in starts.values():
             found = self._noncontiguous(self.with_all_cuts(start))
@@ -376,7 +381,7 @@ class _Search:
 
 
 def _most_bytes(best: Candidate, options: PlanningOptions) -> list[float | None]:
-    """What every stage may hold: its budget, and for least memory not much more than ``best``."""
+    """The most bytes of every stage: its budget, and to minimise memory not much more than ``best`` has."""
     near = best.peak * _SLACK if options.objective == "memory" else np.inf
     found: list[float | None] = []
     for slot in best.slots:

@@ -1,4 +1,4 @@
-"""The costs, peaks and boundaries of chosen stages, as they stand in a plan."""
+"""Describes chosen stages for a plan: their seconds, peaks, transfers, and the boundaries between them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ PEAK_SHARE = "largest peak, share of its budget"
 
 
 class _Used(NamedTuple):
-    """A stage that is not empty: the index of its device, and of its first and last interval of cuts."""
+    """A stage that is not empty: the index of its device, and of the first and last interval of its cuts."""
 
     slot: int
     first: int
@@ -68,8 +68,8 @@ def describe_partition(
 ) -> Partition:
     """The partition of ``best``.
 
-    ``pinned`` is per node of its order the device it is pinned to; ``bound`` a lower bound on what is
-    minimised, in the unit of `Candidate.peak` or in seconds.
+    ``pinned`` has for each node of its order the device that it is pinned to, or None. ``bound`` is a lower
+    bound on the criterion that was minimised, in seconds or in the unit of `Candidate.peak`.
     """
     spans = enumerate(itertools.pairwise(best.cuts))
     used = [_Used(q, x, y - 1) for q, (x, y) in spans if y > x]
@@ -144,21 +144,19 @@ def _stages(
         optimizer = optimizer_on(options, [slot.name] if options.processes else trained_on)
         received = received_from[index, :index].tolist()
         peaks = peak_bytes(t, count, optimizer, training=options.training, received_from=received)
-        forward, backward = stage_seconds(t, slot.kind, own_host=options.processes)
-        took = float(forward[x, y]), float(backward[x, y])
-        launching = launch_seconds(t, slot.kind)
-        if device_type(slot.name) == "cpu":  # what a CPU runs, the process runs
-            launching = forward, backward
-        inside = best.nodes[t.cuts[x] : t.cuts[y + 1]]  # the order that its peak is of
+        seconds = [float(table[x, y]) for table in stage_seconds(t, slot.kind)]
+        launching = [float(table[x, y]) for table in launch_seconds(t, slot.kind)]
+        inside = best.nodes[
+            t.cuts[x] : t.cuts[y + 1]
+        ]  # in the order for which the peak was computed
         moved = 0
         if copies_overlap(options, slot):
             with_loss = [*inside, len(costs.names)] if y == len(t.cuts) - 2 else inside
-            moved, took = _overlapped(costs, with_loss, slot.kind)
-            if options.processes:
-                took = (
-                    max(took[0], float(launching[0][x, y])),
-                    max(took[1], float(launching[1][x, y])),
-                )
+            moved, seconds = _overlapped(costs, with_loss, slot.kind)
+        if options.processes:  # a pass takes at least as long as its process takes to launch it
+            seconds = list(map(max, seconds, launching))
+        if device_type(slot.name) == "cpu":  # the process runs the operations itself
+            launching = seconds
         names = tuple(program.order[i] for i in inside)
         layers = dict.fromkeys(program.layer_of[name] for name in names)
         stages.append(
@@ -172,10 +170,10 @@ def _stages(
                 ),
                 budget=slot.budget,
                 reserve=slot.reserve,
-                forward_seconds=took[0],
-                backward_seconds=took[1] if options.training else 0.0,
-                forward_launch_seconds=float(launching[0][x, y]),
-                backward_launch_seconds=float(launching[1][x, y]) if options.training else 0.0,
+                forward_seconds=seconds[0],
+                backward_seconds=seconds[1] if options.training else 0.0,
+                forward_launch_seconds=launching[0],
+                backward_launch_seconds=launching[1] if options.training else 0.0,
                 host_copy_seconds=moved / slot.kind.host_bandwidth,
                 host_copy_nbytes=moved,
                 regions=find_regions(names, key_of),
@@ -186,15 +184,15 @@ def _stages(
 
 def _overlapped(
     costs: CostTable, nodes: Sequence[int], kind: DeviceKind
-) -> tuple[int, tuple[float, float]]:
-    """Bytes that go to the host from ``nodes``, and seconds of both passes with copies beside them."""
+) -> tuple[int, list[float]]:
+    """The bytes that ``nodes`` offload, and the seconds of forward and backward with overlapping copies."""
     seconds = costs.work.seconds(kind)
     moved = [costs.nodes[node].host_nbytes for node in nodes]
     copies = [nbytes / kind.host_bandwidth for nbytes in moved]
     forward, backward = (
         [float(part.device[node]) for node in nodes] for part in (seconds.forward, seconds.backward)
     )
-    return sum(moved), (overlapped_forward(forward, copies), overlapped_backward(backward, copies))
+    return sum(moved), [overlapped_forward(forward, copies), overlapped_backward(backward, copies)]
 
 
 def _find_transfers(
@@ -217,7 +215,7 @@ def _find_transfers(
 
 
 def _optimizer_seconds(best: Candidate, used: Sequence[_Used], options: PlanningOptions) -> float:
-    """Seconds of the optimizer's step: devices make theirs at the same time."""
+    """Seconds of the optimizer's step, which all devices make at the same time."""
     if not options.training:
         return 0.0
     owned: dict[DeviceSlot, float] = {}
@@ -256,7 +254,7 @@ def _memory(
 
 
 def _training_devices(best: Candidate, used: Sequence[_Used]) -> list[str]:
-    """The names of the devices that have parameters to train."""
+    """The names of the devices that have trained parameters."""
     return [best.slots[q].name for q, x, y in used if best.tables.owned[x, y]]
 
 
@@ -268,14 +266,14 @@ def _device_peaks(
     options: PlanningOptions,
     received_from: NDArray[np.float64],
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Peak bytes per device, in the first replica and in another one."""
+    """The peak bytes of each device, in the first replica and in any other replica."""
     t = best.tables
     trained_on = _training_devices(best, used)
     updating = dict.fromkeys((slot.name for slot in best.slots), 0.0)
     for q, x, y in used:
         name = best.slots[q].name
         optimizer = optimizer_on(options, [name] if options.processes else trained_on)
-        # One parameter after the other: what that makes is in the peak of a stage.
+        # What updating one parameter after the other allocates is in the peak of a stage already.
         updating[name] += float(updating_bytes(t, replace(optimizer, each=0.0))[x, y])
     peaks = _per_device([(stage, stage.memory.peak) for stage in stages])
     if len(peaks) < len(stages) and may_be_noncontiguous(options, best.slots):
@@ -297,7 +295,7 @@ def _device_peaks(
 
 
 def _received_from(best: Candidate, used: Sequence[_Used], costs: CostTable) -> NDArray[np.float64]:
-    """``[r, q]``: bytes of the values that stage q makes and stage r reads."""
+    """``[r, q]``: the bytes of the values that stage q makes and stage r reads."""
     cuts = best.tables.cuts
     stage = np.empty(len(best.nodes) + 1, dtype=np.int64)
     for index, (_, x, y) in enumerate(used):
@@ -322,7 +320,7 @@ def _criterion(best: Candidate, options: PlanningOptions) -> str:
 def _measure(
     criterion: str, device: DeviceSlot, peak: int, seconds: float, best: Candidate
 ) -> float:
-    """The load of a device in the unit of the criterion; that of a stage if all seconds are added up."""
+    """The load of a device in the unit of the criterion, or of a stage if all seconds are added up."""
     if criterion in (TOTAL_SECONDS, SLOWEST_SECONDS):
         return seconds
     if criterion == PEAK_BYTES:
@@ -338,7 +336,7 @@ def _boundaries(
     options: PlanningOptions,
     measured: Sequence[float],
 ) -> tuple[Boundary, ...]:
-    """The boundaries between stages; they have alternatives unless some stages are empty."""
+    """The boundaries between stages, with alternatives unless some stages are empty."""
     cuts = best.tables.cuts
     inner = sorted({best.cuts[q] for q in range(1, len(best.cuts) - 1)} - {0, len(cuts) - 1})
     others: list[tuple[float, int | None]] = [(math.inf, None)] * len(inner)
@@ -377,8 +375,10 @@ def _boundaries(
 
 
 def _per_device(peaks: Sequence[tuple[StagePlan, int]]) -> dict[str, int]:
-    """Peak per device: what all its stages keep, and the most that one needs beyond that."""
-    parts: dict[str, list[tuple[int, int]]] = {}  # device -> bytes kept, bytes beyond, per stage
+    """The peak of each device: the bytes that all its stages keep, and the most that one needs beyond."""
+    parts: dict[
+        str, list[tuple[int, int]]
+    ] = {}  # for each stage of a device, bytes kept and beyond
     for stage, peak in peaks:
         m = stage.memory
         kept = min(peak, m.parameters + m.optimizer + m.buffers + m.gradients + m.saved)

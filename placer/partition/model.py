@@ -1,4 +1,4 @@
-"""A captured model and a chain of devices as a partition problem of `placer.partition.solver`."""
+"""Expresses a captured model and a chain of devices as a problem of `placer.partition.solver`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from placer.partition.types import DeviceSlot, PlanningOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelUnits:
-    """The units of a model in program order, with what does not depend on devices.
+    """The units of a model in program order, and the values between them, independent of devices.
 
-    The loss is the last unit; it cannot be on a stage alone.
+    The loss is an additional last unit, which cannot be the only one on a stage.
     """
 
     order: tuple[int, ...]  # vertices of the unit graph
-    unit_of: NDArray[np.int64]  # node (and the loss) -> index in order
+    unit_of: NDArray[np.int64]  # for every node and the loss, the index of its unit in ``order``
     edges: tuple[tuple[int, int], ...]
     values: tuple[SharedValue, ...]
     pins: Mapping[int, str]
@@ -68,7 +68,7 @@ def seconds_problem(
     options: PlanningOptions,
     most_bytes: Sequence[float | None],
 ) -> PartitionProblem:
-    """Minimise the seconds of the slowest stage, with at most ``most_bytes`` on each."""
+    """The problem of minimising the seconds of the slowest stage, with at most ``most_bytes`` on each."""
     slots = []
     for q, (slot, most) in enumerate(zip(chain, most_bytes, strict=True)):
         seconds = unit_seconds(
@@ -93,7 +93,7 @@ def seconds_problem(
 def memory_problem(
     model: ModelUnits, costs: CostTable, chain: Sequence[DeviceSlot], options: PlanningOptions
 ) -> PartitionProblem:
-    """Minimise the largest share of a budget that a stage needs (`reference_bytes` without a budget)."""
+    """The problem of minimising the largest share of a budget (or of `reference_bytes`) of any stage."""
     slots = []
     for q, slot in enumerate(chain):
         nbytes = least_bytes(model, costs, options, len(chain), q)
@@ -105,7 +105,7 @@ def memory_problem(
 
 
 def relaxed_chain(chains: Sequence[Sequence[DeviceSlot]]) -> tuple[DeviceSlot, ...]:
-    """A chain as long as the longest of ``chains``, of a device as fast and large as any of theirs."""
+    """A chain as long as the longest of ``chains``, of devices that are as fast and large as the best."""
     slots = list({slot.name: slot for chain in chains for slot in chain}.values())
     kind = fastest_kind(slot.kind for slot in slots)
     budgets = [slot.budget for slot in slots]
@@ -128,12 +128,12 @@ def _problem(model: ModelUnits, slots: Sequence[StageSlot]) -> PartitionProblem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateBytes:
-    """Bytes per unit of parameters, buffers and the optimizer's state."""
+    """For each unit the bytes of parameters, buffers and optimizer state."""
 
-    copies: Vector  # of all that the unit reads
-    static: Vector  # each counted at the first unit that reads it
+    copies: Vector  # of everything that the unit reads
+    static: Vector  # the same, but each tensor counts only for the first unit that reads it
     gradients: Vector  # of parameters that no other unit reads
-    own: list[list[tuple[int, int]]]  # first reader and bytes of each of these parameters
+    own: list[list[tuple[int, int]]]  # for each of these parameters, its first reader and its bytes
 
 
 def state_bytes(model: ModelUnits, costs: CostTable, options: PlanningOptions) -> StateBytes:
@@ -160,11 +160,12 @@ def state_bytes(model: ModelUnits, costs: CostTable, options: PlanningOptions) -
 def least_bytes(
     model: ModelUnits, costs: CostTable, options: PlanningOptions, num_stages: int, stage_index: int
 ) -> Vector:
-    """Bytes per unit whose sum over a stage is at most its peak at that position of the chain.
+    """Bytes per unit whose sum over a stage is a lower bound on the stage's peak.
 
-    Parameters, buffers and optimizer state count at the first unit that uses them. To these come
-    either saved activations, times the micro-batches in flight, or gradients, whichever is more in
-    all. Activations that are recomputed or offloaded do not count.
+    ``stage_index`` is the stage's position in the chain. Parameters, buffers and optimizer state count for
+    the first unit that uses them. In addition there are either saved activations, times the micro-batches
+    in flight, or gradients, whichever are more in total. Activations that are recomputed or offloaded do
+    not count.
     """
     state = state_bytes(model, costs, options)
     static, gradients = np.append(state.static, 0.0), np.append(state.gradients, 0.0)  # the loss: 0

@@ -1,4 +1,4 @@
-"""Placements with several stages on a device, which need not be neighbours: their costs, and a search."""
+"""Searches for placements in which a device has several stages that are not neighbours."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from placer.partition.stage_cost.shared import SharedPeaks
 from placer.partition.stage_cost.tables import IntervalTables
 from placer.partition.types import DeviceSlot, PlanningOptions
 
-GAIN = 0.01  # share by which a placement with more stages than devices must be better
+GAIN = 0.01  # share by which a placement with more stages than devices must be better than others
 
 
 def may_be_noncontiguous(options: PlanningOptions, slots: Sequence[DeviceSlot]) -> bool:
-    """Whether there can be one: it needs training in one process, with one micro-batch."""
+    """Whether such placements are supported: for training in one process with one micro-batch."""
     several = len({slot.name for slot in slots}) > 1
     return several and options.training and options.microbatches == 1 and not options.processes
 
@@ -39,7 +39,7 @@ def device_peaks(
     spans: Mapping[str, Sequence[Span]],
     optimizer: OptimizerMemory | None,
 ) -> dict[str, int]:
-    """Peak bytes per device; ``spans`` are the stages of each, as pairs of cut indices.
+    """The peak bytes of each device; ``spans`` has its stages, as pairs of cut indices.
 
     Without ``optimizer`` the peaks are those of a replica other than the first.
     """
@@ -48,7 +48,7 @@ def device_peaks(
 
 
 class NoncontiguousChains:
-    """Placements along the order of ``best`` on its devices; ``rank`` is of devices, not of stages."""
+    """Rates placements along the order of ``best`` on its devices, with several stages per device."""
 
     def __init__(
         self,
@@ -70,12 +70,15 @@ class NoncontiguousChains:
         return self.shared.peak(spans) * scale + offset if spans else 0.0
 
     def load_at_least(self, device: int, spans: Sequence[Span]) -> float:
-        """A lower bound on `load` that is quick to compute."""
+        """A lower bound on `load` that is faster to compute."""
         scale, offset = self.scales[device]
         return self.shared.at_least(spans) * scale + offset if spans else 0.0
 
     def candidate(self, chain: Sequence[DeviceSlot], cuts: Sequence[int]) -> Candidate:
-        """The placement with the devices ``chain`` for the stages between ``cuts`` (indices)."""
+        """The placement with the devices ``chain`` for the stages between ``cuts`` (indices).
+
+        Its rank is by the seconds of devices, not of stages.
+        """
         spans: list[list[Span]] = [[] for _ in self.slots]
         seconds = [0.0] * len(self.slots)
         for slot, (x, y) in zip(chain, itertools.pairwise(cuts), strict=True):
@@ -96,9 +99,9 @@ class NoncontiguousChains:
         )
 
     def moves(self) -> list[tuple[float, int | None]]:
-        """For every boundary of ``best``: what is minimised if only it moves, at the best cut, and that cut.
+        """For every boundary of ``best`` the best other cut, and the value of the objective with it.
 
-        ``inf`` and None where it cannot move.
+        The other boundaries stay. ``(inf, None)`` if the boundary cannot move.
         """
         best, found = self._best, []
         for q in range(1, len(best.cuts) - 1):
@@ -122,7 +125,7 @@ class NoncontiguousChains:
 def find_noncontiguous(
     best: Candidate, costs: CostTable, pinned: Sequence[str | None], options: PlanningOptions
 ) -> Candidate | None:
-    """A placement along the order of ``best`` in which devices come again, if it is better by `GAIN`."""
+    """A placement along the order of ``best`` with repeated devices, if it is better by `GAIN`."""
     names = {slot.name for slot in best.slots}
     if len(names) < len(best.slots) or not may_be_noncontiguous(options, best.slots):
         return None
@@ -151,14 +154,14 @@ def find_noncontiguous(
 
 
 def is_better(found: Candidate, best: Candidate) -> bool:
-    """Is ``found`` better by `GAIN`: in its overflow if ``best`` does not fit, else in its peak?"""
+    """Whether ``found`` is better by `GAIN`: in overflow if ``best`` does not fit, otherwise in peak."""
     if best.rank[0] > 0:
         return found.rank[0] < best.rank[0] * (1 - GAIN)
     return found.rank[0] == 0 and found.peak < best.peak * (1 - GAIN)
 
 
 def _scale(slot: DeviceSlot, slots: Sequence[DeviceSlot]) -> tuple[float, float]:
-    """Factor and summand that turn peak bytes into a share of the budget, the reserve included."""
+    """The factor and the summand that turn peak bytes into a share of the budget, with the reserve."""
     if slot.budget is None:
         return 1 / reference_bytes(slots), 0.0
     budget = max(slot.budget, 1)
@@ -166,7 +169,7 @@ def _scale(slot: DeviceSlot, slots: Sequence[DeviceSlot]) -> tuple[float, float]
 
 
 def _coarse(tables: IntervalTables, kept: Sequence[int]) -> list[int]:
-    """At most `MOST_CUTS` cut indices, spread evenly by number and saved bytes; ``kept`` are among them."""
+    """At most `MOST_CUTS` cut indices, evenly spaced by number and saved bytes; includes ``kept``."""
     count = len(tables.cuts)
     if count <= MOST_CUTS:
         return list(range(count))

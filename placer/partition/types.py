@@ -1,4 +1,4 @@
-"""Devices and options that a partition is chosen for, and the partition itself."""
+"""The devices and options for which a partition is chosen, and the partition itself."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from placer.spec.fields import AllocatorName
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSlot:
-    """A device that a stage may use; bytes. ``budget`` None: no limit was given.
+    """A device that a stage may use; sizes are in bytes. ``budget`` None: no limit was given.
 
-    ``reserve`` is what tensors may not have of the budget: the ``context`` and what is left free.
-    ``allocator`` is that of torch on a CUDA device, None on others.
+    ``reserve`` is the part of the budget that tensors may not use: the ``context`` and the memory that
+    plans leave free. ``allocator`` is torch's on a CUDA device, None on other devices.
     """
 
     name: str
@@ -32,31 +32,33 @@ class PlanningOptions:
 
     objective: str = "throughput"
     schedule: str = "GPipe"
-    microbatches: int = 1  # of those that the spec asks for, the ones that get rows
-    last_share: float = 1.0  # rows of the last micro-batch as a share of another's
+    microbatches: int = 1  # those that get rows, which may be fewer than the spec asks for
+    last_share: float = 1.0  # rows of the last micro-batch as a share of the rows of any other
     optimizer: str | Mapping[str, int] = "adam"
     training: bool = True
     processes: bool = False  # one process per device
-    offload_overlap: bool = False  # copies to the host and back run beside a GPU's kernels
-    host_budget: int | None = None  # bytes that the offloaded activations of a replica may take
+    offload_overlap: bool = False  # copies to and from the host overlap with a GPU's kernels
+    host_budget: int | None = (
+        None  # bytes of host memory for the offloaded activations of a replica
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
     """Stages in order, on the devices of the first replica.
 
-    ``fits``: the stages of every device are within its budget. Peaks are estimates, in bytes.
+    ``fits`` says whether the stages of every device are within its budget. Peaks are estimates, in bytes.
     """
 
     stages: tuple[StagePlan, ...]
     slots: tuple[DeviceSlot, ...]  # the device of each stage
-    peaks: Mapping[str, int]  # device -> peak of all its stages
-    # The same for the devices that have its stages in other replicas.
+    peaks: Mapping[str, int]  # for each device, the peak of all its stages together
+    # The same for the devices that run the same stages in other replicas.
     replica_peaks: Mapping[str, int]
     fits: bool
     transfers: tuple[Transfer, ...]
-    seconds: float  # a step, estimated
-    optimizer_seconds: float  # of these, the optimizer's
+    seconds: float  # of a step, estimated
+    optimizer_seconds: float  # the part of it that the optimizer takes
     optimality: Optimality
     boundaries: tuple[Boundary, ...]
 

@@ -1,4 +1,4 @@
-"""Groups of nodes that must be on one stage, the graph between them, and orders of it."""
+"""Groups nodes that must be on one stage into units, and makes orders of the graph of units."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ _SEED = 20_260_101
 
 
 def unit_graph(program: Program) -> nx.DiGraph:
-    """The graph of units of ``program``; a vertex is the position of its first node, and has ``nodes``.
+    """The graph of units of ``program``.
 
-    A unit has the nodes that share written memory (``program.colocated``), a node that returns several
-    values with the ``getitem`` calls that select them, and a parameter or constant with its first
-    reader. Units with random operations depend on each other in program order. Units on a cycle become
-    one (the condensation of the graph). Vertices and edges are sorted.
+    A vertex is the position of the unit's first node; its attribute ``nodes`` has all positions. In one
+    unit are: nodes that share memory which is written (``program.colocated``); a node that returns several
+    values and the ``getitem`` calls that select them; a parameter or constant and its first reader. Units
+    with random operations depend on each other in program order. Units on a cycle are merged (the
+    condensation of the graph). Vertices and edges are sorted.
     """
     position = {name: i for i, name in enumerate(program.order)}
     joined: nx.Graph = nx.Graph()
@@ -60,18 +61,20 @@ def unit_graph(program: Program) -> nx.DiGraph:
 
 
 def program_order(units: nx.DiGraph) -> list[int]:
-    """The topological order of units that is nearest to the order of the program."""
+    """The topological order of units that is nearest to program order."""
     return list(nx.lexicographical_topological_sort(units))
 
 
 def sampled_orders(units: nx.DiGraph, count: int, *, seed: int = _SEED) -> Iterator[list[int]]:
-    """``count`` random topological orders, the same in each call with one ``seed``; O(n) each.
+    """``count`` random topological orders, the same in each call with the same ``seed``; O(n) each.
 
-    Kahn's algorithm, in which every unit that is ready is equally likely to be the next.
+    Kahn's algorithm, in which every ready unit is equally likely to be the next.
     """
     generator = random.Random(seed)
     for _ in range(count):
-        missing = dict(units.in_degree())  # unit -> predecessors that are not in the order yet
+        missing = dict(
+            units.in_degree()
+        )  # for each unit, predecessors that are not in the order yet
         ready = [unit for unit in units if not missing[unit]]
         order: list[int] = []
         while ready:
@@ -86,9 +89,8 @@ def sampled_orders(units: nx.DiGraph, count: int, *, seed: int = _SEED) -> Itera
 def grouped_order(units: nx.DiGraph, pin_of: Mapping[int, str]) -> list[int]:
     """A topological order with few changes between units that are pinned to different devices.
 
-    Kahn's algorithm, in which units of the current device come first, then those without a pin; greedy,
-    O(n log n). The chain of stages is shorter where branches with different pins alternate in the
-    program.
+    Kahn's algorithm, in which units of the current device come first, then those without a pin. Greedy;
+    O(n log n). Makes the chain of stages shorter if branches with different pins alternate in the program.
     """
     missing = dict(units.in_degree())
     ready: dict[str | None, list[int]] = {}

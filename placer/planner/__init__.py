@@ -1,11 +1,11 @@
-"""Planner: a spec and a captured model in, a plan out.
+"""Makes a plan from a spec and a captured model.
 
 =====================  ===========================================================================
-build                  makes a plan: `resolve` says what the spec asks of this model, `devices` what
-                       memory there is, `activation_policy` searches, `assemble` puts together, with
-                       `notes`
-auto, remedies         the fewest devices that suffice; what would make a plan fit that does not
-follow                 where the nodes of another program of the same model go
-cut_limits             what a model can be cut into, and how many devices that takes at the least
+build                  makes a plan: `resolve` applies the spec to the model, `devices` finds the
+                       memory of devices, `activation_policy` searches, `assemble` makes the plan
+                       and `notes` its notes
+auto, remedies         finds the fewest devices that suffice, and changes that make a plan fit
+follow                 assigns the nodes of another program of the same model to a plan's stages
+cut_limits             finds how far a model can be split, and how many devices it needs at least
 =====================  ===========================================================================
 """

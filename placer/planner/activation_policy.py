@@ -1,4 +1,4 @@
-"""Recompute and offload "auto": what a placement needs to fit, at the least extra time."""
+"""Chooses which activations to recompute or offload ("auto"), so that a plan fits at little extra time."""
 
 from __future__ import annotations
 
@@ -25,22 +25,21 @@ from placer.planner.host_memory import estimate_host
 from placer.program import Program
 from placer.regions import RegionKey, region_boundaries, whole_groups
 
-# How often the boundaries are moved to where they are best for stages as light as can be.
-_MOVES = 4
-_ROUNDS = 4  # how often a stage's limit is corrected by what the formula says of its answer
+_MAX_MOVES = 4  # times that boundaries are chosen again for stages with the least possible peaks
+_MAX_ROUNDS = 4  # times that a stage's limit is corrected by the difference between two estimates
 
 
 class Choose(Protocol):
-    """Partitions under these costs; ``more_pins`` are nodes and their devices."""
+    """Chooses a partition for ``costs``; ``more_pins`` has nodes and the devices they must be on."""
 
     def __call__(self, costs: CostTable, more_pins: Mapping[str, str]) -> Partition: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyChoice:
-    """A partition with its regions; ``least_seconds`` bounds the extra time of its stages from below.
+    """A partition with its regions; ``least_seconds`` is a lower bound on the extra time of its stages.
 
-    It is 0 where no bound is known.
+    It is 0 if no bound is known.
     """
 
     costs: CostTable
@@ -53,9 +52,9 @@ class PolicyChoice:
 class _Found:
     """A partition with its regions, and the policies that they come from.
 
-    ``own``: they are those of the partition's own stages, one each; no other partition was looked
-    for under their costs. ``host_nbytes`` are those of the host's memory that a replica takes,
-    ``host_excess`` what they are beyond its budget.
+    ``own`` means that the policies are those of the partition's own stages, one for each; otherwise the
+    partition was chosen under the costs of policies for other stages. ``host_nbytes`` is the host memory
+    that a replica takes, ``host_excess`` the part of it beyond the host's budget.
     """
 
     costs: CostTable
@@ -86,19 +85,19 @@ def choose_policy(
     first: Partition | None = None,
     at_once: bool = False,
 ) -> PolicyChoice:
-    """A placement that fits the budgets at little extra time, or else with the least overflow.
+    """A placement that fits all budgets at little extra time, otherwise one with the least overflow.
 
-    The host's budget is one of them, where the options have it.
+    The budgets include that of the host, if the options have one. ``costs`` are without regions; ``keys``
+    are the regions that the spec requires. ``choose(costs, pins)`` returns a partition.
 
-    ``costs`` are without regions; ``keys`` are those that the spec settles. ``choose(costs, pins)``
-    partitions. Two partitions are tried: that of the plain costs, and that of the costs with the
-    model treated as one stage; in each the policy of each stage is chosen by itself
-    (`placer.partition.policy.cheapest`). Without any budget and with the objective "memory", every stage
-    gets its least peak. Where there is no budget, or that does not fit, the boundaries of the best are
-    moved to where they are best for stages as light as can be, and so on: a local search.
+    Two partitions are tried: the one for the plain costs, and the one for costs with a policy that was
+    chosen for the whole model as one stage. In both, a policy is then chosen for each stage separately
+    (`placer.partition.policy.cheapest`); without any budget and with the objective "memory", that with the
+    least peak. If there is no budget, or neither fits, a local search follows: give every stage of the
+    best partition its least possible peak, choose the boundaries again under these costs, and repeat.
 
-    ``first`` is the partition of the plain costs, where it is known already. ``at_once``: the search
-    ends with the first placement that fits, whatever time its stages add.
+    ``first`` is the partition for the plain costs, if it is known. With ``at_once`` the search ends with
+    the first placement that fits, whatever extra time it takes.
     """
     plain = with_regions(costs, keys)
     first = first or choose(plain, {})
@@ -108,7 +107,7 @@ def choose_policy(
     search = _Search(program, costs, keys, choices, options, limited=limited)
     everything = list(range(len(costs.names)))
     unlimited = StageLimits(static=0.0, budget=0.0, held=1, all_gradients=False)
-    stage = search.labelled(everything, (), first.slots[0], unlimited)
+    whole = search.policy_search(everything, (), first.slots[0], unlimited)
     unpinned = partial(choose, more_pins={})
     if at_once and limited and (light := search.fitting(first, unpinned)) is not None:
         return PolicyChoice(
@@ -118,10 +117,10 @@ def choose_policy(
             least_seconds=0.0,
         )
     kept = search.made(plain, first, [])
-    start = search.found([choose_stage_policy(stage, choices, unlimited)], unpinned)
+    start = search.found([choose_stage_policy(whole, choices, unlimited)], unpinned)
     found = [search.improve(first), start, search.improve(start.partition)]
     moved: set[object] = set()
-    for _ in range(_MOVES):
+    for _ in range(_MAX_MOVES):
         if limited and any(plan.fits for plan in found):
             break
         apart = [plan for plan in found if len(plan.partition.stages) > 1]
@@ -133,7 +132,9 @@ def choose_policy(
         found.append(search.found(search.most_saving(now), unpinned))
         found.append(search.improve(found[-1].partition))
     best = min([kept, *found], key=_rank)
-    if best.own:  # what is known about other placements, for the plan to tell
+    if (
+        best.own
+    ):  # choose it again with pins, for the facts about other placements that a plan reports
         described = choose(best.costs, _pins(best.partition))
         if _boundaries(described) == _boundaries(best.partition):
             best = replace(best, partition=described)
@@ -155,7 +156,7 @@ def is_heavy(
     slots: Sequence[DeviceSlot],
     options: PlanningOptions,
 ) -> bool:
-    """Whether a policy is needed for the partition of the plain costs: is any allowed, and does it gain?"""
+    """Whether a policy is allowed, and would improve ``first``, the partition for the plain costs."""
     limited = any(slot.budget is not None for slot in slots)
     enough = first.fits and (limited or options.objective != "memory")
     return bool(choices) and not enough
@@ -217,9 +218,10 @@ class _Search:
             if key is not None:
                 self._settled[node] = Policy(recompute=key.recompute, offload=key.offload)
 
-    def labelled(
+    def policy_search(
         self, nodes: Sequence[int], before: Collection[int], slot: DeviceSlot, limits: StageLimits
     ) -> PolicySearch:
+        """The search for policies of a stage with ``nodes``; ``before`` are those of earlier stages."""
         return PolicySearch(
             self._costs,
             nodes,
@@ -232,7 +234,7 @@ class _Search:
         )
 
     def costs_of(self, stages: Sequence[StagePolicy]) -> CostTable:
-        """The costs with the stages' regions, and those that are settled."""
+        """The costs with the regions of ``stages`` and those that the spec requires."""
         layers = [self._program.layer_of[name] for name in self._program.order]
         keys = list(self._keys)
         for stage in stages:
@@ -245,23 +247,23 @@ class _Search:
         position = {name: i for i, name in enumerate(self._program.order)}
         nodes = [sorted(position[name] for name in stage.nodes) for stage in stages]
         limits = [self._limits(partition, index) for index in range(len(stages))]
-        labelled = [
-            self.labelled(inside, list(chain(*nodes[:index])), slot, limit)
+        searches = [
+            self.policy_search(inside, list(chain(*nodes[:index])), slot, limit)
             for index, (inside, slot, limit) in enumerate(
                 zip(nodes, partition.slots, limits, strict=True)
             )
         ]
-        return labelled, limits
+        return searches, limits
 
     def found(
         self, stages: Sequence[StagePolicy], choose: Callable[[CostTable], Partition]
     ) -> _Found:
-        """The partition that is chosen when ``stages`` are treated so."""
+        """The partition that ``choose`` returns under the costs of the policies ``stages``."""
         costs = self.costs_of(stages)
         return self.made(costs, choose(costs), stages)
 
     def made(self, costs: CostTable, partition: Partition, stages: Sequence[StagePolicy]) -> _Found:
-        """``partition``, which was chosen under ``costs`` with ``stages`` treated so."""
+        """``partition``, which was chosen under ``costs``, with the policies ``stages``."""
         taken = estimate_host(costs, partition, self._options).reserved
         budget = self._options.host_budget
         return _Found(
@@ -277,7 +279,7 @@ class _Search:
         return rate_partition(self._program, costs, partition.placed, self._options)
 
     def most_saving(self, partition: Partition) -> list[StagePolicy]:
-        """What gives every stage of ``partition`` its least peak."""
+        """The policies that give every stage of ``partition`` its least peak."""
         return [
             choose_stage_policy(stage, self._choices, replace(limit, budget=0.0))
             for stage, limit in zip(*self._stages(partition), strict=True)
@@ -286,9 +288,12 @@ class _Search:
     def fitting(
         self, partition: Partition, choose: Callable[[CostTable], Partition]
     ) -> _Found | None:
-        """A placement that fits, each stage as light as can be, if it is found from ``partition`` on."""
+        """A placement that fits with the least peak of every stage; None if none is found.
+
+        The search starts from ``partition``.
+        """
         seen: set[object] = set()
-        while len(seen) < _MOVES and _boundaries(partition) not in seen:
+        while len(seen) < _MAX_MOVES and _boundaries(partition) not in seen:
             seen.add(_boundaries(partition))
             light = self.most_saving(partition)
             for way in (partial(self.rate, partition=partition), choose):
@@ -299,23 +304,24 @@ class _Search:
         return None
 
     def improve(self, partition: Partition) -> _Found:
-        """``partition`` with the regions that its stages need."""
+        """``partition`` with the regions that its stages need to fit."""
         rate = partial(self.rate, partition=partition)
-        labelled, limits = self._stages(partition)
+        searches, limits = self._stages(partition)
         targets = [limit.budget for limit in limits]
         host_budget = self._options.host_budget
         host_target = float("inf") if host_budget is None else float(host_budget)
         best: _Found | None = None
-        for _ in range(_ROUNDS):
+        for _ in range(_MAX_ROUNDS):
             aims = [
                 replace(limit, budget=target) for limit, target in zip(limits, targets, strict=True)
             ]
-            treated = self._within_host(labelled, aims, host_target)
+            treated = self._within_host(searches, aims, host_target)
             found = replace(self.found(treated, rate), own=True)
             again = found.partition
             if best is None or _rank(found) < _rank(best):
                 best = found
-            # The labels' sums may be a little off: correct each limit by what the formula says.
+            # A policy search estimates peaks by sums that differ a little from `rate_partition`. Correct
+            # each limit by the difference.
             rows = zip(again.stages, treated, limits, strict=True)
             errors = [_peak(stage.memory, limit) - label.peak for stage, label, limit in rows]
             corrected = [limit.budget - error for limit, error in zip(limits, errors, strict=True)]
@@ -336,10 +342,10 @@ class _Search:
     def _within_host(
         self, stages: Sequence[PolicySearch], limits: Sequence[StageLimits], budget: float
     ) -> list[StagePolicy]:
-        """The policies of ``stages`` that together take no more than ``budget`` of the host's memory.
+        """Policies of ``stages`` that together take no more than ``budget`` bytes of host memory.
 
-        Where they would take more, every stage is left what it cannot do without, and of what is left
-        then a share in proportion to what else it would take: a heuristic.
+        If the best policies take more, every stage gets the host memory that it needs at least, and the
+        rest is divided in proportion to what the stages would take beyond that. This is a heuristic.
         """
         treated = [
             choose_stage_policy(stage, self._choices, limit)
@@ -363,9 +369,10 @@ class _Search:
         return treated
 
     def least(self, found: _Found) -> float:
-        """What the stages of ``found`` cost at the least, however they are treated.
+        """A lower bound on the extra seconds of the stages of ``found``, over all policies that fit.
 
-        Where the formula says less than the labels' sums, the limit is as much wider.
+        If the peak that `rate_partition` finds is less than that of the policy search, the limit of the
+        search is raised by the difference.
         """
         if not found.own:
             return 0.0
@@ -373,12 +380,12 @@ class _Search:
         rows = zip(
             found.partition.stages, found.stages, *self._stages(found.partition), strict=True
         )
-        for stage, treated, labelled, limits in rows:
+        for stage, treated, search, limits in rows:
             if not treated.seconds:
                 continue
             off = max(0.0, treated.peak - _peak(stage.memory, limits))
             wider = replace(limits, budget=limits.budget + off)
-            least += least_extra_seconds(labelled, self._choices, wider, answer=treated.seconds)
+            least += least_extra_seconds(search, self._choices, wider, answer=treated.seconds)
         return least
 
     def _limits(self, partition: Partition, index: int) -> StageLimits:
@@ -405,7 +412,7 @@ class _Search:
 
 
 def _peak(memory: StageMemory, limits: StageLimits) -> float:
-    """By the formula, what `StageLimits.peak` says by labels."""
+    """The peak of a stage by its ``memory``, comparable to `StageLimits.peak`."""
     waiting = limits.static + limits.later + limits.held * memory.saved
     return max(memory.peak + limits.others, waiting if limits.later else 0.0)
 
@@ -415,7 +422,7 @@ def _static(memory: StageMemory) -> int:
 
 
 def _beside(partition: Partition, others: Collection[int], running: int) -> int:
-    """What the stages ``others`` hold, before and after the one that is ``running``."""
+    """The bytes that the stages ``others`` keep on a device while the stage ``running`` runs."""
     memories = {i: partition.stages[i].memory for i in others}
     return sum(
         _static(memory) + (memory.saved if i < running else memory.gradients)

@@ -1,4 +1,4 @@
-"""A plan put together: the stages that were chosen, with what the spec and the costs say of them."""
+"""Assembles a plan from the stages that were chosen, the spec and the costs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def assemble_plan(
     rows: Sequence[Sequence[str]],
     microbatches: int,
 ) -> Plan:
-    """The plan that has the stages of ``choice``, on the devices of ``rows`` (one row per replica)."""
+    """The plan with the stages of ``choice``, on the devices of ``rows`` (one row per replica)."""
     costs, partition = choice.costs, choice.partition
     index_of = {device.name: i for i, device in enumerate(spec.devices)}
     peaks = _device_peaks(partition, rows, index_of)
@@ -71,7 +71,7 @@ def assemble_plan(
 
 
 def _policy_notes(spec: PlacementSpec, choice: PolicyChoice) -> list[str]:
-    """What the regions that the compiler chose cost, and how much less it could be."""
+    """A note on the extra time of the regions that were chosen, and how far it is from the least."""
     if not choice.extra_seconds:
         return []
     words = [
@@ -84,7 +84,7 @@ def _policy_notes(spec: PlacementSpec, choice: PolicyChoice) -> list[str]:
     else:
         bound = f"; no choice for these stages adds less than {least}, {known.gap:.1%} less"
     if not choice.least_seconds:
-        bound = "; how little it could be is not known"
+        bound = "; the least possible is not known"
     return [
         f"{' and '.join(words)} 'auto' adds {format_seconds(choice.extra_seconds)} per micro-batch, "
         f"all stages together{bound}."
@@ -102,7 +102,7 @@ def _extra_time(choice: PolicyChoice) -> Optimality | None:
 
 
 def _labels(keys: Sequence[RegionKey | None], policy: str) -> tuple[str, ...]:
-    """The layers that are recomputed, or offloaded, in program order."""
+    """The labels of the regions that are recomputed (or offloaded), in program order."""
     chosen = (key.label for key in keys if key is not None and getattr(key, policy))
     return tuple(dict.fromkeys(chosen))
 
@@ -132,7 +132,7 @@ def _device_peaks(
 def _host_peak(
     choice: PolicyChoice, spec: PlacementSpec, options: PlanningOptions, copies: int
 ) -> HostPeak | None:
-    """What waits on the host in so many replicas at once; None where nothing is offloaded."""
+    """The host memory of ``copies`` replicas at once; None if nothing is offloaded."""
     if not any(key is not None and key.offload for key in choice.costs.keys):
         return None
     usage = estimate_host(choice.costs, choice.partition, options)

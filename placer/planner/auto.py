@@ -1,4 +1,4 @@
-"""Automatic specs: the fewest of the given devices that hold the model."""
+"""Chooses a spec automatically: with the fewest of the given devices on which the model fits."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def choose_spec(
     inputs: Sequence[Tensor],
     make: PlanMaker,
 ) -> PlacementSpec:
-    """``wanted`` with its layers resolved, on the first devices of its list that suffice.
+    """``wanted`` with its layers resolved, on as few devices from the start of its list as suffice.
 
-    ``make`` plans a spec for ``program`` and ``inputs``.
-    Devices that ``wanted.layers`` names are always among them. CPU devices of no given memory share
-    this machine's. Raises ``SpecError`` when the memory of a device is not known, and
-    ``BudgetError`` naming the device that overflows the least, by how much, and what was tried.
+    ``make`` plans a spec for ``program`` and ``inputs``. All devices that ``wanted.layers`` names are
+    used. CPU devices without a given memory share the memory of this machine. Raises ``SpecError`` if the
+    memory of a device is not known. Raises ``BudgetError`` if no placement fits; it has the device of the
+    closest one, the missing bytes, and the changes that were tried.
     """
     wanted = with_known_memory(wanted, "how few devices suffice")
     pinned = set(wanted.layers.values())
@@ -49,10 +49,10 @@ def choose_spec(
 def _with_resolved_layers(
     program: Program, spec: PlacementSpec, plan: Plan, make: PlanMaker
 ) -> PlacementSpec:
-    """``spec`` with the plan's layers written out, where that says no less than the plan.
+    """``spec`` with the layers of ``plan``, if planning it again gives a plan that is no worse.
 
-    Layers are coarser than nodes: a boundary inside a layer is left to the compiler. Should that
-    overflow a budget, the spec without them is returned; it gives ``plan`` again.
+    Layers are coarser than nodes, so a boundary inside a layer is left to the compiler. If the new plan
+    does not fit, or has a higher peak, the result is ``spec`` itself, which gives ``plan`` again.
     """
     resolved = spec.with_layers({**spec.layers, **whole_layers(program, plan)})
     again = make(resolved)
@@ -61,7 +61,7 @@ def _with_resolved_layers(
 
 
 def whole_layers(program: Program, plan: Plan) -> dict[str, str]:
-    """Layer -> device for the largest modules whose nodes are all on one device, in program order."""
+    """The devices of the largest modules whose nodes are all on one device, in program order."""
     device_of = {node: stage.devices[0] for stage in plan.stages for node in stage.nodes}
     devices: dict[str, set[str]] = {}
     for node in program.order:

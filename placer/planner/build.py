@@ -1,4 +1,4 @@
-"""Build a plan: what the spec asks for, resolved against a captured model."""
+"""Builds the plan for a captured model under a spec."""
 
 from __future__ import annotations
 
@@ -40,24 +40,24 @@ from placer.spec import PlacementSpec
 
 
 class PlanMaker(Protocol):
-    """How specs are planned for one model and its inputs, by whoever judges the plans."""
+    """Plans specs for one model and its inputs."""
 
     @property
     def costs(self) -> CostEstimates:
-        """The model's costs, shared by all plans that it makes."""
+        """The model's costs, shared by all its plans."""
 
     def __call__(self, spec: PlacementSpec) -> Plan:
         """The plan for ``spec``."""
 
     def try_out(self, spec: PlacementSpec) -> Plan:
-        """A plan that says whether ``spec`` fits; it is not the fastest.
+        """A plan that shows whether ``spec`` fits, not the fastest one.
 
-        It need not be near a budget for the sake of time, so it seldom needs a dry run. One that does
-        not fit by its estimates is returned as it is, even if a dry run might say otherwise.
+        It prefers little memory to little time, so it is seldom near a budget and seldom needs a dry run.
+        If it does not fit by its estimates it gets no dry run, which might have another verdict.
         """
 
     def guess(self, spec: PlacementSpec) -> Plan:
-        """About what `try_out` would return, from the costs that are known, without a run of the model."""
+        """An approximation of `try_out`'s plan from costs that are known, without running the model."""
 
 
 def build_plan(
@@ -75,16 +75,16 @@ def build_plan(
 ) -> Plan:
     """The plan for ``program`` under ``spec``, for a batch shaped like ``inputs`` (any device).
 
-    ``pins`` are nodes and the devices they must be on, beyond what the spec's layers say; ``costs``
-    those of the spec's micro-batch, where they are known already; ``estimate`` is shared by plans of
-    one capture, so that the model is run once per micro-batch. ``processes``: the plan is for one
-    process per device. ``corrections`` are bytes that a device (of the first replica, by name), or the
-    host (`HOST_NAME`), is known to hold beyond what its estimate says: that much of its budget is left
-    free. ``tables`` are shared by plans of one capture, too. With ``enough`` only whether a plan fits
-    matters: the search ends with the first that fills no device beyond this share of its budget, else
-    it is for the least memory. A plan that overflows a budget is returned with ``fits`` False. Raises
-    ``SpecError`` when the spec's layers or devices do not go with the model, ``PlacerError`` for what is
-    not supported.
+    ``pins`` has nodes and the devices they must be on, in addition to the spec's layers. ``costs`` are
+    those of the spec's micro-batch, if they are known. ``estimate`` and ``tables`` are caches that plans of
+    one capture share, so that the model runs once per size of micro-batch. ``processes`` asks for a plan
+    with one process per device. ``corrections`` has, for a device of the first replica or for the host
+    (`HOST_NAME`), the bytes that it is known to need beyond its estimate; so many bytes of its budget are
+    left free. With ``enough`` the plan only has to fit: the search ends with the first plan that fills no
+    device beyond this share of its budget, and otherwise minimizes memory.
+
+    A plan that exceeds a budget is returned with ``fits`` False. Raises ``SpecError`` if the spec's layers
+    or devices do not match the model, ``PlacerError`` for what is not supported.
     """
     check_supported(spec)
     check_profiles(spec, program.fingerprint)
@@ -118,7 +118,7 @@ def build_plan(
         except CaptureError:
             if not plans:
                 raise
-            break  # of "auto": too few rows for the model, such as a single one for BatchNorm
+            break  # with "auto": too few rows for the model, such as a single one for BatchNorm
         plans.append(plan)
         if enough and plan.fits:
             break
@@ -142,7 +142,7 @@ def _plan_for(
     tables: TableCache,
     enough: float,
 ) -> Plan:
-    """The plan for this number of replicas and micro-batches."""
+    """The plan for these numbers of replicas and micro-batches."""
     slots = [
         _corrected(device_slot(device, spec), corrections.get(device.name, 0))
         for device in spec.devices
@@ -169,7 +169,7 @@ def _plan_for(
         plain = costs or costs_of(kernels=kernels, offloads=offloaded)
         first = choose(with_regions(plain, keys), {})
         heavy = is_heavy(first, choices, slots, options)
-        if heavy and spec.offload and costs is None:  # one more run, of no use to what fits without
+        if heavy and spec.offload and costs is None:  # needs another run of the model
             plain = costs_of(kernels=kernels, offloads=True)
         return choose_policy(
             program,
@@ -185,7 +185,7 @@ def _plan_for(
 
     light = place(likely_kernels(spec), pins)
     if costs is None and len({device_type(device.name) for device in spec.devices}) > 1:
-        # Where each node runs is known now: once more, with its own kernels.
+        # Now that the device of each node is known, plan again with the kernels of that device.
         stages = light.partition.stages
         placed = {node: stage.devices[0] for stage in stages for node in stage.nodes}
         kernels = {node: device_type(name) for node, name in placed.items()}
@@ -194,14 +194,14 @@ def _plan_for(
 
 
 def _corrected(slot: DeviceSlot, nbytes: int) -> DeviceSlot:
-    """``slot`` with so many bytes less to use."""
+    """``slot`` with a budget that is smaller by ``nbytes``."""
     if slot.budget is None or not nbytes:
         return slot
     return replace(slot, budget=max(1, slot.budget - nbytes))
 
 
 def _with_whole_budgets(plan: Plan, spec: PlacementSpec) -> Plan:
-    """``plan``, made with corrections, with the budgets that its devices have without them."""
+    """``plan``, which was made with corrections, with the original budgets of its devices."""
     budgets = [device_slot(device, spec).budget for device in spec.devices]
     rows = spec.device_rows(plan.replicas)
     whole = {name: budget for row in rows for name, budget in zip(row, budgets, strict=True)}

@@ -1,4 +1,4 @@
-"""What a model can be cut into, and how many devices that takes at the least."""
+"""Finds how far a model can be split, and how many devices it needs at least."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from placer.schedule import InFlight
 from placer.spec import DeviceSpec, PlacementSpec
 
 _EXAMINED = 8  # largest pieces, by a rough measure, whose peak is computed exactly
-_MOST_DEVICES = 64
+_MAX_DEVICES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Nodes that stay on one device, and the peak bytes of a stage that holds them alone."""
+    """Nodes that must be on one device (a unit), and the peak bytes of a stage with only these nodes."""
 
     nodes: tuple[str, ...]
     layers: tuple[str, ...]
@@ -36,14 +36,14 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pieces:
-    """How many pieces a model has, in all and by top-level layer (``""``: the model's own code)."""
+    """The number of a model's pieces, in all and by top-level layer (``""``: the model's own code)."""
 
     per_layer: dict[str, int]
     count: int
 
 
 def count_pieces(program: Program) -> Pieces:
-    """The pieces of ``program``; a piece with nodes of two layers counts for both."""
+    """Count the pieces of ``program``; a piece with nodes of two layers counts for both."""
     units = unit_graph(program)
     per_layer: dict[str, int] = {}
     for unit in program_order(units):
@@ -54,30 +54,30 @@ def count_pieces(program: Program) -> Pieces:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What of a model's training step (or inference) lies in one piece, as shares of the whole."""
+    """The share of a model's training step (or inference) in some of its pieces, between 0 and 1."""
 
     seconds: float
     nbytes: float
 
     @property
     def most_stages(self) -> int | None:
-        """More stages than this cannot each have the same share of the time; None: no limit."""
+        """The most stages that could each have an equal share of the time; None: no limit."""
         return max(1, int(1 / self.seconds + 1e-9)) if self.seconds > 0 else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How its pieces limit the split of a model, for the whole batch at once.
+    """How a model's pieces limit its split, for the whole batch as one micro-batch.
 
-    ``least_bytes`` are those that the largest piece holds wherever it is: a device must have more.
-    ``least_devices`` are what it takes if no device is larger than the largest piece's peak.
+    ``least_bytes`` is what the largest piece needs on any device. ``least_devices`` is the number of
+    devices that are needed if none is larger than the largest piece's peak.
     """
 
     largest: Piece
     least_bytes: int
     least_devices: int
     largest_share: Share
-    whole: Mapping[str, Share]  # by layer of the modules that stay whole
+    whole: Mapping[str, Share]  # for each module that cannot be split, by its layer
 
 
 def measure_limits(
@@ -124,9 +124,9 @@ def _largest_piece(
     order: Sequence[int],
     options: PlanningOptions,
 ) -> tuple[Piece, int]:
-    """The piece with the highest peak in a stage of its own, and its unit.
+    """The piece with the highest peak as a stage, and its unit.
 
-    No piece needs more than the whole model does in one stage, where nothing is received.
+    The peak is at most that of the whole model as one stage, which receives nothing.
     """
     kept = optimizer_bytes(options.optimizer if options.training else "sgd", together=True)
     members = {unit: tuple(units.nodes[unit]["nodes"]) for unit in order}
@@ -158,7 +158,7 @@ def devices_needed(
     optimizer: str,
     training: bool,
 ) -> int | None:
-    """The fewest cuda devices of ``memory`` bytes each that the planner fits, None beyond 64."""
+    """The fewest CUDA devices of ``memory`` bytes each on which the planner fits; None beyond 64."""
     costs = estimate_costs(program, inputs, training=training)
     options = PlanningOptions(objective="memory", optimizer=optimizer, training=training)
 
@@ -172,7 +172,7 @@ def devices_needed(
     low, high = 0, 1
     while not fits(high):
         low, high = high, high * 2
-        if high > _MOST_DEVICES:
+        if high > _MAX_DEVICES:
             return None
     while high - low > 1:
         middle = (low + high) // 2
@@ -185,7 +185,7 @@ def _top(program: Program, node: int) -> str:
 
 
 def _rough_size(costs: CostTable, members: Sequence[int]) -> int:
-    """Parameters, what is saved for the members' backward, and their largest transient."""
+    """A rough measure of memory: four times the parameters, saved tensors, and the largest transient."""
     inside = set(members)
     parameters = (t for t in costs.state if not t.is_buffer and inside.intersection(t.readers))
     state = sum(tensor.nbytes for tensor in parameters)

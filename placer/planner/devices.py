@@ -1,4 +1,4 @@
-"""How much memory a plan's devices have: as the spec says, or as machine and catalogue do."""
+"""Finds the memory of a spec's devices: from the spec, this machine, or the catalogue of device kinds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from placer.units import format_bytes
 
 
 def device_slot(device: DeviceSpec, spec: PlacementSpec) -> DeviceSlot:
-    """The device with its budget: as given, from its named kind, from this machine, or none."""
+    """The device with its budget: as given, from its named kind, from this machine, or no budget."""
     kind = device_kind(device.name, device.kind)
     budget = device.memory
     if budget is None and device.kind is not None:
@@ -42,7 +42,7 @@ def device_slot(device: DeviceSpec, spec: PlacementSpec) -> DeviceSlot:
 
 
 def check_profiles(spec: PlacementSpec, fingerprint: str) -> None:
-    """Raise ``SpecError`` for devices with the profile of another model, or of another precision."""
+    """Raise ``SpecError`` for devices whose profile was measured for another model or precision."""
     problems = []
     for index, device in enumerate(spec.devices):
         profile = device_kind(device.name, device.kind).profile
@@ -61,10 +61,10 @@ def check_profiles(spec: PlacementSpec, fingerprint: str) -> None:
 
 
 def memory_uses(spec: PlacementSpec) -> tuple[str, ...]:
-    """What of ``spec`` has an answer only for devices of known memory.
+    """The fields of ``spec`` that need devices of known memory, as JSON.
 
-    Without any memory and with the objective "memory", "auto" recomputes and offloads down to the
-    least peak, which no budget decides.
+    If no device has a given memory and the objective is "memory", "auto" recomputes and offloads until
+    the peak is the least, which needs no budget.
     """
     least = spec.objective == "memory" and not any(d.memory or d.kind for d in spec.devices)
     fields = ["microbatches"]
@@ -74,14 +74,14 @@ def memory_uses(spec: PlacementSpec) -> tuple[str, ...]:
 
 
 def likely_kernels(spec: PlacementSpec) -> str:
-    """The device type whose kernels are costed while it is open where each node runs."""
+    """The device type whose kernels are assumed before the device of each node is known."""
     return "cuda" if any(device_type(d.name) == "cuda" for d in spec.devices) else "cpu"
 
 
 def with_known_memory(spec: PlacementSpec, why: str) -> PlacementSpec:
-    """``spec`` with the memory of every device known; CPU devices share this machine's evenly.
+    """``spec`` with a memory for every device; CPU devices share this machine's memory evenly.
 
-    Raises ``SpecError`` for every other device whose memory is not known; ``why`` needs it.
+    Raises ``SpecError`` if the memory of any other device is not known; ``why`` says what needs it.
     """
     kinds = ", ".join(f"{k.name} ({format_bytes(k.memory or 0)})" for k in kinds_with_memory())
     problems = []
@@ -110,6 +110,6 @@ def _machine_memory() -> int:
 
 
 def _cpu_devices(spec: PlacementSpec) -> int:
-    """How many devices of ``spec`` share the machine's memory evenly."""
+    """The number of CPU devices in ``spec``, at least 1."""
     rows = [[device.name for device in spec.devices], *spec.replica_devices]
     return max(1, len({name for row in rows for name in row if name.startswith("cpu")}))

@@ -1,4 +1,4 @@
-"""Stages for another program of the same model: another mode, or sizes that change the program."""
+"""Assigns the nodes of another program of the same model (for another mode or size) to a plan's stages."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from placer.program import Program
 
 
 def follow_plan(plan: Plan, program: Program) -> tuple[tuple[str, ...], ...]:
-    """Per stage of ``plan``, nodes of ``program``: each where the plan has its counterpart.
+    """The nodes of ``program`` for each stage of ``plan``: each on the stage of its counterpart.
 
-    Within a layer, nodes are matched in order by their operations (the longest common blocks, as
-    `difflib` finds them). What has no counterpart stays with what it reads; nothing goes before
-    what it reads, or apart from what it must stay with. A stage may end up empty. Any answer
-    computes the same; a good one moves few weights.
+    Within a layer, nodes are matched in order by their operations (longest common blocks, by `difflib`).
+    A node without a counterpart is on the stage of the nodes that it reads. No node is on an earlier
+    stage than those it reads, and nodes of one unit stay together. A stage may be empty. Any assignment
+    computes the same results; a good one moves few weights.
     """
     stage_of = {name: stage.index for stage in plan.stages for name in stage.nodes}
     planned: dict[str, list[str]] = defaultdict(list)
@@ -48,5 +48,5 @@ def follow_plan(plan: Plan, program: Program) -> tuple[tuple[str, ...], ...]:
 
 
 def _operation(node: str) -> str:
-    """What a node's name says of its operation: the name without its number."""
+    """The operation in a node's name, which is the name without its number."""
     return re.sub(r"_\d+$", "", node)

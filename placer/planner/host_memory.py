@@ -1,4 +1,4 @@
-"""What the offloaded activations of a partition take of the host's memory."""
+"""Estimates the host memory that a partition's offloaded activations take."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from placer.partition import Partition, PlanningOptions
 from placer.partition.candidate import in_flight_at
 from placer.timeline import HostUsage
 
-HOST_NAME = "host"  # among the names of devices
+HOST_NAME = "host"  # stands for the host among the names of devices
 
 
 def estimate_host(costs: CostTable, partition: Partition, options: PlanningOptions) -> HostUsage:
-    """What waits on the host in a step of one replica, if every stage's micro-batches do so at once.
+    """The host memory of one replica, if every stage has its most micro-batches in flight at once.
 
-    Those are the ones in flight. What comes from a CUDA device waits in pinned memory.
+    Tensors from a CUDA device are kept in pinned memory, which is rounded up.
     """
     position = {name: i for i, name in enumerate(costs.names)}
     usage = HostUsage()

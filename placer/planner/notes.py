@@ -1,4 +1,4 @@
-"""What a plan should tell besides its numbers, in sentences."""
+"""Writes the notes of a plan: what the user should know besides its numbers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def placement_notes(
     replicas: int,
     microbatches: int,
 ) -> tuple[str, ...]:
-    """What holds for ``program`` under ``spec``, whatever the stages are.
+    """Notes for ``program`` under ``spec`` that do not depend on the stages.
 
-    ``replicas`` and ``microbatches`` are those asked for; ``options`` has as many micro-batches as
-    the batch has rows for.
+    ``replicas`` and ``microbatches`` are the requested numbers; ``options.microbatches`` is at most the
+    number of rows.
     """
     notes = [*_cut_notes(program, replicas, microbatches), *_shared_notes(program, spec)]
     cut = options.microbatches > 1 or replicas > 1
@@ -60,7 +60,7 @@ def placement_notes(
 
 
 def _cut_notes(program: Program, replicas: int, microbatches: int) -> list[str]:
-    """That the batch has too few rows for the cuts that are asked for."""
+    """Notes that the batch has too few rows for the requested replicas or micro-batches."""
     rows = program.call.batch_size
     if rows is None:
         return []
@@ -77,7 +77,7 @@ def _cut_notes(program: Program, replicas: int, microbatches: int) -> list[str]:
 
 
 def _shared_notes(program: Program, spec: PlacementSpec) -> list[str]:
-    """Where a module is that the spec's layers place on several devices, by its several names."""
+    """Notes on modules with several names that the spec's layers place on different devices."""
     placed, _ = resolve_layers(spec.layers, layer_paths(program))
     told: set[str] = set()
     notes = []
@@ -94,12 +94,12 @@ def _shared_notes(program: Program, spec: PlacementSpec) -> list[str]:
 
 
 def layer_paths(program: Program) -> list[str]:
-    """All that a pattern of a spec may name: the paths of every module, also one that has several."""
+    """The paths that a spec's patterns can match: all names of every module."""
     return [name for name, _ in program.model.named_modules(remove_duplicate=False)]
 
 
 def shared_modules(model: nn.Module) -> list[list[str]]:
-    """The names of every module that has several, the first one first."""
+    """For every module with several names, all its names in order."""
     names: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(id(module), []).append(name)

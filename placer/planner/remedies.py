@@ -1,4 +1,4 @@
-"""When nothing fits: what is missing, what needs it, and which changes were planned and would do."""
+"""Explains why a plan does not fit, and finds changes of the spec with which it would."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from placer.program import Program
 from placer.spec import DeviceSpec, PlacementSpec
 from placer.units import format_bytes
 
-_MOST_DEVICES = 8
-_MOST_ROUNDS = 4
+_MAX_DEVICES = 8
+_MAX_ROUNDS = 4
 _MICROBATCHES = (2, 4, 8, 16)
-_FAR = 1.15  # times the room of a device: a guess that is further off is believed
+_FAR = 1.15  # a guess of more than so many times a device's room is believed without a plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LargestNode:
-    """The node that needs the most bytes by itself: no cut of the model makes them less."""
+    """The node that needs the most bytes by itself, however the model is split."""
 
     node: str
     layer: str
     nbytes: int
 
     def describe(self) -> str:
-        """In a clause."""
+        """A clause for an error message."""
         return (
             f"the largest single node, {self.node} ({self.layer or 'the model'}), "
             f"needs {format_bytes(self.nbytes)} by itself"
@@ -50,10 +50,10 @@ def misfit_error(
     *,
     found: Callable[[Tried], None] | None = None,
 ) -> BudgetError:
-    """Why ``plan`` (the best under ``spec``) does not fit, and what would.
+    """The error that says why ``plan`` (the best under ``spec``) does not fit, and which changes help.
 
-    Every change that it names was planned by ``make``, as the spec itself; ``found`` is told of each
-    as soon as it was.
+    Every change that it names has been planned with ``make``. ``found`` is called with each as soon as
+    it has been planned.
     """
     if plan.fits_devices:
         return host_error(plan)
@@ -81,12 +81,12 @@ def misfit_error(
 
 
 def describe_tries(tried: Sequence[Tried]) -> str:
-    """In one line how near the changes that do not suffice came."""
+    """One line on the changes that do not suffice, with the nearest of them."""
     if not tried:
         return "give more memory, or a smaller input"
     near = min(tried, key=lambda t: t.peak)
     return (
-        f"of {len(tried)} changes tried none fits; nearest is to {near.change} "
+        f"none of {len(tried)} changes tried fits; nearest is to {near.change} "
         f"({format_bytes(near.peak)}); give more memory, or a smaller input"
     )
 
@@ -94,7 +94,7 @@ def describe_tries(tried: Sequence[Tried]) -> str:
 def find_largest_node(
     program: Program, spec: PlacementSpec, inputs: Sequence[Tensor], estimate: CostEstimates
 ) -> LargestNode:
-    """For the whole batch at once: what the node's parameters and its own run keep on a device."""
+    """The node whose parameters and transient memory take the most bytes, for the whole batch at once."""
     costs = estimate(
         microbatch_inputs(program, inputs, replicas=1, microbatches=1),
         training=spec.training,
@@ -117,9 +117,9 @@ def find_largest_node(
 def try_remedies(
     program: Program, spec: PlacementSpec, plan: Plan, make: PlanMaker
 ) -> Iterator[Tried]:
-    """Changes of ``spec``, each planned: the smallest first; none where the reserve leaves no room.
+    """Changes of ``spec`` that have been planned, the smallest first; ``plan`` is the one that does not fit.
 
-    ``plan`` is the one that does not fit.
+    There are none if every device is filled by its reserve alone.
     """
     if lacks_room(spec):
         return
@@ -131,9 +131,9 @@ def try_remedies(
 
 
 def lacks_room(spec: PlacementSpec) -> str:
-    """That no device has more than its reserve, in a sentence; "" where one has.
+    """A sentence saying that no device has more memory than its reserve; "" if one has.
 
-    Then no placement fits, and no change of it helps.
+    In that case no placement fits, and no change of the placement helps.
     """
     slots = [device_slot(device, spec) for device in spec.devices]
     if any(slot.budget is None or slot.budget > slot.reserve for slot in slots):
@@ -153,10 +153,10 @@ def _own_placement(make: PlanMaker, spec: PlacementSpec) -> Iterator[Tried]:
 
 
 def _microbatches(make: PlanMaker, spec: PlacementSpec, batch_size: int) -> Iterator[Tried]:
-    """The fewest micro-batches that fit, under the given schedule or 1F1B; else the nearest.
+    """The fewest micro-batches that fit, under the given schedule or 1F1B; otherwise the nearest.
 
-    Costs of a micro-batch are a run of the model. So the costs at hand say first which numbers of
-    micro-batches come near.
+    Each size of micro-batch needs a run of the model for its costs. So guesses from known costs first
+    exclude the numbers of micro-batches that are far from fitting.
     """
     if spec.microbatches == "auto":
         return
@@ -180,7 +180,7 @@ def _microbatches(make: PlanMaker, spec: PlacementSpec, batch_size: int) -> Iter
                 tried.append(now)
                 fitting = now if now.fits else fitting
             if fitting is None and spec.schedule == "GPipe":
-                break  # it holds no less than 1F1B
+                break  # GPipe needs at least the memory of 1F1B
         if fitting is not None:
             yield fitting
             return
@@ -191,12 +191,12 @@ def _microbatches(make: PlanMaker, spec: PlacementSpec, batch_size: int) -> Iter
 
 
 def _schedules(spec: PlacementSpec) -> list[str]:
-    """1F1B and the spec's own, of which the last that fits is taken."""
+    """1F1B and the spec's own schedule; the last one that fits is used."""
     return list(dict.fromkeys(("1F1B", spec.schedule)))
 
 
 def _peak_if_far(make: PlanMaker, spec: PlacementSpec) -> int | None:
-    """The largest peak by a guess, where by that ``spec`` is far from fitting."""
+    """The largest peak in a guess, if by that guess ``spec`` is far from fitting; otherwise None."""
     try:
         guess = make.guess(spec)
     except PlacerError:
@@ -248,13 +248,13 @@ def _more_host_memory(make: PlanMaker, spec: PlacementSpec) -> Iterator[Tried]:
 
 
 def _devices(make: PlanMaker, spec: PlacementSpec, plan: Plan) -> Iterator[Tried]:
-    """The fewest more devices that fit, up to eight in all; where none do, all eight.
+    """The fewest additional devices that fit, up to eight in all; if none do, all eight.
 
-    Looked for by halving from `_fewest_devices` on, which are often enough and so come first: more
-    devices never need more memory each.
+    A bisection, as more devices never need more memory each. `_fewest_devices` is tried first, because
+    it is often enough.
     """
     given = len(spec.devices)
-    fewest, most = max(given + 1, _fewest_devices(plan)), _MOST_DEVICES
+    fewest, most = max(given + 1, _fewest_devices(plan)), _MAX_DEVICES
     if most <= given:
         return
     fewest = min(fewest, most)
@@ -277,7 +277,7 @@ def _devices(make: PlanMaker, spec: PlacementSpec, plan: Plan) -> Iterator[Tried
 
 
 def _with_devices(make: PlanMaker, spec: PlacementSpec, count: int) -> Tried | None:
-    """With so many devices in all, the further ones like the last."""
+    """The change to ``count`` devices in all; the additional ones are like the last."""
     devices = list(spec.devices)
     while len(devices) < count:
         devices.append(_next_device(devices))
@@ -292,14 +292,14 @@ def _with_devices(make: PlanMaker, spec: PlacementSpec, count: int) -> Tried | N
 
 
 def _fewest_devices(plan: Plan) -> int:
-    """With fewer devices of the largest budget not even the sum of the plan's peaks has room."""
+    """A lower bound on the number of devices: the sum of the plan's peaks over the largest budget."""
     largest = max((d.room for d in plan.devices if d.room is not None), default=0)
     row = plan.devices[: plan.num_devices]
     return -(-sum(device.peak for device in row) // largest) if largest > 0 else 1
 
 
 def memory_needed(spec: PlacementSpec, make: PlanMaker) -> str:
-    """The memory that every device would need: with the spec's layers, or without if that helps."""
+    """A remedy that gives the memory each device would need, without the spec's layers if that helps."""
     wanted = _updated(spec, objective="memory")
     needs = []
     for layers in dict.fromkeys((tuple(spec.layers.items()), ())):
@@ -315,9 +315,9 @@ def memory_needed(spec: PlacementSpec, make: PlanMaker) -> str:
 
 
 def _memory_needed(spec: PlacementSpec, make: PlanMaker) -> int | None:
-    """Bytes per device, reserve included, under which ``spec`` was planned and fits; None: not found."""
+    """Bytes per device, including the reserve, with which a plan for ``spec`` fits; None if not found."""
     made = _plan(make, spec)
-    for _ in range(_MOST_ROUNDS):
+    for _ in range(_MAX_ROUNDS):
         if made is None:
             return None
         needed = max(device.needed + device.reserve for device in made.devices)
@@ -329,7 +329,7 @@ def _memory_needed(spec: PlacementSpec, make: PlanMaker) -> int | None:
 
 
 def _next_device(devices: Sequence[DeviceSpec]) -> DeviceSpec:
-    """A device like the last one, with the first free index of its type."""
+    """A device like the last one, with the lowest free index of its type."""
     last = devices[-1]
     kind = last.name.partition(":")[0]
     taken = {device.name for device in devices}
@@ -344,7 +344,7 @@ def _updated(spec: PlacementSpec, **fields: Any) -> PlacementSpec:
 def _try(change: str, make: PlanMaker, spec: PlacementSpec) -> Iterator[Tried]:
     try:
         made = make.try_out(spec)
-    except PlacerError:  # the change does not go with the rest of the spec
+    except PlacerError:  # the change contradicts the rest of the spec
         return
     peak = max(device.peak for device in made.devices)
     yield Tried(change=change, fits=made.fits, peak=peak)
@@ -353,5 +353,5 @@ def _try(change: str, make: PlanMaker, spec: PlacementSpec) -> Iterator[Tried]:
 def _plan(make: PlanMaker, spec: PlacementSpec) -> Plan | None:
     try:
         return make(spec)
-    except PlacerError:  # the change does not go with the rest of the spec
+    except PlacerError:  # the change contradicts the rest of the spec
         return None

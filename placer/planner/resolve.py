@@ -1,4 +1,4 @@
-"""What a spec asks of a captured model: its layers as nodes, its "auto" as numbers."""
+"""Applies a spec to a captured model: resolves its layers to nodes, and its "auto" to numbers."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ _MICROBATCHES = (1, 2, 4, 8, 16, 32)  # tried for "auto"
 
 
 def check_supported(spec: PlacementSpec) -> None:
-    """Raise ``PlacerError`` for what placer does not do."""
+    """Raise ``PlacerError`` for a spec that asks for something unsupported."""
     if spec.batch_norm == "sync" and spec.microbatches != 1:
         raise PlacerError(
             "/batch_norm",
-            "'sync' takes statistics over the whole batch, which micro-batches cannot wait for",
+            "'sync' takes statistics over the whole batch, but micro-batches run one after the other",
             "use \"microbatches\": 1, or 'per_microbatch'",
         )
 
 
 def wanted_devices(program: Program, spec: PlacementSpec) -> dict[str, str]:
-    """Node -> device for every node whose layer the spec places. Raises ``SpecError``.
+    """The device of every node whose layer the spec places.
 
-    What the model itself computes between its layers goes with them where all of them are on one
-    device; else that is the compiler's to place. A module that stays whole goes where the spec has the
-    layers inside it.
+    If the spec places all layers on one device, nodes between layers are on it too; otherwise the
+    compiler places them. A module that cannot be split is on the device of the layers inside it.
+    Raises ``SpecError`` for layers that do not exist, and for such a module on several devices.
     """
     placed, problems = resolve_layers(spec.layers, layer_paths(program))
     for layer, reason in _one_node_modules(program).items():
@@ -48,7 +48,7 @@ def wanted_devices(program: Program, spec: PlacementSpec) -> dict[str, str]:
             placed[layer] = next(iter(inside.values()))
     if problems:
         raise SpecError(SpecError.UNNAMED, problems)
-    for names in shared_modules(program.model):  # nodes know the first name only
+    for names in shared_modules(program.model):  # nodes have only a module's first name
         asked = [placed[name] for name in names if name in placed]
         if asked:
             placed.setdefault(names[0], asked[0])
@@ -62,7 +62,7 @@ def wanted_devices(program: Program, spec: PlacementSpec) -> dict[str, str]:
 
 
 def _one_node_modules(program: Program) -> dict[str, str]:
-    """Modules that are on one device with all that is inside them, each with the reason."""
+    """Modules that must be on one device with everything inside them, each with the reason."""
     targets = {str(node.target) for node in program.graph.nodes if node.op == "call_module"}
     found = {
         layer: "it is one operation of torch.nn"
@@ -73,20 +73,20 @@ def _one_node_modules(program: Program) -> dict[str, str]:
 
 
 def _module_around(path: str, whole: Mapping[str, str]) -> str | None:
-    """Which of the ``whole`` modules has the one at ``path`` inside; None if none has."""
+    """The outermost of the ``whole`` modules that contains the module at ``path``; None if none does."""
     outer = (layer for layer in whole if layer != path and _is_part(path, layer))
     return min(outer, key=len, default=None)
 
 
 def _is_part(path: str, layer: str) -> bool:
-    """Is the module at ``path`` the one at ``layer`` ("": the model itself), or inside it?"""
+    """Whether the module at ``path`` is the one at ``layer`` ("": the whole model), or inside it."""
     return not layer or is_inside((layer,), path)
 
 
 def _on_two_devices(
     spec: PlacementSpec, layer: str, reason: str, inside: Mapping[str, str]
 ) -> Problem:
-    """That the spec places what is ``inside`` the whole module ``layer`` on several devices."""
+    """The problem that the spec places parts of ``layer``, which cannot be split, on several devices."""
     (first, device), *others = inside.items()
     path, other = next((p, d) for p, d in others if d != device)
     pattern = next(p for p in reversed(spec.layers) if match_paths(p, [path]))
@@ -100,9 +100,9 @@ def _on_two_devices(
 
 
 def wanted_regions(program: Program, spec: PlacementSpec) -> tuple[RegionKey | None, ...]:
-    """Per node what the spec's patterns say of its saved activations; nothing where none are made.
+    """For each node the region that the spec's patterns put it into, or None; all None for inference.
 
-    Raises ``SpecError`` for patterns that match no layer, or only layers inside of one operation.
+    Raises ``SpecError`` for patterns that match no layer, or only layers inside a single node.
     """
     paths = layer_paths(program)
     whole = _one_node_modules(program)
@@ -130,7 +130,7 @@ def wanted_regions(program: Program, spec: PlacementSpec) -> tuple[RegionKey | N
 
 
 def policies_of(spec: PlacementSpec) -> tuple[Policy, ...]:
-    """What the compiler may do with the saved activations of any node."""
+    """The policies that the spec allows the compiler to choose for saved activations."""
     recompute, offload = spec.checkpoint == "auto", spec.offload == "auto"
     if not spec.training:
         return ()
@@ -139,7 +139,7 @@ def policies_of(spec: PlacementSpec) -> tuple[Policy, ...]:
 
 
 def count_replicas(spec: PlacementSpec) -> int:
-    """How many copies of the stages: what the spec says, or as many as this machine has devices for."""
+    """The number of replicas: as the spec says, or as many as this machine has devices for."""
     if spec.replicas != "auto":
         return int(spec.replicas)
     if spec.replica_devices:
@@ -150,7 +150,7 @@ def count_replicas(spec: PlacementSpec) -> int:
 
 
 def microbatch_choices(spec: PlacementSpec, program: Program, replicas: int) -> list[int]:
-    """The numbers of micro-batches to plan for: the spec's, or powers of two up to the rows there are."""
+    """The numbers of micro-batches to try: the spec's, or powers of two up to the number of rows."""
     if spec.microbatches != "auto":
         return [int(spec.microbatches)]
     rows = -(-(program.call.batch_size or 1) // replicas)
@@ -160,7 +160,7 @@ def microbatch_choices(spec: PlacementSpec, program: Program, replicas: int) -> 
 def microbatch_rows(
     program: Program, inputs: Sequence[Tensor], replicas: int, microbatches: int
 ) -> tuple[int, ...]:
-    """Rows of each micro-batch of the first replica; one micro-batch where no input has a batch."""
+    """The rows of each micro-batch of the first replica; ``(1,)`` if no input is batched."""
     sizes = (t.size(0) for t, b in zip(inputs, program.call.batched, strict=True) if b)
     return split_batch(next(sizes, 1), replicas, microbatches)[0]
 
@@ -168,7 +168,7 @@ def microbatch_rows(
 def microbatch_inputs(
     program: Program, inputs: Sequence[Tensor], replicas: int, microbatches: int
 ) -> list[Tensor]:
-    """The inputs of the largest micro-batch, as tensors without data."""
+    """The inputs of the largest micro-batch, as ``meta`` tensors."""
     rows = microbatch_rows(program, inputs, replicas, microbatches)[0]
     shaped = []
     for tensor, batched in zip(inputs, program.call.batched, strict=True):
@@ -188,10 +188,10 @@ def planning_options(
     replicas: int = 1,
     host_correction: int = 0,
 ) -> PlanningOptions:
-    """What the spec asks of a partition, for micro-batches of ``sizes`` rows.
+    """The planning options of the spec, for micro-batches with ``sizes`` rows.
 
-    ``host_correction`` are bytes of the host's memory to leave free. Replicas in one process run one
-    after the other, so that only one at a time has anything there.
+    ``host_correction`` bytes of the host's budget are left free. Replicas share the rest if each has its
+    own processes; in one process they run one after the other, so each can use all of it.
     """
     host_budget = spec.host_memory
     if host_budget is not None:

@@ -205,7 +205,7 @@ def test_budget_comes_from_the_named_kind() -> None:
     [
         (0.02, ", which is the least possible for these stages."),
         (0.01, "; no choice for these stages adds less than 10.00 ms, 50.0% less."),
-        (0.0, "; how little it could be is not known."),
+        (0.0, "; the least possible is not known."),
     ],
 )
 def test_how_good_a_choice_of_recomputed_layers_is(least: float, said: str) -> None:

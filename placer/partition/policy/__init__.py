@@ -1,5 +1,5 @@
-"""What to recompute and what to offload in one stage, so that it fits its memory in the least time.
+"""Chooses what to recompute and offload in one stage, so that it fits its memory in the least time.
 
-`cheapest` chooses a policy, `least` bounds the time of any policy from below, `search` extends partial
-policies block by block, `types` has the words.
+`cheapest` chooses a policy, `least` computes a lower bound on the time of any policy, `search` extends
+partial policies block by block, and `types` defines policies and limits.
 """

@@ -1,18 +1,17 @@
-"""Which nodes of one stage to recompute or to offload, so that it fits at the least extra time.
+"""Chooses the nodes of one stage to recompute or offload, so that it fits at the least extra time.
 
 A policy is built block by block (`placer.partition.policy.search`): a block is kept or offloaded, or
 several are recomputed together. A first search finds the least peak. It drops a partial policy if
 another one at the same boundary leads to no higher peak, whatever follows. If that peak is within the
 limits, a second search finds less time. It drops a partial policy if another one has no larger sums.
+If the host's memory is limited too, the bytes that a policy offloads are one of its sums, rounded up to
+one of `_HOST_LEVELS` levels.
 
-Where the host's memory is limited too, what a policy offloads counts among its sums, in `_HOST_LEVELS`
-steps.
-
-O(blocks^2 x partial policies) extensions, at most `_MOST_PARTIAL` partial policies per boundary. A
-heuristic: by that limit, by the choice of blocks, and because the second search compares sums alone.
-`placer.partition.policy.least` bounds the time of any policy from below. (Dynamic programs for chains:
-Griewank and Walther, "Revolve", ACM TOMS 2000; Beaumont et al., "Efficient Combination of
-Rematerialization and Offloading for Training DNNs", NeurIPS 2021.)
+There are O(blocks^2 * partial policies) extensions, and at most `_MAX_PARTIAL` partial policies per
+boundary. This is a heuristic because of that limit, because of the choice of blocks, and because the
+second search compares only sums. `placer.partition.policy.least` has a lower bound on the time of any
+policy. For dynamic programs on chains see Griewank and Walther, "Revolve", ACM TOMS 2000; Beaumont et al.,
+"Efficient Combination of Rematerialization and Offloading for Training DNNs", NeurIPS 2021.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from placer.partition.policy.types import (
 )
 from placer.regions import RegionKey
 
-_MOST_PARTIAL = 120
+_MAX_PARTIAL = 120
 _HOST_LEVELS = 6
 
 
@@ -41,7 +40,7 @@ _HOST_LEVELS = 6
 class StagePolicy:
     """A policy of a stage: runs of nodes with the policy of each, extra seconds, and peak bytes.
 
-    ``hosted`` are the bytes of the host's memory that it takes per micro-batch.
+    ``hosted`` is the number of bytes of host memory that it takes per micro-batch.
     """
 
     runs: tuple[tuple[tuple[int, ...], Policy], ...]
@@ -53,7 +52,7 @@ class StagePolicy:
 def choose_stage_policy(
     stage: PolicySearch, choices: Collection[Policy], limits: StageLimits
 ) -> StagePolicy:
-    """The policy of ``stage`` within ``limits`` that takes the least time, or else has the least peak.
+    """The policy of ``stage`` within ``limits`` that takes the least time, otherwise that of least peak.
 
     ``choices`` are the policies allowed for blocks, besides keeping.
     """
@@ -72,7 +71,9 @@ def choose_stage_policy(
     if limits.fits(chosen):
         select = partial(_within_both if within_host else _within_budget, limits=limits)
         cheapest = stage.search(choices, select)
-        if within_host:  # without the host, too: what is capped above may have been it
+        if (
+            within_host
+        ):  # search without offloading too, as the first search may have dropped the best
             without = [choice for choice in choices if not choice.offload]
             cheapest += [x for x in stage.search(without, select) if limits.fits(x)]
         chosen = min([chosen, *cheapest], key=lambda x: (x.seconds, limits.peak(x)))
@@ -95,9 +96,9 @@ def choose_stage_policy(
 def least_host_bytes(
     stage: PolicySearch, choices: Collection[Policy], limits: StageLimits
 ) -> float:
-    """Bytes of the host's memory that a micro-batch takes under the policy that takes the least.
+    """The least host memory, in bytes per micro-batch, of any policy within the device's budget.
 
-    Of the policies within the device's budget; 0 where none is.
+    0 if no policy is within it.
     """
     return min((found.hosted for found in _least_hosted(stage, choices, limits)), default=0.0)
 
@@ -105,7 +106,7 @@ def least_host_bytes(
 def _least_hosted(
     stage: PolicySearch, choices: Collection[Policy], limits: StageLimits
 ) -> list[PartialPolicy]:
-    """Policies within the device's budget, the one that takes the least of the host among them."""
+    """Policies within the device's budget, including the one that takes the least host memory."""
     return stage.search(
         choices,
         partial(_within_budget, limits=limits, cost=lambda found: (found.hosted, found.seconds)),
@@ -115,7 +116,7 @@ def _least_hosted(
 def _least_peaks(
     stage: PolicySearch, choices: Collection[Policy], host_budget: float
 ) -> list[PartialPolicy]:
-    """Policies of the whole stage, the one with the least peak among them whatever the device's limit."""
+    """Policies of the whole stage, including the one with the least peak, whatever the device's limit."""
     key = frozenset(choices), host_budget
     if key not in stage.least_peaks:
         select = partial(_not_dominated, stage=stage, host_budget=host_budget)
@@ -128,8 +129,8 @@ def _not_dominated(
 ) -> list[PartialPolicy]:
     """The partial policies within the host's budget that may lead to the least peak, whatever follows.
 
-    What follows costs one more than another by at most the bytes of the values that are needed later
-    and that only the other has on the device.
+    The blocks that follow add more to one partial policy than to another by at most the bytes of those
+    values that are needed later and that only the other one has on the device.
     """
     later = stage.needed_from(boundary)
     kept: list[PartialPolicy] = []
@@ -155,7 +156,7 @@ def _within_budget(
     limits: StageLimits,
     cost: Callable[[PartialPolicy], Any] = lambda found: found.seconds,
 ) -> list[PartialPolicy]:
-    """Those within the device's budget of which no other has sums, and a ``cost``, that are as small."""
+    """The partial policies within the device's budget that no other one dominates in sums and ``cost``."""
     kept: list[PartialPolicy] = []
     least = _Staircase()
     for candidate in sorted(partials, key=lambda x: (cost(x), x.kept, x.backward_peak)):
@@ -168,7 +169,7 @@ def _within_budget(
 def _within_both(
     partials: list[PartialPolicy], boundary: int, *, limits: StageLimits
 ) -> list[PartialPolicy]:
-    """The same with what is offloaded as one of the sums, up to the host's budget."""
+    """The same within both budgets; offloaded bytes are one of the sums."""
     kept: list[PartialPolicy] = []
     levels = [_Staircase() for _ in range(_HOST_LEVELS + 1)]
     step = limits.host_budget / _HOST_LEVELS
@@ -183,19 +184,19 @@ def _within_both(
 
 
 class _Staircase:
-    """The least ``backward_peak`` of the partial policies so far that keep at most so much."""
+    """A Pareto front of ``kept`` and ``backward_peak``, for tests of dominance in logarithmic time."""
 
     def __init__(self) -> None:
         self._kept: list[float] = []
         self._backward_peak: list[float] = []
 
     def has_below(self, candidate: PartialPolicy) -> bool:
-        """Has one as small a sum of either?"""
+        """Whether an entry has a ``kept`` and a ``backward_peak`` that are no larger than the candidate's."""
         at = bisect.bisect_right(self._kept, candidate.kept)
         return bool(at) and self._backward_peak[at - 1] <= candidate.backward_peak
 
     def add(self, candidate: PartialPolicy) -> None:
-        """Add one that has none below it."""
+        """Add a candidate that no entry dominates."""
         at = end = bisect.bisect_right(self._kept, candidate.kept)
         peaks = self._backward_peak
         while end < len(peaks) and peaks[end] >= candidate.backward_peak:
@@ -204,20 +205,20 @@ class _Staircase:
 
 
 def _capped(partials: list[PartialPolicy]) -> list[PartialPolicy]:
-    """At most `_MOST_PARTIAL` of them, spread evenly."""
-    if len(partials) <= _MOST_PARTIAL:
+    """At most `_MAX_PARTIAL` of ``partials``, evenly spaced."""
+    if len(partials) <= _MAX_PARTIAL:
         return partials
-    step = (len(partials) - 1) / (_MOST_PARTIAL - 1)
-    return [partials[round(i * step)] for i in range(_MOST_PARTIAL)]
+    step = (len(partials) - 1) / (_MAX_PARTIAL - 1)
+    return [partials[round(i * step)] for i in range(_MAX_PARTIAL)]
 
 
 def keys_of(
     layer_of: Sequence[str], runs: Sequence[tuple[tuple[int, ...], Policy]]
 ) -> dict[int, RegionKey]:
-    """Node -> region key for the ``runs`` of a stage under its policy, labelled with the layers they span.
+    """The region key of each node in the ``runs`` of a stage's policy, labelled with the layers they span.
 
-    Runs side by side that are offloaded, and not recomputed, are one region: what several of them save
-    is copied once.
+    Neighbouring runs that are offloaded and not recomputed are one region, so a value that several of them
+    save is copied once.
     """
     keys: dict[int, RegionKey] = {}
     before = ""
@@ -235,7 +236,7 @@ def keys_of(
 def _joined(
     runs: Sequence[tuple[tuple[int, ...], Policy]],
 ) -> list[tuple[tuple[int, ...], Policy]]:
-    """``runs`` with those joined that `keys_of` says."""
+    """``runs`` with neighbouring offloaded runs merged, as `keys_of` says."""
     joined: list[tuple[tuple[int, ...], Policy]] = []
     for nodes, policy in runs:
         if joined and not policy.recompute and joined[-1][1] == policy:

@@ -1,16 +1,16 @@
-"""A lower bound on the extra time of any policy of a stage within its memory limits.
+"""Computes a lower bound on the extra time of any policy of a stage within its memory limits.
 
-The larger of two bounds:
+It is the larger of two bounds:
 
 `_relaxed` is the search of `placer.partition.policy.cheapest` with partial policies merged instead of
 dropped. A merged one has the least seconds and bytes of its parts, and all values that any of them has
-on the device, so that what follows costs it no more than any of them. Those that take longer than a
-policy that is known are left out. If none had to be merged, the bound is the optimum. It holds for
-regions that begin and end at the boundaries of blocks.
+on the device, so the blocks that follow add no more to it than to any of its parts. Partial policies that
+take longer than a known policy are left out. If none had to be merged, the bound is the optimum. It holds
+for regions that begin and end at the boundaries of blocks.
 
-`_knapsack`: at each moment of backward, the values beyond the limit must not be there: each was
-offloaded, or the node that made it runs again. Taking the cheapest bytes first (the fractional
-knapsack problem) bounds the time of that from below, wherever regions begin and end.
+`_knapsack`: at each moment of backward, values beyond the limit cannot be on the device, so each was
+offloaded, or the node that made it runs again. Taking the cheapest bytes first (the fractional knapsack
+problem) gives a lower bound on the time, wherever regions begin and end.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from placer.partition.policy.types import (
 )
 
 _MOST_PARTIAL = 400
-_MOST_COMPARED = 1000  # up to here they are also compared by their values on the device
+_MAX_COMPARED = 1000  # up to so many are also compared by their values on the device
 
 
 def least_extra_seconds(
@@ -38,8 +38,8 @@ def least_extra_seconds(
 ) -> float:
     """A lower bound on the extra seconds of every policy of ``stage`` within ``limits``.
 
-    ``answer`` are those of a policy that is known, and the most that is returned; the other arguments
-    are as for `placer.partition.policy.cheapest.choose_stage_policy`. O(blocks^2 x partial policies).
+    ``answer`` is the extra time of a known policy, and the most that is returned. The other arguments are
+    as for `placer.partition.policy.cheapest.choose_stage_policy`. O(blocks^2 * partial policies).
     """
     least = min(answer, _knapsack(stage, choices, limits))
     return max(least, _relaxed(stage, choices, limits, answer))
@@ -56,11 +56,11 @@ def _relaxed(
 
 
 def _merged(partials: list[PartialPolicy], later: int) -> list[PartialPolicy]:
-    """At most `_MOST_PARTIAL`, of which one is at least as good as each of ``partials``.
+    """At most `_MOST_PARTIAL` partial policies, with one at least as good for each of ``partials``.
 
-    ``later`` is the set of values, a bit for each, that are needed from here on.
+    ``later`` is the set of values that are needed from here on, with a bit for each.
     """
-    exact = len(partials) <= _MOST_COMPARED
+    exact = len(partials) <= _MAX_COMPARED
     kept: list[PartialPolicy] = []
     for candidate in sorted(partials, key=lambda x: (x.seconds, x.kept, x.backward_peak)):
         counts = candidate.on_device & later, candidate.on_host & later

@@ -1,8 +1,8 @@
-"""Search over the policies of one stage: how a policy for the first blocks is extended, and what it costs.
+"""Searches over the policies of one stage, by extending a policy for the first blocks by further blocks.
 
-All sums are those of `placer.partition.stage_cost.score`. Extending a policy never makes its sums
-smaller, and adds the more the fewer values are on the device already; the searches rest on that.
-(Label-setting algorithms for shortest paths with resources work the same way.)
+All sums are those of `placer.partition.stage_cost.score`. The searches rely on two facts: extending a
+policy never makes its sums smaller, and the fewer values are on the device already, the more it adds.
+(Label-setting algorithms for shortest paths with resource constraints work in the same way.)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from placer.partition.stage_cost.pending_gradients import pending_gradients
 from placer.regions import RegionBoundaries
 from placer.timeline import pinned_nbytes
 
-_MOST_BLOCKS = 36
+_MAX_BLOCKS = 36
 _NO_BLOCKS = PartialPolicy(
     seconds=0.0,
     kept=0.0,
@@ -36,21 +36,21 @@ _NO_BLOCKS = PartialPolicy(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Recomputed:
-    """What recomputing some blocks together costs, whatever is done with those before them."""
+    """The cost of recomputing some blocks together, whatever the policy of the blocks before them."""
 
-    enters: tuple[int, ...]  # values that come from before them
+    enters: tuple[int, ...]  # values from earlier blocks that they need
     seconds: float
     backward_peak: float  # bytes besides those that are kept, and those of ``enters``
-    saving: bool  # do they save anything? Else there is no reason to run them again
+    saving: bool  # whether they save anything; otherwise there is no reason to recompute them
 
 
 @dataclass(eq=False)
 class PolicySearch:
-    """The nodes of a stage by index, the loss last if it is computed there, and searches over policies.
+    """The nodes of a stage by index (the loss last, if it is computed there), and searches over policies.
 
-    ``nodes`` are in program order, ``before`` those of earlier stages. Nodes in ``given`` have their
-    policy already; ``boundaries`` says where regions may begin and end.
-    ``all_gradients`` is as in `StageLimits`. With ``pinned`` what is offloaded waits in pinned memory.
+    ``nodes`` are in program order; ``before`` are those of earlier stages. Nodes in ``given`` have their
+    policy already; ``boundaries`` says where regions may begin and end. ``all_gradients`` is as in
+    `StageLimits`. With ``pinned``, offloaded values are kept in pinned memory.
     """
 
     costs: CostTable
@@ -63,8 +63,7 @@ class PolicySearch:
     pinned: bool = field(kw_only=True, default=False)
 
     def __post_init__(self) -> None:
-        # Per choices and host budget the policies among which the least peak is, once `cheapest` has
-        # searched for them.
+        # A cache for `cheapest`: by choices and host budget, policies that include the one of least peak.
         self.least_peaks: dict[tuple[frozenset[Policy], float], list[PartialPolicy]] = {}
         costs = self.costs
         self.nodes = list(self.nodes)
@@ -100,7 +99,7 @@ class PolicySearch:
         return [float(seconds[node]) for node in self.nodes]
 
     def _pending(self) -> list[float]:
-        """Bytes of gradients, of activations and of parameters, that are pending in each node's backward."""
+        """The bytes of pending gradients (of activations and of parameters) in each node's backward."""
         costs, nodes = self.costs, self.nodes
         steps = [0.0] * (len(nodes) + 1)
         start, end = len(self.before), len(self.before) + len(nodes)
@@ -128,7 +127,7 @@ class PolicySearch:
 
     @cached_property
     def blocks(self) -> list[list[int]]:
-        """Runs of nodes (indices): at most `_MOST_BLOCKS` or so, of which few bytes enter each."""
+        """Runs of nodes (indices): about `_MAX_BLOCKS` at most, chosen so that few bytes enter each."""
         given = [self.given.get(node) for node in self.nodes]
         ending = self.boundaries.ending
         starts = [
@@ -142,7 +141,7 @@ class PolicySearch:
         ]
         if self.nodes[-1] == len(self.costs.names) and len(self.nodes) > 1:
             starts = [*(t for t in starts if t < len(self.nodes) - 1), len(self.nodes) - 1]
-        if len(starts) >= _MOST_BLOCKS:
+        if len(starts) >= _MAX_BLOCKS:
             crossing = [0.0] * (len(self.nodes) + 1)
             for value, last in enumerate(self.last_use):
                 if last >= 0:
@@ -151,7 +150,7 @@ class PolicySearch:
             entering = list(accumulate(crossing))
             windows: dict[int, list[int]] = {}
             for t, share in zip(starts, self._shares(starts), strict=True):
-                windows.setdefault(int(share * (_MOST_BLOCKS - 1)), []).append(t)
+                windows.setdefault(int(share * (_MAX_BLOCKS - 1)), []).append(t)
             needed = {t for t in starts if given[t] != given[t - 1]} | {starts[-1]}
             best = (min(w, key=lambda t: (entering[t], t)) for w in windows.values())
             starts = sorted({*needed, *best})
@@ -159,19 +158,19 @@ class PolicySearch:
         return [list(range(a, b)) for a, b in pairwise(boundaries) if a < b]
 
     def _shares(self, starts: Sequence[int]) -> list[float]:
-        """Per start the share of the stage before it: half by number of nodes, half by bytes saved."""
+        """For each start the share of the stage before it: half by number of nodes, half by saved bytes."""
         saved = (sum(self.nbytes[value] for value in values) for values in self.saved_at)
         sums = list(accumulate(saved, initial=0.0))
         count, total = len(self.nodes), sums[-1] or 1.0
         return [0.5 * t / count + 0.5 * sums[t] / total for t in starts]
 
     def needed_from(self, boundary: int) -> int:
-        """The set of values, a bit for each, that a node after ``boundary`` uses."""
+        """The set of values that nodes after ``boundary`` use, with a bit for each."""
         start = self.blocks[boundary][0] if boundary < len(self.blocks) else len(self.nodes)
         return sum(1 << value for value, last in enumerate(self.last_use) if last >= start)
 
     def bytes_of(self, values: int) -> float:
-        """The bytes of a set of values, which has a bit for each."""
+        """The bytes of a set of values, given with a bit for each."""
         total = 0.0
         while values:
             value = values.bit_length() - 1
@@ -184,10 +183,10 @@ class PolicySearch:
         choices: Collection[Policy],
         select: Callable[[list[PartialPolicy], int], list[PartialPolicy]],
     ) -> list[PartialPolicy]:
-        """Policies of the whole stage: at every boundary, those that ``select`` picks are extended.
+        """Policies of the whole stage: at every boundary, those that ``select`` returns are extended.
 
-        ``select(found, boundary)`` gets all partial policies up to a boundary, in the end those of the
-        whole stage.
+        ``select(found, boundary)`` gets all partial policies up to a boundary, and in the end the policies
+        of the whole stage.
         """
         at: list[list[PartialPolicy]] = [[_NO_BLOCKS], *([] for _ in self.blocks)]
         for boundary in range(len(self.blocks)):
@@ -203,17 +202,17 @@ class PolicySearch:
         boundary: int,
         select: Callable[[list[PartialPolicy], int], list[PartialPolicy]],
     ) -> list[PartialPolicy]:
-        """What ``select`` picks among those that what follows can be the same for."""
+        """What ``select`` returns, called separately for partial policies with different continuations."""
         by_policy: dict[Policy | None, list[PartialPolicy]] = {}
         for partial in partials:
             by_policy.setdefault(self._must_go_on(partial, boundary), []).append(partial)
         return [chosen for group in by_policy.values() for chosen in select(group, boundary)]
 
     def _must_go_on(self, partial: PartialPolicy, boundary: int) -> Policy | None:
-        """The policy that the block from ``boundary`` on must have, like the one before; None for any.
+        """The policy that the block after ``boundary`` must have, like the one before it; None for any.
 
-        So it is between nodes that share written memory, unless the first of them are recomputed: see
-        `placer.regions.keys.whole_groups`.
+        Nodes that share memory which is written must have the same policy, unless the first of them are
+        recomputed; see `placer.regions.keys.whole_groups`.
         """
         first = self.nodes[self.blocks[boundary][0]]
         if first in self.boundaries.free or first not in self.boundaries.ending:
@@ -285,7 +284,7 @@ class PolicySearch:
         here: set[int] = set()
         for t in block:
             for value in self.saved_at[t]:
-                if not on_host >> value & 1:  # be it on the device for another block, too
+                if not on_host >> value & 1:  # even if it is on the device for another block
                     on_host |= 1 << value
                     moved += self.nbytes[value]
                     hosted += self.host_nbytes[value]

@@ -1,8 +1,7 @@
-"""Activation-memory policies: what is done with saved activations, and what that costs a stage.
+"""Policies for saved activations (keep, recompute, offload), and the limits of a stage.
 
-Some words of this package: the nodes of a stage are split into blocks. A policy says for each block
-whether its saved activations are kept, recomputed or offloaded. A partial policy does so for the first
-blocks only.
+The nodes of a stage are split into blocks. A policy says for each block whether its saved activations are
+kept, recomputed or offloaded. A partial policy says so for the first blocks only.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What is done with a block's saved activations: nothing (they are kept), one of these, or both."""
+    """What is done with a block's saved activations: they are kept, or one or both of these."""
 
     recompute: bool = False
     offload: bool = False
@@ -24,12 +23,12 @@ KEEP = Policy()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLimits:
-    """Bytes that a stage may use: ``budget`` is the limit, and includes ``static`` bytes of state.
+    """Bytes that a stage may use: ``budget`` is the limit, which includes ``static`` bytes of state.
 
-    ``host_budget`` is what a micro-batch may take of the host's memory.
-    ``held`` micro-batches are in flight at the peak. ``all_gradients``: those of all parameters are
-    there then. ``others`` are the bytes of the device's other stages while this one runs, ``later``
-    the most of these while another one runs and this one's saved activations wait.
+    ``host_budget`` is the host memory that a micro-batch may take. ``held`` micro-batches are in flight at
+    the peak; ``all_gradients`` says whether the gradients of all parameters exist then. ``others`` is the
+    number of bytes that the device's other stages need while this one runs; ``later`` is the most that
+    they need while another one runs and this one keeps its saved activations.
     """
 
     static: float
@@ -58,12 +57,12 @@ class PartialPolicy:
     ``on_device`` and ``on_host`` are sets of values, with a bit for each.
     """
 
-    seconds: float  # more than if all were kept
+    seconds: float  # extra time, compared with keeping everything
     kept: float  # bytes that stay on the device from forward to backward: those of ``on_device``
     backward_peak: float  # the most bytes at any moment of the backward of these blocks
     on_device: int
     on_host: int
-    hosted: float  # bytes of the host's memory that the offloaded ones take
-    policy: Policy  # of the blocks of ``span``, the last ones
+    hosted: float  # bytes of host memory that offloaded values take
+    policy: Policy  # of the last blocks, which are those in ``span``
     span: tuple[int, int]
     before: PartialPolicy | None = None  # the partial policy that this one extends

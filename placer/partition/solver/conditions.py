@@ -14,11 +14,11 @@ class BoundaryConditions:
     """Which downsets can end stage q of a placement with all loads below a bound.
 
     If the units of a downset take w seconds, and the values that cross its boundary take c, then
-    w + c <= q * bound, for some stage before the boundary pays for each crossing value. The same holds
-    for the units outside and the stages after the boundary. The bytes of either side must be within
-    the sum of its budgets, and no unit may be pinned to a device of the other side. Where stages
-    differ, the least cost of any stage of a side counts. The conditions hold for partly decided
-    downsets too, with what is decided.
+    w + c <= q * bound, because some stage before the boundary pays for each crossing value. The same holds
+    for the units outside and the stages after the boundary. The bytes on either side must be within the
+    sum of its budgets, and no unit may be pinned to a device of the other side. If stages differ, the least
+    cost of any stage on a side counts. The conditions are also necessary for partly decided downsets, with
+    the units that are decided.
 
     ``crossing_nbytes`` are the bytes that each value adds to c. A subclass may lower them, and give
     tighter `least_seconds` and `least_bytes`.
@@ -53,12 +53,12 @@ class BoundaryConditions:
         self._pairs = list(zip(self.inside, self.outside, strict=True))
 
     def least_seconds(self, side: Sequence[StageSlot], *, first: bool) -> Vector:
-        """Per unit of the lattice, the least seconds on one side of a boundary; ``first``: before it."""
+        """For each unit of the lattice, its least seconds on one side of a boundary (``first``: before)."""
         found: Vector = np.min([slot.seconds[self.lattice.order] for slot in side], axis=0)
         return found
 
     def least_bytes(self, side: Sequence[StageSlot], *, first: bool) -> Vector:
-        """Per unit of the lattice, the least bytes on one side of a boundary; ``first``: before it."""
+        """For each unit of the lattice, its least bytes on one side of a boundary (``first``: before)."""
         found: Vector = np.min([slot.nbytes[self.lattice.order] for slot in side], axis=0)
         return found
 

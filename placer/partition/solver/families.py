@@ -1,4 +1,4 @@
-"""Families of downsets for a first answer: the prefixes of an order, and those that a beam search finds."""
+"""Makes families of downsets for a first answer: the prefixes of orders, and results of a beam search."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BEAM_SEED = 20_260_101  # of the random numbers that name sets of units
 
 
 def chain_rows(lattice: Lattice, order: Sequence[int] | NDArray[np.int64]) -> Words:
-    """The prefixes of a topological order, the empty and the full one included."""
+    """The prefixes of a topological order, including the empty and the full one."""
     n = lattice.num_units
     flags = np.zeros((n + 1, num_words(n) * 64), dtype=bool)
     flags[:, np.asarray(order, dtype=np.int64)] = np.tri(n + 1, n, -1, dtype=bool)
@@ -23,10 +23,10 @@ def chain_rows(lattice: Lattice, order: Sequence[int] | NDArray[np.int64]) -> Wo
 
 
 def beam_rows(lattice: Lattice, width: int) -> Words:
-    """Downsets that few bytes cross: ``width`` of every size, by beam search from either end.
+    """Downsets whose boundaries few bytes cross: ``width`` of every size, by beam search from both ends.
 
-    Each step extends every downset by every unit that is ready. O(width * (n * ready + uses)); a
-    heuristic. Bytes cross if units that share their value are on both sides.
+    Each step extends every downset by every ready unit. The bytes of a value cross if it has units on both
+    sides. A heuristic; O(width * (n * ready + uses)).
     """
     n = lattice.num_units
     grown = _beam(lattice, lattice.preds, lattice.succs, width)
@@ -63,14 +63,14 @@ def _beam(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Grown:
-    """A set of units, and what it takes to extend it by one."""
+    """A set of units, with the sums that are needed to extend it by one unit."""
 
     crossing: float  # bytes of the values with units on both sides
     name: int  # a hash, the same for the same units
     members: Flags
-    counts: NDArray[np.int64]  # per value, how many of its units are members
-    gain: Vector  # per unit, change of the crossing bytes when it joins
-    missing: NDArray[np.int64]  # per unit, how many of its predecessors are no members
+    counts: NDArray[np.int64]  # for each value, the number of its units that are members
+    gain: Vector  # for each unit, the change of the crossing bytes if it joins
+    missing: NDArray[np.int64]  # for each unit, the number of its predecessors that are not members
 
 
 class _Growth:
@@ -99,7 +99,7 @@ class _Growth:
         )
 
     def offers(self, grown: _Grown, width: int) -> Iterator[tuple[float, int, int]]:
-        """Crossing bytes, unit and name of the ``width`` best sets that have one unit more."""
+        """The crossing bytes, new unit and name of the ``width`` best sets with one more unit."""
         ready = np.flatnonzero((grown.missing == 0) & ~grown.members)
         crossing = grown.crossing + grown.gain[ready]
         if len(ready) > width:
@@ -109,7 +109,7 @@ class _Growth:
         return zip(crossing.tolist(), ready.tolist(), names.tolist(), strict=True)
 
     def join(self, grown: _Grown, unit: int, crossing: float, name: int) -> _Grown:
-        """The set with ``unit``."""
+        """The set extended by ``unit``."""
         members, counts = grown.members.copy(), grown.counts.copy()
         gain, missing = grown.gain.copy(), grown.missing.copy()
         members[unit] = True

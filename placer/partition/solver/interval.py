@@ -1,7 +1,7 @@
-"""Large graphs: stages as intervals of one order, for many more units than downsets can be listed.
+"""Solves large problems, whose downsets are too many to enumerate: stages are intervals of one order.
 
-About 1,500 cuts are chosen first, then the dynamic program of `placer.partition.chain` runs over the
-intervals whose loads are below the best so far. The crossing bytes of all intervals come from one
+About 1,500 cuts are chosen first. Then the dynamic program of `placer.partition.chain` runs over the
+intervals whose loads are below the best so far. The crossing bytes of all intervals are computed with one
 difference array: an interval pays for a value if it has some, but not all, of its units.
 """
 
@@ -19,9 +19,9 @@ _TOLERANCE = 1e-12
 
 
 def best_intervals(problem: PartitionProblem, order: Indices, bound: float) -> Indices | None:
-    """The stage of every unit, stages being intervals of ``order``; None if none is below ``bound``.
+    """The stage of every unit, with intervals of ``order`` as stages; None if no load is below ``bound``.
 
-    Budgets and pins hold; optimal for the cuts that are chosen. O(uses + C^2 + k * C * D) for k stages
+    Respects budgets and pins, and is optimal for the chosen cuts. O(uses + C^2 + k * C * D) for k stages
     and C cuts, of which D are in the largest stage.
     """
     place = np.empty(problem.num_units, dtype=np.int64)
@@ -71,7 +71,7 @@ def _sums(weights: Vector, cuts: Indices) -> Vector:
 
 
 def _choose_cuts(problem: PartitionProblem, order: Indices, place: Indices) -> Indices:
-    """Positions to cut at: of every stretch with an equal share of work and units, the cheapest one."""
+    """The positions of cuts: the cheapest in every stretch with an equal share of work and units."""
     n = problem.num_units
     auxiliary = np.zeros(n)
     auxiliary[sorted(problem.auxiliary)] = 1.0
@@ -96,12 +96,12 @@ def _choose_cuts(problem: PartitionProblem, order: Indices, place: Indices) -> I
 
 
 def _crossing_bytes(problem: PartitionProblem, cuts: Indices, place: Indices) -> Vector:
-    """``[x, y]``: bytes of the values that cross the boundaries of the stage from cut x to cut y."""
+    """``[x, y]``: the bytes of values that cross the boundaries of the stage from cut x to cut y."""
     count = len(cuts)
     steps = np.zeros((count + 1, count + 1))
 
     def add(first: int, last: int, column: int, until: int, nbytes: float) -> None:
-        """To stages with first <= x <= last and column <= y < until."""
+        """Add ``nbytes`` to stages with first <= x <= last and column <= y < until."""
         steps[first, column] += nbytes
         steps[last + 1, column] -= nbytes
         steps[first, until] -= nbytes

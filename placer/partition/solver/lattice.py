@@ -1,7 +1,7 @@
-"""Downsets as bitsets: rows of 64-bit words in numpy arrays.
+"""Represents downsets as bitsets: rows of 64-bit words in numpy arrays.
 
-Bit u of a row is set where unit u, numbered along a topological order, is in the downset. Sets of
-values are rows of words as well. Sums of weights over a set are looked up byte by byte.
+Bit u of a row is set if unit u, numbered along a topological order, is in the downset. Sets of values are
+rows of words, too. Sums of weights over a set are looked up byte by byte.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from placer.partition.solver.problem import PartitionProblem, Vector
 
 Words = NDArray[np.uint64]
 Flags = NDArray[np.bool_]
-_FEW_ROWS = 100  # up to here a matrix product is faster than looking up each byte
+_FEW_ROWS = 100  # up to so many rows a matrix product is faster than looking up each byte
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Lattice:
     """``problem`` with its units renumbered along ``order``.
 
-    ``values[e]`` are the units of value e. Inputs of the model are in ``external`` instead; values
-    with a single unit, which never cross, are left out.
+    ``values[e]`` are the units of value e. Inputs of the model are in ``external`` instead. Values with a
+    single unit, which never cross a boundary, are left out.
     """
 
     problem: PartitionProblem
-    order: NDArray[np.int64]  # position -> unit of the problem
+    order: NDArray[np.int64]  # the unit of the problem at each position
     preds: tuple[tuple[int, ...], ...]
     succs: tuple[tuple[int, ...], ...]
     values: tuple[tuple[int, ...], ...]
     value_nbytes: Vector
-    values_of: tuple[tuple[int, ...], ...]  # unit -> values
+    values_of: tuple[tuple[int, ...], ...]  # for each unit, its values
     external: tuple[tuple[int, ...], ...]
     external_nbytes: Vector
-    standalone: Flags  # per unit, whether it can be on a stage alone
+    standalone: Flags  # for each unit, whether it can be the only one on a stage
 
     @property
     def num_units(self) -> int:
@@ -79,7 +79,7 @@ def build_lattice(problem: PartitionProblem, order: Sequence[int]) -> Lattice:
 def _merged_values(
     problem: PartitionProblem, place: NDArray[np.int64], *, external: bool
 ) -> dict[tuple[int, ...], float]:
-    """Units (positions) -> bytes of the values that these share, sorted by units."""
+    """The bytes of the values that each set of units (positions) shares, sorted by units."""
     merged: dict[tuple[int, ...], float] = {}
     for value in problem.values:
         if value.external == external and value.nbytes:
@@ -90,7 +90,7 @@ def _merged_values(
 
 
 def num_words(bits: int) -> int:
-    """Words of 64 bits that hold ``bits``; at least one."""
+    """The number of 64-bit words for ``bits`` bits; at least one."""
     return max(1, -(-bits // 64))
 
 
@@ -135,7 +135,7 @@ class WeightLookup:
 
 
 class BitSums:
-    """Sums of several weights over bitsets, eight bits at a time, without those that are 0 in all rows."""
+    """Sums of several weights over bitsets, eight bits at a time, skipping bytes that are 0 in all rows."""
 
     def __init__(self, weights: Vector) -> None:
         """``weights[b, c]``: weight c of bit b."""
@@ -163,7 +163,7 @@ class BitSums:
 def topological_order(
     preds: Sequence[Iterable[int]], succs: Sequence[Iterable[int]], priority: Sequence[float]
 ) -> list[int]:
-    """Kahn's algorithm, the ready unit of least priority (then number) first; O(E + n log n)."""
+    """Kahn's algorithm; the ready unit with the least priority (then number) is next. O(E + n log n)."""
     waiting = [len(set(p)) for p in preds]
     ready = [(priority[u], u) for u, count in enumerate(waiting) if not count]
     heapq.heapify(ready)

@@ -1,7 +1,7 @@
-"""A partition problem: units, what they cost on each stage's device, and the values they share.
+"""Defines partition problems: units, their costs on each stage's device, and the values they share.
 
-A placement puts every unit on one of the stages 0 … k - 1 so that no edge goes back. The load of
-stage q, in seconds, is
+A placement assigns every unit to one of the stages 0 … k - 1 so that no edge goes back. The load of stage
+q, in seconds, is
 
     load(q) = sum of seconds[q][u] over its units u + seconds_per_byte[q] * crossing bytes
 
@@ -28,7 +28,7 @@ Vector = NDArray[np.float64]
 class SharedValue:
     """A value with the units that make and read it; a stage that has only some of them pays for it.
 
-    ``external``: it is an input of the model, and every stage that reads it pays.
+    An ``external`` value is an input of the model, for which every stage that reads it pays.
     """
 
     nbytes: float
@@ -38,10 +38,10 @@ class SharedValue:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageSlot:
-    """A stage's device, and what every unit costs at that position of the chain.
+    """A stage's device, and the cost of every unit at that position of the chain.
 
-    ``seconds[u]`` and ``nbytes[u]`` are those of unit u; the bytes of a stage may add up to ``budget``
-    at most (None: no limit). ``seconds_per_byte`` is the price of a byte that crosses.
+    ``seconds[u]`` and ``nbytes[u]`` are those of unit u. The bytes of a stage may add up to at most
+    ``budget`` (None: no limit). ``seconds_per_byte`` is the time for a byte that crosses a boundary.
     """
 
     device: str
@@ -55,8 +55,8 @@ class StageSlot:
 class PartitionProblem:
     """Units 0 … n - 1 with edges between them, and the chain of stages to put them on.
 
-    ``pins``: unit -> device. Edges have no cycle. Unless ``may_be_empty``, each
-    stage has a unit that is not ``auxiliary`` (the loss is auxiliary).
+    ``pins`` has the devices that units must be on. The graph has no cycle. Unless ``may_be_empty``, each
+    stage must have a unit that is not ``auxiliary`` (the loss is auxiliary).
     """
 
     num_units: int
@@ -77,7 +77,7 @@ class Solution:
 
 
 def stage_loads(problem: PartitionProblem, stage_of: NDArray[np.int64]) -> Vector:
-    """The load of every stage in seconds, by definition; O(uses * log(uses))."""
+    """The load of every stage in seconds, computed by the definition; O(uses * log(uses))."""
     k = len(problem.slots)
     loads = np.zeros(k)
     for q, slot in enumerate(problem.slots):
@@ -97,7 +97,7 @@ def stage_loads(problem: PartitionProblem, stage_of: NDArray[np.int64]) -> Vecto
 
 
 def simple_bound(problem: PartitionProblem) -> float:
-    """A lower bound on the largest load: the largest unit, or all work spread evenly; O(n)."""
+    """A lower bound on the largest load: that of the largest unit, or all work divided evenly; O(n)."""
     seconds = np.min([slot.seconds for slot in problem.slots], axis=0)
     return max(float(seconds.max(initial=0.0)), float(seconds.sum()) / len(problem.slots))
 
@@ -109,12 +109,12 @@ def load_above_all(problem: PartitionProblem) -> float:
 
 
 def largest_load(problem: PartitionProblem, stage_of: NDArray[np.int64]) -> float:
-    """The load of the slowest stage, which is minimised."""
+    """The load of the slowest stage, which is the objective to minimise."""
     return float(stage_loads(problem, stage_of).max())
 
 
 def is_within_budgets(problem: PartitionProblem, stage_of: NDArray[np.int64]) -> bool:
-    """Are the bytes of every stage at most its budget, but for rounding?"""
+    """Whether the bytes of every stage are within its budget, except for rounding."""
     return all(
         slot.budget is None or slot.nbytes[stage_of == q].sum() <= slot.budget * (1 + 1e-12)
         for q, slot in enumerate(problem.slots)

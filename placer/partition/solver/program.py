@@ -1,4 +1,4 @@
-"""The best placement whose boundaries are in a family of downsets, by dynamic programming.
+"""Finds the best placement whose boundaries are in a family of downsets, by dynamic programming.
 
 With f(D, q) the least possible largest load of the first q stages, which have downset D together,
 
@@ -23,8 +23,12 @@ from placer.partition.solver.work import Work
 Indices = NDArray[np.int64]
 
 _BLOCK = 64  # downsets whose stages are examined together
-_FIRST = 4  # a quarter of the work is for the program over all rows, before some are ruled out
-_PAIR, _LOAD, _STAGE = 4.0, 30.0, 30.0  # nanoseconds: to compare two rows, for a load, for a stage
+_FIRST = 4  # a quarter of the work is for the program over all rows, before rows are ruled out
+_PAIR, _LOAD, _STAGE = (
+    4.0,
+    30.0,
+    30.0,
+)  # nanoseconds: to compare two rows, compute a load, use a stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +40,7 @@ class Boundaries:
 
 
 def _counts(flags: NDArray[np.uint8], groups: Sequence[Sequence[int]]) -> NDArray[np.int16]:
-    """How many units of each group every row has."""
+    """The number of units of each group in every row."""
     counts = np.empty((len(flags), len(groups)), dtype=np.int16)
     for g, units in enumerate(groups):
         counts[:, g] = flags[:, list(units)].sum(axis=1)
@@ -44,10 +48,10 @@ def _counts(flags: NDArray[np.uint8], groups: Sequence[Sequence[int]]) -> NDArra
 
 
 class Family:
-    """Downsets sorted by size, with the sums that loads of stages are made of.
+    """Downsets sorted by size, with the sums from which the loads of stages are computed.
 
-    ``crossing[i]`` are the bytes that cross the boundary of row i, ``boundary_crossing[i]`` those of
-    them that `BoundaryConditions` may count.
+    ``crossing[i]`` is the number of bytes that cross the boundary of row i, ``boundary_crossing[i]`` the
+    part of them that `BoundaryConditions` may count.
     """
 
     def __init__(self, lattice: Lattice, rows: Words) -> None:
@@ -73,9 +77,9 @@ class Family:
     def loads(self, before: Indices, after: Indices, slot: StageSlot) -> Vector:
         """``[i, j]``: the load on ``slot`` of the stage ``after[i] - before[j]``, if these nest.
 
-        A stage pays for the values that cross either of its boundaries. Of those that cross both, one
-        payment is taken off, and the other too where the stage has none of the value's units, that
-        is, where both rows have as many of them.
+        A stage pays for the values that cross either of its boundaries. For a value that crosses both, one
+        payment is subtracted; both are if the stage has none of the value's units, that is, if both rows
+        have the same number of them.
         """
         lattice = self.lattice
         seconds = self.sums(slot.seconds[lattice.order])
@@ -92,12 +96,12 @@ class Family:
     ) -> Vector:
         """``load[i]`` of the stage ``after[i] - before[i]``, with costs that a subclass may add.
 
-        It is called for rows that contain each other only, for costs that take long to find.
+        Called only for rows that contain each other, so it can add costs that take long to compute.
         """
         return load
 
     def _both(self, before: Indices, after: Indices) -> Vector:
-        """Bytes that cross both boundaries, twice where the stage has no unit of the value."""
+        """The bytes that cross both boundaries, counted twice if the stage has no unit of the value."""
         last = self.counts[after]
         crossing = (last > 0) & (last < self.sizes)
         columns = np.flatnonzero(crossing.any(axis=0))
@@ -115,7 +119,7 @@ class Family:
 
 
 def open_rows(family: Family, conditions: BoundaryConditions) -> list[Flags]:
-    """Per stage, which rows may be the boundary at its end."""
+    """For each stage, whether each row may be the boundary at its end."""
     slots, rows = family.lattice.problem.slots, family.rows
     inside = np.empty((len(rows), len(conditions.columns)))  # no columns where there is one stage
     for c, weights in enumerate(conditions.columns):
@@ -133,9 +137,10 @@ def best_boundaries(
 ) -> Boundaries | None:
     """The best placement with boundaries in ``family`` and all loads below ``bound``, or None.
 
-    The rows of ``family`` are distinct and sorted by size, the empty and the full set included. Ties
-    go to the earlier row. O(pairs of rows, one in the other, with a load below the bound * values).
-    Where that takes more than ``work`` has left, the result is None and ``work`` is spent.
+    The rows of ``family`` must be distinct, sorted by size, and include the empty and the full set. Of
+    equal choices the earlier row is taken. Takes O(P * values) time for P pairs of rows, one in the other,
+    with a load below the bound. If that is more than ``work`` allows, the result is None and ``work`` is
+    spent.
     """
     work = Work() if work is None else work
     opens = open_rows(family, conditions)
@@ -200,8 +205,8 @@ def _program(family: Family, opens: list[Flags], bound: float, work: Work) -> Bo
 def _narrow(family: Family, opens: list[Flags], bound: float, work: Work) -> list[Flags] | None:
     """``opens`` without rows at which no stage below the bound can begin or end; None if none is left.
 
-    Each stage is examined once, those with the fewest pairs of rows first: few rows for one boundary
-    leave few for its neighbours.
+    Each stage is examined once, those with the fewest pairs of rows first, because few rows for one
+    boundary leave few rows for its neighbours.
     """
     slots = family.lattice.problem.slots
     empty = family.lattice.problem.may_be_empty
@@ -234,7 +239,7 @@ def _narrow(family: Family, opens: list[Flags], bound: float, work: Work) -> lis
 
 
 def stage_limits(family: Family, slot: StageSlot) -> list[tuple[Vector, float]]:
-    """Sums over rows, and how much they may grow within the stage: bytes, units pinned elsewhere."""
+    """Sums over rows, and the most by which each may grow within a stage: bytes, and wrongly pinned units."""
     limits = []
     order = family.lattice.order
     pins = family.lattice.problem.pins
@@ -257,7 +262,7 @@ class _Pairs:
 
 
 class Stages:
-    """All stages below the bound, computed when a row that they begin at is first reached."""
+    """All stages with loads below the bound, computed when a row at which they begin is first reached."""
 
     def __init__(
         self,
@@ -268,7 +273,7 @@ class Stages:
         bound: float,
         work: Work,
     ) -> None:
-        """Stages end at rows ``alive``; ``positions``: per row the first and the last stage it may end."""
+        """Stages end at rows ``alive``; ``positions`` has the first and the last stage each row may end."""
         slot = family.lattice.problem.slots[stage]
         self._family, self._stage, self._slot, self._bound = family, stage, slot, bound
         self._limits, self._work = stage_limits(family, slot), work
@@ -277,7 +282,7 @@ class Stages:
         self._found: list[_Pairs] = []
 
     def from_rows(self, rows: Indices) -> list[_Pairs]:
-        """Stages that begin at ``rows``, or at rows of earlier calls."""
+        """The stages that begin at ``rows``, and those that begin at rows of earlier calls."""
         new = rows[~self._known[rows]]
         self._known[new] = True
         pairs = self._nested(new) if len(new) else None

@@ -1,4 +1,4 @@
-"""A first answer to a partition problem, and a proof that none is better, by programs over downsets."""
+"""Finds a first answer to a partition problem, and proves how good it is, by programs over downsets."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from placer.partition.solver.work import Work
 StageOf = NDArray[np.int64]
 
 _WIDTH = 8  # of the beam; 16 finds nothing better on the graphs of benchmarks/msr
-# Width from so many units on: 1% worse on random graphs in a third of the time.
+# The width for so many units or more: 1% worse on random graphs, in a third of the time.
 _NARROW, _MANY = 4, 600
-_FEW = 10  # a tenth of the downsets are for the first attempt, which suffices for most problems
+_FEW = 10  # the first attempt gets a tenth of the downsets, which suffices for most problems
 _FIRST_SHARE = 1 / 16  # of the gap between bound and value
 _MOST_FAILED = 3  # attempts with too many downsets, besides the first
-_MOST_BITS = 20_000_000  # of all downsets together, which limits their memory
+_MOST_BITS = 20_000_000  # of all downsets together, to limit their memory
 _TOLERANCE = 1e-10
-_FACTORS = (1.2, 1.6, 3.0)  # of the simple bound: limits that are tried for a first answer
+_FACTORS = (1.2, 1.6, 3.0)  # limits to try for a first answer, as multiples of the simple bound
 
 
 def is_reached(value: float, bound: float) -> bool:
-    """Is ``value`` equal to the lower bound ``bound``, but for rounding?"""
+    """Whether ``value`` is equal to the lower bound ``bound``, except for rounding."""
     return value <= bound * (1 + _TOLERANCE)
 
 
@@ -50,7 +50,7 @@ def is_reached(value: float, bound: float) -> bool:
 class Answer:
     """The best placement below a limit, if any was found, and a lower bound on all placements.
 
-    If ``finished``, the bound is the placement's load, or the limit if there is none below.
+    If ``finished``, the bound is the placement's load, or the limit if no placement is below it.
     """
 
     stage_of: StageOf | None
@@ -84,7 +84,7 @@ class DownsetSearch:
         return Family(self.lattice, rows)
 
     def stages(self, boundaries: Boundaries) -> StageOf:
-        """The stage of every unit: the first whose downset has it."""
+        """The stage of every unit, which is the first whose downset has it."""
         held = unpack(np.stack(boundaries.rows), self.lattice.num_units)
         stage_of = np.full(self.problem.num_units, -1, dtype=np.int64)
         stage_of[self.lattice.order] = np.argmax(held, axis=0)
@@ -93,14 +93,14 @@ class DownsetSearch:
     def best_boundaries(
         self, rows: Words, bound: float, work: Work | None = None
     ) -> Boundaries | None:
-        """As `placer.partition.solver.program.best_boundaries`, of ``rows``."""
+        """`placer.partition.solver.program.best_boundaries` for the family ``rows``."""
         conditions = self.conditions(bound)
         return best_boundaries(self.family(rows, conditions), conditions, bound, work)
 
     def first_answer(self) -> StageOf | None:
         """The best placement with boundaries from a few orders and a beam search.
 
-        A heuristic; deterministic. None where no placement is found within the budgets.
+        A deterministic heuristic. None if no placement within the budgets is found.
         """
         best, value = None, np.inf
         for rows in self.first_families():
@@ -119,7 +119,7 @@ class DownsetSearch:
     def improve(
         self, rows: Words, best: StageOf | None, value: float
     ) -> tuple[StageOf | None, float]:
-        """The better of ``best``, of load ``value``, and the best one with boundaries among ``rows``."""
+        """The better of ``best`` (with load ``value``) and the best one with boundaries in ``rows``."""
         least, most = simple_bound(self.problem), load_above_all(self.problem)
         limits = [value * (1 - _TOLERANCE)]
         if not np.isfinite(value):  # low limits first: time grows with the limit
@@ -148,10 +148,10 @@ class DownsetSearch:
     ) -> tuple[float, StageOf | None]:
         """A lower bound on all placements, and the best placement if one below ``value`` was found.
 
-        All placements below a limit have boundaries that meet its conditions, and the number of such
-        downsets grows exponentially with the limit. So ``value`` is tried as the limit with few
-        downsets, then limits upwards from ``bound``, which is known before: the first limit with a
-        placement below it has the best one. Where there are too many downsets, limits between that
+        All placements below a limit have boundaries that satisfy its conditions, and the number of such
+        downsets grows exponentially with the limit. So first ``value`` is tried as the limit, with few
+        downsets. Then limits are tried upwards from ``bound``, which is known already; the first limit
+        with a placement below it gives the best one. If there are too many downsets, limits between that
         one and the last without a placement are tried, as long as there is ``work`` left.
         """
         problem, lattice = self.problem, self.lattice
@@ -161,7 +161,8 @@ class DownsetSearch:
         if not np.isfinite(value):
             value = load_above_all(problem)
         left = min(most_alive, _MOST_BITS // max(1, lattice.num_units))
-        empty, full = 0.0, np.inf  # shares of the gap: no placement is below; too many downsets are
+        # Shares of the gap: up to ``empty`` there is no placement, from ``full`` on too many downsets.
+        empty, full = 0.0, np.inf
         share, most, failed = 1.0, left // _FEW, 0
         while failed <= _MOST_FAILED and left > 0 and not work.is_spent():
             limit = (least + share * (value - least)) * (1 - _TOLERANCE)
@@ -184,7 +185,7 @@ class DownsetSearch:
 
 
 def adjacency(problem: PartitionProblem) -> tuple[list[list[int]], list[list[int]]]:
-    """Per unit its direct predecessors, and its direct successors."""
+    """For each unit its direct predecessors, and for each its direct successors."""
     preds: list[list[int]] = [[] for _ in range(problem.num_units)]
     succs: list[list[int]] = [[] for _ in range(problem.num_units)]
     for a, b in sorted(set(problem.edges)):

@@ -1,4 +1,4 @@
-"""Solve a partition problem: find a placement of small largest load, and a lower bound on all."""
+"""Solves a partition problem: finds a placement with a small largest load, and a lower bound on it."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from placer.partition.solver.search import (
 from placer.partition.solver.work import Work
 from placer.plan.types import Optimality
 
-MOST_ALIVE = 150_000  # partly decided downsets at a time in a proof: about a second
-LARGE = 1500  # units; with more, stages are intervals of one order
-_WORK, _LEAST_WORK = 7e3, 3e8  # nanoseconds for all proofs of a problem: per downset, and at least
+MOST_ALIVE = 150_000  # partly decided downsets at a time in a proof; takes about a second
+LARGE = 1500  # units; in larger problems stages are intervals of one order
+_WORK, _LEAST_WORK = 7e3, 3e8  # nanoseconds for all proofs of a problem: per downset, and the least
 
 
 def solve(problem: PartitionProblem, *, most_alive: int = MOST_ALIVE) -> Solution | None:
-    """A placement of small largest load, with a lower bound on that of any placement.
+    """A placement with a small largest load, and a lower bound on the largest load of any placement.
 
-    A first answer comes from the downsets of a few orders and a beam search. Then all downsets that
-    a better placement could have are enumerated, unless there are more than ``most_alive`` partly
-    decided ones at a time or it takes too much work: the answer is then optimal
-    (`Optimality.proven`). With more than 1,500 units, stages are intervals of one order and nothing is
-    proven. Deterministic. None when no placement was found within the budgets.
+    A first answer comes from the downsets of a few orders and a beam search. Then all downsets that a
+    better placement could have are enumerated, and the result is optimal (`Optimality.proven`), unless
+    there are more than ``most_alive`` partly decided downsets at a time or it takes too much work. With
+    more than 1,500 units, stages are intervals of one order and nothing is proven. Deterministic. None if
+    no placement within the budgets was found.
     """
     if problem.num_units > LARGE:
         return _solve_large(problem)
@@ -47,7 +47,7 @@ def solve(problem: PartitionProblem, *, most_alive: int = MOST_ALIVE) -> Solutio
 
 
 def proof_work(most_alive: int) -> Work:
-    """The work that the proofs of one problem may take together."""
+    """The work that all proofs of one problem may take together."""
     return Work(max(_LEAST_WORK, _WORK * most_alive))
 
 
@@ -63,7 +63,7 @@ def as_solution(problem: PartitionProblem, stage_of: StageOf, bound: float) -> S
 
 
 def _solve_large(problem: PartitionProblem) -> Solution | None:
-    """The best intervals of a few orders; the bound is `simple_bound`."""
+    """The best intervals along a few orders; the lower bound is `simple_bound`."""
     preds, succs = adjacency(problem)
     orders = [
         topological_order(preds, succs, range(problem.num_units)),

@@ -1,4 +1,4 @@
-"""All downsets that may be boundaries of a placement with all loads below a bound."""
+"""Enumerates all downsets that may be boundaries of a placement with all loads below a bound."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from placer.partition.solver.lattice import BitSums, Flags, Lattice, Words, bit_
 from placer.partition.solver.problem import Vector
 from placer.partition.solver.work import Work
 
-# Nanoseconds for deciding a unit, for each downset then, and for each unit and value.
+# Nanoseconds to decide a unit; in addition for each downset; and in addition for each unit and value.
 _STEP, _UNDECIDED, _PER_BIT = 1e5, 250.0, 0.5
 
 
 def surviving_rows(
     conditions: BoundaryConditions, *, most: int, work: Work | None = None
 ) -> Words | None:
-    """Every downset that ``conditions`` allow as a boundary, with the empty and the full one.
+    """All downsets that ``conditions`` allow as a boundary, including the empty and the full one.
 
-    Units are decided in topological order, in or out (out with all that follows it); all partial
-    decisions are extended together, and those that ``conditions`` rule out are dropped. None when
-    there would be more than ``most`` partial decisions at a time, or ``work`` is spent.
+    Units are decided in topological order to be in or out; if a unit is out, so are all its descendants.
+    All partial decisions are extended together, and those that ``conditions`` rule out are dropped. None
+    if there are more than ``most`` partial decisions at a time, or ``work`` is spent.
     """
     work = work or Work()
     deciding = _Deciding(conditions)
@@ -38,7 +38,7 @@ def surviving_rows(
 
 
 class _Partial(NamedTuple):
-    """Partly decided downsets, a row each: units in and out, values with units in and out, sums."""
+    """Partly decided downsets, one per row: units in and out, values with units in and out, and sums."""
 
     inside: Words
     outside: Words
@@ -71,7 +71,7 @@ class _Deciding:
         self._after_sums = self._sums_of(self._after)
         self._touched_by = np.array([bit_row(v, m) for v in lattice.values_of])
         self._touched_after = _with_later(lattice, self._touched_by)
-        self._rest = bit_row(range(n), n)  # units that are still to be decided
+        self._rest = bit_row(range(n), n)  # units that are not decided yet
         units, values = bit_row((), n)[None], bit_row((), m)[None]
         self.rows = _Partial(
             inside=units,
@@ -99,10 +99,10 @@ class _Deciding:
         return _STEP + (_UNDECIDED + _PER_BIT * self._size) * int(is_free.sum())
 
     def _without(self, u: int, free: _Partial) -> _Partial:
-        """The decisions ``free`` with ``u`` out, and all that follows it."""
+        """The decisions ``free`` with ``u`` and all its descendants out."""
         after = self._after[u]
         fresh = after & ~free.outside
-        sum_out = free.sum_out + self._after_sums[u]  # right where none of these was out before
+        sum_out = free.sum_out + self._after_sums[u]  # correct if none of these was out before
         some = np.flatnonzero((fresh != after).any(axis=1))
         sum_out[some] = free.sum_out[some] + self._sums_of(fresh[some])
         begun = free.touched_in & ~free.touched_out & self._touched_after[u]
@@ -126,7 +126,10 @@ class _Deciding:
         )
 
     def _going_on(self, rows: _Partial, word: int) -> _Partial:
-        """Those of ``rows`` that may end a stage and have units left to decide, in words from ``word`` on."""
+        """The ``rows`` that may end a stage and are incomplete; complete ones are added to ``done``.
+
+        All units in words before ``word`` are decided.
+        """
         alive = self._conditions.some(rows.sum_in, rows.sum_out, rows.crossing)
         rest = self._rest[word:]
         complete = (rows.outside[:, word:] & rest == rest).all(axis=1)
@@ -135,7 +138,7 @@ class _Deciding:
 
 
 def _with_later(lattice: Lattice, rows: Words) -> Words:
-    """Per unit its row of ``rows``, with those of all units that follow it."""
+    """For each unit the union of its row and the rows of all its descendants."""
     found = rows.copy()
     for u in reversed(range(lattice.num_units)):
         for reader in lattice.succs[u]:

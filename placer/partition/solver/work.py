@@ -1,4 +1,4 @@
-"""A limit for the work of a proof: counted, not timed, so that the answer is always the same."""
+"""Limits the work of a proof by counting operations, not by a clock, so that results are reproducible."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 
 @dataclass(slots=True)
 class Work:
-    """What is left of the work that a proof may do, in estimated nanoseconds."""
+    """The work that a proof may still do, in estimated nanoseconds."""
 
     left: float = np.inf
 
     def is_spent(self) -> bool:
-        """Is nothing left?"""
+        """Whether no work is left."""
         return self.left <= 0
 
     def take(self, nanoseconds: float) -> None:
-        """Count work that is done."""
+        """Subtract work that has been done."""
         self.left -= nanoseconds

@@ -1,14 +1,15 @@
-"""What a stage costs: its peak memory in bytes, its seconds, and the bytes that cross its boundaries.
+"""Estimates what a stage costs: its peak memory, its seconds, and the bytes that cross its boundaries.
 
 =====================  ===========================================================================
-score                  the formula for peaks, and seconds
+score                  the formula for peaks, and the seconds of stages
 tables                 the terms of the formula, for all stages along an order at once
-order_bytes            what they are sums of: bytes along an order, wherever stages begin and end
-rectangles             such sums
-pending_gradients      gradients of skip connections, from when they are computed until they are used
+order_bytes            the parts of these terms, independent of where stages begin and end
+rectangles             sums of such parts
+pending_gradients      gradients of skip connections that have been computed and not used yet
 received               how long copies of values from other stages are needed
-region_liveness        what regions that are recomputed or offloaded keep, and when
-shared, live_through   devices with several stages: their peaks, and values that pass through
-cache                  tables that were built before
+region_liveness        values that recomputed or offloaded regions keep alive
+overlap                seconds of a pass whose copies to the host overlap with computation
+shared, live_through   devices with several stages: their peaks, and values that later stages read
+cache                  a cache of tables
 =====================  ===========================================================================
 """

@@ -1,4 +1,4 @@
-"""Interval tables that are kept for later searches, for they do not depend on devices."""
+"""Caches interval tables for later searches, as they do not depend on devices."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from placer.partition.stage_cost.order_bytes import OrderBytes, find_order_bytes
 from placer.partition.stage_cost.tables import IntervalTables, build_tables
 
 _MOST_BYTES = 256 * 2**20
-_MOST_ORDERS = 4  # of which the bytes are kept, for tables with other cuts
+_MOST_ORDERS = 4  # orders whose bytes are kept, for tables with other cuts
 
 
 class TableCache:
-    """The tables that were used last, up to 256 MiB of them.
+    """A cache of the tables that were used last, of up to 256 MiB.
 
-    Searches with other devices or budgets begin with the same orders of the same nodes.
+    Useful because searches with other devices or budgets try the same orders of the same nodes.
     """
 
     def __init__(self) -> None:
@@ -35,18 +35,18 @@ class TableCache:
         """The result of `build_tables` for these arguments."""
         key = id(costs), tuple(order), tuple(cuts), later
         known = self._known.pop(key, None)
-        if known is None:  # with its costs, so that no other object gets their id
+        if known is None:  # stored with its costs, so that no other object gets their id
             along = self._along(costs, order)
             known = costs, build_tables(costs, order, cuts, later=later, known=along)
             self._nbytes += known[1].nbytes
-        self._known[key] = known  # the last key is the latest
+        self._known[key] = known  # the last key is the one used last
         while self._nbytes > _MOST_BYTES and len(self._known) > 1:
             _, oldest = self._known.pop(next(iter(self._known)))
             self._nbytes -= oldest.nbytes
         return known[1]
 
     def _along(self, costs: CostTable, order: Sequence[int]) -> OrderBytes | None:
-        """The bytes along an order; None where they depend on its cuts, too."""
+        """The bytes along an order; None if they depend on its cuts, too."""
         if costs.keys:
             return None
         key = id(costs), tuple(order)

@@ -1,4 +1,4 @@
-"""Values that stay on a device for its later stages, or for other devices that read them later."""
+"""Finds the values that a stage keeps on its device for later stages, there or on other devices."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from numpy.typing import NDArray
 
 from placer.cost import CostTable
 
-Span = tuple[int, int]  # a stage, from one cut (index) up to another
+Span = tuple[int, int]  # a stage, from one cut (index) to another
 Flags = NDArray[np.bool_]
 
 
 class LiveThrough:
-    """The results that are read by later stages, and the storages that they are views of.
+    """The results that later stages read, and the storages of which they are views.
 
-    A result keeps its whole storage alive. ``cell_of`` is per node the index of the last cut before it.
+    A result keeps its whole storage alive. ``cell_of`` has for each node the index of the last cut before
+    it.
     """
 
     def __init__(self, costs: CostTable, cell_of: NDArray[np.int64]) -> None:
         made: list[int] = []
-        reads: list[tuple[int, int]] = []  # result, cell where it is read
+        reads: list[tuple[int, int]] = []  # result, cell in which it is read
         views: list[
             tuple[int, int, float]
-        ] = []  # result, its storage, the bytes of it that are copied
+        ] = []  # result, its storage, the bytes of the storage that a copy has
         numbers: dict[int, int] = {}
         for node, held in enumerate(costs.results):
             cells = {int(cell) for cell in cell_of[list(costs.readers[node])]}
@@ -51,7 +52,7 @@ class LiveThrough:
         self._read_in: dict[tuple[int, int | None], Flags] = {}
 
     def unsaved(self, home: Span, later: int) -> float:
-        """Bytes of stage ``home`` that it does not save, but keeps for readers from cut ``later`` on."""
+        """The bytes that stage ``home`` does not save, but keeps for readers from cut ``later`` on."""
         known = self._unsaved_at.get((home, later))
         if known is None:
             held = self._storages(self._read([home], later, None)) & ~self._saved(home)
@@ -61,9 +62,9 @@ class LiveThrough:
     def beside_parts(self, before: Sequence[Span], stage: Span) -> tuple[float, float]:
         """Bytes of storages of the stages ``before`` that ``stage`` keeps beyond the results it reads.
 
-        The stages are on one device. A stage's costs have the results it reads as copies of their own
-        size; on the same device they are views, and keep their whole storages. The first number is for
-        the forward of ``stage``, the second is for what it saves until its backward.
+        All stages are on one device. A stage's costs assume that the results it reads are copies of their
+        own size; but on the same device they are views, which keep their whole storages alive. The first
+        number is for the forward of ``stage``, the second for the values that it saves until its backward.
         """
         read = self._read(before, *stage)
         at = read[self._result]
@@ -79,7 +80,7 @@ class LiveThrough:
         return float(rest.sum()), float(rest[self._saved(stage)].sum())
 
     def _read(self, homes: Sequence[Span], begin: int, end: int | None) -> Flags:
-        """Which results of the stages ``homes`` are read from cut ``begin`` up to ``end``."""
+        """The results of the stages ``homes`` that are read between the cuts ``begin`` and ``end``."""
         found = np.zeros(len(self._made), dtype=bool)
         for home in homes:
             found |= self._made_by(home)

@@ -1,6 +1,6 @@
-"""Bytes of stages along one order of nodes, wherever they begin and end.
+"""Finds the bytes of stages along one order of nodes, for all positions where stages may begin and end.
 
-Each is a sum of rectangles: "some user of v lies in [a, i]" holds exactly for a in
+Each kind of bytes is a sum of rectangles, because "some user of v is in [a, i]" is true exactly for a in
 (previous user, user] and i >= user. `placer.partition.stage_cost.tables` sums them for given cuts.
 """
 
@@ -18,15 +18,17 @@ from placer.partition.stage_cost.received import find_needs, releases
 from placer.partition.stage_cost.rectangles import Rectangles, Table
 from placer.partition.stage_cost.region_liveness import RegionLiveness
 
-LOSS_NBYTES = 4  # a float32; it is alive while backward runs
+LOSS_NBYTES = 4  # a float32, which is alive during backward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldValues:
-    """Bytes of values that no region needs: from forward to backward, in backward, in forward.
+    """Bytes of values that no region needs.
 
-    ``waiting`` has gradients of skip connections too, for stages that compute all that they pass on;
-    ``pending`` corrects it for the others.
+    ``saved`` are alive between forward and backward (``saved_fixed`` is the part that does not depend on
+    the number of rows), ``waiting`` during backward, ``forward`` during forward. ``waiting`` also has
+    pending gradients of skip connections, for stages that compute all gradients that they pass on;
+    ``pending`` corrects it for other stages.
     """
 
     saved: Rectangles
@@ -38,7 +40,10 @@ class HeldValues:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossingValues:
-    """Values that cross the boundaries of stages; ``released``: copies that are freed before the end."""
+    """Bytes of values that cross boundaries of stages.
+
+    ``released`` has corrections for copies that are freed before their stage's forward ends.
+    """
 
     received: Rectangles
     computed: Rectangles
@@ -49,9 +54,10 @@ class CrossingValues:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """Parameters and buffers; ``sent_home``: gradients received from later stages' copies of parameters.
+    """Bytes of parameters and buffers.
 
-    ``trained_at``: of those with gradients the first use and bytes, in order.
+    ``sent_home`` are gradients received from later stages' copies of parameters. ``trained_at`` has the
+    first use and the bytes of each trained parameter, in order.
     """
 
     parameters: Rectangles
@@ -64,12 +70,12 @@ class State:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderBytes:
-    """What `build_tables` sums for the cuts of an order; the loss is computed with the last node.
+    """The bytes that `build_tables` sums for the cuts of an order; the last stage computes the loss.
 
-    The transients are bytes per position.
+    Transient bytes, which are alive only while a node runs, are given for each position.
     """
 
-    place: NDArray[np.int64]  # node -> position
+    place: NDArray[np.int64]  # the position of each node
     held: HeldValues
     crossing: CrossingValues
     state: State
@@ -78,7 +84,7 @@ class OrderBytes:
 
 
 def positions_of(order: Sequence[int]) -> NDArray[np.int64]:
-    """Node -> position along ``order``; the loss stays last."""
+    """The position of each node along ``order``; the loss is last."""
     n = len(order)
     place = np.empty(n + 1, dtype=np.int64)
     place[np.asarray(order, dtype=np.int64)] = np.arange(n)
@@ -89,9 +95,9 @@ def positions_of(order: Sequence[int]) -> NDArray[np.int64]:
 def find_order_bytes(
     costs: CostTable, place: NDArray[np.int64], regions: RegionLiveness | None = None
 ) -> OrderBytes:
-    """The bytes of stages along the order in which nodes have these places.
+    """The bytes of stages along the order in which ``place`` has the position of each node.
 
-    ``regions`` takes the values that it counts; with it, the result is for its cuts only.
+    Values that ``regions`` counts are left out; if it is given, the result is for its cuts only.
     """
     count = len(place)
     forwards, backwards = zip(*(node_transients(costs, i) for i in range(count)), strict=True)
@@ -131,8 +137,8 @@ def _held_values(
         lambda x, y, i, j, nbytes: waiting.add(x, y, i, nbytes, until=j),
         held_from=None if regions is None else regions.held_from,
     )
-    # The loss is alive in all of its stage's backward: it is added to the tables of stages that end
-    # with it, so it is taken off here where it is counted already.
+    # The loss is alive during the whole backward of its stage, and is added to the tables of stages that
+    # end with it. So it is subtracted here, where it has been counted already.
     waiting.add(0, loss, loss, -LOSS_NBYTES)
     return HeldValues(
         saved=saved,
@@ -181,7 +187,7 @@ def _state(costs: CostTable, place: NDArray[np.int64]) -> State:
     for tensor in costs.state:
         uses = _at(place, tensor.readers)
         held = buffers if tensor.is_buffer else parameters
-        if not uses:  # it is on the first stage
+        if not uses:  # then it is on the first stage
             held.add(0, 0, 0, tensor.nbytes)
             continue
         held.some(uses, tensor.nbytes)
@@ -202,7 +208,7 @@ def _state(costs: CostTable, place: NDArray[np.int64]) -> State:
 
 
 def node_transients(costs: CostTable, node: int) -> tuple[int, int]:
-    """Bytes that are alive only while the node's forward runs, and while its backward does."""
+    """The bytes that are alive only while the node's forward runs, and only while its backward does."""
     key = costs.keys[node] if node < len(costs.keys) else None
     cost = costs.nodes[node]
     if key is not None and key.offload and not key.recompute:
@@ -211,7 +217,7 @@ def node_transients(costs: CostTable, node: int) -> tuple[int, int]:
 
 
 def by_position(place: NDArray[np.int64], values: Sequence[float]) -> Table:
-    """``values`` of nodes, in the order of their positions."""
+    """``values`` of nodes, ordered by position."""
     table = np.zeros(len(values))
     table[place] = values
     return table

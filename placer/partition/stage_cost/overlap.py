@@ -1,7 +1,7 @@
-"""Seconds of a pass whose copies to and from the host run beside its computations.
+"""Estimates the seconds of a pass whose copies to and from the host overlap with its computations.
 
-As `placer.executor.offload` has them: one copy at a time. In forward the next one begins when the one
-before has ended, and computation waits for that, too. In backward one tensor is fetched ahead.
+Models `placer.executor.offload`, which makes one copy at a time. In forward a copy starts when the one
+before it has ended, and computation waits for that too. In backward one tensor is fetched in advance.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 
 def overlapped_forward(compute: Sequence[float], copies: Sequence[float]) -> float:
-    """Seconds until the last node is computed, and the last copy has ended.
+    """Seconds until the last node has been computed and the last copy has ended.
 
-    Per node, in the order in which they run, its own seconds and those of the copy that it leaves.
+    ``compute`` has the seconds of each node, in the order in which they run, and ``copies`` the seconds of
+    the copy that follows each (0: no copy).
 
     >>> overlapped_forward([1, 1, 1], [0.5, 2, 0])  # the second copy runs from 2 to 4
     4.0
@@ -27,15 +28,16 @@ def overlapped_forward(compute: Sequence[float], copies: Sequence[float]) -> flo
 
 
 def overlapped_backward(compute: Sequence[float], copies: Sequence[float]) -> float:
-    """Seconds of the backward: a node waits for its copy, which begins when the one before has come.
+    """Seconds of a backward in which each node waits for the copy that it needs.
 
-    Per node, in the order of forward, the seconds of its backward and of the copy that it needs.
+    ``compute`` has the seconds of each node's backward, in the order of forward, and ``copies`` the
+    seconds of the copy that each needs (0: none). A copy starts when a node has received the one before.
 
     >>> overlapped_backward([1, 3, 1], [0.5, 2, 0])  # 1 computed, 2 copied, 3 beside a copy, 1
     7.0
     """
     now = 0.0
-    ahead: float | None = None  # when the copy that was begun ahead has come
+    ahead: float | None = None  # when the copy that was started in advance ends
     waiting = [copy for copy in copies if copy]
     for seconds, copy in zip(reversed(compute), reversed(copies), strict=True):
         if copy:

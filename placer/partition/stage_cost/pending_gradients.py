@@ -1,18 +1,18 @@
-"""Bytes of the gradients of skip connections, from when they are computed until they are used.
+"""Counts pending gradients: those of skip connections that have been computed and not used yet.
 
-Of a gradient, ``source`` is the node whose backward computes it, ``sender`` the node that passes it on
-(``source``, or a node that splits the gradient of a concatenation), ``home`` the node whose result it is
-the gradient of, and ``target`` the last node that adds to it (``home``, or another reader of its
-result). Tables have a row per start of a stage and a column per node whose backward runs:
+For a gradient, ``source`` is the node whose backward computes it, and ``sender`` the node that passes it
+on (``source``, or a node that splits the gradient of a concatenation). ``home`` is the node of whose result
+it is the gradient, and ``target`` the last node that adds to it (``home``, or another reader of its
+result). Tables have a row for each start of a stage and a column for each node whose backward runs:
 
     stage with target and sender   pending in columns target + 1 … source - 1
-    stage with sender, no target   a copy of the part that is needed, from the sender's column to the start
-    stage with target, no sender   received when the backward of ``home`` runs: never pending
+    stage with sender, no target   a copy of the needed part, from the sender's column to the start
+    stage with target, no sender   received when the backward of ``home`` runs, so never pending
 
-`placer.executor.transfer.PendingGradients` does the same when a model runs.
+This models `placer.executor.transfer.PendingGradients`.
 
 Whether a stage has a sender depends on its end. The tables are for stages that have all senders; an
-`IntervalCorrection` is the difference for stages that end before one.
+`IntervalCorrection` is the difference for stages that end before a sender.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from numpy.typing import NDArray
 
 from placer.cost import AddedGradient, CostTable, PendingGradient
 
-_BLOCK = 64  # columns with one maximum; 16 to 128 were about as fast for 2,600 columns
+_BLOCK = 64  # columns in a block; 16 to 128 were about equally fast for 2,600 columns
 
 Add = Callable[[int, int, int, int, float], None]  # first start, last start, column, until, bytes
 HeldFrom = Callable[[int, int], Iterable[tuple[int, int]]]
 
 
 class IntervalCorrection(NamedTuple):
-    """Correction for stages that end at or before ``sender`` and start at ``first`` … ``last``.
+    """A correction for stages that end at or before ``sender`` and start at ``first`` … ``last``.
 
-    ``nbytes`` (maybe negative) are added to their columns ``begin`` … ``until`` - 1.
+    ``nbytes`` (which may be negative) is added to their columns ``begin`` … ``until`` - 1.
     """
 
     first: int
@@ -55,13 +55,13 @@ def pending_gradients(
     *,
     held_from: HeldFrom | None = None,
 ) -> list[IntervalCorrection]:
-    """Fill a table by ``add`` for stages that have all senders; returns corrections for the others.
+    """Fill a table, with ``add``, for stages that have all senders; returns corrections for other stages.
 
-    ``place`` is per node its position; ``held_from(value, column)`` gives the first and last starts of
-    stages that keep a value for a region from this column on, and not before. O(parts of gradients).
+    ``place`` has the position of each node. ``held_from(value, column)`` returns the first and last starts
+    of stages that keep a value for a region from this column on. O(parts of gradients).
     """
     filling = _Filling(costs, place, add)
-    # (node, home) -> the first sender of a gradient that is added at the node
+    # for (node, home), the first sender of a gradient that is added at the node
     sender_of: dict[tuple[int, int], int] = {}
     for gradient in costs.gradients:
         if place[gradient.target] < place[gradient.source]:
@@ -69,7 +69,9 @@ def pending_gradients(
             sum_at = gradient.target, gradient.home
             sender = int(place[gradient.sender])
             sender_of[sum_at] = min(sender, sender_of.get(sum_at, sender))
-    shared: dict[int, list[int]] = defaultdict(list)  # node -> values that it saves with others
+    shared: dict[int, list[int]] = defaultdict(
+        list
+    )  # for each node, values that others save as well
     for index, value in enumerate(costs.values):
         for saver in value.savers if len(value.savers) > 1 else ():
             shared[saver].append(index)
@@ -85,7 +87,7 @@ def pending_gradients(
 
 
 class _Filling:
-    """Adds pending gradients to a table for stages with all senders, and corrections for others to a list."""
+    """Adds pending gradients to a table, for stages with all senders, and collects corrections for others."""
 
     def __init__(self, costs: CostTable, place: NDArray[np.int64], add: Add) -> None:
         self._costs = costs
@@ -94,7 +96,7 @@ class _Filling:
         self.corrections: list[IntervalCorrection] = []
         self._saved_alone: dict[int, int] = defaultdict(
             int
-        )  # node -> bytes that no other node saves
+        )  # for each node, bytes that no other node saves
         for value in costs.values:
             if len(value.savers) == 1:
                 self._saved_alone[value.savers[0]] += value.nbytes
@@ -102,7 +104,7 @@ class _Filling:
     def change(
         self, first: int, last: int, begin: int, until: int, sender: int, nbytes: float
     ) -> None:
-        """Note a correction for stages without the sender; arguments as in `IntervalCorrection`."""
+        """Add a correction for stages without the sender; arguments are as in `IntervalCorrection`."""
         if nbytes and first <= last and begin < until:
             self.corrections.append(
                 IntervalCorrection(
@@ -111,7 +113,7 @@ class _Filling:
             )
 
     def wait(self, gradient: PendingGradient) -> None:
-        """Count a gradient by the rules at the top of this file."""
+        """Count a gradient by the rules in the docstring of this module."""
         source, sender = int(self._place[gradient.source]), int(self._place[gradient.sender])
         target, home = int(self._place[gradient.target]), int(self._place[gradient.home])
         whole, needed = gradient.nbytes, gradient.nbytes - gradient.surplus
@@ -121,7 +123,7 @@ class _Filling:
         self.change(0, target, target + 1, source, sender, -whole)
         if home == target:
             self.change(0, home, target, target + 1, sender, -gradient.surplus)
-        else:  # it is received at home instead of at the target, beside the sum of the readers here
+        else:  # it is received at home, not at the target, next to the sum of the readers in the stage
             self.change(0, home, target, target + 1, sender, -whole)
             cost = self._costs.nodes[gradient.home]
             saved = self._saved_alone[gradient.home]
@@ -129,9 +131,9 @@ class _Filling:
             self.change(0, home, home, home + 1, sender, max(0, needed - room))
 
         if gradient.of_weight:
-            return  # without the target, it is the gradient of a parameter of the stage
+            return  # in a stage without the target, it is the gradient of the stage's own parameter
 
-        # With the sender and without the target: a copy, made while the whole is still there.
+        # The stage has the sender, but not the target: a copy, made while the whole is still alive.
         def pass_on(to: int, nbytes: float) -> None:
             until = sender + (gradient.surplus > 0)
             self._add(to + 1, sender, 0, until, nbytes)
@@ -144,7 +146,7 @@ class _Filling:
             ((int(self._place[t]), b) for t, b in gradient.earlier), reverse=True
         ):
             self.change(0, to, to, to + 1, sender, nbytes)  # without the sender, a copy is received
-            if to < target:  # the order of the nodes is another one than that of the recorded run
+            if to < target:  # the nodes are in another order than in the recorded run
                 self.stay(0, to, to, until, sender, whole)
                 if not gradient.surplus:
                     self.stay(to + 1, until, 0, until, sender, whole)
@@ -164,7 +166,7 @@ class _Filling:
     def stay(
         self, first: int, last: int, begin: int, until: int, sender: int, nbytes: float
     ) -> None:
-        """It is pending in these columns of stages that start at first … last and have the sender."""
+        """Count it in these columns of stages that start at first … last and have the sender."""
         if first <= last:
             self._add(first, last, begin, until, nbytes)
             self.change(first, last, begin, until, sender, -nbytes)
@@ -177,16 +179,16 @@ def _beside_sum(
     place: NDArray[np.int64],
     held_from: HeldFrom | None,
 ) -> Iterator[tuple[int, int, float]]:
-    """First and last start of stages, and the bytes that a sum of gradients adds there.
+    """The bytes that a sum of gradients adds, as (first start, last start, bytes) of stages.
 
-    What the node saved and no earlier node of the stage needs is freed before gradients are added;
-    ``shared`` are the values that the node and others save.
+    Values that the node has saved, and that no earlier node of the stage needs, are freed before gradients
+    are added. ``shared`` are the values that both the node and others save.
     """
     node = int(place[added.node])
     key_of = lambda i: costs.keys[i] if i < len(costs.keys) else None  # noqa: E731
     steps: dict[int, float] = defaultdict(
         float
-    )  # start of a stage -> change of the bytes that are freed
+    )  # for a start of a stage, the change of the bytes that are freed
     for index in shared:
         value = costs.values[index]
         own, *keys = (key_of(saver) for saver in (added.node, *value.savers))
@@ -213,12 +215,12 @@ def largest_up_to(
     ends: Sequence[int],
     corrections: Sequence[IntervalCorrection],
 ) -> NDArray[np.float64]:
-    """Per start and end the largest value of columns start … end - 1, after ``corrections``.
+    """For each start and end the largest value in columns start … end - 1, after ``corrections``.
 
-    ``starts`` and ``ends`` ascend. From one end to the next, corrections of the senders between them no
-    longer apply, and these are mostly for columns near by. So maxima are kept of blocks of columns, and
-    computed anew for the blocks that change.
-    O(starts * (columns + sum over ends of blocks and of the columns in changed ones)).
+    ``starts`` and ``ends`` must ascend. From one end to the next, the corrections of senders between them
+    no longer apply, and most of these are for columns nearby. So the maxima of blocks of columns are kept,
+    and only those of changed blocks are computed again. Takes O(starts * (columns + sum over ends of
+    (blocks + columns in changed blocks))) time.
     """
     first, width = np.asarray(starts), table.shape[1]
     # Transposed, so that a block is contiguous in memory.
@@ -227,10 +229,10 @@ def largest_up_to(
     rows = np.searchsorted(first, [(item.first, item.last + 1) for item in corrections])
     for item, (top, bottom) in zip(corrections, rows.reshape(-1, 2).tolist(), strict=True):
         begin = max(item.begin, int(first[top])) if top < bottom else item.until
-        if begin >= item.until:  # stages that start there have none of these columns
+        if begin >= item.until:  # stages with these starts have none of these columns
             continue
         if bisect_right(ends, begin) == bisect_right(ends, item.sender):
-            continue  # no stage that has the first of them ends before the sender
+            continue  # no stage that has the first of these columns ends before the sender
         columns, stages = slice(begin, item.until), slice(top, bottom)
         current[columns, stages] += item.nbytes
         pending.append((item.sender, columns, stages, item.nbytes))

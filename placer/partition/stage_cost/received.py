@@ -1,4 +1,4 @@
-"""How long a stage needs the copies of values that it receives: for backward, or for their readers only."""
+"""Finds how long a stage needs copies of received values: until backward, or only until their readers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from placer.partition.stage_cost.pending_gradients import IntervalCorrection
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """What needs a result; positions of nodes, sorted.
+    """The nodes that need a result, as sorted positions.
 
-    ``kept``: the nodes that save it for backward; ``used``: all that use it; ``lent``: results in the same
-    storage, each with its last reader.
+    ``kept`` are the nodes that save it for backward, ``used`` all that use it. ``lent`` has the results in
+    the same storage, each with its last reader.
     """
 
     kept: tuple[int, ...]
@@ -31,14 +31,14 @@ class Need:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What needs the result of every node, and every input of the model."""
+    """The needs of every node's result, and of every input of the model."""
 
     nodes: tuple[Need, ...]
     inputs: tuple[Need, ...]
 
 
 def find_needs(costs: CostTable, place: NDArray[np.int64]) -> Needs:
-    """The needs of all results; views of a storage need it too. ``place`` is per node its position."""
+    """The needs of all results, including needs of views. ``place`` has the position of each node."""
     lent: list[list[tuple[int, int]]] = [[] for _ in costs.values]
     for node, held in enumerate(costs.results):
         if costs.readers[node]:
@@ -56,9 +56,10 @@ def find_needs(costs: CostTable, place: NDArray[np.int64]) -> Needs:
 def smaller_copies(
     costs: CostTable, place: NDArray[np.int64], starts: Sequence[int]
 ) -> Iterator[tuple[int, int, int]]:
-    """Where a stage receives parts of a storage only, and saves them.
+    """Cases in which a stage receives and saves only parts of a storage.
 
-    The start of the stage, its first node that saves a part, and the bytes that are not received.
+    Each is the start of the stage, its first node that saves a part, and the bytes that it does not
+    receive.
     """
     for index, start, nbytes in copied_parts(costs, place, starts):
         value = costs.values[index]
@@ -73,7 +74,7 @@ def smaller_copies(
 def copied_parts(
     costs: CostTable, place: NDArray[np.int64], starts: Sequence[int]
 ) -> Iterator[tuple[int, int, int]]:
-    """Values of which a stage receives parts only: the value, the start of the stage, bytes of the parts."""
+    """Values of which a stage receives only parts: the value, the stage's start, the bytes of the parts."""
     views: dict[int, list[tuple[int, int, int]]] = defaultdict(list)  # node, last reader, bytes
     for node, held in enumerate(costs.results):
         if len(held) == 1 and costs.readers[node]:
@@ -93,10 +94,13 @@ def copied_parts(
 
 
 def _whole_until(costs: CostTable, place: NDArray[np.int64]) -> list[float]:
-    """Per storage the last node that reads or makes all of it: stages that start up to there have it all."""
+    """For each storage the last node that makes or reads all of it.
+
+    Stages that start at or before that node have the whole storage.
+    """
     found = [float(place[v.producer]) if v.producer >= 0 else math.inf for v in costs.values]
     inputs = [index for index, value in enumerate(costs.values) if value.producer < 0]
-    if len(inputs) == len(costs.input_readers):  # else some share a storage
+    if len(inputs) == len(costs.input_readers):  # otherwise some share a storage
         for index, readers in zip(inputs, costs.input_readers, strict=True):
             found[index] = float(max((place[node] for node in readers), default=-1))
     return found
@@ -105,17 +109,17 @@ def _whole_until(costs: CostTable, place: NDArray[np.int64]) -> list[float]:
 def releases(
     producer: int, readers: Sequence[int], need: Need, nbytes: float
 ) -> Iterator[IntervalCorrection]:
-    """Corrections for stages that free their copy of a result before they end.
+    """Corrections for stages that free their copy of a result before their forward ends.
 
     A copy is freed after its last use in the stage, by a reader or through a reader's view, unless the
-    backward of the stage or a view for a later stage needs it. Each correction is for the stages that
-    end between one use and the next.
+    stage's backward or a view for a later stage needs it. Each correction is for the stages that end
+    between one use and the next.
     """
     kept = need.kept
-    if set(readers).issubset(kept):  # backward needs it after every reader, as of most values
+    if set(readers).issubset(kept):  # every reader saves it for backward, as with most values
         return
     uses = sorted({*readers, *need.used[bisect_right(need.used, producer) :]})
-    last = -1  # the reader, or the one whose view is used
+    last = -1  # the last reader, through whose view the value may be used
     for use, following in pairwise([*uses, _NEVER]):
         last = use if use in readers else last
         count = bisect_right(kept, use)

@@ -1,4 +1,4 @@
-"""Sums of constants over rectangles of a table: starts of stages x positions of nodes."""
+"""Sums of constants over rectangles of a table whose axes are starts of stages and positions of nodes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 
 Table = NDArray[np.float64]
 
-NEVER = 2**40  # a position after all
+NEVER = 2**40  # a position after all others
 
 
 class Rectangles:
-    """Constants, each for the stages that start at some positions, in some columns."""
+    """A sum of constants, each of which applies to a range of starts and a range of columns."""
 
     def __init__(self) -> None:
         self._added: list[tuple[int, int, int, int, float]] = []
@@ -23,7 +23,7 @@ class Rectangles:
         self._added.append((first, last, column, until, value))
 
     def some(self, positions: Sequence[int], value: float, *, after: int = -1) -> None:
-        """Add ``value`` where some of ``positions`` lies in [start, column] and ``after`` before start."""
+        """Add ``value`` if any of ``positions`` is in [start, column], for starts after ``after``."""
         previous = after
         for position in positions:
             if position > previous:
@@ -31,7 +31,7 @@ class Rectangles:
                 previous = position
 
     def with_more(self, other: Rectangles) -> Rectangles:
-        """Those of both."""
+        """The sum of both."""
         found = Rectangles()
         found._added = self._added + other._added
         return found
@@ -39,8 +39,8 @@ class Rectangles:
     def steps(self, row_of: NDArray[np.int64], column_of: NDArray[np.int64]) -> Table:
         """The table's difference array: a cumulative sum over rows and columns gives the table.
 
-        ``row_of`` has per position how many rows' starts are before it, ``column_of`` the first
-        column that has it. The last row and the last column lie after the table.
+        ``row_of`` has for each position the number of rows whose start is before it, ``column_of`` the
+        first column that includes it. The last row and the last column are outside the table.
         """
         rows, columns = int(row_of[-1]) + 1, int(column_of[-1]) + 1
         if not self._added:

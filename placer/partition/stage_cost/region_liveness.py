@@ -1,21 +1,21 @@
-"""Which values regions that are recomputed or offloaded keep alive, and when.
+"""Finds which values recomputed and offloaded regions keep alive, and when.
 
-Tables have a row per start of a stage and a column per node whose backward runs. A value is alive in
-these columns, besides those where a node outside of all regions needs it:
+Tables have a row for each start of a stage and a column for each node whose backward runs. A value is
+alive in these columns, in addition to those in which a node outside all regions needs it:
 
-    recompute   a value that enters the region    from the region's first node that saves something on
+    recompute   a value that enters the region    from the region's first saver (node that saves) on
                 a value that is made in it        from the value's first saver to the region's last saver
-    offload     what nodes of the region save     from the value's first saver to its last
-    both        a value that enters the region    from the first to the last node that saves something
+    offload     a value that nodes in it save     from the value's first saver to its last
+    both        a value that enters the region    from the first to the last saver
 
-The first kind is kept for every micro-batch in flight, the others only while the region's own backward
-runs. Before that, the region's forward runs again: values that enter, gradients that were received, and
-what the forward needs are alive together.
+The first kind is kept for every micro-batch in flight, the others only during the region's own backward.
+Before that backward, the region's forward runs again; then entering values, received gradients, and the
+memory of the forward are alive together.
 
-A region may be in two stages, and what enters it depends on where the stage starts. If a stage ends
-inside a region, backward begins with nodes that save nothing, and what is recomputed or brought back
-for the first saving node is not there yet: `not_yet` has corrections for these stages.
-O(values in regions x starts) time.
+A region may be split between two stages, and the values that enter it depend on where the stage starts.
+If a stage ends inside a region, its backward begins with nodes that save nothing, and values for the
+first saver have not been recomputed or fetched yet; `not_yet` has corrections for such stages. Takes
+O(values in regions * starts) time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Columns = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """A region, by positions of nodes; ``first_saver`` is per start the first saver from there on."""
+    """A region, as positions of nodes; ``first_saver`` has for each start the first saver after it."""
 
     key: RegionKey
     first: int
@@ -49,28 +49,29 @@ class _Run:
 
 @dataclass(slots=True, kw_only=True)
 class _Held:
-    """A value that regions need, by positions of nodes, and when it is alive.
+    """A value that regions need, and when it is alive; nodes are given as positions.
 
-    Per start of a stage: its bytes, and the column from which on it is alive (``always``). ``passing``
-    are columns where it is alive while a region's own backward runs: a table, since, until.
+    For each start of a stage, ``nbytes`` has its bytes, and ``always`` the column from which on it is
+    alive. ``passing`` has columns in which it is alive during a region's own backward: the name of a
+    table, the first columns, and the column after the last.
     """
 
     producer: int
     users: list[int]
     savers: list[int]
-    parts: dict[int, int]  # savers of a part only -> bytes
+    parts: dict[int, int]  # for savers of only a part, its bytes
     nbytes: Table
     always: Columns
     passing: list[tuple[str, Columns, int]]
-    stays: bool  # is it alive from forward to backward?
+    stays: bool  # whether it is alive from forward to backward
     last_use: int  # the column after its last use in forward
 
 
 class RegionLiveness:
-    """Tables of bytes: a row for each of ``starts``, a column for each of ``width`` positions of nodes.
+    """Tables of bytes, with a row for each of ``starts`` and a column for each of ``width`` positions.
 
-    Stages end at ``ends``. The tables: ``saved`` between forward and backward, ``waiting`` while a
-    backward runs, ``forward`` while the forward runs.
+    Stages end at ``ends``. The tables are ``saved`` (between forward and backward), ``waiting`` (during
+    backward) and ``forward`` (during forward).
     """
 
     def __init__(
@@ -90,14 +91,14 @@ class RegionLiveness:
         self._steps = {name: self._empty() for name in names}
         self._parts: dict[
             int, list[tuple[int, int]]
-        ] = {}  # value -> rows where parts of it are received
+        ] = {}  # for each value, the rows in which only parts of it are received
         row_of = {start: row for row, start in enumerate(starts)}
         for index, start, nbytes in copied_parts(costs, place, starts):
             self._parts.setdefault(index, []).append((row_of[start], nbytes))
         self._since: dict[
             int, list[Columns]
-        ] = {}  # value -> per row the first column, for each reason
-        # savers of a value in a region, per row its first column, the column after the last, bytes
+        ] = {}  # for each value, and each reason to keep it, the first column of every row
+        # Savers of a value in a region; for each row its first column, the column after the last, bytes.
         self._offloaded: list[tuple[Sequence[int], Columns, Columns, Table]] = []
         self._again = self._empty()  # alive while the forward runs again
         self._private = np.zeros((len(starts), width))
@@ -164,7 +165,7 @@ class RegionLiveness:
         return True
 
     def _recompute(self, held: _Held, number: int) -> None:
-        """Note when the value is alive for the recomputed region with this number."""
+        """Record when the value is alive for the recomputed region with this number."""
         run, starts, none = self._runs[number], self._starts, self._width
         inside = [p for p in held.users if self._run_of[p] == number]
         saving = [s for s in held.savers if self._run_of[s] == number]
@@ -187,10 +188,10 @@ class RegionLiveness:
             _fill(self._again, begin, np.full(len(starts), until), held.nbytes)
 
     def _offload(self, held: _Held, number: int) -> None:
-        """Note when the value is on the device for the offloaded region with this number."""
+        """Record when the value is on the device for the offloaded region with this number."""
         starts, none = self._starts, self._width
         saving = [s for s in held.savers if self._run_of[s] == number]
-        if len(held.savers) > 1:  # each part is brought back by itself
+        if len(held.savers) > 1:  # each part is fetched separately
             for s in [s for s in saving if s in held.parts]:
                 since = np.where(starts <= s, s, none)
                 until = np.minimum(s + 1, held.always)
@@ -205,7 +206,7 @@ class RegionLiveness:
                 self._offloaded.append((saving, since, until, held.nbytes))
 
     def _count(self, held: _Held) -> None:
-        """Add what was noted of the value to the tables."""
+        """Add the value to the tables, as recorded."""
         starts, none = self._starts, self._width
         end = np.full(len(starts), none)
         _fill(self._steps["saved"], held.always, end, held.nbytes)
@@ -219,17 +220,17 @@ class RegionLiveness:
             _fill(self._steps["forward"], begin, np.full(len(starts), last_use), held.nbytes)
 
     def table(self, name: str) -> Table:
-        """``saved``, ``waiting`` or ``forward``."""
+        """The table with this name: ``saved``, ``waiting`` or ``forward``."""
         if name == "waiting":
             return self._sum(self._steps["kept"]) + self._passing()
         return self._sum(self._steps[name])
 
     def _passing(self) -> Table:
-        """What is alive only while a recomputed region's own backward runs."""
+        """The bytes that are alive only during a recomputed region's own backward."""
         return self._sum(self._steps["fetched"]) + self._sum(self._steps["inside"])
 
     def held_from(self, index: int, column: int) -> Iterator[tuple[int, int]]:
-        """First and last starts of stages where the value is alive from ``column`` on, and not before."""
+        """First and last starts of stages in which the value is alive from ``column`` on, not earlier."""
         always, *passing = self._since.get(index, [np.full(len(self._starts), self._width)])
         begins = np.any([always == column, *(since == column for since in passing)], axis=0)
         begins &= always >= column
@@ -237,7 +238,7 @@ class RegionLiveness:
             yield int(self._starts[row]), int(self._starts[row])
 
     def not_yet(self) -> Iterator[IntervalCorrection]:
-        """Corrections of the table "waiting" for stages that end inside a region."""
+        """Corrections of the table ``waiting`` for stages that end inside a region."""
         passing = self._passing()
         for run in self._runs:
             if not run.key.recompute:
@@ -251,13 +252,13 @@ class RegionLiveness:
                 yield from self._less(saver, following, np.where(there, nbytes, 0.0))
 
     def _split_gaps(self, savers: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Pairs of neighbouring ``savers`` between which a stage may end, other nodes being between them."""
+        """Pairs of neighbouring ``savers`` that have other nodes between them, at which a stage may end."""
         for saver, following in pairwise(savers):
             if any(saver + 1 < end <= following for end in self._ends):
                 yield saver, following
 
     def _less(self, saver: int, following: int, amounts: Table) -> Iterator[IntervalCorrection]:
-        """Corrections by minus ``amounts`` (per row) for stages that end between the two savers."""
+        """Corrections that subtract ``amounts`` (one per row) for stages that end between the two savers."""
         rows = range(int(np.searchsorted(self._starts, saver, side="right")))
         for nbytes, group in groupby(rows, key=lambda row: float(amounts[row])):
             same = list(group)
@@ -272,9 +273,10 @@ class RegionLiveness:
                 )
 
     def recomputing(self, waiting: Table, incoming: Table, forward_transient: Table) -> Table:
-        """Bytes alive when a region's forward has run again, in the columns of its saving nodes.
+        """The bytes alive while a region's forward runs again, in the columns of the region's savers.
 
-        ``waiting`` is what no region needs; ``incoming`` and ``forward_transient`` are per position.
+        ``waiting`` has the bytes that no region needs; ``incoming`` and ``forward_transient`` have a number
+        for each position.
         """
         found = np.zeros((len(self._starts), self._width))
         there = self._sum(self._steps["kept"]) + self._sum(self._steps["fetched"])
@@ -297,14 +299,17 @@ class RegionLiveness:
         return found
 
     def _stops_before_it_runs(self) -> set[int]:
-        """Nodes that save none of their own results: a second forward stops before it would end with one."""
+        """The nodes that save none of their own results, which a second forward need not run at its end."""
         saves_own = {v.producer for v in self._costs.values if v.producer in v.savers}
         return {int(self._place[i]) for i in range(len(self._costs.names)) if i not in saves_own}
 
     def _wait(
         self, name: str, since: Columns, until: Columns, nbytes: Table, savers: Sequence[int]
     ) -> None:
-        """Alive in columns since … until - 1, except a single saver's own: its transient bytes have it."""
+        """Count a value in columns since … until - 1.
+
+        If it has a single saver, its column is left out, because the saver's transient bytes include it.
+        """
         steps = self._steps[name]
         if len(savers) != 1:
             _fill(steps, since, until, nbytes)
@@ -326,7 +331,7 @@ class RegionLiveness:
 
 
 def _fill(steps: Table, since: Columns, until: Columns, nbytes: Table) -> None:
-    """Add ``nbytes`` (per row) to columns since … until - 1 (per row)."""
+    """Add ``nbytes`` to columns since … until - 1; all three have an entry for each row."""
     rows = np.flatnonzero(since < until)
     steps[rows, since[rows]] += nbytes[rows]
     steps[rows, until[rows]] -= nbytes[rows]

@@ -1,16 +1,15 @@
-"""What a stage costs: the formula for its peak memory, its seconds, and the bytes that cross.
+"""Estimates what a stage costs: its peak memory, its seconds, and the bytes that cross its boundaries.
 
-A stage is an interval ``[a, b)`` of positions in one topological order of the nodes. With ``i`` the
-node whose backward is running, and the order of backward the reverse of the order of forward, the
-live bytes of one micro-batch are
+A stage is an interval ``[a, b)`` of positions in one topological order of the nodes. Backward runs in the
+reverse order. While the backward of node ``i`` runs, the live bytes of one micro-batch are
 
     saved(a, i)      storages that the backward of some node in [a, i] still needs
-  + pending(a, i)    activation gradients that were computed here and are not used yet
+  + pending(a, i)    activation gradients that have been computed here and not been used yet
   + transient(i)     bytes that are alive only while the backward of i runs
   + gradients(i, b)  gradients of the parameters whose backward has ended
 
-and the peak of the step is, with ``c`` micro-batches in flight at the stage's position (a smaller last
-one counts as its share of rows),
+and the peak of the step is, with ``c`` micro-batches in flight at the stage (a smaller last one counts as
+its share of rows) at its first backward and ``c'`` later,
 
     parameters + buffers + optimizer
       + max( (c - 1) * saved(a, b) + max_i live(i),    first backward: gradients accumulate
@@ -19,7 +18,7 @@ one counts as its share of rows),
              (c'- 1) * saved(a, b) + forward(a, b) + gradients,    under 1F1B
              gradients + the optimizer's own transient (`OptimizerMemory`) )
 
-`placer.partition.stage_cost.tables` has all terms for all stages of an order, so that a peak takes O(1).
+`placer.partition.stage_cost.tables` has all terms for all stages of an order, so each peak takes O(1).
 """
 
 from __future__ import annotations
@@ -59,12 +58,12 @@ _STATE = {"sgd": 0, "sgd_momentum": 1, "adam": 2, "adamw": 2}  # as torch.optim 
 def optimizer_bytes(
     optimizer: str | Mapping[str, int], *, together: bool = False
 ) -> OptimizerMemory:
-    """What the optimizer that a spec names needs, per byte of (float32) parameter.
+    """The memory of the optimizer that a spec names, per byte of (float32) parameter.
 
-    ``together``: it updates all parameters of a device at once (``foreach``), as torch's optimizers
-    do by default where all parameters are on CUDA devices. Adam's ``torch._foreach_sqrt`` then makes
-    the square roots of all of them (torch/optim/adam.py of 2.15, ``_multi_tensor_adam``); SGD makes
-    nothing either way. Of an optimizer that is given by its state nothing else is known.
+    ``together`` means that it updates all parameters of a device at once (``foreach``), as torch's
+    optimizers do by default if all parameters are on CUDA devices. Adam's ``torch._foreach_sqrt`` then
+    allocates the square roots of all of them (torch/optim/adam.py of 2.15, ``_multi_tensor_adam``); SGD
+    allocates nothing in either case. For an optimizer given by the size of its state, only that is counted.
     """
     if not isinstance(optimizer, str):
         return OptimizerMemory(state=optimizer["bytes_per_parameter"] / 4)
@@ -73,16 +72,16 @@ def optimizer_bytes(
     return OptimizerMemory(state=_STATE[optimizer], each=1.0 - together, together=1.0 * together)
 
 
-# Bytes that an optimizer reads and writes, per byte of parameter: counted in torch/optim of 2.15.
-# Adam's lerp_, mul_, addcmul_, sqrt, div_, add_ and addcdiv_ are 19 passes, AdamW has a mul_ more;
-# SGD has an add_ (3), with momentum a mul_ and an add_ more.
+# Bytes that an optimizer reads and writes, per byte of parameter, counted in torch/optim of 2.15.
+# Adam's lerp_, mul_, addcmul_, sqrt, div_, add_ and addcdiv_ are 19 passes, and AdamW has another mul_.
+# SGD has an add_ (3 passes), with momentum another mul_ and add_.
 _PASSES = {"sgd": 3, "sgd_momentum": 8, "adam": 19, "adamw": 21}
 
 
 def optimizer_passes(optimizer: str | Mapping[str, int]) -> float:
-    """How often the optimizer's step reads or writes as many bytes as the parameters have.
+    """The bytes that the optimizer's step reads and writes, per byte of parameter.
 
-    Of one that is given by its state: its state is read and written once.
+    An optimizer given by the size of its state is assumed to read and write that state once.
     """
     if isinstance(optimizer, str):
         return _PASSES[optimizer]
@@ -90,7 +89,7 @@ def optimizer_passes(optimizer: str | Mapping[str, int]) -> float:
 
 
 def optimizer_seconds(nbytes: float, optimizer: str | Mapping[str, int], kind: DeviceKind) -> float:
-    """Seconds in which the optimizer's step changes ``nbytes`` of parameters on a device."""
+    """The seconds that the optimizer's step takes for ``nbytes`` of parameters on a device."""
     rate = kind.rates["optimizer", "float32"]
     return rate.seconds(0, optimizer_passes(optimizer) * nbytes) if nbytes else 0.0
 
@@ -105,12 +104,13 @@ def peak_bytes(
 ) -> Table:
     """Peak bytes of every interval over a step, at a position with ``in_flight`` micro-batches.
 
-    ``received_from`` are the bytes of the values that it reads from the first, second, … stage. If None,
-    all values are assumed to come from the stage with the most pending gradients: an upper bound.
+    ``received_from`` has the bytes of the values that the stage reads from the first, second, … stage. If
+    None, all values are assumed to come from the stage with the most pending gradients, which gives an
+    upper bound.
     """
     static = state_bytes(tables, optimizer)
     if not training:
-        # Results of all micro-batches are kept, and joined in the end.
+        # The results of all micro-batches are kept, and joined at the end.
         before, last = in_flight.microbatches - 1, in_flight.last_share
         running = before * tables.results + last * tables.forward_live
         if before:
@@ -123,7 +123,7 @@ def peak_bytes(
     for others, share in in_flight.forwards:
         peak = np.maximum(peak, saved_bytes(tables, others) + _running(tables, share))
     if in_flight.microbatches > 1:
-        # The losses of ended micro-batches are kept; the largest peaks are before a smaller last one.
+        # Losses of finished micro-batches are kept. The largest peaks are before a smaller last one.
         begun = in_flight.microbatches - (in_flight.last_share < 1)
 
         def waiting(others: float, share: float) -> Table:
@@ -146,22 +146,22 @@ def peak_bytes(
 
 
 def state_bytes(tables: IntervalTables, optimizer: OptimizerMemory | None = None) -> Table:
-    """Bytes of parameters, buffers and the optimizer's state, which are there all the time.
+    """Bytes of parameters, buffers and the optimizer's state, which always exist.
 
-    No ``optimizer``: those of a replica other than the first.
+    Without ``optimizer``, those of a replica other than the first.
     """
     own = tables.parameters + tables.buffers
     return own if optimizer is None else own + optimizer.state * tables.owned
 
 
 def updating_bytes(tables: IntervalTables, optimizer: OptimizerMemory) -> Table:
-    """Bytes during the optimizer's step: the state, all gradients, and what the step makes."""
+    """Bytes during the optimizer's step: the state, all gradients, and what the step allocates."""
     made = optimizer.together * tables.owned + optimizer.each * tables.updating
     return state_bytes(tables, optimizer) + tables.owned + made
 
 
 def saved_bytes(tables: IntervalTables, count: float) -> Table:
-    """Bytes that ``count`` micro-batches keep from forward to backward; a fraction is a smaller last one."""
+    """Bytes that ``count`` micro-batches keep from forward to backward; a fraction means a smaller one."""
     return count * tables.saved + (math.ceil(count) - count) * tables.saved_fixed
 
 
@@ -180,7 +180,7 @@ def _of_share(live: Table, tables: IntervalTables, share: float) -> Table:
 def _pending_gradients(
     tables: IntervalTables, received_from: Sequence[float] | None, counts: Counts
 ) -> Table | float:
-    """The most bytes, over all moments, of gradients that earlier stages have not used yet."""
+    """The most bytes, over all moments, of gradients for earlier stages that these have not used yet."""
     if not counts:
         return 0.0
     if received_from is None:
@@ -195,11 +195,11 @@ def replica_peak_bytes(
     training: bool,
     received_from: Sequence[float] | None = None,
 ) -> Table:
-    """Peak bytes as `peak_bytes`, in a replica other than the first: without optimizer state.
+    """Peak bytes like `peak_bytes`, in a replica other than the first, which has no optimizer state.
 
-    Its gradients are sent to the first replica after each backward. Autograd does that last, since
-    parameters were copied before the stages ran, so that a micro-batch's parameter gradients accumulate
-    in the replica until its backward ends.
+    Its gradients are sent to the first replica after each backward. Autograd does that last, because
+    parameters were copied before the stages ran. So the parameter gradients of a micro-batch stay in the
+    replica until its backward ends.
     """
     static = state_bytes(tables)
     if not training:
@@ -220,10 +220,11 @@ def stage_seconds(
 ) -> tuple[Table, Table]:
     """Forward and backward seconds of every interval on a device, without transfers.
 
-    What waits on the host goes there in forward and comes back in backward, one after the rest; or
-    ``overlapped``, beside the rest, so that a pass takes at least as long as its copies do. With
-    ``own_host`` a stage takes at least as long as a process takes to launch its operations; else one
-    process launches those of all stages, and where they end does not change how long that takes.
+    Offloaded values are copied to the host in forward and back in backward, before or after computations.
+    If copies are ``overlapped`` with computation, a pass takes at least as long as its copies. With
+    ``own_host`` each stage has a process, and takes at least as long as the process takes to launch its
+    operations. Otherwise one process launches those of all stages, which takes the same time wherever
+    stages end.
     """
     moved = tables.hosted / kind.host_bandwidth
     seconds = tables.work.seconds(kind)
@@ -240,7 +241,7 @@ def stage_seconds(
 
 
 def launch_seconds(tables: IntervalTables, kind: DeviceKind) -> tuple[Table, Table]:
-    """Seconds that a process takes to launch every interval's operations, forward and backward."""
+    """The seconds that a process takes to launch every interval's operations, forward and backward."""
     seconds = tables.work.seconds(kind)
     return (
         _intervals(tables, seconds.forward.host[tables.nodes]),
@@ -258,8 +259,8 @@ def unit_seconds(
 ) -> Table:
     """Seconds of every node (the loss last) on a device, forward and, in training, backward.
 
-    Summed up over a stage they are its `stage_seconds`; with ``own_host`` at most that, and as much
-    where the device, or the host, is what all nodes wait for. ``overlapped`` copies are left out.
+    Their sum over a stage is its `stage_seconds`. With ``own_host`` the sum is at most that, and equal if
+    all nodes are limited by the device, or all by the host. ``overlapped`` copies are left out.
     """
     seconds = costs.work.seconds(kind)
     moved = np.array([c.host_nbytes for c in costs.nodes]) / kind.host_bandwidth
@@ -273,12 +274,12 @@ def unit_seconds(
 
 
 def transfer_seconds(tables: IntervalTables, kind: DeviceKind, *, training: bool) -> Table:
-    """Seconds to receive and send what crosses the boundaries of every interval, gradients included."""
+    """Seconds to receive and send the values, and gradients, that cross the boundaries of every interval."""
     return (tables.received + tables.sent) * (2 if training else 1) / kind.link_bandwidth
 
 
 def _intervals(tables: IntervalTables, of_nodes: Table) -> Table:
-    """Sums over all intervals of what ``of_nodes`` has per node."""
+    """For all intervals, the sum of ``of_nodes`` over their nodes."""
     ends = [*tables.cuts[1:-1], len(tables.hosted)]
     prefix = np.concatenate([[0.0], np.cumsum(of_nodes)])[[0, *ends]]
     found: Table = prefix[None, 1:] - prefix[:-1, None]

@@ -1,10 +1,10 @@
-"""Peak memory of a device with several stages that are not neighbours, for one micro-batch.
+"""Estimates the peak memory of a device with several stages that are not neighbours, for one micro-batch.
 
-Its stages run forward one after the other, and backward in reverse order. While one of them runs, the
-earlier ones keep what they saved and, during forward, values that later stages on any device have yet
-to read. The later ones leave the gradients of their parameters, and pending activation gradients:
-those of skip connections from earlier stages (of the gradient of a concatenation, a copy of each part).
-The sum is an upper bound where several copies could be one tensor.
+Its stages run forward one after the other, and backward in reverse order. While one of them runs, earlier
+ones keep what they have saved and, during forward, values that later stages on any device have not read
+yet. During backward, later ones have left the gradients of their parameters and pending gradients of skip
+connections from earlier stages (for the gradient of a concatenation, a copy of each part). The sum is an
+upper bound if several copies could be one tensor.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ Table = NDArray[np.float64]
 class SharedPeaks:
     """Peaks, in bytes, of devices with several stages of one order; one micro-batch in training.
 
-    For the stage from cut x up to cut y, ``running[x, y - 1]`` are its most bytes while it runs,
-    ``held`` those while a later stage runs, and ``left`` those after its backward. With ``optimizer``
-    None, they are those of a replica other than the first, which has no optimizer state and no
-    gradients after a backward.
+    For the stage from cut x to cut y, ``running[x, y - 1]`` is the most bytes while it runs, ``held`` its
+    bytes while a later stage runs, and ``left`` its bytes after its backward. Without ``optimizer`` they
+    are for a replica other than the first, which has no optimizer state, and no gradients after a backward.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class SharedPeaks:
         count = len(tables.cuts)
         self.needed = np.zeros((count, count))
         for gradient in costs.gradients:
-            # Parts of a gradient that is split are pending as copies; a gradient that is needed as a
+            # The parts of a gradient that is split are pending as copies. A gradient that is needed as a
             # whole is one tensor for all its readers.
             own = (gradient.home, gradient.nbytes - gradient.surplus)
             others = gradient.earlier if gradient.surplus else ()
@@ -88,7 +87,7 @@ class SharedPeaks:
         return max(most, self._in_optimizer(spans, self._optimizer))
 
     def at_least(self, spans: Sequence[Span]) -> float:
-        """A lower bound on `peak` that is quick to compute: without values and gradients for other stages."""
+        """A lower bound on `peak` that is faster: it leaves out values and gradients for other stages."""
         most, held = 0.0, 0.0
         left = [float(self.left[x, y - 1]) for x, y in spans]
         for i, (x, y) in enumerate(spans):
@@ -105,13 +104,13 @@ class SharedPeaks:
 
 
 def _between(table: Table, home: Span, sender: Span) -> float:
-    """The sum in ``table`` of pairs with the home in the one stage and the sender in the other."""
+    """The sum in ``table`` of pairs with the home in one stage and the sender in the other."""
     (a, b), (x, y) = home, sender
     return float(table[b, y] - table[a, y] - table[b, x] + table[a, x])
 
 
 def _cells(cuts: Sequence[int], nodes: Sequence[int]) -> NDArray[np.int64]:
-    """Per node, and for the loss, the index of the last cut before it."""
+    """For each node and the loss, the index of the last cut before it."""
     cell_of = np.empty(len(nodes) + 1, dtype=np.int64)
     cell_of[list(nodes)] = np.searchsorted(cuts, np.arange(len(nodes)), side="right") - 1
     cell_of[-1] = len(cuts) - 2

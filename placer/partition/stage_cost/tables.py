@@ -1,8 +1,7 @@
-"""Tables of bytes for all stages along one order at once: one entry per pair of cuts.
+"""Builds tables of bytes for all stages along one order at once, with one entry for each pair of cuts.
 
-Tables are sums of rectangles (`placer.partition.stage_cost.order_bytes`), so one two-dimensional
-prefix sum gives each. Building takes O(C * n + users) time and memory for C cuts and n nodes; each
-query is O(1).
+Tables are sums of rectangles (`placer.partition.stage_cost.order_bytes`), so a two-dimensional prefix sum
+gives each. Building takes O(C * n + users) time and memory for C cuts and n nodes; each query takes O(1).
 """
 
 from __future__ import annotations
@@ -36,24 +35,24 @@ class IntervalTables:
     parameters: Table
     buffers: Table
     trained: Table  # parameters that have a gradient here
-    owned: Table  # of those, the ones whose gradient and optimizer state are kept here
+    owned: Table  # the part of them whose gradient and optimizer state are kept here
     saved: Table
-    saved_fixed: Table  # of that, what does not depend on the rows of a micro-batch
+    saved_fixed: Table  # the part of it that does not depend on the rows of a micro-batch
     received: Table  # values from other stages, and inputs of the model
-    computed: Table  # of those, the ones from other stages
+    computed: Table  # the part of them from other stages
     sent: Table
     forward_live: Table
-    backward_live_growing: Table  # with gradients, in the first backward
+    backward_live_growing: Table  # in the first backward, with gradients
     backward_live_grown: Table | None  # the same in a later backward; None if there is none
     updating: Table  # temporary tensors of Adam's loop over the parameters
     work: Work  # of every node, for its seconds
-    nodes: NDArray[np.int64]  # along the order, the loss last
+    nodes: NDArray[np.int64]  # in the order, with the loss last
     hosted: Table  # offloaded bytes of every node along the order
     results: Table  # results of the model
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tables that are as large as there are pairs of cuts."""
+        """The size of all arrays, in bytes."""
         return sum(
             t.nbytes for f in fields(self) if isinstance(t := getattr(self, f.name), np.ndarray)
         )
@@ -67,11 +66,11 @@ def build_tables(
     later: bool = True,
     known: OrderBytes | None = None,
 ) -> IntervalTables:
-    """The tables for the stages that ``cuts`` of ``order`` (positions of nodes) allow.
+    """The tables for all stages between ``cuts`` (positions in ``order``).
 
-    The loss is computed with the last node of the order. ``later``: there are later backwards than a
-    stage's first one, of further micro-batches. ``known``: the bytes along this order, where they
-    are known.
+    The last stage computes the loss. ``later`` says whether a stage has later backwards after its first
+    one, which is so with several micro-batches. ``known`` has the bytes along this order, if they are
+    known.
     """
     width = len(order) + 1
     build = _Builder(width, cuts)
@@ -81,7 +80,7 @@ def build_tables(
         regions = RegionLiveness(costs, place, build.starts, build.ends, width)
     along = known or find_order_bytes(costs, place, regions)
     held, crossing, state = along.held, along.crossing, along.state
-    parts = Rectangles()  # of storages, that are not received
+    parts = Rectangles()  # parts of storages that are not received
     for start, first_saver, nbytes in smaller_copies(costs, place, build.starts):
         parts.add(start, start, first_saver, -nbytes)
     saved = build.at_ends(held.saved.with_more(parts))
@@ -140,24 +139,24 @@ def _backward_live(
 ) -> tuple[Table, Table | None]:
     """The most bytes in the first backward, with gradients, and in a later one.
 
-    ``used`` and ``owned`` are bytes of the parameters that are trained and, of those, kept here, up to
-    each position.
+    ``used`` has the bytes of trained parameters up to each position, ``owned`` those that are kept here.
     """
-    # Gradients of (i, b): of the parameters that the stage trains, those that are not used in [a, i].
+    # gradients(i, b) are those of the stage's trained parameters that are not used in [a, i].
     trained = build.pick_ends(used)
     growing = build.running_max(live - used, corrections=corrections) + trained
     if not later:
         return growing, None
-    # In a later backward all gradients that are kept here are there; those of copied parameters were
-    # sent to their stage, and accumulate anew.
+    # In a later backward all gradients that are kept here exist; those of copied parameters have been
+    # sent to their stage, and start to accumulate again.
     grown = build.running_max(live - (used - owned), corrections=corrections) + trained
     return growing, grown
 
 
 def _updating(trained_at: Iterable[tuple[int, int]], build: _Builder) -> Table:
-    """Per start and position the temporary bytes of Adam's loop for a parameter first used there.
+    """For each start and position, the temporary bytes of Adam's loop for a parameter first used there.
 
-    A square root and a quotient; the quotient of the parameter before is freed when they are computed.
+    These are a square root and a quotient. The quotient of the parameter before is freed after both have
+    been computed.
     """
     table = np.zeros((len(build.starts), build.width))
     before: tuple[int, int] | None = None  # its position and bytes
@@ -185,28 +184,28 @@ class _Builder:
         self._valid = np.asarray(self.ends)[None, :] > np.asarray(self.starts)[:, None]
 
     def rows_up_to(self, position: int) -> int:
-        """How many stages start at positions up to this one."""
+        """The number of stages that start at or before this position."""
         return int(self._rows_before[position + 1])
 
     def everywhere(self, rectangles: Rectangles) -> Table:
-        """Their sum, with a column for each position."""
+        """The sum of ``rectangles``, with a column for each position."""
         return self._sum(rectangles, self._positions)
 
     def at_ends(self, rectangles: Rectangles) -> Table:
-        """Their sum, with a column for each end of a stage: that of the last position before it."""
-        # Of a position, the first end after it is the first whose column has the position.
+        """The sum of ``rectangles`` at the last position of each stage, with a column for each end."""
+        # A position is included from the column of the first end after it.
         return np.where(self._valid, self._sum(rectangles, self._end_of), 0.0)
 
     def _sum(self, rectangles: Rectangles, column_of: NDArray[np.int64]) -> Table:
         sums = rectangles.steps(self._rows_before, column_of)
-        for before, row in pairwise(sums):  # half the time of a sum along this axis
+        for before, row in pairwise(sums):  # takes half the time of np.cumsum along this axis
             row += before
         return np.cumsum(sums, axis=1, out=sums)[:-1, :-1]
 
     def pick_ends(self, table: Table) -> Table:
-        """``[start, column]`` -> ``[start, cut where the stage ends]``; 0 where end <= start."""
+        """The columns of ``table`` at the last position of each stage; 0 if end <= start."""
         return np.where(self._valid, table[:, np.asarray(self.ends) - 1], 0.0)
 
     def running_max(self, table: Table, *, corrections: Sequence[IntervalCorrection] = ()) -> Table:
-        """The largest value of columns start … end - 1, per start and end."""
+        """For each start and end, the largest value in columns start … end - 1."""
         return np.where(self._valid, largest_up_to(table, self.starts, self.ends, corrections), 0.0)
