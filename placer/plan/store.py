@@ -57,9 +57,8 @@ def plan_from_json(data: Mapping[str, Any], *, source: str = "plan") -> Plan:
             values[name] = {key: value for key, value in known.items() if key not in _DERIVED}
     problems = []
     try:
-        plan = _PLAN.validate_json(
-            json.dumps(values)
-        )  # from JSON, strict mode takes lists as tuples
+        # From JSON, strict mode takes lists as tuples.
+        plan = _PLAN.validate_json(json.dumps(values))
     except ValidationError as error:
         problems = type_problems(error, values)
     except (TypeError, ValueError, RecursionError) as error:

@@ -132,9 +132,8 @@ def choose_policy(
         found.append(search.found(search.most_saving(now), unpinned))
         found.append(search.improve(found[-1].partition))
     best = min([kept, *found], key=_rank)
-    if (
-        best.own
-    ):  # choose it again with pins, for the facts about other placements that a plan reports
+    if best.own:
+        # Choose it again with pins, for the facts about other placements that a plan reports.
         described = choose(best.costs, _pins(best.partition))
         if _boundaries(described) == _boundaries(best.partition):
             best = replace(best, partition=described)

@@ -180,8 +180,7 @@ def recording_modes(converter: FakeConverter) -> Iterator[None]:
         stack.enter_context(converter.mode)
         stack.enter_context(fake_execution())
         stack.enter_context(converter.isolated_caches())
-        if (
-            torch.get_default_device() != CPU
-        ):  # entered only if needed: it slows every torch function
+        # Entered only if needed: it slows every torch function.
+        if torch.get_default_device() != CPU:
             stack.enter_context(CPU)
         yield

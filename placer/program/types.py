@@ -75,9 +75,8 @@ class Program:
     model: nn.Module
     graph: fx.Graph  # never changed after capture
     order: tuple[str, ...]  # all nodes but placeholders and output, in the order in which they ran
-    layer_of: Mapping[
-        str, str
-    ]  # node -> path of the module whose code ran it ("": the model itself)
+    # Node -> path of the module whose code ran it ("": the model itself).
+    layer_of: Mapping[str, str]
     state_of: Mapping[str, tuple[str, ...]]  # node -> names of the parameters and buffers it reads
     mutated_state_of: Mapping[str, tuple[str, ...]]  # node -> names of those it writes in forward
     mutated_inputs: tuple[str, ...]  # names of the tensor inputs that forward changes in place
@@ -90,9 +89,8 @@ class Program:
     conditions: Conditions
     training: bool  # ``model.training`` at capture; the graph is of that mode
     fixed_batch: str = ""  # why only the captured batch size works; "" when every size does
-    constant_paths: Mapping[str, TensorPath] = field(
-        default_factory=dict
-    )  # constants in attributes
+    # Constants in attributes.
+    constant_paths: Mapping[str, TensorPath] = field(default_factory=dict)
     location_of: Mapping[str, str] = field(default_factory=dict)  # node -> "file.py:123" or ""
     notes: tuple[str, ...] = ()  # sentences for the user on what the graph leaves out
 

@@ -28,9 +28,8 @@ def refuse_other_leaves(loss: Tensor, output: list[Node], part: nn.Module, *, wh
     it is the ``whole`` model, because then every replica adds its share of the gradient.
     """
     found = _leaves_beyond(loss, output)
-    if (
-        found
-    ):  # perhaps through activations that a hook has kept, which are part of the model's graph
+    if found:
+        # Perhaps through activations that a hook has kept, which are part of the model's graph.
         found = _leaves_beyond(loss, _reachable(output))
     own = dict(part.named_parameters())
     read = [name for name, parameter in own.items() if any(leaf is parameter for leaf in found)]

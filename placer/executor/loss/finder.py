@@ -116,9 +116,8 @@ class CombinationFinder:
         try:
             given = _rows_to_try(output, rows, target, total)
             (first,) = try_rows(loss_fn, given, TargetFill(), TargetFill(), "", rule)
-            with (
-                torch.random.fork_rng()
-            ):  # with another seed, so that a random loss gives another value
+            # With another seed, so that a random loss gives another value.
+            with torch.random.fork_rng():
                 torch.manual_seed(torch.initial_seed() + 1)
                 (again,) = try_rows(loss_fn, given, TargetFill(), TargetFill(), "", rule)
         except Exception:  # the caller may have given the rule because the loss cannot be tried

@@ -93,9 +93,8 @@ class StepLoss:
         if rule.combination == "sum":
             return loss
         self.counts += counted or 0.0
-        if (
-            counted is None or not self._counted
-        ):  # a mean over nothing is NaN, as for the whole batch
+        # A mean over nothing is NaN, as for the whole batch.
+        if counted is None or not self._counted:
             return loss * (rows / self._total)
         if counted == 0.0:
             # The loss is NaN here, and 0 * NaN is NaN. Return a zero whose gradients are zeros.

@@ -112,9 +112,8 @@ class TcpStore:
             address, port = _address()
             if self._hosts:
                 address = "localhost"  # MASTER_ADDR may not resolve on this host itself
-            elif not _listens(
-                address, port
-            ):  # checked first, as torch would wait and log every attempt
+            elif not _listens(address, port):
+                # Checked first, as torch would wait and log every attempt.
                 return None
             self._store = _TCP_STORE(
                 address,
