@@ -132,7 +132,7 @@ def copy_guarded_attributes(
 ) -> bool:
     """Set the guarded attributes of ``targets`` to the values that they have in ``sources`` now.
 
-    Both map paths to modules; ``targets`` are copies of ``sources``. Tensors keep their places, also
+    Both map paths to modules; ``targets`` are copies of ``sources``. They keep their own tensors, also
     those in containers. Modules that only one side has are left alone. Returns whether any attribute
     differed.
     """
@@ -243,7 +243,7 @@ def _attribute(module: nn.Module | None, name: str) -> Any:
 
 
 class Freezer:
-    """Converts values to immutable forms that are equal if and only if the values were.
+    """Converts values, as they are now, to forms that are equal if the values are equal.
 
     Tensors are numbered in the order in which they first appear, so that identity between several
     values counts too. Two freezers must therefore get the same attributes in the same order.
@@ -255,7 +255,7 @@ class Freezer:
         self._numbers: dict[int, int] = {}
 
     def freeze(self, value: Any, *, values_read: bool = False) -> Any:
-        """The form of ``value``; it includes the values of tensors if they were ``values_read``."""
+        """The form of ``value``; with ``values_read``, including the values of tensors."""
         key = id(value), values_read
         if key not in self._known:
             self._known[key] = value, self._freeze(value, _DEPTH, values_read)

@@ -123,7 +123,7 @@ class Recorder(TorchFunctionMode):
         self.checkpointed: dict[str, str] = {}  # path of a checkpointed module -> source line
         # Constants whose values forward read -> module and line, and the model's tensors for them.
         self.values_read: dict[fx.Node, tuple[str, str]] = {}
-        self.values_read_tensors: list[Tensor] = []
+        self.tensors_read: list[Tensor] = []
         self.locate_draws = False  # find out which module draws random numbers in Python
         self.inside = False  # a torch function: its operators are part of it
         self.made: set[fx.Node] = set()  # constants that forward made from numpy arrays
@@ -157,7 +157,7 @@ class Recorder(TorchFunctionMode):
 
     def guards(self) -> tuple[AttributeGuard, ...]:
         """The attributes of the model that were read, with their values."""
-        return make_guards(self.model, self.attributes, self.values_read_tensors)
+        return make_guards(self.model, self.attributes, self.tensors_read)
 
     def run(self, bound: BoundCall, inputs: Sequence[Tensor]) -> list[Any]:
         """Run forward; the leaves of its result as arguments for the graph's output node."""
@@ -426,7 +426,7 @@ class Recorder(TorchFunctionMode):
         for constant in known.constants:
             if constant not in self.made:
                 self.values_read.setdefault(constant, (self.writer.layer, locate_caller()))
-                self.values_read_tensors.append(constants[constant.name])
+                self.tensors_read.append(constants[constant.name])
         with without_torch_function(), without_modes():
             return func(*executable((known.value, *args[1:])), **executable(kwargs))
 
