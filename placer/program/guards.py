@@ -16,12 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from placer.program.result import PLAIN
+
 _OWN = frozenset(nn.Module().__dict__)  # attributes of every nn.Module: tables, hooks and the mode
 _TABLES = ("_parameters", "_buffers", "_modules")
-_PLAIN = (
-    *(bool, int, float, complex, str, bytes, type(None), enum.Enum),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-)
+_PLAIN = (*PLAIN, torch.device)
 _DEPTH = 6  # nesting of containers and objects; deeper values are compared by identity
 
 
