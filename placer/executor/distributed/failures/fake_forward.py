@@ -87,11 +87,7 @@ def run_fake_forward(
     def keep(_: int, result: list[Any]) -> None:
         roots.extend(leaf for leaf in result if isinstance(leaf, Tensor) and leaf.requires_grad)
 
-    with (
-        finder.fake_execution(staged) as (replica, part),
-        torch.enable_grad(),
-        _Listener(attribution),
-    ):
+    with finder.on_fakes(staged) as (replica, part), torch.enable_grad(), _Listener(attribution):
         run = MicrobatchRun(
             PlacedMicrobatch(
                 replica=replica,

@@ -177,7 +177,7 @@ class CrossingFinder:
         return self._found[key]
 
     @contextmanager
-    def fake_execution(self, staged: StagedModel) -> Iterator[tuple[Replica, nn.Module]]:
+    def on_fakes(self, staged: StagedModel) -> Iterator[tuple[Replica, nn.Module]]:
         """What runs ``staged`` on tensors without data, and the whole model of such; for this block."""
         with self._converter.running(staged.conditions.guess), torch.random.fork_rng(devices=[]):
             yield self._replica.with_program(staged), self._fake
@@ -190,7 +190,7 @@ class CrossingFinder:
         links: dict[
             tuple[str, int, int], Node
         ] = {}  # value, leaf, reader: where its gradient starts
-        with self.fake_execution(staged) as (replica, part), torch.set_grad_enabled(grad):
+        with self.on_fakes(staged) as (replica, part), torch.set_grad_enabled(grad):
             device = self.device
             for name, (shape, dtype, wanted) in zip(staged.graph_inputs, shapes, strict=True):
                 leaf = torch.empty(shape, dtype=dtype, device=device, requires_grad=wanted)
