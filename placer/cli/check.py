@@ -164,7 +164,11 @@ def _check_model(
         }
         for module in program.whole_modules
     ]
-    notes = [f"only this batch size: {program.fixed_batch}"] if program.fixed_batch else []
+    notes = (
+        [f"only this batch size: {program.fixed_batch_reason}"]
+        if program.fixed_batch_reason
+        else []
+    )
     notes += program.notes
     result: dict[str, Any] = {
         "nodes": len(program.order),

@@ -1,4 +1,4 @@
-"""What follows from a device's name: its type, whose kernels it runs, and its default kind."""
+"""Derive from a device's name its type (whose kernels it runs) and its default device kind."""
 
 from __future__ import annotations
 

@@ -228,10 +228,10 @@ def _does_not_run(
     text = str(error).strip().split("\n")[0]
     remedy = "if that is too few rows, give a larger batch, fewer micro-batches or fewer replicas"
     if precision != "fp32":
-        remedy += f"; it was run with precision {precision!r}, which not all operations can do"
-    if program.fixed_batch:
+        remedy += f"; it was run with precision {precision!r}, which not all operations support"
+    if program.fixed_batch_reason:
         remedy = (
-            f"the batch size decides what is computed ({program.fixed_batch}): use 1 replica and 1 "
+            f"the batch size decides what is computed ({program.fixed_batch_reason}): use 1 replica and 1 "
             "micro-batch"
         )
     return CaptureError(

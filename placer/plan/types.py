@@ -226,7 +226,7 @@ class Plan:
     offload: tuple[str, ...]  # layers whose saved activations are kept in host memory
     notes: tuple[str, ...]
     optimality: Optimality | None  # None: a file of an older placer
-    extra_time: Optimality | None  # of what "auto" recomputes and offloads; None: nothing
+    extra_time: Optimality | None  # how good the choice of "auto" is; None: it chose nothing
     boundaries: tuple[Boundary, ...]
     node_layers: Mapping[str, str]  # node -> layer, for the diff of a changed model
     # How many micro-batches the rows of the example input make, if fewer than ``microbatches``.

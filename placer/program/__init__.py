@@ -4,7 +4,8 @@ Start reading at `capture`, which records the model and checks the graph.
 
 =========================  =======================================================================
 record, recorder, writer   run the model once, intercept every call, write the graph
-watch, sizes               intercept what torch's own hooks miss: module calls, arithmetic on sizes
+watch, sizes,              intercept what torch's own hooks miss: module calls, arithmetic on sizes
+size_recorder
 whole, leaves              modules (or a whole model) that become a single node
 fake, fake_mode, shapes,   fake tensors; kernels and shape rules that are faster than torch's
 packed                     (`packed`: packed sequences)

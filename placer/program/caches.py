@@ -29,18 +29,18 @@ def isolated_caches(reachable: ReachableState) -> Iterator[None]:
     it unless the result holds a tensor; such results are kept for this block only, and the cache
     that got one is cleared.
     """
-    stand_ins: dict[int, Any] = {}  # id of a cached function -> what replaces it in this block
+    wrappers: dict[int, Any] = {}  # id of a cached function -> what replaces it in this block
     replaced: list[tuple[Slot, Any]] = []
     containers: list[tuple[Any, Any]] = []  # with shallow copies
     variables: list[tuple[Slot, Any]] = []  # with their values
     try:
         for slot in reachable.cached:
             if slot.read() is slot.value:
-                if id(slot.value) not in stand_ins:
-                    stand_ins[id(slot.value)] = _stand_in(slot.value)
-                stand_in = stand_ins[id(slot.value)]
-                slot.write(stand_in)
-                replaced.append((slot, stand_in))
+                if id(slot.value) not in wrappers:
+                    wrappers[id(slot.value)] = _wrapper(slot.value)
+                wrapper = wrappers[id(slot.value)]
+                slot.write(wrapper)
+                replaced.append((slot, wrapper))
         # Most containers are a module's tables of hooks, which are empty and need no copy.
         containers += [(held, held.copy() if held else ()) for held in reachable.containers]
         variables += [(slot, slot.read()) for slot in reachable.variables]
@@ -50,8 +50,8 @@ def isolated_caches(reachable: ReachableState) -> Iterator[None]:
             _restore_variable(slot, before)
         for container, copy in reversed(containers):
             _restore(container, copy)
-        for slot, stand_in in reversed(replaced):
-            if slot.read() is stand_in:  # otherwise the model's code has replaced it
+        for slot, wrapper in reversed(replaced):
+            if slot.read() is wrapper:  # otherwise the model's code has replaced it
                 slot.write(slot.value)
 
 
@@ -87,7 +87,7 @@ def _is_of_a_run(value: Any) -> bool:
     return any(isinstance(leaf, Tensor | SizeInt | SizeFloat) for leaf in leaves)
 
 
-def _stand_in(cached: Any) -> Callable[..., Any]:
+def _wrapper(cached: Any) -> Callable[..., Any]:
     """A function to call instead of ``cached``, which is one of ``functools.lru_cache``."""
     thread = threading.get_ident()
     function = cached.__wrapped__

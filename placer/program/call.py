@@ -25,7 +25,7 @@ class BoundCall:
 
     signature: inspect.Signature
     in_spec: TreeSpec
-    given: Mapping[str, bool]
+    positional: Mapping[str, bool]
     leaf_names: tuple[str, ...]
     leaves: tuple[Any, ...]
 
@@ -78,13 +78,13 @@ def rebuild_arguments(
     arguments = tree_unflatten(list(leaves), call.in_spec)
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
-    for name, positional in call.given.items():
+    for name, is_positional in call.positional.items():
         kind = call.signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_POSITIONAL:
             args += arguments[name]
         elif kind is inspect.Parameter.VAR_KEYWORD:
             kwargs |= arguments[name]
-        elif positional:
+        elif is_positional:
             args.append(arguments[name])
         else:
             kwargs[name] = arguments[name]
@@ -99,7 +99,7 @@ def make_call_format(bound: BoundCall, result: ResultFormat) -> CallFormat:
     return CallFormat(
         signature=bound.signature,
         in_spec=bound.in_spec,
-        given=bound.given,
+        positional=bound.positional,
         leaf_names=bound.leaf_names,
         constants=bound.constants,
         example_shapes=tuple(tensor.shape for tensor in tensors),
@@ -197,13 +197,13 @@ def bind_arguments(
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
         raise _mismatch(signature, kwargs, error) from None
-    given = {name: name not in kwargs for name in bound.arguments}
+    positional = {name: name not in kwargs for name in bound.arguments}
     bound.apply_defaults()
     paths, in_spec = tree_flatten_with_path(dict(bound.arguments))
     return BoundCall(
         signature=signature,
         in_spec=in_spec,
-        given=given,
+        positional=positional,
         leaf_names=tuple(_readable(path) for path, _ in paths),
         leaves=tuple(leaf for _, leaf in paths),
     )

@@ -89,7 +89,7 @@ class _Capture:
         self.whole = {module.layer: module for module in find_whole_modules(model)}
         self.guess = 1
         self.ignore_device_moves = False
-        self.fixed_batch = ""
+        self.fixed_batch_reason = ""
 
     def record(self) -> RecordedProgram:
         """Record with as few single-node modules as possible, for every batch size if possible."""
@@ -163,19 +163,19 @@ class _Capture:
         """Record with twice the batch and compare the graphs.
 
         Raises ``TraceFailure`` naming the module where they first differ, so that it becomes a single
-        node. Where that does not help, sets ``fixed_batch`` to the reason.
+        node. Where that does not help, sets ``fixed_batch_reason`` to the reason.
         """
         doubled = self._doubled_inputs()
-        self.fixed_batch = ""
+        self.fixed_batch_reason = ""
         if doubled is None:
             return
         try:
             other = self._run(doubled, named=False)
         except CaptureError as error:
-            self.fixed_batch = error.problem
+            self.fixed_batch_reason = error.problem
             return
         except TraceFailure as failure:
-            self.fixed_batch = f"{failure.layer}: {failure.reason} ({failure.location})"
+            self.fixed_batch_reason = f"{failure.layer}: {failure.reason} ({failure.location})"
             return
         first, second = graph_lines(recording.graph), graph_lines(other.graph)
         if first == second:
@@ -192,7 +192,7 @@ class _Capture:
         location = recording.location_of.get(node.name, "")
         reason = "it computes something else for another batch size"
         if not layer or layer in self.whole:
-            self.fixed_batch = f"{layer or 'the model itself'}: {reason} ({location})"
+            self.fixed_batch_reason = f"{layer or 'the model itself'}: {reason} ({location})"
             return
         raise TraceFailure(layer, reason, location)
 
@@ -285,7 +285,7 @@ def _assemble(
             modes=training_flags(model),
             shapes=tuple(tensor.shape for tensor in bound.tensors),
             dtypes=tuple(tensor.dtype for tensor in bound.tensors),
-            any_batch=not capture.fixed_batch,
+            any_batch_size=not capture.fixed_batch_reason,
             whole=frozenset(capture.whole),
             guess=capture.guess,
             lines=tuple(graph_lines(graph)),
@@ -294,7 +294,7 @@ def _assemble(
             ignore_device_moves=capture.ignore_device_moves,
         ),
         training=model.training,
-        fixed_batch=capture.fixed_batch,
+        fixed_batch_reason=capture.fixed_batch_reason,
         location_of=recording.location_of,
         notes=_side_effect_notes(recording),
     )

@@ -189,7 +189,7 @@ class GuessData:
         self._mode = mode
         self._before = mode.guess
         self._reads = _GuessReads(self)
-        self._values = WeakTensorKeyDictionary()  # of fake tensors, where they are known
+        self._values = WeakTensorKeyDictionary()  # fake tensor -> its value, where that is known
 
     def __enter__(self) -> GuessData:
         self._before, self._mode.guess = self._mode.guess, self

@@ -16,12 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from placer.program.result import PLAIN
+
 _OWN = frozenset(nn.Module().__dict__)  # attributes of every nn.Module: tables, hooks and the mode
 _TABLES = ("_parameters", "_buffers", "_modules")
-_PLAIN = (
-    *(bool, int, float, complex, str, bytes, type(None), enum.Enum),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-)
+_PLAIN = (*PLAIN, torch.device)
 _DEPTH = 6  # nesting of containers and objects; deeper values are compared by identity
 
 
@@ -132,7 +131,7 @@ def copy_guarded_attributes(
 ) -> bool:
     """Set the guarded attributes of ``targets`` to the values that they have in ``sources`` now.
 
-    Both map paths to modules; ``targets`` are copies of ``sources``. Tensors keep their places, also
+    Both map paths to modules; ``targets`` are copies of ``sources``. They keep their own tensors, also
     those in containers. Modules that only one side has are left alone. Returns whether any attribute
     differed.
     """
@@ -243,7 +242,7 @@ def _attribute(module: nn.Module | None, name: str) -> Any:
 
 
 class Freezer:
-    """Converts values to immutable forms that are equal if and only if the values were.
+    """Converts values, as they are now, to forms that are equal if the values are equal.
 
     Tensors are numbered in the order in which they first appear, so that identity between several
     values counts too. Two freezers must therefore get the same attributes in the same order.
@@ -255,7 +254,7 @@ class Freezer:
         self._numbers: dict[int, int] = {}
 
     def freeze(self, value: Any, *, values_read: bool = False) -> Any:
-        """The form of ``value``; it includes the values of tensors if they were ``values_read``."""
+        """The form of ``value``; with ``values_read``, including the values of tensors."""
         key = id(value), values_read
         if key not in self._known:
             self._known[key] = value, self._freeze(value, _DEPTH, values_read)

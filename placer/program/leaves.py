@@ -19,7 +19,7 @@ _CONTAINERS = (
     nn.TransformerEncoderLayer,
     nn.TransformerDecoderLayer,
 )
-_HOOKS = (
+HOOK_TABLES = (  # attributes of a module that hold its hooks
     "_forward_hooks",
     "_forward_pre_hooks",
     "_backward_hooks",
@@ -42,13 +42,13 @@ def is_inside(paths: Collection[str], path: str) -> bool:
 def must_stay_whole(module: nn.Module) -> bool:
     """Does ``module`` have hooks or parametrizations, which must run around the whole of it?"""
     table = module.__dict__
-    return any(table.get(name) for name in _HOOKS) or "parametrizations" in module._modules
+    return any(table.get(name) for name in HOOK_TABLES) or "parametrizations" in module._modules
 
 
 @contextmanager
 def without_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Remove the forward and backward hooks of ``modules`` in this block."""
-    tables = [module.__dict__[name] for module in modules for name in _HOOKS]
+    tables = [module.__dict__[name] for module in modules for name in HOOK_TABLES]
     contents = [dict(table) for table in tables]
     for table in tables:
         table.clear()
@@ -65,7 +65,7 @@ def find_whole_modules(model: nn.Module) -> list[WholeModule]:
     for path, module in model.named_modules():
         if not path or is_torch_leaf(module) or not must_stay_whole(module):
             continue
-        hooks = [hook for name in _HOOKS for hook in getattr(module, name, {}).values()]
+        hooks = [hook for name in HOOK_TABLES for hook in getattr(module, name, {}).values()]
         location = locate_function(hooks[0] if hooks else type(module).forward)
         reason = "it has parametrized parameters, which must be computed inside it"
         if hooks:

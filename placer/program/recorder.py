@@ -3,7 +3,7 @@
 The model's Python code runs as usual, so control flow, containers and attributes need no care. Three
 things are intercepted: torch functions and methods (by a ``TorchFunctionMode``), calls of modules (a
 layer of ``torch.nn``, or a module that must stay whole, becomes one node), and arithmetic on sizes
-(`placer.program.sizes`).
+(`placer.program.size_recorder`).
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ from placer.program.leaves import is_inside, is_torch_leaf
 from placer.program.moves import NamedDevices, replace_device
 from placer.program.python_random import forbid_python_random, keep_random
 from placer.program.result import ResultFormat, flatten_result
-from placer.program.sizes import SizeFloat, SizeInt, plain
+from placer.program.size_recorder import SizeRecorder
+from placer.program.sizes import SizeFloat, SizeInt
 from placer.program.targets import (
     ApplyFunction,
     CallMethod,
@@ -115,20 +116,18 @@ class Recorder(TorchFunctionMode):
         self.paused = False  # inside a single node: nothing is recorded
         self.single_nodes: set[str] = set()  # paths of modules that became single nodes
         self.result: ResultFormat | None = None
-        # (node of a tensor, method such as "size", dimension) -> the node of that size
-        self.sizes: dict[tuple[fx.Node, str, Any], fx.Node] = {}
+        self.sizes = SizeRecorder(self.writer, lambda: self.paused)
         self.modes = Modes(True, False, ())  # those in which the run began
         self.saved_hooks: Any = None  # the saved-tensor hooks when the run began
         self.reentrant: Sequence[Any] | None = None  # inputs of the reentrant checkpoint we are in
         self.checkpointed: dict[str, str] = {}  # path of a checkpointed module -> source line
         # Constants whose values forward read -> module and line, and the model's tensors for them.
         self.values_read: dict[fx.Node, tuple[str, str]] = {}
-        self.values_read_tensors: list[Tensor] = []
+        self.tensors_read: list[Tensor] = []
         self.locate_draws = False  # find out which module draws random numbers in Python
         self.inside = False  # a torch function: its operators are part of it
         self.made: set[fx.Node] = set()  # constants that forward made from numpy arrays
         self.made_tensors: list[Tensor] = []  # keeps them alive
-        self.numbers: dict[fx.Node, Any] = {}  # the values of sizes in this run
         self.attributes: set[tuple[str, str]] = set()  # (module path, name) of those that were read
         self.path_of = {id(module): path for path, module in fake_model.named_modules()}
         self.fake_modules = dict(zip(map(id, model.modules()), fake_model.modules(), strict=True))
@@ -157,7 +156,7 @@ class Recorder(TorchFunctionMode):
 
     def guards(self) -> tuple[AttributeGuard, ...]:
         """The attributes of the model that were read, with their values."""
-        return make_guards(self.model, self.attributes, self.values_read_tensors)
+        return make_guards(self.model, self.attributes, self.tensors_read)
 
     def run(self, bound: BoundCall, inputs: Sequence[Tensor]) -> list[Any]:
         """Run forward; the leaves of its result as arguments for the graph's output node."""
@@ -239,7 +238,7 @@ class Recorder(TorchFunctionMode):
         if func in _DIFFERENTIATORS:
             raise Untraceable(f"it differentiates a part of itself (torch.autograd.{name})")
         if method and name in _SIZES:
-            return self.size(func, name, args, kwargs)
+            return self.sizes.size(func, name, args, kwargs)
         if (data := tensor_from_numpy(func, args, kwargs)) is not None:
             return self.make_constant(data)
         if func in INDEXING:
@@ -397,7 +396,7 @@ class Recorder(TorchFunctionMode):
         """Read a property of a tensor, such as ``x.shape`` or ``x.T``."""
         value, name = func(tensor), func.__self__.__name__
         if name == "shape":
-            return self.shape(tensor, value)
+            return self.sizes.shape(tensor, value)
         if isinstance(value, Tensor) and name not in ("grad", "_base"):
             self.record("call_function", getattr, (tensor, name), {}, value)
         return value
@@ -420,13 +419,13 @@ class Recorder(TorchFunctionMode):
     def read_constant(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
         """Call such a method on the value of a constant. Raises ``Untraceable`` for other tensors."""
         node, constants = self.writer.node_of(args[0]), self.writer.constants
-        known = find_value(node, constants, self.numbers)
+        known = find_value(node, constants, self.sizes.values)
         if known is None:
             raise Untraceable(_READS_VALUES) from error
         for constant in known.constants:
             if constant not in self.made:
                 self.values_read.setdefault(constant, (self.writer.layer, locate_caller()))
-                self.values_read_tensors.append(constants[constant.name])
+                self.tensors_read.append(constants[constant.name])
         with without_torch_function(), without_modes():
             return func(*executable((known.value, *args[1:])), **executable(kwargs))
 
@@ -450,7 +449,7 @@ class Recorder(TorchFunctionMode):
         writer = self.writer
         made = [t for t in tree_iter(value) if isinstance(t, Tensor) and writer.makes(t)]
         for tensor in made:
-            if not is_constant(writer.node_of(tensor), writer.constants, self.numbers):
+            if not is_constant(writer.node_of(tensor), writer.constants, self.sizes.values):
                 return False
         for tensor in made:
             writer.converter.register(tensor, torch.empty_like(tensor, device="meta"))
@@ -461,49 +460,6 @@ class Recorder(TorchFunctionMode):
         for constant, (layer, location) in self.values_read.items():
             if is_written(constant):
                 raise TraceFailure(layer, _READS_VALUES, location)
-
-    # -- sizes -----------------------------------------------------------------------------------
-
-    def shape(self, tensor: Tensor, shape: torch.Size) -> torch.Size:
-        """The tensor's ``shape`` with recorded sizes."""
-        return torch.Size([self.dimension(tensor, "size", i, n) for i, n in enumerate(shape)])
-
-    def size(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """The result of a method such as ``size`` or ``numel``, with recorded sizes."""
-        tensor = args[0]
-        value = func(*executable(args), **executable(kwargs))
-        if isinstance(value, torch.Size):
-            return self.shape(tensor, value)
-        if isinstance(value, tuple):
-            return tuple(self.dimension(tensor, name, i, n) for i, n in enumerate(value))
-        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-        dim = dim % tensor.dim() if isinstance(dim, int) and tensor.dim() else None
-        return self.dimension(tensor, name, dim, value)
-
-    def dimension(self, tensor: Tensor, name: str, dim: Any, value: int) -> int:
-        """``value`` as a number that knows the node which computes it from ``tensor``."""
-        source = self.writer.node_of(tensor)
-        if source.op == "get_attr":  # the shape of a parameter is the same in every run
-            return value
-        key = source, name, dim
-        if key not in self.sizes:
-            args = (tensor,) if dim is None else (tensor, plain(dim))
-            self.sizes[key] = self.writer.node("call_method", name, args, pure=True)
-        size: int = self.number(self.sizes[key], value)
-        return size
-
-    def record_number(self, function: Callable[..., Any], args: tuple[Any, ...], value: Any) -> Any:
-        """Record arithmetic on sizes; ``value`` is its result."""
-        if self.paused or isinstance(value, bool) or not isinstance(value, int | float):
-            return value
-        return self.number(self.writer.node("call_function", function, args, pure=True), value)
-
-    def number(self, node: fx.Node, value: Any) -> Any:
-        """``value`` as a number that knows that ``node`` computes it."""
-        number: Any = SizeInt(value) if isinstance(value, int) else SizeFloat(value)
-        number.node, number.recorder = node, self
-        self.numbers[node] = value
-        return number
 
 
 class _OperatorMode(DispatchMode):

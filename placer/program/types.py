@@ -34,7 +34,7 @@ class CallFormat:
 
     signature: inspect.Signature
     in_spec: TreeSpec  # of the dict {parameter name: value}
-    given: Mapping[str, bool]  # per parameter that the caller passed: was it positional?
+    positional: Mapping[str, bool]  # per parameter that the caller passed: was it positional?
     leaf_names: tuple[str, ...]  # a readable path per flattened leaf, such as "x" or "batch.0"
     constants: tuple[Any, ...]  # per flattened leaf: the non-tensor value, or TENSOR
     example_shapes: tuple[torch.Size, ...]  # per tensor leaf
@@ -50,7 +50,7 @@ class Conditions:
     modes: tuple[bool, ...]  # the training flag of every module, in the order of ``modules()``
     shapes: tuple[torch.Size, ...]  # per tensor input
     dtypes: tuple[torch.dtype, ...]
-    any_batch: bool  # is the graph valid for every batch size?
+    any_batch_size: bool  # is the graph valid for every batch size?
     whole: frozenset[str]  # paths of the modules that are a single node
     guess: int  # 0 or 1: what those modules get where they read values of fake tensors
     lines: tuple[str, ...]  # the graph as text, a line per node
@@ -88,7 +88,7 @@ class Program:
     fingerprint: str  # changes when the graph, or a name, shape or dtype of the state does
     conditions: Conditions
     training: bool  # ``model.training`` at capture; the graph is of that mode
-    fixed_batch: str = ""  # why only the captured batch size works; "" when every size does
+    fixed_batch_reason: str = ""  # why only the captured batch size works; "" when every size does
     # Constants in attributes.
     constant_paths: Mapping[str, TensorPath] = field(default_factory=dict)
     location_of: Mapping[str, str] = field(default_factory=dict)  # node -> "file.py:123" or ""

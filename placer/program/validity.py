@@ -43,7 +43,7 @@ def condition_key(
     the program depends on it.
     """
     shapes = tuple(
-        tensor.shape[1:] if batched and conditions.any_batch else tensor.shape
+        tensor.shape[1:] if batched and conditions.any_batch_size else tensor.shape
         for tensor, batched in zip(tensors, call.batched, strict=True)
     )
     return modes, shapes, tuple(tensor.dtype for tensor in tensors)

@@ -16,6 +16,7 @@ from placer.program.copying import copy_module
 from placer.program.failure import ForwardFailure, locate
 from placer.program.fake import FakeConverter, GuessData
 from placer.program.guards import make_guards, watch_attributes
+from placer.program.leaves import HOOK_TABLES
 from placer.program.record import RecordedProgram, recording_modes
 from placer.program.restore import Snapshot
 from placer.program.result import flatten_result
@@ -93,6 +94,6 @@ def _skeleton(model: nn.Module) -> nn.Module:
             empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
         memo[id(tensor)] = empty
     skeleton = copy_module(model, memo)
-    for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-        getattr(skeleton, hooks).clear()
+    for name in HOOK_TABLES:
+        getattr(skeleton, name).clear()
     return skeleton

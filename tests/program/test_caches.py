@@ -116,7 +116,7 @@ def test_calls_before_leave_nothing_in_a_capture(middle: Any) -> None:
     expected = model(x)  # also: what was computed without data is not found now
     captures.append(capture_model(model, (x,)))
     assert len({program.fingerprint for program in captures}) == 1
-    assert not any(program.whole_modules or program.fixed_batch for program in captures)
+    assert not any(program.whole_modules or program.fixed_batch_reason for program in captures)
     torch.testing.assert_close(model(x), expected)
     assert_same(model, {**DEVICES, "microbatches": 3}, (x,))
 

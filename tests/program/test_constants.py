@@ -61,7 +61,7 @@ def test_pointnet() -> None:
     model, x = PointNet().double(), torch.randn(4, 3, 7, dtype=F64)
     program = capture_model(model, (x,))
     assert not program.whole_modules
-    assert not program.fixed_batch
+    assert not program.fixed_batch_reason
     assert_same(model, {**SPEC, "layers": {"stn.fc1": "cpu:0", "stn.fc2": "cpu:1"}}, (x,))
 
 
@@ -113,7 +113,7 @@ def test_they_keep_no_module_whole(function: Callable[[Tensor], Tensor]) -> None
     model, x = Nested(function).double(), torch.randn(4, 4, dtype=F64)
     program = capture_model(model, (x,))
     assert not program.whole_modules
-    assert not program.fixed_batch
+    assert not program.fixed_batch_reason
     again = capture_model(model, (x,))
     assert again.fingerprint == program.fingerprint
     assert_same(

@@ -88,7 +88,7 @@ def run_fake_forward(
         roots.extend(leaf for leaf in result if isinstance(leaf, Tensor) and leaf.requires_grad)
 
     with (
-        finder.fake_execution(staged) as (replica, part),
+        finder.on_fakes(staged) as (replica, part),
         torch.enable_grad(),
         _AttributionMode(attribution),
     ):

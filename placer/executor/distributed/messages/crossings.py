@@ -179,7 +179,7 @@ class CrossingFinder:
         return self._found[key]
 
     @contextmanager
-    def fake_execution(self, staged: StagedModel) -> Iterator[tuple[Replica, nn.Module]]:
+    def on_fakes(self, staged: StagedModel) -> Iterator[tuple[Replica, nn.Module]]:
         """In this block, a replica that runs ``staged`` on fake tensors, and the whole fake model."""
         with self._converter.running(staged.conditions.guess), torch.random.fork_rng(devices=[]):
             yield self._replica.with_program(staged), self._fake
@@ -191,7 +191,7 @@ class CrossingFinder:
         norms = []
         # By value, leaf and reader: the autograd node through which the reader uses the leaf.
         links: dict[tuple[str, int, int], Node] = {}
-        with self.fake_execution(staged) as (replica, part), torch.set_grad_enabled(grad):
+        with self.on_fakes(staged) as (replica, part), torch.set_grad_enabled(grad):
             device = self.device
             for name, (shape, dtype, wanted) in zip(staged.graph_inputs, shapes, strict=True):
                 leaf = torch.empty(shape, dtype=dtype, device=device, requires_grad=wanted)

@@ -1,0 +1,64 @@
+"""Record the sizes of tensors, and arithmetic on them, as nodes of the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from placer.program.sizes import SizeFloat, SizeInt, plain
+from placer.program.writer import GraphWriter, executable
+
+
+class SizeRecorder:
+    """Writes nodes for sizes. ``values`` has the value of each such node in this run."""
+
+    def __init__(self, writer: GraphWriter, is_paused: Callable[[], bool]) -> None:
+        self.values: dict[fx.Node, Any] = {}
+        self._writer = writer
+        self._is_paused = is_paused  # inside a single node: nothing is recorded
+        # (node of a tensor, method such as "size", dimension) -> the node of that size
+        self._nodes: dict[tuple[fx.Node, str, Any], fx.Node] = {}
+
+    def shape(self, tensor: Tensor, shape: torch.Size) -> torch.Size:
+        """The tensor's ``shape`` with recorded sizes."""
+        return torch.Size([self._dimension(tensor, "size", i, n) for i, n in enumerate(shape)])
+
+    def size(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """The result of a method such as ``size`` or ``numel``, with recorded sizes."""
+        tensor = args[0]
+        value = func(*executable(args), **executable(kwargs))
+        if isinstance(value, torch.Size):
+            return self.shape(tensor, value)
+        if isinstance(value, tuple):
+            return tuple(self._dimension(tensor, name, i, n) for i, n in enumerate(value))
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        dim = dim % tensor.dim() if isinstance(dim, int) and tensor.dim() else None
+        return self._dimension(tensor, name, dim, value)
+
+    def record_number(self, function: Callable[..., Any], args: tuple[Any, ...], value: Any) -> Any:
+        """Record arithmetic on sizes; ``value`` is its result."""
+        if self._is_paused() or isinstance(value, bool) or not isinstance(value, int | float):
+            return value
+        return self._number(self._writer.node("call_function", function, args, pure=True), value)
+
+    def _dimension(self, tensor: Tensor, name: str, dim: Any, value: int) -> int:
+        """``value`` as a number that knows the node which computes it from ``tensor``."""
+        source = self._writer.node_of(tensor)
+        if source.op == "get_attr":  # the shape of a parameter is the same in every run
+            return value
+        key = source, name, dim
+        if key not in self._nodes:
+            args = (tensor,) if dim is None else (tensor, plain(dim))
+            self._nodes[key] = self._writer.node("call_method", name, args, pure=True)
+        size: int = self._number(self._nodes[key], value)
+        return size
+
+    def _number(self, node: fx.Node, value: Any) -> Any:
+        """``value`` as a number that knows that ``node`` computes it."""
+        number: Any = SizeInt(value) if isinstance(value, int) else SizeFloat(value)
+        number.node, number.recorder = node, self
+        self.values[node] = value
+        return number
