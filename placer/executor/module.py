@@ -27,6 +27,7 @@ from placer.executor.replica import Replica
 from placer.executor.sampler import ReplicaSampler
 from placer.executor.scaling import scale_of
 from placer.executor.scatter import (
+    ScatteredBatch,
     batch_size,
     join_results,
     scatter_batch,
@@ -246,23 +247,21 @@ class PlacedModule(nn.Module):
                 self._write_back(runs)
         return join_results(run.replica.staged, results)
 
-    def _runs(
-        self, programs: Programs, scattered: list[list[list[torch.Tensor]]]
-    ) -> list[list[PlacedMicrobatch]]:
+    def _runs(self, programs: Programs, batch: ScatteredBatch) -> list[list[PlacedMicrobatch]]:
         """For each replica its micro-batches, each with the stages and weights that it needs.
 
         All replicas read the weights before any of them runs, because the forward of the first
         replica may write to buffers.
         """
-        programs_of = iter(programs.find_all([inputs for row in scattered for inputs in row]))
+        programs_of = programs.find_all(batch.slices)
         runs: list[list[PlacedMicrobatch]] = []
-        for replica, microbatches in zip(self._replicas, scattered, strict=False):
+        for index in range(len(batch.rows)):
             runs.append([])
             trees: dict[int, tuple[Replica, list[Any]]] = {}
-            for inputs in microbatches:
-                staged = next(programs_of)
+            for position in batch.of_replica(index):
+                staged, inputs = programs_of[position], batch.slices[position]
                 if id(staged) not in trees:
-                    variant = replica.with_program(staged)
+                    variant = self._replicas[index].with_program(staged)
                     trees[id(staged)] = variant, variant.trees(self._tree)
                 variant, found = trees[id(staged)]
                 runs[-1].append(
@@ -370,16 +369,14 @@ class PlacedModule(nn.Module):
         scaler: torch.amp.GradScaler | None = None,
     ) -> torch.Tensor:
         # ``own_rows`` makes no difference here: a single process always has all rows.
-        call = programs.call
-        total = batch_size(call, leaves)
-        scattered = self._scatter(call, leaves)
-        targets = self._scatter_target(call, target, total, scattered)
-        counts = iter(self._count(loss_of, target, targets, total))
+        batch = self._scatter(programs.call, leaves)
+        targets = split_target(target, batch.total, batch.sizes)
+        counts = self._count(loss_of, target, targets, batch.total)
         scale = 1.0 if scaler is None else scale_of(scaler, self.output_device)
         losses = []
         with self._deferred_statistics():
-            for runs, row in zip(self._runs(programs, scattered), targets, strict=True):
-                wanted = [(part, next(counts)) for part in row]
+            for index, runs in enumerate(self._runs(programs, batch)):
+                wanted = [(targets[i], counts[i]) for i in batch.of_replica(index)]
                 losses += self._replica_step(runs, wanted, loss_of, scale)
                 self._write_back(runs)
         home = self._replicas[0].output_place
@@ -452,39 +449,21 @@ class PlacedModule(nn.Module):
         return run_schedule(dict(enumerate(runs)), actions, scaled_loss)
 
     def _count(
-        self, loss_of: StepLoss, target: Any, targets: list[list[Any]], total: int | None
+        self, loss_of: StepLoss, target: Any, targets: list[Any], total: int | None
     ) -> list[float | None]:
         """Begin the loss of a batch; returns what its normalizer counts in the target of each slice."""
-        parts = [part for row in targets for part in row]
-        if len(parts) == 1:
+        if len(targets) == 1:
             return [None]
-        whole, *counts = loss_of.count([unwrap_target(target), *parts])
+        whole, *counts = loss_of.count([unwrap_target(target), *targets])
         loss_of.begin(target, rows=total, total=total, counted=whole)
         if whole is not None:
             loss_of.require_count(sum(count or 0.0 for count in counts))
         return counts
 
-    def _scatter(
-        self, call: CallFormat, leaves: list[torch.Tensor]
-    ) -> list[list[list[torch.Tensor]]]:
-        """The input leaves of every micro-batch, for each replica that gets rows."""
-        batch = scatter_batch(
+    def _scatter(self, call: CallFormat, leaves: list[torch.Tensor]) -> ScatteredBatch:
+        return scatter_batch(
             call, leaves, replicas=len(self._replicas), microbatches=self.plan.microbatches
         )
-        replicas = range(len(batch.rows))
-        return [[batch.slices[i] for i in batch.of_replica(replica)] for replica in replicas]
-
-    def _scatter_target(
-        self,
-        call: CallFormat,
-        target: Any,
-        total: int | None,
-        scattered: list[list[list[torch.Tensor]]],
-    ) -> list[list[Any]]:
-        """``target`` split like the inputs."""
-        sizes = [[batch_size(call, leaves) for leaves in row] for row in scattered]
-        cut = iter(split_target(target, total, [size for row in sizes for size in row]))
-        return [[next(cut) for _ in row] for row in sizes]
 
     def extra_repr(self) -> str:
         """The devices of each stage, and the numbers of replicas and micro-batches."""

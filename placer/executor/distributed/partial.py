@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -82,28 +83,27 @@ class PartialModule(PlacedModule):
         return self._ownership.first_name.keys() - self.tensor_names.keys()
 
     def __getattr__(self, name: str) -> Any:
-        try:
+        with self._explained(name):
             return super().__getattr__(name)
-        except AttributeError as error:
-            raise self._explain(error, name) from None
 
     def get_submodule(self, target: str) -> nn.Module:
-        try:
+        with self._explained(target):
             return super().get_submodule(target)
-        except AttributeError as error:
-            raise self._explain(error, target) from None
 
     def get_parameter(self, target: str) -> nn.Parameter:
-        try:
+        with self._explained(target):
             return super().get_parameter(target)
-        except AttributeError as error:
-            raise self._explain(error, target) from None
 
     def get_buffer(self, target: str) -> Tensor:
-        try:
+        with self._explained(target):
             return super().get_buffer(target)
+
+    @contextmanager
+    def _explained(self, path: str) -> Iterator[None]:
+        try:
+            yield
         except AttributeError as error:
-            raise self._explain(error, target) from None
+            raise self._explain(error, path) from None
 
     def _explain(self, error: AttributeError, path: str) -> AttributeError:
         """``error``, extended by the ranks of this replica that have the model's part at ``path``."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -34,3 +36,12 @@ def call_loss(loss_fn: Callable[..., Tensor], output: Any, target: Any) -> Tenso
         f"returned {kind}, not a scalar tensor",
         "return a scalar, for example loss.mean()",
     )
+
+
+def bound_values(function: FunctionType) -> list[Any]:
+    """The values that ``function`` closes over, and those of its defaults."""
+    values = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # the variable is not bound yet
+            values.append(cell.cell_contents)
+    return values

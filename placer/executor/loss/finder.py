@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 from placer.errors import PlacerError
+from placer.executor.loss.call import bound_values
 from placer.executor.loss.reduction import COMBINATIONS, Combination, LossRule
 from placer.executor.loss.trial import (
     Rows,
@@ -295,9 +296,7 @@ def _identity(loss_fn: Any, depth: int = 3) -> Any:
     if loss_fn is None or isinstance(loss_fn, (bool, int, float, str, torch.dtype)):
         return loss_fn
     if depth and isinstance(loss_fn, types.FunctionType):
-        cells = [_contents(cell) for cell in loss_fn.__closure__ or ()]
-        defaults = [*(loss_fn.__defaults__ or ()), *(loss_fn.__kwdefaults__ or {}).values()]
-        return loss_fn.__code__, [_identity(x, depth - 1) for x in (*cells, *defaults)]
+        return loss_fn.__code__, [_identity(x, depth - 1) for x in bound_values(loss_fn)]
     if depth and isinstance(loss_fn, functools.partial):
         held = [*loss_fn.args, *loss_fn.keywords.items()]
         return _identity(loss_fn.func, depth - 1), [_identity(x, depth - 1) for x in held]
@@ -306,10 +305,3 @@ def _identity(loss_fn: Any, depth: int = 3) -> Any:
     if isinstance(loss_fn, (tuple, list)) and depth:
         return type(loss_fn), [_identity(x, depth - 1) for x in loss_fn]
     return _SameObject(loss_fn)
-
-
-def _contents(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not filled yet
-        return None

@@ -16,7 +16,7 @@ import math
 import random
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from placer.executor.loss.call import call_loss
+from placer.executor.loss.call import bound_values, call_loss
 from placer.executor.loss.reduction import COMBINATIONS, Combination, LossRule
 from placer.executor.loss.values import Number
 from placer.executor.scatter import unwrap_target
@@ -329,10 +329,7 @@ def _held_by(loss_fn: Any, depth: int = 3) -> Iterator[Any]:
     elif isinstance(loss_fn, types.MethodType):
         held = [loss_fn.__self__]
     elif isinstance(loss_fn, types.FunctionType):
-        held = [*(loss_fn.__defaults__ or ()), *(loss_fn.__kwdefaults__ or {}).values()]
-        for cell in loss_fn.__closure__ or ():
-            with suppress(ValueError):  # the variable is not bound yet
-                held.append(cell.cell_contents)
+        held = bound_values(loss_fn)
     for value in held if depth else ():
         yield from _held_by(value, depth - 1)
 
