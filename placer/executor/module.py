@@ -80,12 +80,13 @@ class PlacedModule(nn.Module):
     model and emits its stages again.
     """
 
+    # Attributes of this module itself, whatever names the model's layers have.
     _FIELDS = frozenset(
         {
             *("plan", "training", "_tree", "_staged", "_replicas", "_programs", "_calls"),
             *("_statistics", "_combination"),
         }
-    )  # attributes of this module itself, whatever names the model's layers have
+    )
 
     def __init__(
         self,

@@ -38,10 +38,8 @@ from placer.program import Program
 
 _MOST_ALIVE = 150_000  # partly decided downsets in a proof, which takes at most about half a second
 _SAMPLES = 4  # random orders to try if memory decides, because a stage's peak depends on its order
-_SAMPLED_UNITS, _MOST_SAMPLED = (
-    2_000,
-    5_000,
-)  # units in all of them; none for graphs with more units
+_SAMPLED_UNITS = 2_000  # units in all random orders together
+_MOST_SAMPLED = 5_000  # graphs with more units have no random orders
 # In orders so long that cuts are thinned, all cuts within so many units of a boundary are tried:
 _NEARBY, _MOST_NEAR = 12, 200  # for each boundary, and for all together
 _MOST_ROUNDS = 3  # times that stages are put into program order and the cuts are chosen again

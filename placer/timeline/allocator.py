@@ -37,9 +37,8 @@ _SMALL_SEGMENT_NBYTES = 2 * 2**20  # kSmallBuffer
 _MIDDLE_NBYTES = 10 * 2**20  # kMinLargeAlloc
 _MIDDLE_SEGMENT_NBYTES = 20 * 2**20  # kLargeBuffer
 _LARGE_STEP_NBYTES = 2 * 2**20  # kRoundLarge
-_ADDRESSES = (
-    _MIDDLE_SEGMENT_NBYTES * 2**24
-)  # size of a segment's range: whole pages, ample for a device
+# Size of a segment's range: whole pages, ample for a device
+_ADDRESSES = _MIDDLE_SEGMENT_NBYTES * 2**24
 
 
 class OutOfMemory(Exception):

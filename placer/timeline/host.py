@@ -32,9 +32,8 @@ class HostUsage:
 
 def host_usage(timeline: Timeline, place: str) -> HostUsage:
     """The memory of the blocks that were copied to ``place``, which is the host."""
-    live: Counter[int] = (
-        Counter()
-    )  # number of blocks by size; size 0 has the bytes of unpinned ones
+    # Number of blocks by size; size 0 has the bytes of unpinned ones
+    live: Counter[int] = Counter()
     most: Counter[int] = Counter()
     now = peak = 0
     for kind, index in timeline.on(place):

@@ -30,12 +30,10 @@ from placer.executor.distributed.job.rendezvous import (
     is_torchrun_store,
 )
 
-_PATIENCE_SECONDS = (
-    2.0  # how long to wait for another rank's reason, or for others to read this one's
-)
-_START_SECONDS = (
-    5.0  # the same for processes that were started by hand, which arrive at different times
-)
+# How long to wait for another rank's reason, or for others to read this one's
+_PATIENCE_SECONDS = 2.0
+# The same for processes that were started by hand, which arrive at different times
+_START_SECONDS = 5.0
 
 
 class FailureBroadcast:
@@ -159,9 +157,8 @@ class FailureBroadcast:
         timed_out = "timed out" in str(cause).lower()
         if timed_out:
             self._hang_detector.report_timeout(method)
-        lost_ranks = (
-            [] if timed_out else find_lost()
-        )  # before other ranks close their connections too
+        # Before other ranks close their connections too
+        lost_ranks = [] if timed_out else find_lost()
         told = self._listen(0 if timed_out else _PATIENCE_SECONDS)
         if told is None and self._hang_detector.any_timeout():
             self._hang_detector.report_timeout(method)

@@ -25,9 +25,8 @@ class Ownership:
     device_of: tuple[int, ...]  # for each stage, the index of its device in the replica
     names: tuple[tuple[str, ...], ...]  # for each device of the replica, the names it has, in order
     first_name: Mapping[str, str]  # for every name, the first of the tensor's names
-    holders: Mapping[
-        str, tuple[int, ...]
-    ]  # for a first name, the devices that have it, owner first
+    # For a first name, the devices that have it, owner first
+    holders: Mapping[str, tuple[int, ...]]
 
 
 def find_ownership(model: nn.Module, staged: StagedModel, device_of: tuple[int, ...]) -> Ownership:

@@ -77,9 +77,8 @@ class Crossings:
 
     staged: StagedModel
     values: Mapping[str, CrossingValue]  # in the order in which stages make them
-    result: tuple[
-        Any, ...
-    ]  # for each leaf of the model's result a ``TensorSpec``, or the leaf itself
+    # For each leaf of the model's result a ``TensorSpec``, or the leaf itself
+    result: tuple[Any, ...]
     norms: tuple[tuple[NormCall, ...], ...]
 
     @cached_property

@@ -115,9 +115,8 @@ class _Bucket:
     group: SummingGroup
     counted: Sequence[_Bucket] = ()  # in the last bucket of a group, all buckets of that group
     waiting: int = 0  # the number of members whose last gradient of this step is still to come
-    exists: list[bool] = field(
-        default_factory=list
-    )  # for each member, whether this rank has a gradient
+    # For each member, whether this rank has a gradient
+    exists: list[bool] = field(default_factory=list)
     flat: Tensor | None = None
     wait: Callable[[], object] | None = None
 
