@@ -1,7 +1,13 @@
-"""What all tests share: one thread per process."""
+"""What all tests share: one thread per process, and no test that fails because it was slow."""
 
 import os
+
+from hypothesis import settings
 
 # Before torch is imported; child processes have it too. Some test processes share two cores, where
 # torch's own threads would wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+settings.register_profile("placer", deadline=None)
+if settings.get_current_profile_name() == "default":
+    settings.load_profile("placer")

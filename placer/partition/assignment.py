@@ -29,15 +29,11 @@ from placer.partition.stage_cost.shared import SharedPeaks, Table
 
 MOST_CUTS = 44  # the time of the first step grows with its fourth power
 
-Load = Callable[
-    [int, tuple[Span, ...]], float
-]  # load of a device (index) with these stages, as a share
+# Load of a device (index) with these stages, as a share
+Load = Callable[[int, tuple[Span, ...]], float]
 
-_POWERS = (
-    4.0,
-    16.0,
-    64.0,
-)  # used in turn; the higher, the more the sum depends on the largest load
+# Used in turn; the higher the power, the more the sum depends on the largest load.
+_POWERS = (4.0, 16.0, 64.0)
 _PENALTY = 0.006  # share by which loads must fall for one more stage
 _SPARE = 0.004  # share by which the largest load may rise for fewer stages
 _MAX_STEPS = 200

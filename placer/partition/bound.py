@@ -96,9 +96,8 @@ def _least_of_groups(
     large = np.argsort(-units.excess, kind="stable")
     for start in np.unique(np.linspace(0, count - 1, _MAX_STARTS).astype(np.int64)):
         group = np.zeros(count, dtype=bool)
-        is_before = np.ones(
-            count, dtype=bool
-        )  # before all of the group, or if in it, before later ones
+        # Before all of the group, or if in it, before later ones
+        is_before = np.ones(count, dtype=bool)
         chosen = large[(large >= start) & (units.excess[large] > 0)][:_MAX_IN_GROUP]
         for unit in chosen:
             later = np.flatnonzero(group[unit:]) + unit
@@ -200,9 +199,8 @@ def _held_in_backward(
         saved_so_far += counted.shared
         most_alone = max(most_alone, kept_so_far + moment)
         most = max(most, saved_so_far + moment)
-        kept_so_far += (
-            mine.single
-        )  # not before: in the node's own backward it is in the transient bytes
+        # Not before: in the node's own backward it is in the transient bytes
+        kept_so_far += mine.single
         saved_so_far += counted.single
     return _HeldInBackward(saved=saved_so_far, most=most, most_alone=most_alone)
 

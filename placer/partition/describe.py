@@ -146,9 +146,8 @@ def _stages(
         peaks = peak_bytes(t, count, optimizer, training=options.training, received_from=received)
         seconds = [float(table[x, y]) for table in stage_seconds(t, slot.kind)]
         launching = [float(table[x, y]) for table in launch_seconds(t, slot.kind)]
-        inside = best.nodes[
-            t.cuts[x] : t.cuts[y + 1]
-        ]  # in the order for which the peak was computed
+        # In the order for which the peak was computed
+        inside = best.nodes[t.cuts[x] : t.cuts[y + 1]]
         moved = 0
         if copies_overlap(options, slot):
             with_loss = [*inside, len(costs.names)] if y == len(t.cuts) - 2 else inside
@@ -376,9 +375,8 @@ def _boundaries(
 
 def _per_device(peaks: Sequence[tuple[StagePlan, int]]) -> dict[str, int]:
     """The peak of each device: the bytes that all its stages keep, and the most that one needs beyond."""
-    parts: dict[
-        str, list[tuple[int, int]]
-    ] = {}  # for each stage of a device, bytes kept and beyond
+    # For each stage of a device, bytes kept and beyond
+    parts: dict[str, list[tuple[int, int]]] = {}
     for stage, peak in peaks:
         m = stage.memory
         kept = min(peak, m.parameters + m.optimizer + m.buffers + m.gradients + m.saved)

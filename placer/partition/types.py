@@ -38,9 +38,8 @@ class PlanningOptions:
     training: bool = True
     processes: bool = False  # one process per device
     offload_overlap: bool = False  # copies to and from the host overlap with a GPU's kernels
-    host_budget: int | None = (
-        None  # bytes of host memory for the offloaded activations of a replica
-    )
+    # Bytes of host memory for the offloaded activations of a replica
+    host_budget: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

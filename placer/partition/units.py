@@ -72,9 +72,8 @@ def sampled_orders(units: nx.DiGraph, count: int, *, seed: int = _SEED) -> Itera
     """
     generator = random.Random(seed)
     for _ in range(count):
-        missing = dict(
-            units.in_degree()
-        )  # for each unit, predecessors that are not in the order yet
+        # For each unit, predecessors that are not in the order yet
+        missing = dict(units.in_degree())
         ready = [unit for unit in units if not missing[unit]]
         order: list[int] = []
         while ready:

@@ -59,9 +59,8 @@ def _in_flight(
     order: Sequence[Action], schedule: Schedule, stage_index: int, last_share: float
 ) -> InFlight:
     last = schedule.num_microbatches - 1
-    unused = dict.fromkeys(
-        range(stage_index), 0.0
-    )  # for each earlier stage, gradients it has not used
+    # For each earlier stage, gradients it has not used
+    unused = dict.fromkeys(range(stage_index), 0.0)
     running: dict[int, float] = {}  # the share of each micro-batch in flight
     forwards: list[set[tuple[float, ...]]] = [set(), set()]  # before the first backward, and after
     backwards: list[set[tuple[float, ...]]] = [set(), set()]

@@ -51,9 +51,8 @@ class Ledger(DispatchMode):
         self._recorder = Recorder()
         self._known: dict[int, tuple[weakref.ref[Any], int]] = {}  # id of storage -> block
         self._latest = CALLER.name
-        self._blas: set[tuple[str, bool]] = (
-            set()
-        )  # places, per thread, that have cuBLAS's workspace
+        # Places, per thread, that have cuBLAS's workspace
+        self._blas: set[tuple[str, bool]] = set()
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator and count the memory that it allocates."""

@@ -31,9 +31,8 @@ class Clock:
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
-        self._free: dict[
-            str, float
-        ] = {}  # the time at which a device, link or process is free again
+        # The time at which a device, link or process is free again
+        self._free: dict[str, float] = {}
 
     def run(
         self,

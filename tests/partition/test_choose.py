@@ -85,7 +85,7 @@ def cases(draw: Any) -> tuple[nn.Module, dict[str, Any]]:
     return Branches(widths, tied=draw(st.booleans()), written=draw(st.booleans())), spec
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=15, derandomize=True)
 @given(cases())
 def test_every_plan_is_valid(case: tuple[nn.Module, dict[str, Any]]) -> None:
     model, spec = case

@@ -14,7 +14,6 @@ settings.register_profile(
     max_examples=12,
     derandomize=True,
     database=None,
-    deadline=None,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=_SLOW,
 )

@@ -30,9 +30,8 @@ class BoundaryConditions:
         self.crossing_nbytes = lattice.value_nbytes.copy()
         self.columns: list[Vector] = []  # weights of units that are summed
         self._keys: dict[bytes, int] = {}
-        self.inside: list[
-            list[tuple[int, float, float]]
-        ] = []  # per q: column, seconds per byte, limit
+        # Per q: column, seconds per byte, limit
+        self.inside: list[list[tuple[int, float, float]]] = []
         self.outside: list[list[tuple[int, float, float]]] = []
         for q in range(1, len(slots)):
             for conditions, side in ((self.inside, slots[:q]), (self.outside, slots[q:])):

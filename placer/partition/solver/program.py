@@ -24,11 +24,8 @@ Indices = NDArray[np.int64]
 
 _BLOCK = 64  # downsets whose stages are examined together
 _FIRST = 4  # a quarter of the work is for the program over all rows, before rows are ruled out
-_PAIR, _LOAD, _STAGE = (
-    4.0,
-    30.0,
-    30.0,
-)  # nanoseconds: to compare two rows, compute a load, use a stage
+# Nanoseconds to compare two rows, to compute a load, and to use a stage.
+_PAIR, _LOAD, _STAGE = 4.0, 30.0, 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

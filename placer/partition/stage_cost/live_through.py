@@ -23,9 +23,8 @@ class LiveThrough:
     def __init__(self, costs: CostTable, cell_of: NDArray[np.int64]) -> None:
         made: list[int] = []
         reads: list[tuple[int, int]] = []  # result, cell in which it is read
-        views: list[
-            tuple[int, int, float]
-        ] = []  # result, its storage, the bytes of the storage that a copy has
+        # Result, its storage, the bytes of the storage that a copy has
+        views: list[tuple[int, int, float]] = []
         numbers: dict[int, int] = {}
         for node, held in enumerate(costs.results):
             cells = {int(cell) for cell in cell_of[list(costs.readers[node])]}

@@ -69,9 +69,8 @@ def pending_gradients(
             sum_at = gradient.target, gradient.home
             sender = int(place[gradient.sender])
             sender_of[sum_at] = min(sender, sender_of.get(sum_at, sender))
-    shared: dict[int, list[int]] = defaultdict(
-        list
-    )  # for each node, values that others save as well
+    # For each node, values that others save as well
+    shared: dict[int, list[int]] = defaultdict(list)
     for index, value in enumerate(costs.values):
         for saver in value.savers if len(value.savers) > 1 else ():
             shared[saver].append(index)
@@ -94,9 +93,8 @@ class _Filling:
         self._place = place
         self._add = add
         self.corrections: list[IntervalCorrection] = []
-        self._saved_alone: dict[int, int] = defaultdict(
-            int
-        )  # for each node, bytes that no other node saves
+        # For each node, bytes that no other node saves
+        self._saved_alone: dict[int, int] = defaultdict(int)
         for value in costs.values:
             if len(value.savers) == 1:
                 self._saved_alone[value.savers[0]] += value.nbytes
@@ -186,9 +184,8 @@ def _beside_sum(
     """
     node = int(place[added.node])
     key_of = lambda i: costs.keys[i] if i < len(costs.keys) else None  # noqa: E731
-    steps: dict[int, float] = defaultdict(
-        float
-    )  # for a start of a stage, the change of the bytes that are freed
+    # For a start of a stage, the change of the bytes that are freed
+    steps: dict[int, float] = defaultdict(float)
     for index in shared:
         value = costs.values[index]
         own, *keys = (key_of(saver) for saver in (added.node, *value.savers))

@@ -89,15 +89,13 @@ class RegionLiveness:
         self._place = place
         names = ("kept", "fetched", "inside", "saved", "forward")
         self._steps = {name: self._empty() for name in names}
-        self._parts: dict[
-            int, list[tuple[int, int]]
-        ] = {}  # for each value, the rows in which only parts of it are received
+        # For each value, the rows in which only parts of it are received
+        self._parts: dict[int, list[tuple[int, int]]] = {}
         row_of = {start: row for row, start in enumerate(starts)}
         for index, start, nbytes in copied_parts(costs, place, starts):
             self._parts.setdefault(index, []).append((row_of[start], nbytes))
-        self._since: dict[
-            int, list[Columns]
-        ] = {}  # for each value, and each reason to keep it, the first column of every row
+        # For each value, and each reason to keep it, the first column of every row
+        self._since: dict[int, list[Columns]] = {}
         # Savers of a value in a region; for each row its first column, the column after the last, bytes.
         self._offloaded: list[tuple[Sequence[int], Columns, Columns, Table]] = []
         self._again = self._empty()  # alive while the forward runs again
