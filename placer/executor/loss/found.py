@@ -101,7 +101,8 @@ class FoundCombination:
     ) -> None:
         """Warn when ``loss_fn`` does not combine rows by ``rule``, which the caller has given.
 
-        It is tried once per function and shapes, on a few rows as they are. What draws random numbers,
+        It is tried once per function and shapes, on a few rows as they are, and again in the next step
+        where these do not tell. What draws random numbers,
         changes by itself or cannot be tried so is not doubted.
         """
         key = (
@@ -122,6 +123,8 @@ class FoundCombination:
         except Exception:  # the caller has said how it is, so as not to have it tried
             return
         losses = (first.first, first.second, first.together)
+        if len(first.fitting) > 1:
+            self._believed = None  # these rows do not tell: perhaps those of the next step do
         if (
             first == again
             and all(map(math.isfinite, losses))
