@@ -58,5 +58,7 @@ class Rectangles:
         begin, end, value = begin[inside], end[inside], added[inside, 4]
         at = np.concatenate([top + begin, bottom + begin, top + end, bottom + end])
         change = np.concatenate([value, -value, -value, value])
-        found: Table = np.bincount(at, weights=change, minlength=rows * columns).astype(float, copy=False)
+        found: Table = np.bincount(at, weights=change, minlength=rows * columns).astype(
+            float, copy=False
+        )
         return found.reshape(rows, columns)
