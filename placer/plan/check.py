@@ -73,7 +73,8 @@ def _another_model(plan: Plan, program: Program) -> PlanError:
         f"was made for another model (or other inputs):\n    {diff}"
         if diff
         else "was made for another model or other inputs: shapes, dtypes or arguments differ",
-        "plan again with this model: placer.make_plan(model, spec, args)",
+        "plan again with this model: placer.make_plan(model, spec, args). If it is the same, and was called "
+        "in between, it keeps something of its first call: plan after that",
     )
 
 

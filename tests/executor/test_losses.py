@@ -540,6 +540,29 @@ def test_what_is_said_of_a_loss_and_does_not_hold_is_warned_of_once(
     placed.step(x, target=y, loss_fn=loss_fn, **options)  # a warning would be an error
 
 
+def test_rows_that_do_not_tell_how_a_loss_combines_them_are_not_the_last_that_are_tried() -> None:
+    """Of a group without labels nothing counts, and a sum is what a mean would be."""
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 4), torch.tensor([-100, -100, 2, 1, 0, 0, 0, 2])
+    placed = placer.compile(TwoHeads(), {"devices": ["cpu"], "microbatches": 2}, x)
+
+    def step(target: Tensor) -> None:
+        placed.step(
+            x,
+            target=target,
+            loss_fn=_sum_of_main,
+            normalizer=lambda given: (given != -100).sum(),
+        )
+
+    step(y)  # a warning would be an error
+    with pytest.warns(UserWarning, match="by the given normalizer"):
+        step(y.flip(0))
+
+
+def _sum_of_main(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    return F.cross_entropy(output[0], target, reduction="sum")
+
+
 def test_what_is_said_of_a_loss_and_holds_is_not_warned_of() -> None:
     torch.manual_seed(0)
     x, y = torch.randn(8, 4), torch.tensor([0, -100, 0, 1, -100, 2, 1, 2])

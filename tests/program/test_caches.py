@@ -278,3 +278,14 @@ def test_what_changes_the_next_call_is_no_cache(first: type[nn.Module]) -> None:
     x = torch.randn(2, 2, 6, 8, dtype=torch.float64)
     whole = capture_model(with_positions(first()), (x,)).whole_modules
     assert [module.layer for module in whole] == ["0"]
+
+
+def test_a_model_that_keeps_something_of_its_first_call_is_planned_after_that() -> None:
+    torch.manual_seed(0)
+    model, x = with_positions(Positions()), torch.randn(2, 2, 6, 8, dtype=torch.float64)
+    before = placer.make_plan(model, DEVICES, x)
+    expected = model(x)
+    with pytest.raises(placer.PlanError, match="keeps something of its first call: plan after"):
+        placer.compile(model, before, x, run_on="cpu")
+    placed = placer.compile(model, placer.make_plan(model, DEVICES, x), x, run_on="cpu")
+    torch.testing.assert_close(placed(x), expected, rtol=1e-10, atol=1e-12)
