@@ -102,14 +102,9 @@ class CombinationFinder:
     ) -> None:
         """Warn if ``loss_fn`` does not combine rows by ``rule``, which the caller has given.
 
-        <<<<<<< HEAD:placer/executor/loss/finder.py
-                Tries the function once for the same shapes, on a few rows. There is no warning for a function
-                that is random, that changes from call to call, or that fails on a few rows.
-        =======
-                It is tried once per function and shapes, on a few rows as they are, and again in the next step
-                where these do not tell. What draws random numbers,
-                changes by itself or cannot be tried so is not doubted.
-        >>>>>>> h_accept:placer/executor/loss/found.py
+        Tries the function once for the same shapes, on a few rows, and again in the next step if these
+        rows do not tell. There is no warning for a function that is random, that changes from call to
+        call, or that fails on a few rows.
         """
         key = (
             _identity(loss_fn),
@@ -131,7 +126,7 @@ class CombinationFinder:
             return
         losses = (first.first, first.second, first.together)
         if len(first.fitting) > 1:
-            self._believed = None  # these rows do not tell: perhaps those of the next step do
+            self._checked_key = None  # these rows do not tell: perhaps those of the next step do
         if (
             first == again
             and all(map(math.isfinite, losses))
