@@ -44,8 +44,9 @@ versions: $(UV)
 multi_node: $(READY)
 	PYTHON=$(abspath $(BIN)/python) examples/multi_node/run.sh
 
-# Where there is a GPU (of 80 GB, for the benchmarks): the law on it, bytes, the edge, speed. It has been run
-# on none yet. Without one the tests run on the CPU, and the first benchmark says what it needs.
+# On a machine with a GPU (of 80 GB, for the benchmarks): equality, bytes, plans at the memory limit, speed.
+# As a whole this has not been run on a GPU yet: the figures for an H100 are of an earlier program. Without
+# a GPU the tests run on the CPU, and the first benchmark says what it needs.
 gpu: $(READY)
 	$(BIN)/python .ci/install.py examples test benchmarks
 	$(BIN)/python -m pytest tests/gpu

@@ -31,6 +31,7 @@ MOST_CUTS = 44  # the time of the first step grows with its fourth power
 
 # Load of a device (index) with these stages, as a share
 Load = Callable[[int, tuple[Span, ...]], float]
+_DeviceSpans = tuple[int, tuple[Span, ...]]  # a device (index) and its stages
 
 # Used in turn; the higher the power, the more the sum depends on the largest load.
 _POWERS = (4.0, 16.0, 64.0)
@@ -103,8 +104,8 @@ def improved_devices(
 
     ``at_least`` is a lower bound on ``load`` that rules out most moves.
     """
-    known: dict[tuple[int, tuple[Span, ...]], float] = {}
-    floors: dict[tuple[int, tuple[Span, ...]], float] = {}
+    known: dict[_DeviceSpans, float] = {}
+    floors: dict[_DeviceSpans, float] = {}
     best = list(device_of)
     start = (load(device, spans) for device, spans in enumerate(spans_of(best, cuts, devices)))
     unit = max(start) or 1.0  # powers of bytes would overflow
@@ -113,20 +114,29 @@ def improved_devices(
         def term(share: float, spans: tuple[Span, ...], power: float = power) -> float:
             return float(share**power * (1 + _PENALTY * power * len(spans)))
 
-        def value(tried: Sequence[int], limit: float) -> float:
+        terms = {pair: term(share, pair[1]) for pair, share in known.items()}
+
+        def value(
+            tried: Sequence[int], limit: float, terms: dict[_DeviceSpans, float] = terms
+        ) -> float:
             """The sum of powers over the devices; ``inf`` if a bound says that it is not below ``limit``."""
-            pairs = list(enumerate(spans_of(tried, cuts, devices)))
-            unknown = [pair for pair in pairs if pair not in known]
-            for pair in unknown:
-                if pair not in floors:
-                    floors[pair] = at_least(*pair) / unit * (1 - _ROUNDING)
-            bound = sum(term(known.get(pair, floors.get(pair, 0.0)), pair[1]) for pair in pairs)
-            for pair in unknown:
+            bound = 0.0
+            unknown: list[tuple[_DeviceSpans, float]] = []
+            for pair in enumerate(spans_of(tried, cuts, devices)):
+                found = terms.get(pair)
+                if found is None:
+                    if pair not in floors:
+                        floors[pair] = at_least(*pair) / unit * (1 - _ROUNDING)
+                    found = term(floors[pair], pair[1])
+                    unknown.append((pair, found))
+                bound += found
+            for pair, found in unknown:
                 if bound >= limit:
                     return math.inf
                 known[pair] = load(*pair) / unit
-                bound += term(known[pair], pair[1]) - term(floors[pair], pair[1])
-            return sum(term(known[pair], pair[1]) for pair in pairs)
+                terms[pair] = term(known[pair], pair[1])
+                bound += terms[pair] - found
+            return bound
 
         least = value(best, math.inf)
         for _ in range(_MAX_STEPS):

@@ -90,7 +90,8 @@ def choose_partition(
     model = model_units(units, order, costs, pin_of)
     bound = 0.0
     if len(best.slots) > 1 and len(order) > len(best.slots):
-        bound = search.try_solutions(model)
+        bounded = not enough or options.objective == "memory"
+        bound = search.try_solutions(model, bounded=bounded)
         search.try_noncontiguous(bound)
         assert search.best is not None
         best = search.with_other_cuts(search.best)
@@ -296,8 +297,10 @@ class _Search:
         for units in sampled_orders(self._units, samples):
             self.try_order(units)
 
-    def try_solutions(self, model: ModelUnits) -> float:
+    def try_solutions(self, model: ModelUnits, *, bounded: bool = True) -> float:
         """Try the orders of placements that `solve` finds; returns a lower bound on the objective.
+
+        Without ``bounded`` no lower bound on peaks is looked for; it may be 0 then.
 
         The bound uses lower bounds on peaks. If more than one chain of devices was tried, it assumes the
         best of all devices at every position.
@@ -313,7 +316,7 @@ class _Search:
             problem = memory_problem(model, self._costs, best.slots, options)
             self._try_solution(model, solve(problem, most_alive=0))
             self._try_sampled(model)
-            if by_memory:
+            if by_memory and bounded:
                 bound = self._least_peak(model, relaxed)
         if over:
             return bound

@@ -25,6 +25,9 @@ from placer.planner.host_memory import estimate_host
 from placer.program import Program
 from placer.regions import RegionKey, region_boundaries, whole_groups
 
+_FAR = (
+    1.25  # times what a device has for the lightest stages: what is beyond is believed not to fit
+)
 _MAX_MOVES = 4  # times that boundaries are chosen again for stages with the least possible peaks
 _MAX_ROUNDS = 4  # times that a stage's limit is corrected by the difference between two estimates
 
@@ -109,13 +112,15 @@ def choose_policy(
     unlimited = StageLimits(static=0.0, budget=0.0, held=1, all_gradients=False)
     whole = search.policy_search(everything, (), first.slots[0], unlimited)
     unpinned = partial(choose, more_pins={})
-    if at_once and limited and (light := search.fitting(first, unpinned)) is not None:
-        return PolicyChoice(
-            costs=light.costs,
-            partition=light.partition,
-            extra_seconds=light.extra_seconds,
-            least_seconds=0.0,
-        )
+    if at_once and limited:
+        light = search.lightest(first, unpinned)
+        if light.fits or _is_far(light.partition):
+            return PolicyChoice(
+                costs=light.costs,
+                partition=light.partition,
+                extra_seconds=light.extra_seconds,
+                least_seconds=0.0,
+            )
     kept = search.made(plain, first, [])
     start = search.found([choose_stage_policy(whole, choices, unlimited)], unpinned)
     found = [search.improve(first), start, search.improve(start.partition)]
@@ -184,6 +189,14 @@ def _rank(plan: _Found) -> tuple[bool, float, float]:
         worst if not plan.fits or not limited else 0.0,
         partition.seconds,
     )
+
+
+def _is_far(partition: Partition) -> bool:
+    """Whether a device would need so much more than it has that no other policy can make it fit."""
+    rooms = [
+        (slot, slot.budget - slot.reserve) for slot in partition.slots if slot.budget is not None
+    ]
+    return any(partition.peaks[slot.name] > _FAR * room for slot, room in rooms)
 
 
 def _excess(partition: Partition, slot: DeviceSlot) -> float:
@@ -284,23 +297,24 @@ class _Search:
             for stage, limit in zip(*self._stages(partition), strict=True)
         ]
 
-    def fitting(
-        self, partition: Partition, choose: Callable[[CostTable], Partition]
-    ) -> _Found | None:
-        """A placement that fits with the least peak of every stage; None if none is found.
+    def lightest(self, partition: Partition, choose: Callable[[CostTable], Partition]) -> _Found:
+        """The best placement in which every stage has its least peak, of those that are tried.
 
-        The search starts from ``partition``.
+        The search starts from ``partition``. It ends with one that fits, or when the best is far from that.
         """
+        tried: list[_Found] = []
         seen: set[object] = set()
         while len(seen) < _MAX_MOVES and _boundaries(partition) not in seen:
             seen.add(_boundaries(partition))
             light = self.most_saving(partition)
             for way in (partial(self.rate, partition=partition), choose):
-                found = self.found(light, way)
-                if found.fits:
-                    return found
-            partition = found.partition
-        return None
+                tried.append(self.found(light, way))
+                if tried[-1].fits:
+                    return tried[-1]
+            if _is_far(min(tried, key=_rank).partition):
+                break
+            partition = tried[-1].partition
+        return min(tried, key=_rank)
 
     def improve(self, partition: Partition) -> _Found:
         """``partition`` with the regions that its stages need to fit."""

@@ -139,10 +139,13 @@ def lacks_room(spec: PlacementSpec) -> str:
     if any(slot.budget is None or slot.budget > slot.reserve for slot in slots):
         return ""
     most = max(slots, key=lambda slot: slot.budget or 0)
+    budget = most.budget or 0
+    remedy = "give more memory"
+    if most.context < budget:
+        remedy += ', or write a smaller "reserve" into the spec'
     return (
         f"the context and the reserve alone take up {most.name}: {format_bytes(most.reserve)} of its "
-        f"{format_bytes(most.budget or 0)}, and no device has more: give more memory, or write a "
-        'smaller "reserve" into the spec'
+        f"{format_bytes(budget)}, and no device has more: {remedy}"
     )
 
 
@@ -250,8 +253,8 @@ def _more_host_memory(make: PlanMaker, spec: PlacementSpec) -> Iterator[Tried]:
 def _devices(make: PlanMaker, spec: PlacementSpec, plan: Plan) -> Iterator[Tried]:
     """The fewest additional devices that fit, up to eight in all; if none do, all eight.
 
-    A bisection, as more devices never need more memory each. `_fewest_devices` is tried first, because
-    it is often enough.
+    More devices never need more memory each. So `_fewest_devices` is tried first, because it is often
+    enough, then all eight, and if these fit, the numbers between them by bisection.
     """
     given = len(spec.devices)
     fewest, most = max(given + 1, _fewest_devices(plan)), _MAX_DEVICES
@@ -262,18 +265,18 @@ def _devices(make: PlanMaker, spec: PlacementSpec, plan: Plan) -> Iterator[Tried
     if fewest == most or (tried is not None and tried.fits):
         yield from [tried] if tried is not None else []
         return
-    tried, fewest = None, fewest + 1
-    while fewest < most:
+    last = _with_devices(make, spec, most)
+    if last is None:
+        return
+    best, fewest = last, fewest + 1
+    while last.fits and fewest < most:
         half = (fewest + most) // 2
         now = _with_devices(make, spec, half)
         if now is not None and now.fits:
-            tried, most = now, half
+            best, most = now, half
         else:
             fewest = half + 1
-    if tried is None:
-        tried = _with_devices(make, spec, most)
-    if tried is not None:
-        yield tried
+    yield best
 
 
 def _with_devices(make: PlanMaker, spec: PlacementSpec, count: int) -> Tried | None:
