@@ -552,6 +552,26 @@ def fail_by_hand(where: str, rank: int) -> None:
     placed.step(x, loss_fn=lambda y: y.square().mean())
 
 
+class _Killed(nn.Linear):
+    """Kills a rank in its forward, as the system does when there is no memory."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(4, 4)
+        self.rank = rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        if int(os.environ["RANK"]) == self.rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(x)
+
+
+def kill_while_planning(rank: int) -> None:
+    """``rank`` is killed while it captures the model, before it has met the others."""
+    devices = [f"cpu:{index}" for index in range(int(os.environ["WORLD_SIZE"]))]
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in devices], _Killed(rank))
+    placer.compile(model, {"devices": devices}, torch.randn(4, 4))
+
+
 def fail_to_compile_and_go_on(folder: Path) -> None:
     """A program for ``torchrun``: rank 1 has another spec, and does not end when it is refused."""
     rank = int(os.environ["RANK"])

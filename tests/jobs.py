@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import socket
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -89,7 +90,7 @@ def start_by_hand(
     """The error of ``function(*args)`` on each rank, its type and text, as it is before the rank ends.
 
     Processes with the variables that torch looks for; rank 0 hosts the store, and each ends as soon as
-    it has an error. ("", "") for none, None for a rank that does not end in time.
+    it has an error. ("", "") for none, None for a rank that is killed or does not end in time.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
@@ -103,11 +104,23 @@ def start_by_hand(
         process.start()
         ends.append(ours)
         processes.append(process)
-    found = [end.recv() if end.poll(TIMEOUT_SECONDS) else None for end in ends]
+    found = [_answer(end, process) for end, process in zip(ends, processes, strict=True)]
     for process in processes:
         process.kill()
         process.join()
     return found
+
+
+def _answer(end: Connection, process: Any) -> tuple[str, str] | None:
+    limit = time.monotonic() + TIMEOUT_SECONDS
+    while time.monotonic() < limit:
+        alive = process.is_alive()
+        if end.poll(0.1):
+            answer: tuple[str, str] = end.recv()
+            return answer
+        if not alive:
+            break
+    return None
 
 
 def _work_by_hand(

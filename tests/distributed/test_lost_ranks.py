@@ -152,6 +152,16 @@ def test_processes_started_by_hand_all_say_why_one_failed(where: str, rank: int)
         assert said in text and (number == rank or f"rank {rank}" in text), (number, text)
 
 
+def test_a_rank_that_is_killed_while_it_plans_is_named() -> None:
+    """No connection tells the others, which were started by hand; it was a process of this machine."""
+    found = start_by_hand(3, cases.kill_while_planning, 2)
+    assert found.pop(2) is None
+    for error in found:
+        assert error is not None and error[0] == "PeerError"
+        assert error[1].startswith("rank 2: ended before all ranks had come to placer.compile")
+        assert "killed, perhaps for lack of memory" in error[1]
+
+
 def test_a_rank_that_fails_in_compile_and_lives_on_keeps_none_waiting(tmp_path: Path) -> None:
     """Under torchrun, which ends all when a process ends."""
     _torchrun(cases.fail_to_compile_and_go_on, tmp_path, processes=2, max_restarts=0)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +18,7 @@ from torch.distributed import HashStore, Store
 import placer
 from placer.executor.distributed.failures import broadcast
 from placer.executor.distributed.failures.broadcast import FailureBroadcast
+from placer.executor.distributed.failures.processes import has_ended, process_identity
 from placer.executor.distributed.job import rendezvous
 from placer.executor.distributed.job.assignment import Job
 from placer.executor.distributed.job.join import store_for_start
@@ -178,3 +182,20 @@ def test_a_program_that_exits_in_compile_has_told_so(
     failures = FailureBroadcast(0, len(RANKS), "compile 7", find_store=hosted)
     with pytest.raises(placer.PeerError, match="rank 1: SystemExit"):
         failures.raise_if_told()
+
+
+def test_a_process_that_has_ended_is_known_by_its_identity() -> None:
+    """Also one whose exit status nobody has read; another machine's process is not known to have ended."""
+    module = "placer.executor.distributed.failures.processes"
+    code = f"from {module} import process_identity; print(process_identity())"
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    identity = child.stdout.read().strip()
+    os.waitid(
+        os.P_PID, child.pid, os.WEXITED | os.WNOWAIT
+    )  # it has ended, and its status is not read
+    assert has_ended(identity)
+    child.communicate()
+    assert has_ended(identity)
+    assert not has_ended(process_identity())
+    assert not has_ended("") and not has_ended(f"elsewhere/{identity}")

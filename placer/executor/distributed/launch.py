@@ -53,7 +53,13 @@ def launch(
     _check_norms(model, plan)
     assignment = assign_rank(plan, job)
     device = choose_device(plan, job, run_on)
-    join_job(device, job, failures.find_store, raise_if_told=failures.raise_if_told)
+    join_job(
+        device,
+        job,
+        failures.find_store,
+        raise_if_told=failures.raise_if_told,
+        raise_if_ended=failures.raise_if_ended,
+    )
     failures.set_limit(default_timeout(device))
     with lost_peers(failures):
         name = compare_plans(plan, model)

@@ -65,6 +65,15 @@ class FailureBroadcast:
         )
         self._is_known = False  # whether this rank has told, or read, why the job ends
 
+    def announce(self) -> None:
+        """Write into the store which process this rank is, so that others notice if it is killed.
+
+        Waits for the store a little, as rank 0, which hosts it, may start later.
+        """
+        end = time.monotonic() + self._patience_seconds
+        while not self._hang_detector.announce() and time.monotonic() < end:
+            time.sleep(POLL_SECONDS)
+
     def set_limit(self, limit: timedelta) -> None:
         """Set how long ranks wait for each other's messages."""
         self._hang_detector.limit = limit
@@ -191,6 +200,17 @@ class FailureBroadcast:
         if (told := self._listen(0)) is not None:
             raise PeerError(**told)
 
+    def raise_if_ended(self) -> None:
+        """Raise ``PeerError``, and tell the others, if the process of a rank on this machine has ended."""
+        if ended := self._hang_detector.find_ended():
+            told = {
+                "where": name_ranks(ended),
+                "problem": "ended before all ranks had come to placer.compile",
+                "remedy": f"look at the output of {name_ranks(ended)} for the first error; if there is "
+                "none, it was killed, perhaps for lack of memory",
+            }
+            raise PeerError(**self._tell(told))
+
     def await_readers(self) -> None:
         """On the rank that hosts the store, wait until the others have read the message.
 
@@ -277,6 +297,8 @@ def failure_told(job: Job) -> Iterator[FailureBroadcast]:
     failures = FailureBroadcast(
         job.rank, job.world_size, name, find_store=find_store, patience_seconds=patience
     )
+    if by_hand:  # a launcher would end the others if a rank is killed
+        failures.announce()
     try:
         yield failures
     except PeerError:

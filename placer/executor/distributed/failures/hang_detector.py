@@ -21,6 +21,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+from placer.executor.distributed.failures.processes import has_ended, process_identity
 from placer.executor.distributed.job.call_check import name_ranks
 from placer.executor.distributed.job.rendezvous import POLL_SECONDS, StoreFinder
 
@@ -51,8 +52,25 @@ class HangDetector:
         self._world_size = world_size
         self._find_store = find_store
         self.limit = limit
+        self.announce()
+
+    def announce(self) -> bool:
+        """Write into the store which process this rank is; returns whether there is a store yet."""
         with store_may_be_gone():
-            self._set(f"process/{rank}", f"process {os.getpid()} on {socket.gethostname()}")
+            if self._find_store() is not None:
+                self._set(f"identity/{self._rank}", process_identity())
+                self._set(
+                    f"process/{self._rank}", f"process {os.getpid()} on {socket.gethostname()}"
+                )
+                return True
+        return False
+
+    def find_ended(self) -> list[int]:
+        """The ranks whose processes have ended, as far as this can be known: they ran on this machine."""
+        ranks = [rank for rank in range(self._world_size) if rank != self._rank]
+        with store_may_be_gone():
+            return [rank for rank in ranks if has_ended(self._get(f"identity/{rank}"))]
+        return []
 
     def report_timeout(self, method: str = "") -> None:
         """Report that a wait of this rank timed out, or that it lost a rank whose wait did.

@@ -151,7 +151,7 @@ def meet(
     """Wait until all ranks have found the store; returns it.
 
     ``raise_if_told`` raises if another rank has reported a failure in the store; ``find_lost`` returns
-    the ranks that have closed their connections to this one.
+    the ranks that have closed their connections to this one, or raises by itself.
 
     Warns after ``warn_seconds`` which ranks are missing, and again each time the wait has doubled.
     Raises ``PeerError`` after ``limit``, or if a rank is lost.
