@@ -41,14 +41,13 @@ def make_plan(
     """The plan for ``model`` under ``spec`` for inputs like ``args`` and ``kwargs``.
 
     Nothing is allocated: model and inputs may live on ``meta``. With ``processes`` the plan is for
-    one process per device (``torchrun``), and its peaks are those of a dry run of every rank.
-    `compile` plans so by itself inside a job. A plan that overflows a budget has ``fits`` False. A dry run
-    decides that for CUDA devices, where it goes through a model of torch's allocator, and on others where
-    an estimate is near its budget.
+    one process per device (``torchrun``), and its peaks come from a dry run of every rank; inside a job,
+    `compile` does this by itself. A plan that overflows a budget has ``fits`` False. For CUDA devices a dry
+    run through a model of torch's allocator decides this, for others only if an estimate is near its budget.
 
-    ``ignore_device_moves``: the model was split by hand, and the devices that its forward moves
-    tensors to (``x.to("cuda:1")``) are ignored, for the plan says where everything runs. Raises
-    ``SpecError``, ``CaptureError``, and ``VersionError`` when the installed torch cannot do this.
+    ``ignore_device_moves`` is for a model that was split by hand: the devices to which its forward moves
+    tensors (``x.to("cuda:1")``) are ignored, because the plan says where everything runs. Raises
+    ``SpecError``, ``CaptureError``, and ``VersionError`` if the installed torch cannot do this.
     """
     wanted = as_spec(spec)
     program, leaves = _capture(model, args, kwargs, ignore_device_moves=ignore_device_moves)
@@ -66,18 +65,18 @@ def compile(
     run_on: str | None = None,
     ignore_device_moves: bool = False,
 ) -> PlacedModule:
-    """``model`` placed as the spec or plan says: a plain ``nn.Module`` to train or run.
+    """Place ``model`` as the spec or plan says; the result is a plain ``nn.Module`` to train or run.
 
-    The caller's model is left as it is: parameters are copied to their devices, one at a time.
+    The caller's model does not change: parameters are copied to their devices, one at a time.
     Parameters on ``meta`` are read from ``weights`` (a safetensors or torch file) or made by their
     modules' initialisers. ``run_on`` runs every stage on that one device (``"cpu"`` to try a spec
     without its GPUs). ``ignore_device_moves`` is as for `make_plan`. In a job of several processes
     (``torchrun``) the result is this rank's part of the model, and every rank makes the call: see
     `placer.executor.distributed`.
 
-    Raises ``SpecError``, ``CaptureError``, ``DeviceError``, ``PlanError`` when a plan belongs to
-    another model, ``BudgetError`` when the placement does not fit, and ``VersionError`` when the
-    installed torch cannot run it, before anything else is done.
+    Raises ``SpecError``, ``CaptureError``, ``DeviceError``, ``PlanError`` if a plan belongs to another
+    model, ``BudgetError`` if the placement does not fit, and, before anything else is done,
+    ``VersionError`` if the installed torch cannot run it.
     """
     job = find_job()
     file = Path(weights) if weights is not None else None
@@ -118,10 +117,10 @@ def compile(
 def _plan_or_refuse(
     wanted: PlacementSpec | Plan, program: Program, inputs: Sequence[Tensor], job: Job | None
 ) -> Plan:
-    """The plan to run. Raises ``PlanError`` for one of another model, ``BudgetError`` if it does not fit.
+    """The plan to run. Raises ``PlanError`` if it is of another model, ``BudgetError`` if it does not fit.
 
-    In a job of several processes that is whether every rank fits. All ranks find the same, each by
-    itself: nothing has been said between them yet.
+    In a job of several processes every rank must fit. Each rank checks all of them by itself, with the
+    same result, because the ranks have not exchanged anything yet.
     """
     in_job = job is not None
     make = Planner(program, inputs, processes=in_job, verdict_only=in_job)
@@ -148,11 +147,11 @@ def auto_spec(
     ignore_device_moves: bool = False,
     **options: Any,
 ) -> PlacementSpec:
-    """A spec under which ``model`` fits ``devices``, using as few of them as it needs.
+    """A spec with which ``model`` fits on ``devices``, and which uses as few of them as possible.
 
     ``devices`` are device names, ``{"name", "memory", "kind"}`` objects or ``DeviceSpec`` values, or
     a single one of them; ``processes`` and ``ignore_device_moves`` are as for `make_plan`,
-    ``options`` are other fields of the spec. Raises ``BudgetError`` when none fits.
+    ``options`` are other fields of the spec. Raises ``BudgetError`` if no spec fits.
     """
     one = isinstance(devices, str | Mapping | DeviceSpec)
     fields = {
@@ -176,10 +175,10 @@ def simulate(
     processes: bool = False,
     ignore_device_moves: bool = False,
 ) -> SimulationReport:
-    """Per-device peak bytes of one training step of the emitted module, on simulated devices.
+    """The peak bytes of each device in a training step of the emitted module, on simulated devices.
 
-    A stage on a CUDA device keeps what CUDA's kernels keep (`placer.cost.kernels`), for which no GPU
-    is needed; ``run_on="cpu"`` says what ``compile(…, run_on="cpu")`` would hold.
+    Stages on CUDA devices keep what CUDA's kernels would keep (`placer.cost.kernels`); no GPU is needed.
+    With ``run_on="cpu"`` the result is for ``compile(…, run_on="cpu")``.
 
     With ``processes`` every device has a process of its own, as under ``torchrun``.
     ``ignore_device_moves`` is as for `make_plan`.
@@ -204,7 +203,7 @@ def simulate_captured(
     run_on: str | None = None,
     processes: bool = False,
 ) -> SimulationReport:
-    """`simulate` for a model that is captured already, called with the tensors ``inputs``."""
+    """`simulate` for a model that has been captured, called with the tensors ``inputs``."""
     check_plan(plan, program)
     if processes:
         return simulate_ranks(program, plan, inputs, loss_fn=loss_fn, run_on=run_on)
@@ -212,9 +211,9 @@ def simulate_captured(
 
 
 def as_spec(source: SpecSource) -> PlacementSpec:
-    """``source`` itself if it is a spec, else what `load_spec` reads from it.
+    """``source`` itself if it is a spec, otherwise the spec that `load_spec` reads from it.
 
-    Raises ``SpecError``, and ``PlacerError`` for what can be no spec.
+    Raises ``SpecError``, and ``PlacerError`` for an object of another type.
     """
     if not isinstance(source, PlacementSpec | Mapping | str | Path):
         raise PlacerError(
@@ -228,9 +227,9 @@ def as_spec(source: SpecSource) -> PlacementSpec:
 def example_call(
     args: Sequence[Any] | Tensor, kwargs: Mapping[str, Any] | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The example inputs as ``forward`` gets them; one tensor may stand for itself.
+    """The example inputs as ``forward`` gets them; a single tensor need not be in a tuple.
 
-    Raises ``CaptureError`` for what is neither a tuple of arguments nor a dict of keywords.
+    Raises ``CaptureError`` if they are neither a tuple of arguments nor a dict of keywords.
     """
     if isinstance(args, Tensor):
         args = (args,)
@@ -247,7 +246,7 @@ def example_call(
 
 
 def _check_one_process(plan: Plan) -> None:
-    """Raise ``PlacerError`` for what needs a process per device."""
+    """Raise ``PlacerError`` if ``plan`` needs a process per device."""
     if plan.batch_norm == "sync" and plan.replicas > 1:
         raise PlacerError(
             "/batch_norm",

@@ -11,13 +11,13 @@ from torch.utils._pytree import tree_leaves
 
 
 def nodes_of(value: Any) -> list[Node]:
-    """The nodes that made the tensors in ``value``, which may be any tree; none for leaves."""
+    """The autograd nodes that made the tensors in ``value``, which may be any pytree; leaves have none."""
     tensors = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
     return [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
 
 
 def nodes_behind(start: Iterable[Node], *, stops: Container[Node] = ()) -> list[Node]:
-    """The nodes of ``start`` and all that gradients reach from there without passing ``stops``."""
+    """The nodes of ``start``, and all nodes that gradients reach from there without passing ``stops``."""
     waiting = [node for node in dict.fromkeys(start) if node not in stops]
     seen = set(waiting)
     found = []
@@ -32,6 +32,6 @@ def nodes_behind(start: Iterable[Node], *, stops: Container[Node] = ()) -> list[
 
 
 def leaf_of(node: Node) -> Tensor | None:
-    """The leaf that ``node`` accumulates gradients into; None for any other node."""
+    """The leaf tensor into which ``node`` accumulates gradients; None for any other node."""
     leaf = getattr(node, "variable", None)
     return leaf if isinstance(leaf, Tensor) and leaf.is_leaf else None

@@ -17,7 +17,7 @@ from placer.units import parse_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Profile:
-    """Measured seconds of the nodes of one model, and what they were estimated at, by node name.
+    """The measured and the estimated seconds of the nodes of one model, by node name.
 
     ``passes`` are forward and backward.
     """
@@ -29,7 +29,7 @@ class Profile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceKind:
-    """One kind of device: memory in bytes, `Rates` of its operations, bytes/s of its links."""
+    """One kind of device: memory in bytes, `Rates` of its operations, and bytes/s of its links."""
 
     name: str
     memory: int | None
@@ -40,7 +40,7 @@ class DeviceKind:
     profile: Profile | None = None
 
     def reserve(self, memory: int) -> int:
-        """Bytes of ``memory`` that plans leave free by default, for what no prediction knows."""
+        """Bytes of ``memory`` that plans leave free by default, for what cannot be predicted."""
         return 0 if self.memory is None else int(_SURPRISES * memory)
 
 
@@ -91,7 +91,7 @@ def _from_sheet(
     link: float,
     host: float,
 ) -> DeviceKind:
-    """The kind with the peaks of its data sheet, in the units of the table above."""
+    """The kind with the peaks in its data sheet, in the units of the table above."""
     peaks = Peaks(
         fp32=fp32 * 1e12,
         tensor=tensor * 1e12,
@@ -123,13 +123,13 @@ CATALOGUE = {
 
 
 def kinds_with_memory() -> tuple[DeviceKind, ...]:
-    """The catalogue's kinds whose memory it knows, the smallest first."""
+    """The kinds in the catalogue that have a known memory, the smallest first."""
     known = [kind for kind in CATALOGUE.values() if kind.memory is not None]
     return tuple(sorted(known, key=lambda kind: (kind.memory or 0, kind.name)))
 
 
 def fastest_kind(kinds: Iterable[DeviceKind]) -> DeviceKind:
-    """A kind that is in everything as fast as the fastest of ``kinds``."""
+    """A kind that is as fast as the fastest of ``kinds`` for every operation and link."""
     found = list(dict.fromkeys(kinds))
     if len(found) == 1:
         return found[0]

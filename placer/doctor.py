@@ -1,4 +1,4 @@
-"""What this machine has for placer to run on: packages, devices, and what they can be used for."""
+"""Finds out which packages and devices this machine has, and what placer can do with them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _EXTRAS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Package:
-    """An installed package against the releases that were run; ``release`` None: not installed."""
+    """An installed package and the releases that were tested; ``release`` is None if it is not installed."""
 
     range: Range
     release: str | None
@@ -42,7 +42,7 @@ class Package:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundDevice:
-    """A device of this machine; ``memory`` and ``free`` in bytes, None where torch does not say."""
+    """A device of this machine; ``memory`` and ``free`` in bytes, None if torch does not tell."""
 
     name: str
     description: str
@@ -52,7 +52,7 @@ class FoundDevice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureState:
-    """Something placer does, and the names of torch that are missing for it (empty: it works)."""
+    """A feature of placer, and the names of torch that it needs and that are missing (none: it works)."""
 
     feature: str
     missing: tuple[str, ...]
@@ -61,7 +61,7 @@ class FeatureState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """All that `examine` found. ``torch_error`` says why torch cannot be imported, "" when it can."""
+    """The result of `examine`. ``torch_error`` says why torch cannot be imported; "" if it can."""
 
     platform: str
     packages: tuple[Package, ...]
@@ -75,7 +75,7 @@ class Diagnosis:
 
     @property
     def ok(self) -> bool:
-        """Can models be planned and run in one process here?"""
+        """Whether models can be planned, and run in one process, on this machine."""
         needed = ("planning", "running")
         return (
             not self.torch_error
@@ -115,7 +115,7 @@ class Diagnosis:
 
 
 def examine() -> Diagnosis:
-    """Look at this machine. Raises nothing: what cannot be found out is in the result.
+    """Examine this machine. Raises nothing: problems are a part of the result.
 
     Asking a CUDA device for its free memory makes a context on it for as long as the process lives.
     """
@@ -141,7 +141,7 @@ def examine() -> Diagnosis:
 
 
 def _import_torch() -> str:
-    """Why torch cannot be imported; "" when it can."""
+    """Why torch cannot be imported; "" if it can."""
     try:
         import torch  # noqa: F401
     except (ImportError, OSError) as error:
@@ -167,7 +167,7 @@ def _host() -> FoundDevice:
 
 
 def _available_host_memory() -> int | None:
-    """Bytes that programs can still get; Linux alone says so, caches that it would drop included."""
+    """Bytes of memory that programs can still get, including caches (Linux only)."""
     meminfo = Path("/proc/meminfo")
     if not meminfo.exists():
         return None

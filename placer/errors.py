@@ -1,4 +1,4 @@
-"""The errors placer raises: each says where, what is wrong, and what to do about it."""
+"""The errors that placer raises. Each says where the problem is, what it is, and what to do about it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class PlacerError(Exception):
-    """What every error of placer is.
+    """The base class of all errors of placer.
 
     ``where`` names the place (a JSON pointer, a layer, a device), ``problem`` what was found there
     and what was expected, ``remedy`` what to do. Errors survive pickling across processes.
@@ -57,7 +57,7 @@ class SpecError(PlacerError):
 
 
 class CaptureError(PlacerError):
-    """A model could not be captured as a graph, or was called unlike it was captured."""
+    """A model could not be captured as a graph, or was called in another way than it was captured."""
 
 
 class DeviceError(PlacerError):
@@ -71,16 +71,16 @@ class PlanError(PlacerError):
 
 
 class CheckpointError(PlacerError):
-    """A checkpoint is missing, damaged, or does not go with the module or its optimizer."""
+    """A checkpoint is missing or damaged, or does not fit the module or its optimizer."""
 
 
 class VersionError(PlacerError):
-    """An installed package is of a release that cannot do what was asked for."""
+    """The release of an installed package cannot do what was asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tried:
-    """A change of a spec that was planned: does it fit, and the largest peak of a device, in bytes."""
+    """A change of a spec that was planned: whether it fits, and the largest peak of a device, in bytes."""
 
     change: str
     fits: bool
@@ -119,7 +119,7 @@ class BudgetError(PlacerError):
 
 
 class StageError(PlacerError):
-    """A stage's own code raised on this rank; ``layer`` is "" where it is not one."""
+    """Code of a stage raised an exception on this rank; ``layer`` is "" if it was not a layer's."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class StageError(PlacerError):
 
 
 class PeerError(PlacerError):
-    """Another rank of the job failed or ended; what it said is in ``where`` and ``problem``."""
+    """Another rank of the job failed or ended; ``where`` and ``problem`` are what it reported."""
 
 
 def _stage_error(
@@ -156,7 +156,7 @@ def _budget_error(where: str, problem: str, remedy: str, fields: dict[str, Any])
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:
-    """The choice that looks most like ``word``, or None when nothing is close.
+    """The choice that is most similar to ``word``; None if none is close.
 
     >>> nearest("encodr.0", ["decoder.0", "encoder.0", "head"])
     'encoder.0'

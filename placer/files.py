@@ -1,4 +1,4 @@
-"""Files that are written: what is wrong where that fails is said alike everywhere."""
+"""The errors for files that cannot be written."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from placer.errors import PlacerError
 
 
 def check_writable(*paths: Path | None) -> None:
-    """Raise ``PlacerError`` where it is plain that a file cannot be written; None is no file.
+    """Raise ``PlacerError`` if it is certain that a file cannot be written; None stands for no file.
 
     For the beginning of work that takes a while: `writing` has the last word.
     """
@@ -32,7 +32,7 @@ def check_writable(*paths: Path | None) -> None:
 
 @contextmanager
 def writing(path: Path, error: type[PlacerError] = PlacerError) -> Iterator[None]:
-    """Raise ``error`` about ``path`` where the block, which writes it, fails with an ``OSError``."""
+    """Raise ``error`` about ``path`` if this block, which writes the file, fails with an ``OSError``."""
     try:
         yield
     except OSError as failure:

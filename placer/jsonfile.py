@@ -1,4 +1,4 @@
-"""JSON files as people write them: what is wrong with one, and where, is said alike everywhere."""
+"""Reads JSON files that people write, and says what is wrong with one, and where."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from placer.errors import PlacerError, nearest
 
 
 class JSONError(PlacerError):
-    """Text that is no JSON, or a file that cannot be read."""
+    """A text is not JSON, or a file cannot be read."""
 
 
 def read_text(path: Path) -> str:
@@ -35,7 +35,7 @@ def read_text(path: Path) -> str:
 
 
 def parse_json(text: str) -> tuple[Any, list[str]]:
-    """The JSON value in ``text``, and the keys that an object in it has twice.
+    """The JSON value in ``text``, and the keys that occur twice in one object.
 
     Raises ``JSONError`` with the line and column.
     """

@@ -65,7 +65,7 @@ class _KindFile(BaseModel):
 
 
 def is_kind_file(name: str) -> bool:
-    """Does a spec's ``kind`` name a file, not an entry of the catalogue?"""
+    """Whether a spec's ``kind`` is the name of a file, not an entry of the catalogue."""
     return name.lower().endswith(SUFFIX)
 
 
@@ -156,7 +156,7 @@ def kind_to_json(
     measured: str,
     inputs: list[str] | None = None,
 ) -> dict[str, Any]:
-    """``kind`` as the values of its file; the other arguments say what was measured, and when."""
+    """The content of a file for ``kind``; the other arguments say what was measured, and when."""
     rates: dict[str, dict[str, Any]] = {}
     for (name, dtype), rate in kind.rates.table.items():
         rates.setdefault(name, {})[dtype] = {
@@ -188,7 +188,7 @@ def kind_to_json(
 
 
 def save_kind(values: Mapping[str, Any], path: Path) -> None:
-    """Write what `kind_to_json` gave. Raises ``PlacerError`` where it cannot be written."""
+    """Write the result of `kind_to_json`. Raises ``PlacerError`` if the file cannot be written."""
     with writing(path):
         path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""The context that a spec's precision means, the same where a model is costed and where it runs."""
+"""The autocast context for a spec's precision, used both when costs are estimated and when a model runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast_state(device_type: str) -> tuple[str, ...]:
-    """The data types of the autocast that the program is in: on the CPU, on devices of that type."""
+    """The data types of the current autocast, on the CPU and on devices of this type."""
     kinds = dict.fromkeys(("cpu", device_type))
     return tuple(
         f"{kind} {torch.get_autocast_dtype(kind)}"
@@ -21,7 +21,7 @@ def autocast_state(device_type: str) -> tuple[str, ...]:
 
 
 def precision_context(precision: str, device_type: str) -> AbstractContextManager[Any]:
-    """Autocast on devices of that type for ``"bf16"`` and ``"fp16"``, nothing for ``"fp32"``."""
+    """Autocast on devices of this type for ``"bf16"`` and ``"fp16"``, no context for ``"fp32"``."""
     if precision == "fp32":
         return nullcontext()
     # Cached casts of weights would pile up over the stage; only a backward has a use for them.

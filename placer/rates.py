@@ -1,4 +1,4 @@
-"""How long an operation takes on a device: few numbers per class of operation and data type.
+"""How long an operation takes on a device, by a few numbers for each class of operation and data type.
 
     seconds = overhead + FLOPs / (rate of FLOPs) + bytes / bandwidth
 
@@ -52,7 +52,7 @@ HEAVY = frozenset(CLASSES[: CLASSES.index("attention_backward") + 1])  # take lo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """The numbers of one class: seconds, FLOP/s, bytes/s; ``launch`` is of the host.
+    """The numbers of one class: seconds, FLOP/s and bytes/s; ``launch`` are seconds of the host.
 
     ``tile`` 1: no padding. ``row_bandwidth`` 0: rows do not matter. ``flops`` 0: FLOPs take no time.
     """
@@ -65,7 +65,7 @@ class Rate:
     launch: float = 0.0
 
     def seconds(self, flops: float, nbytes: float, width: float = 0) -> float:
-        """Seconds on the device of one operation; ``width``: its columns, or the rows it normalises.
+        """The seconds of one operation on the device. ``width``: its columns, or the rows that it normalises.
 
         >>> Rate(overhead=1e-6, flops=1e12, bandwidth=1e9, tile=128).seconds(1e9, 1e6, width=64)
         0.003001
@@ -88,7 +88,7 @@ Key = tuple[str, str]  # class and data type
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rates:
-    """A device's `Rate` for every class and data type; compared by identity."""
+    """The `Rate` of a device for every class and data type. Values are compared by identity."""
 
     table: Mapping[Key, Rate]
 
@@ -102,14 +102,14 @@ class Rates:
 
 
 def uniform_rates(*, flops: float, bandwidth: float) -> Rates:
-    """The same rate for every class: all that is known of a device is one speed."""
+    """The same rate for every class, for a device of which only one speed is known."""
     rate = Rate(flops=flops, bandwidth=bandwidth)
     return Rates({(name, dtype): rate for name in CLASSES for dtype in DTYPES})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peaks:
-    """A data sheet's peaks: FLOP/s dense, bytes/s. ``tensor``: fp32 convolutions on tensor cores."""
+    """The peaks in a data sheet: dense FLOP/s, and bytes/s. ``tensor``: TF32 on tensor cores."""
 
     fp32: float
     tensor: float
@@ -118,7 +118,7 @@ class Peaks:
     bandwidth: float
 
     def of(self, key: Key) -> float:
-        """The peak of FLOPs that operations of this class and data type could reach.
+        """The peak FLOP/s that operations of this class and data type could reach.
 
         By torch's default convolutions in fp32 run on TF32 tensor cores where there are some, and
         products do not.
@@ -132,7 +132,7 @@ class Peaks:
 
 
 def scaled_rates(known: Rates, of: Peaks, to: Peaks) -> Rates:
-    """Rates of a device with the peaks ``to``, which reaches the shares of them that ``known`` does.
+    """The rates of a device with the peaks ``to``, if it reaches the same shares of them as ``known``.
 
     A block's bandwidth, tiles and what does not depend on size are taken as they are.
     """
@@ -148,7 +148,7 @@ def scaled_rates(known: Rates, of: Peaks, to: Peaks) -> Rates:
 
 
 def fastest_rates(choices: list[Rates]) -> Rates:
-    """The best of every number: no operation is faster on any of the devices."""
+    """The best number of every class among ``choices``, so that no operation is faster on any of them."""
     table = {}
     for key in choices[0].table:
         rates = [choice[key] for choice in choices]
@@ -194,7 +194,7 @@ _LIKE_IN_HALF = {"batch_norm": "group_norm", "batch_norm_backward": "group_norm_
 
 
 def complete_rates(measured: Mapping[Key, Rate], peaks: Peaks) -> Rates:
-    """``measured`` with a rate for every class: of the other data type, or of a class like it.
+    """``measured``, completed for every class by the rate of the other data type or of a similar class.
 
     FLOP/s are then the same share of the peak. A block that normalises a row reads as many elements a
     second in half precision, and so half the bytes.
@@ -222,12 +222,12 @@ def complete_rates(measured: Mapping[Key, Rate], peaks: Peaks) -> Rates:
 
 
 def _of_share(rate: Rate, of: float, to: float) -> Rate:
-    """``rate`` with the same share of the peak ``to`` as it has of the peak ``of``."""
+    """``rate`` with the FLOP/s that are the same share of the peak ``to`` as before of the peak ``of``."""
     return replace(rate, flops=rate.flops / of * to)
 
 
 def with_launch(rates: Rates, light: float, heavy: float) -> Rates:
-    """``rates`` with what the host takes to launch an operation: heavy ones choose an algorithm."""
+    """``rates`` with the seconds that the host takes to launch an operation; `HEAVY` ones take longer."""
     return Rates(
         {
             key: replace(rate, launch=heavy if key[0] in HEAVY else light)

@@ -1,4 +1,4 @@
-"""Byte sizes, durations and counts, between the way people write them and numbers."""
+"""Converts byte sizes, durations and counts between text and numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 
 def parse_bytes(text: str | int) -> int:
-    """Bytes meant by ``text``: an integer, or a number with a decimal (MB) or binary (MiB) unit.
+    """The bytes that ``text`` stands for: an integer, or a number with a decimal (MB) or binary (MiB) unit.
 
     Raises ``ValueError`` when the text is not a size, or one of 2**63 bytes and more.
 
@@ -66,7 +66,7 @@ def format_bytes(nbytes: int | float, *, enough: bool = False) -> str:
 
 
 def format_count(count: int, one: str, many: str = "") -> str:
-    """So many of what is called ``one``, and ``many`` where that is not ``one`` with an s.
+    """A count with its noun ``one``; ``many`` is the plural if it is not ``one`` with an s.
 
     >>> format_count(1, "device"), format_count(2, "device"), format_count(2, "batch", "batches")
     ('1 device', '2 devices', '2 batches')
@@ -75,7 +75,7 @@ def format_count(count: int, one: str, many: str = "") -> str:
 
 
 def spell_bytes(nbytes: int) -> str | int:
-    """``nbytes`` as a spec would have it, exactly: in the largest binary unit that divides it.
+    """``nbytes`` as in a spec, exactly: in the largest binary unit that divides it.
 
     >>> spell_bytes(17179869184), spell_bytes(1536 * 2**20), spell_bytes(1001)
     ('16GiB', '1536MiB', 1001)

@@ -1,4 +1,4 @@
-"""Proof on the user's own model: one step placed against the same step plain."""
+"""Compares a training step of a placed model with the same step of the plain model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """One tensor of the placed step beside that of the plain one.
+    """One tensor of the placed step, compared with that of the plain step.
 
     ``relative_error`` is the largest absolute difference over the largest absolute expected value.
     """
@@ -55,7 +55,7 @@ class Verification:
     reference: str
 
     def __repr__(self) -> str:
-        """The verdict, and the tensors that are furthest off where some differ."""
+        """The verdict; if some tensors differ, also those with the largest errors."""
         off = sorted((c for c in self.comparisons if not c.ok), key=lambda c: -c.relative_error)
         lines = [f"Verification({self.summary})"]
         lines += [f"  {c.kind} of {c.name}: relative error {c.relative_error:.2e}" for c in off[:5]]
@@ -68,7 +68,7 @@ class Verification:
 
     @property
     def worst(self) -> Comparison:
-        """The tensor that is furthest off, relative to its tolerance."""
+        """The comparison with the largest error, relative to its tolerance."""
         return max(self.comparisons, key=lambda c: (c.relative_error / c.tolerance, c.name))
 
     @property
@@ -95,7 +95,7 @@ def verify(
     tolerance: float | None = None,
     ignore_device_moves: bool = False,
 ) -> Verification:
-    """Run one training step of ``model`` placed and plain, and compare everything it computes.
+    """Run one training step of ``model``, placed and plain, and compare everything it computes.
 
     Compared are outputs, the loss, the gradient of every parameter and of inputs that require one,
     buffers, and parameters after one SGD step. The plain model runs the same slices of the batch one
@@ -128,7 +128,7 @@ def verify(
 
 
 def _where(placed: PlacedModule) -> str:
-    """What is said where stages did not run on the devices that the plan names."""
+    """The note for stages that did not run on the devices that the plan names; "" if all did."""
     wanted = {name.partition(":")[0] for stage in placed.plan.stages for name in stage.devices}
     ran = placed.output_device.type
     return (
@@ -246,13 +246,13 @@ def _call_plain(
 
 
 def _leaves(output: Any) -> list[Any]:
-    """All leaves of a result, also those that objects in it hold."""
+    """All leaves of a result, including those inside of objects."""
     return flatten_result(output)[0]
 
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """All random numbers (torch's, Python's, numpy's) from ``seed``, and afterwards as before."""
+    """In this block, draw random numbers (torch, Python, numpy) from ``seed``; then restore the states."""
     with keep_random(), torch.random.fork_rng(range(torch.cuda.device_count())):
         torch.manual_seed(seed)
         random.seed(seed)
@@ -261,7 +261,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def _fresh(value: Any) -> Any:
-    """Copies of the caller's inputs, as leaves of their own."""
+    """Copies of the caller's inputs that are leaves of autograd's graph."""
 
     def copied(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):

@@ -1,4 +1,4 @@
-"""The releases of the packages placer stands on: which were run, and what is said about others.
+"""The releases of packages with which placer was tested, and the errors for other releases.
 
 A release outside its range is not refused for its number: what it can do goes on working. `require`
 refuses what this torch cannot do, by looking for the names that are needed.
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""Where users set torch's allocator; which of them has an effect depends on torch's release."""
+"""Environment variables that configure torch's allocator; which is read depends on torch's release."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
-    """The lowest and the highest release of a package that the test suite was run with.
+    """The lowest and the highest release of a package with which the test suite was run.
 
     ``pyproject.toml`` allows all releases from ``lowest`` up to, not including, ``below``.
     """
@@ -39,7 +39,7 @@ class Range:
     below: str
 
     def __contains__(self, release: str) -> bool:
-        """Is ``release`` one that ``pyproject.toml`` allows? A local part (``+cu130``) does not count.
+        """Whether ``pyproject.toml`` allows ``release``. A local part (``+cu130``) does not count.
 
         >>> "2.15.0+cu130" in Range(package="torch", lowest="2.11", highest="2.15", below="2.16")
         True
@@ -80,7 +80,7 @@ _DOES: dict[Feature, str] = {
 
 
 def found_release(package: str) -> str | None:
-    """The installed release of ``package``; None when it is not installed.
+    """The installed release of ``package``; None if it is not installed.
 
     >>> found_release("no-such-package") is None
     True
@@ -94,12 +94,12 @@ def found_release(package: str) -> str | None:
 
 
 def repair_command() -> str:
-    """The command that installs a torch which placer runs on."""
+    """The command that installs a torch on which placer runs."""
     return f"python -m pip install '{TORCH.requirement}' torchvision"
 
 
 def require(feature: Feature) -> None:
-    """Raise ``VersionError`` when the installed torch lacks a name that ``feature`` needs."""
+    """Raise ``VersionError`` if the installed torch lacks a name that ``feature`` needs."""
     from placer._torch import missing_names
 
     missing = missing_names(feature)
@@ -118,7 +118,7 @@ def require(feature: Feature) -> None:
 
 @contextmanager
 def explain_failed_import() -> Iterator[None]:
-    """Turn an import that fails under a torch outside the range into a ``VersionError``."""
+    """Turn an import error into a ``VersionError`` if the installed torch is outside of the range."""
     try:
         yield
     except (ImportError, AttributeError) as error:
