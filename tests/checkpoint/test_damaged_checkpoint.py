@@ -266,7 +266,7 @@ def test_values_that_cannot_be_loaded_change_nothing(
     error = trial.load(_with_entry(trial, tmp_path / "c", entry, value))
     assert error is not None
     assert said in str(error)
-    assert "nothing was changed" in error.remedy or "does not go with the module" in str(error)
+    assert "nothing was changed" in error.remedy or "does not match the module" in str(error)
 
 
 def test_a_checkpoint_without_checksums_is_upgraded(trial: Trial, tmp_path: Path) -> None:
