@@ -53,6 +53,7 @@ def _start(
                 raise_if_told=failures.raise_if_told,
             )
         except placer.PeerError as error:
+            failures.await_readers()  # as `failure_told` does: rank 0 must answer those that come later
             return error
 
     with ThreadPoolExecutor(len(ranks)) as pool:

@@ -71,8 +71,10 @@ class FailureBroadcast:
         Waits for the store a little, as rank 0, which hosts it, may start later.
         """
         end = time.monotonic() + self._patience_seconds
-        while not self._hang_detector.announce() and time.monotonic() < end:
-            time.sleep(POLL_SECONDS)
+        with store_may_be_gone():  # `join_job` will report what is wrong with it
+            while self.find_store() is None and time.monotonic() < end:
+                time.sleep(POLL_SECONDS)
+        self._hang_detector.announce()
 
     def set_limit(self, limit: timedelta) -> None:
         """Set how long ranks wait for each other's messages."""

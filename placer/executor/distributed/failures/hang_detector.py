@@ -54,16 +54,11 @@ class HangDetector:
         self.limit = limit
         self.announce()
 
-    def announce(self) -> bool:
-        """Write into the store which process this rank is; returns whether there is a store yet."""
+    def announce(self) -> None:
+        """Write into the store, if there is one yet, which process this rank is."""
         with store_may_be_gone():
-            if self._find_store() is not None:
-                self._set(f"identity/{self._rank}", process_identity())
-                self._set(
-                    f"process/{self._rank}", f"process {os.getpid()} on {socket.gethostname()}"
-                )
-                return True
-        return False
+            self._set(f"process/{self._rank}", f"process {os.getpid()} on {socket.gethostname()}")
+            self._set(f"identity/{self._rank}", process_identity())
 
     def find_ended(self) -> list[int]:
         """The ranks whose processes have ended, as far as this can be known: they ran on this machine."""
