@@ -70,7 +70,7 @@ def not_python(error: SyntaxError, target: str) -> ModelError:
 
 
 def names_none(target: str) -> ModelError:
-    """What is told of a MODEL without a callable, with what its file defines."""
+    """The error for a MODEL that names no callable; lists those that its file defines."""
     place = target.strip(":")
     known: list[str] = []
     try:

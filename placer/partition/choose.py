@@ -300,7 +300,7 @@ class _Search:
     def try_solutions(self, model: ModelUnits, *, bounded: bool = True) -> float:
         """Try the orders of placements that `solve` finds; returns a lower bound on the objective.
 
-        Without ``bounded`` no lower bound on peaks is looked for; it may be 0 then.
+        Without ``bounded`` no bound on peaks is computed, and the result may be 0.
 
         The bound uses lower bounds on peaks. If more than one chain of devices was tried, it assumes the
         best of all devices at every position.

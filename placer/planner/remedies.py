@@ -200,9 +200,8 @@ def _schedules(spec: PlacementSpec) -> list[str]:
 
 def _peak_if_far(make: PlanMaker, spec: PlacementSpec) -> int | None:
     """The largest peak in a guess, if by that guess ``spec`` is far from fitting; otherwise None."""
-    try:
-        guess = make.guess(spec)
-    except PlacerError:
+    guess = _plan(make.guess, spec)
+    if guess is None:
         return None
     far = (d.room is not None and d.peak > _FAR * d.room for d in guess.devices)
     return max(device.peak for device in guess.devices) if any(far) else None
@@ -237,12 +236,8 @@ def _more_host_memory(make: PlanMaker, spec: PlacementSpec) -> Iterator[Tried]:
     """The host memory with which offloading suffices, where ``spec`` limits it and that is too little."""
     if spec.host_memory is None:
         return
-    wanted = _updated(spec, offload="auto", host_memory=None)
-    try:
-        plan = make.try_out(wanted)
-    except PlacerError:  # the change does not go with the rest of the spec
-        return
-    if plan.fits and plan.host is not None:
+    plan = _plan(make.try_out, _updated(spec, offload="auto", host_memory=None))
+    if plan is not None and plan.fits and plan.host is not None:
         needed = format_bytes(plan.host.needed, enough=True).replace(" ", "")
         more = f'"host_memory": "{needed}"'
         change = more if spec.offload == "auto" else f'"offload": "auto" and {more}'
@@ -345,16 +340,15 @@ def _updated(spec: PlacementSpec, **fields: Any) -> PlacementSpec:
 
 
 def _try(change: str, make: PlanMaker, spec: PlacementSpec) -> Iterator[Tried]:
-    try:
-        made = make.try_out(spec)
-    except PlacerError:  # the change contradicts the rest of the spec
-        return
-    peak = max(device.peak for device in made.devices)
-    yield Tried(change=change, fits=made.fits, peak=peak)
+    made = _plan(make.try_out, spec)
+    if made is not None:
+        peak = max(device.peak for device in made.devices)
+        yield Tried(change=change, fits=made.fits, peak=peak)
 
 
-def _plan(make: PlanMaker, spec: PlacementSpec) -> Plan | None:
+def _plan(make: Callable[[PlacementSpec], Plan], spec: PlacementSpec) -> Plan | None:
+    """The result of ``make(spec)``; None if a change that was made contradicts the rest of the spec."""
     try:
         return make(spec)
-    except PlacerError:  # the change contradicts the rest of the spec
+    except PlacerError:
         return None

@@ -96,7 +96,7 @@ def refuse_wrappers(part: nn.Module) -> None:
 
 
 def refuse_sharding(new_class: type) -> None:
-    """Raise ``PlacerError`` where ``fully_shard`` gives a part ``new_class``, which is the last it does."""
+    """Raise ``PlacerError`` if ``new_class`` is one that ``fully_shard`` gives to a module at its end."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None and issubclass(new_class, fsdp.FSDPModule):
         raise _sharded()

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from placer.cost import CostTable, StoredValue
 from placer.partition.stage_cost.pending_gradients import IntervalCorrection
+from placer.partition.stage_cost.rectangles import NEVER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +121,7 @@ def releases(
         return
     uses = sorted({*readers, *need.used[bisect_right(need.used, producer) :]})
     last = -1  # the last reader, through whose view the value may be used
-    for use, following in pairwise([*uses, _NEVER]):
+    for use, following in pairwise([*uses, NEVER]):
         last = use if use in readers else last
         count = bisect_right(kept, use)
         lent = max((made for made, end in need.lent if made <= use < end), default=-1)
@@ -134,9 +135,6 @@ def releases(
                 sender=following,
                 nbytes=-nbytes,
             )
-
-
-_NEVER = 2**40  # a position after every stage
 
 
 def _joined(needs: Sequence[Need]) -> Need:
