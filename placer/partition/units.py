@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import operator
 import random
 from collections.abc import Iterable, Iterator, Mapping
 
 import networkx as nx
 
-from placer.program import Program
+from placer.program import SELECTS, Program
 
 _SEED = 20_260_101
 
@@ -20,7 +19,7 @@ def unit_graph(program: Program) -> nx.DiGraph:
 
     A vertex is the position of the unit's first node; its attribute ``nodes`` has all positions. In one
     unit are: nodes that share memory which is written (``program.colocated``); a node that returns several
-    values and the ``getitem`` calls that select them; a parameter or constant and its first reader. Units
+    values and the calls that select them (`placer.program.SELECTS`); a parameter or constant and its first reader. Units
     with random operations depend on each other in program order. Units on a cycle are merged (the
     condensation of the graph). Vertices and edges are sorted.
     """
@@ -37,7 +36,7 @@ def unit_graph(program: Program) -> nx.DiGraph:
         if node.op == "get_attr" and readers:
             joined.add_edge(here, min(readers))
         for user in node.users:
-            if user.op == "call_function" and user.target is operator.getitem:
+            if user.op == "call_function" and user.target in SELECTS:
                 joined.add_edge(here, position[user.name])
     depends += itertools.pairwise(position[name] for name in program.rng_nodes)
     for group in program.colocated:

@@ -49,6 +49,7 @@ from placer.program.leaves import is_inside, is_torch_leaf, must_stay_whole, wit
 from placer.program.moves import IgnoreDeviceMoves
 from placer.program.result import flatten_result, result_tensors
 from placer.program.state import first_names, named_state
+from placer.program.targets import SELECTS
 from placer.program.types import (
     TENSOR,
     CallFormat,
@@ -65,6 +66,7 @@ from placer.program.validity import (
 )
 
 __all__ = [
+    "SELECTS",
     "TENSOR",
     "AttributeGuard",
     "BoundCall",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -94,6 +95,15 @@ class CallMethod:
 def call_module(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """``module(*args, **kwargs)``, for a node that gets the module as an argument."""
     return module(*args, **kwargs)
+
+
+def get_field(value: Any, name: str) -> Any:
+    """The field ``name`` of a dataclass that a module returned."""
+    return getattr(value, name)
+
+
+SELECTS: tuple[Callable[..., Any], ...] = (operator.getitem, get_field)
+"""Targets of nodes that take one value out of several. A stage passes on what they take, never the whole."""
 
 
 class Checkpointed:

@@ -10,7 +10,7 @@ import dataclasses
 import keyword
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from placer.program.failure import Untraceable, locate_caller
 from placer.program.fake import FakeConverter
 from placer.program.result import PLAIN
 from placer.program.sizes import SizeFloat, SizeInt, plain
-from placer.program.targets import BuildTree
+from placer.program.targets import BuildTree, get_field
 
 CPU = torch.device("cpu")
 
@@ -121,27 +121,33 @@ class GraphWriter:
     # -- which node made what --------------------------------------------------------------------
 
     def bind(self, value: Any, node: fx.Node) -> None:
-        """Note that ``node`` made every tensor in ``value``."""
+        """Note that ``node`` made every tensor in ``value``; one that is there twice is taken from its first place."""
+        self._bind(value, node, set())
+
+    def _bind(self, value: Any, node: fx.Node, bound: set[int]) -> None:
         if isinstance(value, Tensor):
+            bound.add(id(value))
             self._node_of[id(value)] = node
             self._alive.append(value)
-        elif isinstance(value, Mapping):
-            for key, item in value.items():
-                self._bind_item(item, node, operator.getitem, key)
+            return
+        function: Callable[..., Any] = operator.getitem
+        items: Iterable[tuple[Any, Any]] = ()
+        if isinstance(value, Mapping):
+            items = value.items()
         elif isinstance(value, tuple | list):
-            for index, item in enumerate(value):
-                self._bind_item(item, node, operator.getitem, index)
+            items = enumerate(value)
         elif dataclasses.is_dataclass(value):
-            for field in dataclasses.fields(value):
-                self._bind_item(getattr(value, field.name), node, getattr, field.name)
-
-    def _bind_item(self, item: Any, node: fx.Node, function: Callable[..., Any], key: Any) -> None:
-        if isinstance(item, Tensor | Mapping | tuple | list) or dataclasses.is_dataclass(item):
-            child = self.graph.call_function(function, (node, key))
-            self._pure.add(child)
-            self.layer_of[child.name] = self.layer_of.get(node.name, "")
-            self.location_of[child.name] = self.location_of.get(node.name, "")
-            self.bind(item, child)
+            function = get_field
+            items = ((x.name, getattr(value, x.name)) for x in dataclasses.fields(value))
+        for key, item in items:
+            if isinstance(item, Tensor | Mapping | tuple | list) or dataclasses.is_dataclass(item):
+                if id(item) in bound:
+                    continue
+                child = self.graph.call_function(function, (node, key))
+                self._pure.add(child)
+                self.layer_of[child.name] = self.layer_of.get(node.name, "")
+                self.location_of[child.name] = self.location_of.get(node.name, "")
+                self._bind(item, child, bound)
 
     def makes(self, tensor: Tensor) -> bool:
         """Is there a node that made ``tensor``?"""

@@ -11,6 +11,8 @@ from oracle import assert_close
 from torch import Tensor, nn
 
 import placer
+from placer.partition.units import unit_graph
+from placer.program import SELECTS, capture_model
 
 
 def test_a_class_of_a_function() -> None:
@@ -84,6 +86,64 @@ def test_a_loss_is_taken_to_read_the_tensors_of_an_object() -> None:
 def test_no_loss_is_taken_to_read_a_cache_beside_the_result() -> None:
     beside = _training_bytes(lambda logits, hidden: (logits, Plain(logits.detach(), hidden)))
     assert beside < _training_bytes(lambda logits, hidden: (logits, hidden))
+
+
+class Inside(nn.Module):
+    """A module that stays whole, since it reads a value, and returns tensors in a dataclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Named]:
+        hidden = self.first(x).tanh()
+        hidden = hidden * 2 if hidden.sum() > 1e9 else hidden + 1
+        return hidden, Named(hidden, self.second(hidden).tanh())
+
+
+class ReadsFields(nn.Module):
+    """It reads what another module returned in a dataclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.inside = nn.Linear(4, 4), Inside()
+        self.middle, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, named = self.inside(self.before(x))
+        return self.last(self.middle(hidden) * named.hidden + named.logits)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_fields_of_a_dataclass_go_to_the_stage_that_reads_them(device: str) -> None:
+    model, x = ReadsFields().double(), torch.randn(4, 4, dtype=torch.float64)
+    names = [f"{device}:{i}" for i in range(4)]
+    layers = dict(zip(("before", "inside", "middle", "last"), names, strict=True))
+    placed = placer.compile(model, {"devices": names, "layers": layers}, x, run_on="cpu")
+    assert [set(stage.devices) for stage in placed.plan.stages] == [{name} for name in names]
+    placed.step(x, loss_fn=lambda output: output.square().mean())
+    found = {name: parameter.grad for name, parameter in placed.named_parameters()}
+    wanted = model(x)
+    wanted.square().mean().backward()
+    assert_close(placed(x), wanted, "result")
+    for name, parameter in model.named_parameters():
+        assert_close(found[name], parameter.grad, name)
+    placer.simulate(model, placed.plan, x)  # raises if an operation has tensors of two devices
+
+
+def test_a_dataclass_stays_on_the_stage_of_the_module_that_returned_it() -> None:
+    program = capture_model(ReadsFields(), [torch.randn(4, 4)])
+    units = dict(unit_graph(program).nodes(data="nodes"))
+    inside = next(nodes for nodes in units.values() if program.order.index("inside") in nodes)
+    names = [program.order[position] for position in inside]
+    selecting = [node.name for node in program.graph.nodes if node.target in SELECTS]
+    assert len(selecting) == 3 and names == ["inside", *selecting]
+
+
+def test_a_tensor_that_is_returned_twice_is_taken_from_its_first_place() -> None:
+    program = capture_model(ReadsFields(), [torch.randn(4, 4)])
+    taken = [node.args[1] for node in program.graph.nodes if node.target in SELECTS]
+    assert taken == [0, 1, "hidden"]  # and not the field "logits", which is the same tensor as 0
 
 
 class Lazy(nn.Module):
