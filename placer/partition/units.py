@@ -19,9 +19,9 @@ def unit_graph(program: Program) -> nx.DiGraph:
 
     A vertex is the position of the unit's first node; its attribute ``nodes`` has all positions. In one
     unit are: nodes that share memory which is written (``program.colocated``); a node that returns several
-    values and the calls that select them (`placer.program.SELECTS`); a parameter or constant and its first reader. Units
-    with random operations depend on each other in program order. Units on a cycle are merged (the
-    condensation of the graph). Vertices and edges are sorted.
+    values and the calls that select them (`placer.program.SELECTS`); a parameter or constant and its
+    first reader. Units with random operations depend on each other in program order. Units on a cycle
+    are merged (the condensation of the graph). Vertices and edges are sorted.
     """
     position = {name: i for i, name in enumerate(program.order)}
     joined: nx.Graph = nx.Graph()

@@ -121,7 +121,7 @@ class GraphWriter:
     # -- which node made what --------------------------------------------------------------------
 
     def bind(self, value: Any, node: fx.Node) -> None:
-        """Note that ``node`` made every tensor in ``value``; one that is there twice is taken from its first place."""
+        """Note that ``node`` made every tensor in ``value``. One that is there twice has its first place."""
         self._bind(value, node, set())
 
     def _bind(self, value: Any, node: fx.Node, bound: set[int]) -> None:
