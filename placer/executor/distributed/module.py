@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import cache, partial
 from typing import Any, NoReturn
 
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from placer._torch import default_timeout
 from placer.emit import StagedModel
-from placer.errors import PeerError, PlacerError
+from placer.errors import PlacerError
 from placer.executor.distributed.checks import (
     check_inference,
     check_parameters,
@@ -25,11 +25,12 @@ from placer.executor.distributed.checks import (
     refuse_sharding,
     refuse_wrappers,
 )
+from placer.executor.distributed.connection import Connection
 from placer.executor.distributed.failures.broadcast import FailureBroadcast
 from placer.executor.distributed.failures.fake_forward import find_failure_site
 from placer.executor.distributed.job.assignment import RankAssignment
 from placer.executor.distributed.job.call_check import CallCheck, CallDescription, Method
-from placer.executor.distributed.job.groups import Groups, close_groups, find_lost, make_groups
+from placer.executor.distributed.job.groups import Groups, make_groups
 from placer.executor.distributed.job.ownership import Ownership
 from placer.executor.distributed.loss_leaves import gradient_nodes, refuse_other_leaves
 from placer.executor.distributed.messages.batch import (
@@ -49,6 +50,7 @@ from placer.executor.distributed.reduction.gradients import (
     GroupSum,
     find_shared_parameters,
 )
+from placer.executor.distributed.reduction.norm import total_norm
 from placer.executor.distributed.reduction.statistics import SharedMoments
 from placer.executor.distributed.reduction.step_reduction import LossReduction, SharedBuffers
 from placer.executor.distributed.reduction.sync_norm import synchronise_norms
@@ -74,11 +76,8 @@ class DistributedModule(PartialModule):
 
     device: torch.device
     mesh: DeviceMesh
-    _job_group: Any  # the default process group at the time of construction
-    _groups: Groups | None  # None after this module has failed
+    _connection: Connection
     _finder: CrossingFinder
-    _failures: FailureBroadcast
-    _layer_of: Mapping[str, str]
     _written: tuple[str, ...]
     _pipeline: Pipeline
     _placeholder: nn.Parameter
@@ -108,16 +107,21 @@ class DistributedModule(PartialModule):
         self.device = device
         self.mesh = mesh
         self._ownership = ownership
-        self._job_group = dist.group.WORLD
-        self._groups = make_groups(mesh, ownership, device)
         self._finder = CrossingFinder(program.model, plan, staged, device)
-        self._failures = FailureBroadcast(
-            assignment.rank, dist.get_world_size(), name, limit=default_timeout(device)
+        groups = make_groups(mesh, ownership, device)
+        self._connection = Connection(
+            groups,
+            FailureBroadcast(
+                assignment.rank, dist.get_world_size(), name, limit=default_timeout(device)
+            ),
+            rank=assignment.rank,
+            replica_index=assignment.replica_index,
+            layers=[stage.layers for stage in plan.stages],
+            find_failure_site=partial(find_failure_site, self._finder, plan.node_layers, part),
         )
-        self._layer_of = dict(plan.node_layers)
         self._written = _written_names(program, ownership, assignment)
         if plan.batch_norm == "sync" and plan.replicas > 1:
-            synchronise_norms(part, self._groups.dp)
+            synchronise_norms(part, groups.dp)
         self._pipeline = Pipeline(
             self._replicas[0],
             part,
@@ -125,7 +129,7 @@ class DistributedModule(PartialModule):
             microbatches=plan.microbatches,
             rank=assignment.device_index,
             rank_of=assignment.device_of,
-            channel=GroupChannel(self._groups.pp),
+            channel=GroupChannel(groups.pp),
         )
         self._placeholder = nn.Parameter(torch.empty(0, device=device))
         self._readers = find_input_readers(staged, assignment)
@@ -167,25 +171,9 @@ class DistributedModule(PartialModule):
         return self.plan.replicas
 
     @property
-    def _in_job(self) -> bool:
-        return dist.is_initialized() and dist.group.WORLD is self._job_group
-
-    @property
     def process_groups(self) -> Groups:
         """The process groups of this module. Raises ``PeerError`` if they are closed."""
-        if not self._in_job:
-            raise PeerError(
-                f"rank {self.assignment.rank}",
-                "has left the job: the process group of this module is destroyed",
-                "call dist.destroy_process_group() last, after all use of this module",
-            )
-        if self._groups is None:
-            raise PeerError(
-                f"rank {self.assignment.rank}",
-                "an earlier call failed, and the connections of this module are closed",
-                "end the job; torchrun --max-restarts restarts it",
-            )
-        return self._groups
+        return self._connection.groups
 
     @property
     def own_share(self) -> tuple[int, int]:
@@ -295,10 +283,10 @@ class DistributedModule(PartialModule):
                 reducer.finish()
         except PlacerError as error:
             if own_rows and agreement.alike:  # other ranks may not have failed, so tell them
-                self._fail(error)
+                self._connection.fail(error)
             raise
         except BaseException as error:
-            self._fail(error)
+            self._connection.fail(error)
         with self.watch():
             loss = losses.wait()
             share.inputs.deliver(
@@ -328,14 +316,8 @@ class DistributedModule(PartialModule):
             for n, p in self.named_parameters()
             if p.grad is not None and self._ownership.holders[names[n]][0] == index
         ]
-        norm = nn.utils.get_total_norm(own, norm_type).to(self.device, torch.float64)
         with self.watch():
-            if norm_type == float("inf"):
-                dist.all_reduce(norm, dist.ReduceOp.MAX, group=self.process_groups.pp)
-            else:
-                norm = norm**norm_type
-                dist.all_reduce(norm, group=self.process_groups.pp)
-                norm = norm ** (1 / norm_type)
+            norm = total_norm(own, norm_type, group=self.process_groups.pp, device=self.device)
         nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
         return norm
 
@@ -452,7 +434,7 @@ class DistributedModule(PartialModule):
             before = gradient_nodes(output)
             rows = None if total is None else given.rows
             loss = loss_of.of_slice(output, target, rows=rows, counted=counts[id(given)])
-            if dist.get_world_size(self._job_group) > 1:
+            if dist.get_world_size() > 1:
                 refuse_other_leaves(loss, before, self, whole=self.assignment.num_devices == 1)
             return loss
 
@@ -508,47 +490,17 @@ class DistributedModule(PartialModule):
                 cache(lambda devices: GroupSum(self.process_groups.of_holders(devices))),
             )
             self._reducer = GradientReducer(shared)
+            self._connection.before_closing = self._reducer.close
             self._reduced = trained
         return self._reducer
 
-    @contextmanager
-    def watch(self) -> Iterator[None]:
-        """Tell the other ranks of any failure in the block, close the connections, and raise it.
+    def watch(self) -> AbstractContextManager[None]:
+        """In this block, a failure is told to the other ranks and ends the connection to them.
 
-        A failed communication is raised as ``PeerError``. A ``PlacerError`` is raised as it is and not
+        Raises ``PeerError`` for a failed communication. A ``PlacerError`` is raised as it is and not
         told, because all ranks raise it.
         """
-        try:
-            yield
-        except PlacerError:
-            raise
-        except BaseException as error:
-            self._fail(error)
-
-    def _fail(self, error: BaseException) -> NoReturn:
-        """Tell the other ranks, close the connections so that none waits for this one, and raise."""
-        groups = self._groups if self._in_job else None  # otherwise the program has closed them
-        try:
-            if not isinstance(error, Exception):
-                self._failures.tell_end(error)
-                raise error
-            self._failures.raise_for(
-                error,
-                find_lost=list if groups is None else partial(find_lost, groups.world),
-                find_failure_site=partial(
-                    find_failure_site, self._finder, self._layer_of, self._tree
-                ),
-                layers=[stage.layers for stage in self.plan.stages],
-                replica_index=self.replica_index,
-            )
-        finally:
-            if self._reducer is not None:
-                self._reducer.close()
-            self._groups = self._reducer = None
-            if groups is not None:
-                close_groups(groups.each())
-            if isinstance(error, Exception):  # otherwise the program should end at once
-                self._failures.await_readers()
+        return self._connection.watch()
 
 
 def _written_names(
