@@ -28,9 +28,9 @@ from benchmarks.memory_gpu import trained_steps
 from benchmarks.record import table, write_page
 from placer.api import as_spec
 from placer.program import capture_model, flatten_call
+from placer.quantities import format_bytes
 from placer.simulation.judge import Planner
 from placer.spec import PlacementSpec
-from placer.units import format_bytes
 
 ALLOCATORS = {"default": "expandable_segments:False", "expandable": "expandable_segments:True"}
 _NEAR = 0.01  # how near the two budgets of an edge are

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from placer.h100 import H100_PEAKS, H100_RATES
+from placer.quantities import parse_bytes
 from placer.rates import Peaks, Rates, fastest_rates, scaled_rates, uniform_rates
-from placer.units import parse_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

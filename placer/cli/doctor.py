@@ -49,7 +49,7 @@ def _packages(found: Diagnosis) -> Table:
 
 
 def _devices(found: Diagnosis) -> Table:
-    from placer.units import format_bytes
+    from placer.quantities import format_bytes
 
     table = plain_table()
     table.add_column("device")

@@ -19,8 +19,8 @@ from placer.plan.types import Plan
 from placer.planner.build import PlanMaker
 from placer.planner.remedies import find_largest_node, lacks_room, memory_needed, misfit_error
 from placer.program import Program
+from placer.quantities import format_bytes
 from placer.spec import PlacementSpec
-from placer.units import format_bytes
 
 
 def report_misfit(

@@ -34,7 +34,7 @@ def print_limits(console: Console, result: Mapping[str, Any], sizes: Mapping[str
 
 
 def _print_devices(console: Console, result: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
-    from placer.units import format_bytes, format_count
+    from placer.quantities import format_bytes, format_count
 
     for size, devices in result["devices_needed"].items():
         answer = f"does not fit on up to 64 devices of {size}"
@@ -92,7 +92,7 @@ def _limit(module: Mapping[str, Any]) -> str:
 
 
 def _print_largest(console: Console, largest: Mapping[str, Any] | None) -> None:
-    from placer.units import format_bytes, format_count
+    from placer.quantities import format_bytes, format_count
 
     if largest is None:
         return

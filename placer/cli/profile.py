@@ -189,7 +189,7 @@ def layer_seconds(
 def _seconds_table(
     rows: Mapping[str, Mapping[str, int]], seconds: Mapping[str, Mapping[str, float]]
 ) -> Table:
-    from placer.units import format_seconds
+    from placer.quantities import format_seconds
 
     whole = {
         column: sum(row[column] for row in seconds.values())
@@ -267,7 +267,7 @@ def _table(rows: Mapping[str, Mapping[str, int]], total: Mapping[str, int]) -> T
 
 
 def _figure(column: str, row: Mapping[str, int]) -> str:
-    from placer.units import format_bytes
+    from placer.quantities import format_bytes
 
     value = row[column]
     if not column.endswith("flops"):

@@ -76,8 +76,8 @@ def simulate(
 
 
 def _table(plan: Plan, report: SimulationReport) -> Table:
+    from placer.quantities import format_bytes
     from placer.report import relative_difference
-    from placer.units import format_bytes
 
     table = plain_table()
     table.add_column("device")

@@ -17,8 +17,8 @@ from placer.demo.train import PATCH, STEPS, Training
 from placer.errors import BudgetError, PlacerError
 from placer.plan.store import save_plan
 from placer.plan.types import DevicePeak
+from placer.quantities import format_bytes
 from placer.report import needs_text, plan_table, write_html
-from placer.units import format_bytes
 
 BUDGET = "16GiB"
 _MOST_DEVICES = 8

@@ -11,7 +11,7 @@ import torch
 from placer._torch import has_expandable_segments, set_expandable_segments
 from placer.executor.place import Place
 from placer.plan.types import Plan
-from placer.units import format_bytes
+from placer.quantities import format_bytes
 from placer.versions import ALLOCATOR_VARIABLES
 
 

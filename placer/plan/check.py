@@ -9,7 +9,7 @@ from placer.errors import BudgetError, PlanError
 from placer.plan.summary import describe_host
 from placer.plan.types import DevicePeak, Plan
 from placer.program import Program
-from placer.units import format_bytes
+from placer.quantities import format_bytes
 
 _SHOWN = 5
 

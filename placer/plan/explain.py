@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from placer.units import format_bytes, format_seconds
+from placer.quantities import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from placer.plan.types import Boundary, Optimality, Plan

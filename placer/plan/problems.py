@@ -20,9 +20,9 @@ from placer.plan.types import (
     StagePlan,
     Transfer,
 )
+from placer.quantities import format_count
 from placer.regions.types import Region
 from placer.spec.fields import OPTIMIZERS, device_name
-from placer.units import format_count
 
 _JSON_WORDS = {
     "a valid array": "a list",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from placer.plan.types import HostPeak, Plan, StagePlan
-from placer.units import format_bytes, format_count, format_seconds
+from placer.quantities import format_bytes, format_count, format_seconds
 
 _STAGES_SHOWN = 8
 

@@ -11,9 +11,9 @@ from placer.planner.activation_policy import PolicyChoice
 from placer.planner.host_memory import estimate_host
 from placer.planner.notes import placement_notes
 from placer.program import Program
+from placer.quantities import format_seconds
 from placer.regions import RegionKey, with_overlap
 from placer.spec import PlacementSpec
-from placer.units import format_seconds
 
 
 def assemble_plan(

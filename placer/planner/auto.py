@@ -11,8 +11,8 @@ from placer.planner.build import PlanMaker
 from placer.planner.devices import with_known_memory
 from placer.planner.remedies import misfit_error
 from placer.program import Program
+from placer.quantities import format_count
 from placer.spec import PlacementSpec
-from placer.units import format_count
 
 
 def choose_spec(

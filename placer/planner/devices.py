@@ -10,8 +10,8 @@ from placer.catalogue import kinds_with_memory
 from placer.cost import device_kind, device_type
 from placer.errors import SpecError
 from placer.partition import DeviceSlot
+from placer.quantities import format_bytes
 from placer.spec import DeviceSpec, PlacementSpec
-from placer.units import format_bytes
 
 
 def device_slot(device: DeviceSpec, spec: PlacementSpec) -> DeviceSlot:

@@ -16,8 +16,8 @@ from placer.planner.build import PlanMaker
 from placer.planner.devices import device_slot, likely_kernels
 from placer.planner.resolve import microbatch_inputs
 from placer.program import Program
+from placer.quantities import format_bytes
 from placer.spec import DeviceSpec, PlacementSpec
-from placer.units import format_bytes
 
 _MAX_DEVICES = 8
 _MAX_ROUNDS = 4

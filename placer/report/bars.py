@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from html import escape
 
 from placer.plan.types import Plan, StagePlan
+from placer.quantities import format_bytes
 from placer.report.figures import KINDS, memory_parts
-from placer.units import format_bytes
 
 _MEANING = {
     "parameters": "weights of the stage",

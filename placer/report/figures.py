@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from placer.plan.step_spans import step_spans
 from placer.plan.summary import describe_host
 from placer.plan.types import DevicePeak, HostPeak, Plan, StageMemory, Transfer
+from placer.quantities import format_bytes
 from placer.timeline import idle_share
-from placer.units import format_bytes
 
 if TYPE_CHECKING:
     from placer.simulation import SimulationReport

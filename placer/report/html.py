@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from placer.errors import PlanError
 from placer.files import writing
 from placer.plan.types import Plan, everything_fits
+from placer.quantities import format_bytes, format_seconds
 from placer.report.bars import legend, memory_bars
 from placer.report.figures import (
     LARGEST_HEADERS,
@@ -28,7 +29,6 @@ from placer.report.figures import (
 from placer.report.layers import compact_layers, stage_layers
 from placer.report.style import STYLE
 from placer.report.timeline import timeline_bars
-from placer.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from placer.simulation import SimulationReport

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from placer.plan.types import DevicePeak, Plan, StagePlan
+from placer.quantities import format_bytes, format_count, format_seconds
 from placer.report.figures import (
     bubble,
     data_transfers,
@@ -22,7 +23,6 @@ from placer.report.figures import (
     verdict,
 )
 from placer.report.layers import compact_layers, stage_layers
-from placer.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from placer.simulation import SimulationReport

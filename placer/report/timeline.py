@@ -12,9 +12,9 @@ from placer.errors import PlanError
 from placer.files import writing
 from placer.plan.step_spans import step_spans
 from placer.plan.types import Plan
+from placer.quantities import format_bytes, format_seconds
 from placer.report.bars import bar_part, bar_row
 from placer.timeline import Span, end_of
-from placer.units import format_bytes, format_seconds
 
 _KINDS = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
 _MOST = 4000  # spans; for more, the page shows no bars

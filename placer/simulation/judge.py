@@ -16,6 +16,7 @@ from placer.plan.types import DevicePeak, Plan, StageMemory, everything_fits
 from placer.planner.build import PlanMaker, build_plan
 from placer.planner.host_memory import HOST_NAME
 from placer.program import Program
+from placer.quantities import format_count
 from placer.simulation.ranks import rank_timelines, ranks_host_usage
 from placer.simulation.simulate import simulate_steps
 from placer.simulation.usage import (
@@ -27,7 +28,6 @@ from placer.simulation.usage import (
 )
 from placer.spec import PlacementSpec
 from placer.timeline import HostUsage, host_usage
-from placer.units import format_count
 
 _MAX_ROUNDS = 3  # of planning with corrections
 # In 126 placements of four MONAI networks outside the test suite, the worst estimate was 14% below the

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from placer.plan.types import HostPeak
+from placer.quantities import format_bytes
 from placer.timeline import Block
-from placer.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,9 +8,9 @@ from typing import Any
 
 from placer.errors import nearest
 from placer.jsonfile import escape_token
+from placer.quantities import format_count
 from placer.spec.fields import MOST, device_name
 from placer.spec.rows import shifted_rows
-from placer.units import format_count
 
 Problem = tuple[str, str, str]
 

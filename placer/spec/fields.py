@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, PlainSerializer, PlainValidator, WithJsonS
 from placer.catalogue import CATALOGUE
 from placer.errors import nearest
 from placer.kindfile import is_kind_file
-from placer.units import parse_bytes
+from placer.quantities import parse_bytes
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
 OPTIMIZERS = ("sgd", "sgd_momentum", "adam", "adamw")

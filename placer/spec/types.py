@@ -25,6 +25,7 @@ from pydantic.functional_validators import ModelWrapValidatorHandler
 from pydantic_core import CoreSchema
 
 from placer.errors import SpecError, nearest
+from placer.quantities import format_bytes, spell_bytes
 from placer.spec.check import cross_problems, shift_clashes
 from placer.spec.explain import explain_errors
 from placer.spec.fields import (
@@ -39,7 +40,6 @@ from placer.spec.fields import (
     ScheduleName,
 )
 from placer.spec.rows import shifted_rows
-from placer.units import format_bytes, spell_bytes
 
 _SHOWN = 6  # layers or devices shown in a `repr`
 _MODEL = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)

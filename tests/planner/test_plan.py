@@ -16,8 +16,8 @@ import placer
 from placer import BudgetError, CaptureError, PlacementSpec, PlanError, SpecError
 from placer.planner.activation_policy import PolicyChoice
 from placer.planner.assemble import _policy_notes
+from placer.quantities import parse_bytes
 from placer.report.figures import verdict
-from placer.units import parse_bytes
 
 GIB = 2**30
 
