@@ -29,7 +29,7 @@ from placer.program import FakeConverter, Program
 from placer.simulation.ledger import Ledger
 from placer.simulation.optimizers import make_optimizer
 from placer.simulation.simulate import describe_device, running_kernels
-from placer.simulation.steps import record_steps
+from placer.simulation.steps import explained_failure, record_steps
 from placer.simulation.types import SimulationReport
 from placer.simulation.usage import DeviceTimeline, measure_host, steps_of
 from placer.timeline import HostUsage, Moment, Timeline, Where, host_usage
@@ -201,8 +201,9 @@ class _FakeReplica:
                 ledger.add(leaf, CALLER, kind="input")
             finder, crossings = self._find_crossings(name)
             microbatches = _microbatches(staged, slices, crossings, name)
+            explained = explained_failure(own_loss=loss_of is not stand_in_loss)
             if not plan.training:
-                with ledger, running_kernels(plan, name), torch.no_grad():
+                with explained, ledger, running_kernels(plan, name), torch.no_grad():
                     gather_result(
                         self._batch,
                         pipeline.run(microbatches, None),
@@ -223,7 +224,7 @@ class _FakeReplica:
                 pipeline.run(microbatches, lambda _, output: loss_of(output) * (1 / len(slices)))
                 reducer.finish()
 
-            with ledger, running_kernels(plan, name):
+            with explained, ledger, running_kernels(plan, name):
                 return record_steps(
                     ledger,
                     train,

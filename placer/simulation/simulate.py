@@ -20,7 +20,7 @@ from placer.program import FakeConverter, Program
 from placer.program.call import placeholder_names
 from placer.simulation.ledger import Ledger
 from placer.simulation.optimizers import make_optimizer
-from placer.simulation.steps import record_steps
+from placer.simulation.steps import explained_failure, record_steps
 from placer.simulation.types import DeviceSimulation, SimulationReport
 from placer.simulation.usage import (
     DeviceTimeline,
@@ -100,7 +100,8 @@ def _run(
         _count_state(ledger, placed, staged, rows[0])
         for leaf, name in zip(leaves, placeholder_names(program.call), strict=True):
             ledger.add(leaf, CALLER, kind="input", name=name, layer="")
-        with ledger, running_kernels(plan, run_on):
+        explained = explained_failure(own_loss=loss_fn is not None)
+        with explained, ledger, running_kernels(plan, run_on):
             if not plan.training:
                 with torch.no_grad():
                     placed.run_leaves(leaves)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
+from placer.errors import CaptureError, PlacerError, causes
 from placer.simulation.ledger import Ledger
 from placer.timeline import Timeline, repeat_parts
 
@@ -37,3 +39,24 @@ def record_steps(
     state, step, first, later, end = (range(*pair) for pair in itertools.pairwise(ends))
     parts = [state, step, first, end, *[step, later, end] * (steps - 1)]
     return repeat_parts(ledger.timeline(), parts)
+
+
+@contextmanager
+def explained_failure(*, own_loss: bool) -> Iterator[None]:
+    """Raise an exception of the model's code in this block, or of a caller's loss, as a ``CaptureError``.
+
+    Most often autograd refuses a backward, because a value that it needs was overwritten.
+    """
+    try:
+        yield
+    except PlacerError:
+        raise
+    except Exception as error:
+        *_, root = causes(error)
+        problem = str(root).strip().split("\n")[0].partition(" Hint: ")[0]
+        raise CaptureError(
+            "the model or loss_fn" if own_loss else "the model",
+            f"fails in a dry run: {type(root).__name__}: {problem}",
+            "call the plain model and the backward of its loss: if that fails too, mend the model, or "
+            'plan with "training": false; if it does not, please report it with the model',
+        ) from error
