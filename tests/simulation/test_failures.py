@@ -1,4 +1,4 @@
-"""Models that a dry run cannot train: the error says so, and is none of torch's or of the inside of placer."""
+"""Models that a dry run cannot train: the error says so, and is not one from the inside."""
 
 from __future__ import annotations
 
