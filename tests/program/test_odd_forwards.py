@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import placer
-from placer.program import capture_model
+from placer.program import capture_model, fake
 
 SPEC = {"devices": ["cuda:0", "cuda:1", "cuda:2"], "objective": "memory", "reserve": 0}
 
@@ -208,7 +208,27 @@ class Endless(UntilDone):
         return x
 
 
-def test_a_loop_that_no_guess_ends_is_an_error() -> None:
+def test_a_loop_that_no_guess_ends_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(fake._MOST_READS, 0, 1_000)
     with pytest.raises(placer.CaptureError, match="a loop that waits for another value") as error:
         placer.make_plan(Endless(0.0), {"devices": ["cpu:0"]}, torch.randn(4, 8))
     assert "reads values of tensors" in str(error.value)
+
+
+class ReadsEveryRow(nn.Module):
+    """It reads a value for every row, as a detector does for every box; 1 is not one of the values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        flags = [bool(value > 0) for value in y[:, 0]]
+        if all(flags):
+            raise ValueError("this model needs a row whose first value is not positive")
+        return y * (sum(flags) + 1)
+
+
+def test_many_reads_are_no_endless_loop() -> None:
+    assert capture_model(ReadsEveryRow(), [torch.randn(1_200, 8)]).conditions.guess == 0
