@@ -18,6 +18,8 @@ from torch.utils._pytree import tree_iter
 
 from placer._torch import without_modes, without_torch_function
 
+_CPU = torch.device("cpu")
+
 
 def _words(text: str) -> list[str]:
     return text.split()
@@ -37,7 +39,7 @@ _OPERATIONS = _words("""
     eq ne lt le gt ge equal where logical_and logical_or logical_not isnan is_nonzero
     add sub mul div true_divide divide multiply subtract floor_divide remainder fmod pow neg negative
     rsub abs sqrt rsqrt square exp exp2 log log2 log10 sin cos tan floor ceil round trunc sign
-    reciprocal clamp minimum maximum
+    reciprocal clamp minimum maximum pad
     floordiv truediv mod
 """)
 _PURE = frozenset((*_MAKERS, *_OPERATIONS, *(f"__{name}__" for name in _OPERATIONS)))
@@ -53,21 +55,25 @@ class KnownValue:
 
 
 def find_value(
-    node: fx.Node, constants: Mapping[str, Tensor], numbers: Mapping[fx.Node, Any]
+    node: fx.Node,
+    constants: Mapping[str, Tensor],
+    numbers: Mapping[fx.Node, Any],
+    device: torch.device = _CPU,
 ) -> KnownValue | None:
     """The value of ``node`` if it is computed from constants and numbers only, else None.
 
     Constants are tensors that are neither parameters nor buffers nor inputs: plain attributes, and
     the results of ``torch.arange`` and similar functions. ``numbers`` are the sizes in this run, which
-    then are fixed in the program. The result is also None if any of these tensors was written to.
+    then are fixed in the program. The result is also None if any of these tensors was written to. It
+    is computed on ``device``.
     """
     order = _unwritten_ancestors(node, constants, numbers)
     if order is None:
         return None
     values: dict[fx.Node, Any] = {}
-    with without_torch_function(), without_modes(), torch.device("cpu"):
+    with without_torch_function(), without_modes(), device:
         for source in order:
-            values[source] = _compute(source, constants, numbers, values)
+            values[source] = _compute(source, constants, numbers, values, device)
     return KnownValue(values[node], [source for source in order if source.name in constants])
 
 
@@ -119,12 +125,19 @@ def _compute(
     constants: Mapping[str, Tensor],
     numbers: Mapping[fx.Node, Any],
     values: Mapping[fx.Node, Any],
+    device: torch.device,
 ) -> Any:
     if node in numbers:
         return numbers[node]
     if node.name in constants:
-        return constants[node.name]
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+        return constants[node.name].to(device)
+
+    def argument(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return values[value]
+        return device if isinstance(value, torch.device) else value
+
+    args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), argument)
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     assert callable(node.target)

@@ -6,7 +6,7 @@ prepares the run, restores the modules afterwards, and attributes failures to th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from placer.program.call import BoundCall
+from placer.program.earlier_calls import NOTHING_FORGOTTEN, Forgotten, forget_earlier_calls
 from placer.program.failure import TraceFailure, describe, leads_to, locate
 from placer.program.fake import FakeConverter, fake_execution
 from placer.program.fingerprint import graph_lines
@@ -42,6 +43,51 @@ class RecordedProgram:
     checkpointed: dict[str, str]  # path of a module under activation checkpointing -> source line
 
 
+def forget(
+    converter: FakeConverter,
+    model: nn.Module,
+    fake_model: nn.Module,
+    bound: BoundCall,
+    inputs: Sequence[Tensor],
+    whole: Collection[str],
+    *,
+    guess: int = 1,
+    ignore_device_moves: bool = False,
+) -> Forgotten:
+    """Remove from ``fake_model`` what forward left in ``model`` and makes again (`earlier_calls`)."""
+
+    def run(single: Collection[str], doubled: bool) -> Recorder | None:
+        make = partial(
+            Recorder,
+            converter,
+            model,
+            fake_model,
+            frozenset(single),
+            guess,
+            ignore_device_moves=ignore_device_moves,
+        )
+        called = double_batch(converter, inputs) if doubled else inputs
+        if called is None:
+            return None
+        return _run(make, converter, bound, called, locate_draws=False)[0]
+
+    return forget_earlier_calls(model, fake_model, whole, converter.reachable, run)
+
+
+def double_batch(converter: FakeConverter, inputs: Sequence[Tensor]) -> list[Tensor] | None:
+    """Inputs with twice the batch, or None if there is no batch."""
+    sizes = [tensor.size(0) for tensor in inputs if tensor.dim()]
+    if not sizes or sizes[0] == 0:
+        return None
+    with converter.mode, torch.no_grad():
+        return [
+            torch.cat([x, x]).detach().requires_grad_(x.requires_grad)
+            if x.dim() and x.size(0) == sizes[0]
+            else x
+            for x in inputs
+        ]
+
+
 class UnlocatedRandomDraw(TraceFailure):
     """Forward drew random numbers that are not torch's; the run did not find out in which module."""
 
@@ -57,15 +103,16 @@ def record_model(
     guess: int = 1,
     ignore_device_moves: bool = False,
     named: bool = True,
+    forgotten: Forgotten = NOTHING_FORGOTTEN,
 ) -> RecordedProgram:
     """Run ``fake_model``, the fake copy of ``model``, on fake ``inputs`` and write down what it does.
 
     Modules whose paths are in ``whole`` become single nodes, and so do the layers of ``torch.nn``;
     where these read values of tensors, they get ``guess``. With ``named``, equal graphs have equal
-    node names; a graph that is only compared does not need that. ``fake_model`` is restored
-    afterwards. Raises ``TraceFailure`` naming the innermost module that cannot be recorded,
-    ``ForwardFailure`` when the model itself fails, and ``CaptureError`` when it moves tensors to
-    several devices, unless ``ignore_device_moves``.
+    node names; a graph that is only compared does not need that. ``forgotten`` was removed from
+    ``fake_model`` before, which is restored afterwards. Raises ``TraceFailure`` naming the innermost
+    module that cannot be recorded, ``ForwardFailure`` when the model itself fails, and
+    ``CaptureError`` when it moves tensors to several devices, unless ``ignore_device_moves``.
     """
     snapshot = Snapshot(fake_model)
     make = partial(Recorder, ignore_device_moves=ignore_device_moves)
@@ -81,7 +128,8 @@ def record_model(
             snapshot.restore()
             run()
             raise TraceFailure("", f"{failure.reason}, but not in every call", "") from failure
-        effects = _replace_buffers(recorder, model, fake_model, snapshot.changes())
+        changes = [x for x in snapshot.changes() if not is_inside(recorder.single_nodes, x[0])]
+        effects = _replace_buffers(recorder, model, fake_model, changes, forgotten.buffers)
         cached = [recorder.keep_cached(_attribute(fake_model, *effect)) for effect in effects]
         graph = recorder.writer.finish(leaves, named=named)
         if effects:
@@ -104,7 +152,7 @@ def record_model(
         constants={k: v for k, v in writer.constants.items() if k in names},
         result=recorder.result,
         side_effects=tuple(effects),
-        guards=recorder.guards(),
+        guards=recorder.guards(forgotten.tensors),
         checkpointed=recorder.checkpointed,
     )
 
@@ -146,28 +194,32 @@ def _attribute(fake_model: nn.Module, path: str, attribute: str) -> Any:
 
 
 def _replace_buffers(
-    recorder: Recorder, model: nn.Module, fake_model: nn.Module, changes: Iterable[tuple[str, str]]
+    recorder: Recorder,
+    model: nn.Module,
+    fake_model: nn.Module,
+    changes: Iterable[tuple[str, str]],
+    forgotten: Collection[str],
 ) -> list[tuple[str, str]]:
     """Record each buffer that forward replaced by another tensor as a copy into the buffer.
 
-    ``changes`` are (module path, attribute). Returns those that are no such replacements. Changes in
-    modules that are a single node are left out: the node makes them itself.
+    ``changes`` are (module path, attribute). Returns those that are no such replacements; buffers with
+    names in ``forgotten`` are none, since the first call does not have them.
     """
     others = []
     for path, attribute in changes:
-        if is_inside(recorder.single_nodes, path):
-            continue
+        name = f"{path}.{attribute}".lstrip(".")
         before = model.get_submodule(path)._buffers.get(attribute)
         now = fake_model.get_submodule(path)._buffers.get(attribute)
         if (
             before is None
+            or name in forgotten
             or now is None
             or now.requires_grad
             or (now.shape, now.dtype) != (before.shape, before.dtype)
         ):
             others.append((path, attribute))
         else:
-            recorder.writer.replace_buffer(f"{path}.{attribute}".lstrip("."), now, path)
+            recorder.writer.replace_buffer(name, now, path)
     return others
 
 

@@ -154,9 +154,9 @@ class Recorder(TorchFunctionMode):
         if not self.paused:
             self.attributes.add((path, name))
 
-    def guards(self) -> tuple[AttributeGuard, ...]:
-        """The attributes of the model that were read, with their values."""
-        return make_guards(self.model, self.attributes, self.tensors_read)
+    def guards(self, compared: Sequence[Tensor] = ()) -> tuple[AttributeGuard, ...]:
+        """The attributes of the model that were read, with their values, also those of ``compared``."""
+        return make_guards(self.model, self.attributes, [*self.tensors_read, *compared])
 
     def run(self, bound: BoundCall, inputs: Sequence[Tensor]) -> list[Any]:
         """Run forward; the leaves of its result as arguments for the graph's output node."""

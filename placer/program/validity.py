@@ -14,7 +14,7 @@ from placer.program.failure import ForwardFailure, TraceFailure
 from placer.program.fake import FakeConverter
 from placer.program.fingerprint import graph_lines
 from placer.program.guards import AttributeGuard
-from placer.program.record import record_model
+from placer.program.record import forget, record_model
 from placer.program.types import CallFormat, Conditions
 from placer.program.watch import RECORDING
 
@@ -74,16 +74,13 @@ def find_difference(
     inputs = [converter.tensor(tensor) for tensor in bound.tensors]
     try:
         with RECORDING:
-            recording = record_model(
-                converter,
-                model,
-                converter.module(model),
-                bound,
-                inputs,
-                conditions.whole,
-                guess=conditions.guess,
-                ignore_device_moves=conditions.ignore_device_moves,
-            )
+            call = converter, model, converter.module(model), bound, inputs, conditions.whole
+            options: dict[str, Any] = {
+                "guess": conditions.guess,
+                "ignore_device_moves": conditions.ignore_device_moves,
+            }
+            forgotten = forget(*call, **options)
+            recording = record_model(*call, **options, forgotten=forgotten)
     except ForwardFailure as failure:
         raise failure.as_error(
             f"on inputs of {describe_shapes(inputs)}",
