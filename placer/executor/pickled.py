@@ -31,8 +31,7 @@ class ExampleCall:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     modes: tuple[bool, ...]  # the training flag of every module, in the order of ``modules()``
-    # Paths of modules that were captured as one node, or whose hooks the model itself installs.
-    hooked: frozenset[str]
+    whole: frozenset[str]  # paths of modules that were captured as one node
     guards: tuple[AttributeGuard, ...]  # plain attributes that the program read
     ignore_device_moves: bool = False
 
@@ -49,7 +48,7 @@ def example_call(staged: StagedModel) -> ExampleCall:
         args=args,
         kwargs=kwargs,
         modes=conditions.modes,
-        hooked=conditions.whole | conditions.hooked_by_forward,
+        whole=conditions.whole,
         guards=tuple(s for s in conditions.guards if s.is_plain),
         ignore_device_moves=conditions.ignore_device_moves,
     )
@@ -65,7 +64,7 @@ def as_captured(model: nn.Module, call: ExampleCall) -> Iterator[None]:
     looked_into = [
         module
         for path, module in model.named_modules()
-        if path and path not in call.hooked and not is_torch_leaf(module)
+        if path and path not in call.whole and not is_torch_leaf(module)
     ]
     _set_modes(model, call.modes)
     try:

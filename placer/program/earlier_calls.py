@@ -28,7 +28,7 @@ from placer.errors import CaptureError
 from placer.operands import tensors_of_tree
 from placer.program.constants import find_value, is_constant
 from placer.program.failure import ForwardFailure, TraceFailure, end_frames
-from placer.program.leaves import is_inside, is_torch_leaf
+from placer.program.leaves import find_whole_modules, is_inside, is_torch_leaf
 from placer.program.reachable import ReachableState
 from placer.program.recorder import Recorder
 from placer.program.restore import Snapshot
@@ -185,17 +185,35 @@ def _forget(
     while way:
         for attribute in way:
             attribute.remove(fake_model)
-        single = {*whole} - {x.path for x in way if x.code is not None}
-        changes = _changes(model, fake_model, partial(run, single, False))
+        if any(x.code is not None for x in way):
+            call = partial(_run_without_hooks, fake_model, run)
+        else:
+            call = partial(run, whole)
+        changes = _changes(model, fake_model, partial(call, False))
         made = [x for x in way if changes.get((x.path, x.name))]
         # What depends on the batch stays, since the program may run on smaller micro-batches.
         if len(made) == len(way) and all(changes.values()):
-            if all(_changes(model, fake_model, partial(run, single, True)).values()):
+            if all(_changes(model, fake_model, partial(call, True)).values()):
                 return way
             made = []
         present.restore()
         way = made if len(made) < len(way) else []
     return ()
+
+
+def _run_without_hooks(fake_model: nn.Module, run: Run, doubled: bool) -> Recorder | None:
+    """Record a call; modules may have become single nodes only because of the hooks that were removed."""
+    single = {module.layer for module in find_whole_modules(fake_model)}
+    before = Snapshot(fake_model)
+    while True:
+        try:
+            return run(single, doubled)
+        except TraceFailure as failure:
+            if failure.layer in ("", *single):
+                raise
+            end_frames(failure)
+            single.add(failure.layer)
+            before.restore()
 
 
 def _changes(
