@@ -52,7 +52,7 @@ def capture_model(
     inputs may be on any device, ``meta`` included. A submodule that cannot be recorded becomes one
     node (``whole_modules`` says why) and the recording starts again, so there are at most as many
     recordings as modules. A second recording with twice the batch finds out what depends on the
-    batch size.
+    batch size. What forward left in the model in earlier calls is left out (`earlier_calls`).
 
     Raises ``CaptureError`` when the model cannot be captured. A model whose forward moves tensors to
     several devices is one, unless ``ignore_device_moves``. Raises ``VersionError`` when the installed
@@ -286,7 +286,7 @@ def _assemble(
             for w in whole.values()
             if not w.layer or (w.layer in called and not is_torch_leaf(modules[w.layer]))
         ),
-        fingerprint=fingerprint_graph(model, graph, capture.forgotten.buffers),
+        fingerprint=fingerprint_graph(model, graph, capture.forgotten),
         conditions=Conditions(
             modes=training_flags(model),
             shapes=tuple(tensor.shape for tensor in bound.tensors),

@@ -49,8 +49,10 @@ class Forgotten:
     """What was removed from the fake copy of a model. The model still has it."""
 
     tensors: tuple[Tensor, ...] = ()  # the model's, not the copy's
-    buffers: frozenset[str] = frozenset()
     hooked: frozenset[str] = frozenset()  # paths of the modules whose hooks were removed
+
+    def __contains__(self, tensor: object) -> bool:
+        return any(tensor is other for other in self.tensors)
 
     def __bool__(self) -> bool:
         return bool(self.tensors or self.hooked)
@@ -110,13 +112,9 @@ def forget_earlier_calls(
                 removed.update(dict.fromkeys(gone))
                 waiting.remove(ways)
                 again = bool(waiting)
-    modules = {x: model.get_submodule(x.path) for x in removed}
-    values = [_value(module, x.name) for x, module in modules.items() if x.code is None]
+    values = [_value(model.get_submodule(x.path), x.name) for x in removed if x.code is None]
     return Forgotten(
         tensors=tuple(tensor for value in values for tensor in tensors_of_tree(value)),
-        buffers=frozenset(
-            f"{x.path}.{x.name}".lstrip(".") for x, m in modules.items() if x.name in m._buffers
-        ),
         hooked=frozenset(x.path for x in removed if x.code is not None),
     )
 
@@ -132,7 +130,8 @@ def _tensors(
     for path, module in model.named_modules():
         if is_torch_leaf(module):
             continue
-        names = [x for x in module._non_persistent_buffers_set if module._buffers[x] is not None]
+        buffers = module._buffers
+        names = [x for x in module._non_persistent_buffers_set if buffers.get(x) is not None]
         names += [
             name
             for name, value in module.__dict__.items()
@@ -259,12 +258,14 @@ class _Comparison:
         self._numbers = recorder.sizes.values
         # Buffers that are not saved are constants, too, unless forward writes to them.
         fixed = {
-            f"{path}.{name}".lstrip("."): module._buffers[name]
+            f"{path}.{name}".lstrip("."): module._buffers.get(name)
             for path, module in model.named_modules()
             for name in module._non_persistent_buffers_set
         }
         reads = recorder.writer.graph.find_nodes(op="get_attr")
-        buffers = {node.name: fixed[node.target] for node in reads if node.target in fixed}
+        buffers = {
+            node.name: fixed[node.target] for node in reads if fixed.get(node.target) is not None
+        }
         self._constants = ChainMap(recorder.writer.constants, buffers)
 
     def same(self, now: Any, then: Any) -> bool:

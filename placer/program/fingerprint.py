@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Container
 from types import FunctionType
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 
-def fingerprint_graph(model: nn.Module, graph: fx.Graph, left_out: Collection[str] = ()) -> str:
+def fingerprint_graph(model: nn.Module, graph: fx.Graph, left_out: Container[Tensor] = ()) -> str:
     """SHA-256 as hexadecimal digits, the same in every process.
 
     It changes when an operation, an argument, or a name, shape or dtype of a parameter or buffer does.
-    Buffers with names in ``left_out`` do not count.
+    Buffers in ``left_out`` do not count.
     """
     digest = hashlib.sha256("\n".join(graph_lines(graph)).encode())
     for kind, named in (
@@ -22,7 +22,7 @@ def fingerprint_graph(model: nn.Module, graph: fx.Graph, left_out: Collection[st
         ("buffer", model.named_buffers(remove_duplicate=False)),
     ):
         for name, tensor in named:
-            if name in left_out:
+            if tensor in left_out:
                 continue
             digest.update(f"{kind} {name} {list(tensor.shape)} {tensor.dtype}\n".encode())
     return digest.hexdigest()

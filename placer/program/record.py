@@ -129,7 +129,7 @@ def record_model(
             run()
             raise TraceFailure("", f"{failure.reason}, but not in every call", "") from failure
         changes = [x for x in snapshot.changes() if not is_inside(recorder.single_nodes, x[0])]
-        effects = _replace_buffers(recorder, model, fake_model, changes, forgotten.buffers)
+        effects = _replace_buffers(recorder, model, fake_model, changes, forgotten)
         cached = [recorder.keep_cached(_attribute(fake_model, *effect)) for effect in effects]
         graph = recorder.writer.finish(leaves, named=named)
         if effects:
@@ -198,12 +198,12 @@ def _replace_buffers(
     model: nn.Module,
     fake_model: nn.Module,
     changes: Iterable[tuple[str, str]],
-    forgotten: Collection[str],
+    forgotten: Forgotten,
 ) -> list[tuple[str, str]]:
     """Record each buffer that forward replaced by another tensor as a copy into the buffer.
 
-    ``changes`` are (module path, attribute). Returns those that are no such replacements; buffers with
-    names in ``forgotten`` are none, since the first call does not have them.
+    ``changes`` are (module path, attribute). Returns those that are no such replacements: also
+    buffers in ``forgotten``, which the model did not have before its first call.
     """
     others = []
     for path, attribute in changes:
@@ -212,7 +212,7 @@ def _replace_buffers(
         now = fake_model.get_submodule(path)._buffers.get(attribute)
         if (
             before is None
-            or name in forgotten
+            or before in forgotten
             or now is None
             or now.requires_grad
             or (now.shape, now.dtype) != (before.shape, before.dtype)
