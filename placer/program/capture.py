@@ -314,7 +314,7 @@ def _side_effect_notes(recording: RecordedProgram) -> tuple[str, ...]:
         setters.setdefault(attribute, []).append(path or "the model")
     read = {setting.name for setting in recording.guards}
     notes = []
-    for attribute, paths in setters.items():
+    for attribute, paths in sorted(setters.items()):
         others = f" and of {len(paths) - 1} more" if len(paths) > 1 else ""
         stays = ": every call computes what the first would" if attribute in read else ""
         notes.append(

@@ -120,6 +120,7 @@ def test_a_capture_after_a_call_is_the_one_before_it(first: Callable[[], nn.Modu
     captures.append(capture_model(copy.deepcopy(model), (x[:2],)))
     assert len({program.fingerprint for program in captures}) == 1
     assert len({str(program.graph) for program in captures}) == 1
+    assert len({program.notes for program in captures}) == 1
     assert not any(program.fixed_batch_reason for program in captures)
     torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
 
