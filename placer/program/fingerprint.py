@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -30,12 +30,22 @@ def fingerprint_graph(model: nn.Module, graph: fx.Graph, left_out: Container[Ten
 
 def graph_lines(graph: fx.Graph) -> list[str]:
     """One line per node: operation, target and arguments. Nodes appear as numbers, not by name."""
-    number = {node: index for index, node in enumerate(graph.nodes)}
-    return [
-        f"{node.op} {_target_name(node.target)} "
-        f"{_spell(node.args, number)} {_spell(node.kwargs, number)}"
-        for node in graph.nodes
-    ]
+    number = {node: f"%{index}" for index, node in enumerate(graph.nodes)}
+    return [_line(node, number) for node in graph.nodes]
+
+
+def varying_lines(
+    graph: fx.Graph, results: Sequence[Any], labels: Mapping[fx.Node, str]
+) -> list[str]:
+    """As `graph_lines`, and a line for the results; nodes with a label have no line of their own."""
+    varying = [node for node in graph.nodes if node not in labels]
+    number = {node: f"%{index}" for index, node in enumerate(varying)} | dict(labels)
+    return [*(_line(node, number) for node in varying), _spell(results, number)]
+
+
+def _line(node: fx.Node, number: Mapping[fx.Node, str]) -> str:
+    arguments = f"{_spell(node.args, number)} {_spell(node.kwargs, number)}"
+    return f"{node.op} {_target_name(node.target)} {arguments}"
 
 
 def _target_name(target: str | Callable[..., Any]) -> str:
@@ -47,9 +57,9 @@ def _target_name(target: str | Callable[..., Any]) -> str:
     return f"{module}.{getattr(target, '__qualname__', type(target).__qualname__)}"
 
 
-def _spell(value: Any, number: dict[fx.Node, int]) -> str:
+def _spell(value: Any, number: Mapping[fx.Node, str]) -> str:
     if isinstance(value, fx.Node):
-        return f"%{number[value]}"
+        return number[value]
     if isinstance(value, dict):
         return "{" + ",".join(f"{k!r}:{_spell(v, number)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):

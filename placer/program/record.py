@@ -19,7 +19,6 @@ from placer.program.call import BoundCall
 from placer.program.earlier_calls import NOTHING_FORGOTTEN, Forgotten, forget_earlier_calls
 from placer.program.failure import TraceFailure, describe, leads_to, locate
 from placer.program.fake import FakeConverter, fake_execution
-from placer.program.fingerprint import graph_lines
 from placer.program.guards import AttributeGuard
 from placer.program.leaves import is_inside
 from placer.program.python_random import PythonRandomDraw
@@ -131,15 +130,16 @@ def record_model(
         changes = [x for x in snapshot.changes() if not is_inside(recorder.single_nodes, x[0])]
         effects = _replace_buffers(recorder, model, fake_model, changes, forgotten)
         cached = [recorder.keep_cached(_attribute(fake_model, *effect)) for effect in effects]
-        graph = recorder.writer.finish(leaves, named=named)
         if effects:
-            # Does what forward left behind change what the next forward computes?
-            first, second = graph_lines(graph), _lines_of_another(run)
-            if any(cached):  # the second run reads what the first computed, as all later ones do
-                first, second = second, _lines_of_another(run)
+            # Does what forward left behind change what the next forward computes? The next one may
+            # read constants from there, which the first one computed.
+            first = recorder.lines(leaves, constants=not any(cached))
+            another, results = run()
+            second = another.lines(results, constants=not any(cached))
             for path, attribute in effects:
                 if path and first != second:
                     raise TraceFailure(path, f"its forward changes its attribute {attribute!r}", "")
+        graph = recorder.writer.finish(leaves, named=named)
     finally:
         snapshot.restore()
     writer = recorder.writer
@@ -181,12 +181,6 @@ def _run(
             raise TraceFailure(recorder.failed_in[1], describe(error), locate(error)) from error
         kind = UnlocatedRandomDraw if isinstance(error, PythonRandomDraw) else TraceFailure
         raise kind("", describe(error), locate(error)) from error
-
-
-def _lines_of_another(run: Callable[[], tuple[Recorder, list[Any]]]) -> list[str]:
-    """The graph of another run, as text."""
-    recorder, leaves = run()
-    return graph_lines(recorder.writer.finish(leaves, named=False))
 
 
 def _attribute(fake_model: nn.Module, path: str, attribute: str) -> Any:
