@@ -143,7 +143,8 @@ def _tensors(
     assigned = reachable.assigned({name for _, name in paths}) if paths else ()
     for (_, name), found in paths.items():
         if name in assigned:
-            yield [[_Attribute(path, name, x) for path in found] for x in (None, _ABSENT)]
+            missing = (None, _ABSENT) if reachable.spelled(name) else (None,)
+            yield [[_Attribute(path, name, x) for path in found] for x in missing]
 
 
 def _hooks(model: nn.Module, reachable: ReachableState) -> Iterator[list[list[_Attribute]]]:
