@@ -133,7 +133,8 @@ def _tensors(model: nn.Module, reachable: ReachableState) -> Iterator[list[list[
         if is_torch_leaf(module):
             continue
         buffers = module._buffers
-        names = [x for x in module._non_persistent_buffers_set if buffers.get(x) is not None]
+        unsaved = sorted(module._non_persistent_buffers_set)  # a set's order differs between processes
+        names = [name for name in unsaved if buffers.get(name) is not None]
         names += [
             name
             for name, value in module.__dict__.items()
