@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from placer.errors import CaptureError
 from placer.program.alias import Aliasing, NodeFailure, analyze_aliasing
 from placer.program.call import BoundCall, bind_call, describe_shapes, make_call_format
-from placer.program.earlier_calls import NOTHING_FORGOTTEN
+from placer.program.earlier_calls import Forgotten, forget_earlier_calls
 from placer.program.failure import (
     ForwardFailure,
     TraceFailure,
@@ -23,7 +23,7 @@ from placer.program.fake import FakeConverter
 from placer.program.fingerprint import fingerprint_graph, graph_lines
 from placer.program.guards import tensor_paths
 from placer.program.leaves import find_whole_modules, is_torch_leaf
-from placer.program.record import RecordedProgram, double_batch, forget, record_model
+from placer.program.record import RecordedProgram, double_batch, record_model
 from placer.program.state import named_state
 from placer.program.types import Conditions, Program, WholeModule, training_flags
 from placer.program.watch import RECORDING
@@ -81,35 +81,26 @@ class _Capture:
         self.converter = converter
         self.fake_model = fake_model
         self.inputs = [converter.tensor(tensor) for tensor in bound.tensors]
-        self.whole = {module.layer: module for module in find_whole_modules(model)}
+        self.whole: dict[str, WholeModule] = {}
         self.guess = 1
         self.ignore_device_moves = False
         self.fixed_batch_reason = ""
-        self.forgotten = NOTHING_FORGOTTEN
+        self.forgotten = Forgotten()
 
     def record(self) -> RecordedProgram:
         """Record with as few single-node modules as possible, for every batch size if possible.
 
         What the model keeps of earlier calls is left out, if its next call would make it again.
         """
-        recording = self._record()
-        if "" not in self.whole:
-            self.forgotten = forget(
-                self.converter,
-                self.model,
-                self.fake_model,
-                self.bound,
-                self.inputs,
-                self.whole,
-                guess=self.guess,
-                ignore_device_moves=self.ignore_device_moves,
-            )
-        if not self.forgotten:
-            return recording
+        self.forgotten = forget_earlier_calls(
+            self.converter,
+            self.model,
+            self.fake_model,
+            self.bound,
+            self.inputs,
+            ignore_device_moves=self.ignore_device_moves,
+        )
         self.whole = {module.layer: module for module in find_whole_modules(self.fake_model)}
-        return self._record()
-
-    def _record(self) -> RecordedProgram:
         while True:
             try:
                 recording = self._run(self.inputs)
@@ -150,7 +141,7 @@ class _Capture:
                 guess=self.guess,
                 ignore_device_moves=self.ignore_device_moves,
                 named=named,
-                forgotten=self.forgotten,
+                forgotten=self.forgotten.tensors,
             )
         except ForwardFailure as failure:
             end_frames(failure)
@@ -286,7 +277,7 @@ def _assemble(
             for w in whole.values()
             if not w.layer or (w.layer in called and not is_torch_leaf(modules[w.layer]))
         ),
-        fingerprint=fingerprint_graph(model, graph, capture.forgotten),
+        fingerprint=fingerprint_graph(model, graph, capture.forgotten.tensors),
         conditions=Conditions(
             modes=training_flags(model),
             shapes=tuple(tensor.shape for tensor in bound.tensors),

@@ -18,8 +18,6 @@ from torch.utils._pytree import tree_iter
 
 from placer._torch import without_modes, without_torch_function
 
-_CPU = torch.device("cpu")
-
 
 def _words(text: str) -> list[str]:
     return text.split()
@@ -55,25 +53,22 @@ class KnownValue:
 
 
 def find_value(
-    node: fx.Node,
-    constants: Mapping[str, Tensor],
-    numbers: Mapping[fx.Node, Any],
-    device: torch.device = _CPU,
+    node: fx.Node, constants: Mapping[str, Tensor], numbers: Mapping[fx.Node, Any]
 ) -> KnownValue | None:
     """The value of ``node`` if it is computed from constants and numbers only, else None.
 
     Constants are tensors that are neither parameters nor buffers nor inputs: plain attributes, and
     the results of ``torch.arange`` and similar functions. ``numbers`` are the sizes in this run, which
     then are fixed in the program. The result is also None if any of these tensors was written to. It
-    is computed on ``device``.
+    is computed on the CPU.
     """
     order = _unwritten_ancestors(node, constants, numbers)
     if order is None:
         return None
     values: dict[fx.Node, Any] = {}
-    with without_torch_function(), without_modes(), device:
+    with without_torch_function(), without_modes(), torch.device("cpu"):
         for source in order:
-            values[source] = _compute(source, constants, numbers, values, device)
+            values[source] = _compute(source, constants, numbers, values)
     return KnownValue(values[node], [source for source in order if source.name in constants])
 
 
@@ -125,19 +120,12 @@ def _compute(
     constants: Mapping[str, Tensor],
     numbers: Mapping[fx.Node, Any],
     values: Mapping[fx.Node, Any],
-    device: torch.device,
 ) -> Any:
     if node in numbers:
         return numbers[node]
     if node.name in constants:
-        return constants[node.name].to(device)
-
-    def argument(value: Any) -> Any:
-        if isinstance(value, fx.Node):
-            return values[value]
-        return device if isinstance(value, torch.device) else value
-
-    args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), argument)
+        return constants[node.name].cpu()
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     assert callable(node.target)

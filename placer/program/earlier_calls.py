@@ -19,22 +19,24 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from functools import partial
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from placer.errors import CaptureError
 from placer.operands import tensors_of_tree
+from placer.program.call import BoundCall
 from placer.program.constants import find_value, is_constant
 from placer.program.failure import ForwardFailure, TraceFailure, end_frames
+from placer.program.fake import FakeConverter
 from placer.program.leaves import find_whole_modules, is_inside, is_torch_leaf
 from placer.program.reachable import ReachableState
+from placer.program.record import double_batch, run_once
 from placer.program.recorder import Recorder
 from placer.program.restore import Snapshot
 from placer.program.sizes import SizeFloat, SizeInt, plain
 
-_CPU = torch.device("cpu")
 _ABSENT = object()
 _HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -44,21 +46,11 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 Run = Callable[[Collection[str], bool], Recorder | None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forgotten:
+class Forgotten(NamedTuple):
     """What was removed from the fake copy of a model. The model still has it."""
 
     tensors: tuple[Tensor, ...] = ()  # the model's, not the copy's
     hooked: frozenset[str] = frozenset()  # paths of the modules whose hooks were removed
-
-    def __contains__(self, tensor: object) -> bool:
-        return any(tensor is other for other in self.tensors)
-
-    def __bool__(self) -> bool:
-        return bool(self.tensors or self.hooked)
-
-
-NOTHING_FORGOTTEN = Forgotten()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,25 +81,37 @@ class _Attribute:
 
 
 def forget_earlier_calls(
+    converter: FakeConverter,
     model: nn.Module,
     fake_model: nn.Module,
-    whole: Collection[str],
-    reachable: ReachableState,
-    run: Run,
+    bound: BoundCall,
+    inputs: Sequence[Tensor],
+    *,
+    guess: int = 1,
+    ignore_device_moves: bool = False,
 ) -> Forgotten:
     """Remove from ``fake_model``, the fake copy of ``model``, what forward makes again, to the same value.
 
-    ``run`` records a call of ``fake_model``; ``whole`` are the modules that are single nodes in it. It
-    is not called if there is no candidate: an attribute that holds a tensor, but no parameter and no
-    buffer that is saved, or forward hooks, if code that ``reachable`` found sets it after ``__init__``.
+    Nothing is recorded if there is no candidate: an attribute that holds a tensor, but no parameter and
+    no buffer that is saved, or forward hooks, if code that the model can reach sets it after
+    ``__init__``. The arguments are those of `record_model`.
     """
+
+    def run(whole: Collection[str], doubled: bool) -> Recorder | None:
+        options: dict[str, Any] = {"ignore_device_moves": ignore_device_moves}
+        first = converter, model, fake_model, frozenset(whole), guess
+        called = double_batch(converter, inputs) if doubled else inputs
+        if called is None:
+            return None
+        return run_once(partial(Recorder, *first, **options), converter, bound, called)[0]
+
     removed: dict[_Attribute, None] = {}
-    waiting = [*_tensors(model, whole, reachable), *_hooks(model, reachable)]
+    waiting = [*_tensors(model, converter.reachable), *_hooks(model, converter.reachable)]
     again = bool(waiting)
     while again:  # one may be made again only if another was removed before
         again = False
         for ways in list(waiting):
-            found = (_forget(way, model, fake_model, whole, run) for way in ways)
+            found = (_forget(way, model, fake_model, run) for way in ways)
             if gone := next(filter(None, found), None):
                 removed.update(dict.fromkeys(gone))
                 waiting.remove(ways)
@@ -122,28 +126,29 @@ def forget_earlier_calls(
 # -- candidates: of each kind, several ways to remove them -----------------------------------------
 
 
-def _tensors(
-    model: nn.Module, whole: Collection[str], reachable: ReachableState
-) -> Iterator[list[list[_Attribute]]]:
+def _tensors(model: nn.Module, reachable: ReachableState) -> Iterator[list[list[_Attribute]]]:
     """Attributes that hold tensors; those of one name in modules of one class are one kind."""
     paths: dict[tuple[type, str], list[str]] = {}
     for path, module in model.named_modules():
         if is_torch_leaf(module):
             continue
         buffers = module._buffers
-        names = [x for x in module._non_persistent_buffers_set if buffers.get(x) is not None]
+        unsaved = sorted(
+            module._non_persistent_buffers_set
+        )  # a set's order differs between processes
+        names = [name for name in unsaved if buffers.get(name) is not None]
         names += [
             name
             for name, value in module.__dict__.items()
             if value is not None and name not in _TABLES and tensors_of_tree(value)
         ]
-        if names and not is_inside(whole, path):
-            for name in names:
-                paths.setdefault((type(module), name), []).append(path)
+        for name in names:
+            paths.setdefault((type(module), name), []).append(path)
     assigned = reachable.assigned({name for _, name in paths}) if paths else ()
     for (_, name), found in paths.items():
         if name in assigned:
-            yield [[_Attribute(path, name, x) for path in found] for x in (None, _ABSENT)]
+            missing = (None, _ABSENT) if reachable.spelled(name) else (None,)
+            yield [[_Attribute(path, name, x) for path in found] for x in missing]
 
 
 def _hooks(model: nn.Module, reachable: ReachableState) -> Iterator[list[list[_Attribute]]]:
@@ -176,7 +181,6 @@ def _forget(
     way: Sequence[_Attribute],
     model: nn.Module,
     fake_model: nn.Module,
-    whole: Collection[str],
     run: Run,
 ) -> Sequence[_Attribute]:
     """Remove those that forward makes again, to the same values."""
@@ -184,15 +188,11 @@ def _forget(
     while way:
         for attribute in way:
             attribute.remove(fake_model)
-        if any(x.code is not None for x in way):
-            call = partial(_run_without_hooks, fake_model, run)
-        else:
-            call = partial(run, whole)
-        changes = _changes(model, fake_model, partial(call, False))
+        changes = _changes(model, fake_model, run, doubled=False)
         made = [x for x in way if changes.get((x.path, x.name))]
         # What depends on the batch stays, since the program may run on smaller micro-batches.
         if len(made) == len(way) and all(changes.values()):
-            if all(_changes(model, fake_model, partial(call, True)).values()):
+            if all(_changes(model, fake_model, run, doubled=True).values()):
                 return way
             made = []
         present.restore()
@@ -200,34 +200,26 @@ def _forget(
     return ()
 
 
-def _run_without_hooks(fake_model: nn.Module, run: Run, doubled: bool) -> Recorder | None:
-    """Record a call; modules may have become single nodes only because of the hooks that were removed."""
-    single = {module.layer for module in find_whole_modules(fake_model)}
-    before = Snapshot(fake_model)
-    while True:
-        try:
-            return run(single, doubled)
-        except TraceFailure as failure:
-            if failure.layer in ("", *single):
-                raise
-            end_frames(failure)
-            single.add(failure.layer)
-            before.restore()
-
-
 def _changes(
-    model: nn.Module, fake_model: nn.Module, run: Callable[[], Recorder | None]
+    model: nn.Module, fake_model: nn.Module, run: Run, *, doubled: bool
 ) -> Mapping[tuple[str, str], bool]:
     """What a call sets: (module path, attribute) -> is it now as in ``model``? Empty if the call fails."""
     before = Snapshot(fake_model)
-    try:
-        recorder = run()
-        return {} if recorder is None else _compare(model, fake_model, recorder, before.changes())
-    except (TraceFailure, ForwardFailure, CaptureError) as failure:
-        end_frames(failure)
-        return {}
-    finally:
-        before.restore()
+    whole = {module.layer for module in find_whole_modules(fake_model)}
+    while True:
+        try:
+            recorder = run(whole, doubled)
+            return _compare(model, fake_model, recorder, before.changes()) if recorder else {}
+        except TraceFailure as failure:
+            end_frames(failure)
+            if failure.layer in ("", *whole):
+                return {}
+            whole.add(failure.layer)
+        except (ForwardFailure, CaptureError) as failure:
+            end_frames(failure)
+            return {}
+        finally:
+            before.restore()
 
 
 def _compare(
@@ -292,11 +284,11 @@ class _Comparison:
             return False
         if then.is_meta:
             return True
-        for device in dict.fromkeys((_CPU, then.device)):  # their sines differ in the last digit
-            known = find_value(node, self._constants, self._numbers, device)
-            if known is not None and torch.equal(known.value.to(then.device), then):
-                return True
-        return False
+        try:
+            known = find_value(node, self._constants, self._numbers)
+        except RuntimeError:  # the CPU lacks a kernel for the dtype
+            return False
+        return known is not None and torch.equal(known.value, then.cpu())
 
 
 def _same_items(now: Sequence[Any], then: Sequence[Any], same: Callable[[Any, Any], bool]) -> bool:

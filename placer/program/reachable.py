@@ -100,8 +100,12 @@ class ReachableState:
             if wanted & set(code.co_names):
                 found |= {i.argval for i in dis.get_instructions(code) if i.opname == "STORE_ATTR"}
             if _ASSIGNING.intersection(code.co_names):
-                found |= {x for x in code.co_consts if isinstance(x, str)}
+                found |= set(_strings(code))
         return wanted & found
+
+    def spelled(self, name: str) -> bool:
+        """Is ``name`` a string in the code, outside of ``__init__``, as in ``hasattr(self, name)``?"""
+        return any(name in _strings(code) for code in self._later_code())
 
     def defines(self, code: CodeType) -> bool:
         """Does the code define a function with this ``code``, outside of ``__init__``?"""
@@ -231,6 +235,10 @@ class _Search:
                     self._module(value, names)
             else:
                 self.look(vars(module), name, value)
+
+
+def _strings(code: CodeType) -> list[str]:
+    return [constant for constant in code.co_consts if isinstance(constant, str)]
 
 
 def _nested(code: CodeType) -> Iterator[CodeType]:

@@ -6,7 +6,7 @@ prepares the run, restores the modules afterwards, and attributes failures to th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from placer.program.call import BoundCall
-from placer.program.earlier_calls import NOTHING_FORGOTTEN, Forgotten, forget_earlier_calls
 from placer.program.failure import TraceFailure, describe, leads_to, locate
 from placer.program.fake import FakeConverter, fake_execution
 from placer.program.guards import AttributeGuard
@@ -42,51 +41,6 @@ class RecordedProgram:
     checkpointed: dict[str, str]  # path of a module under activation checkpointing -> source line
 
 
-def forget(
-    converter: FakeConverter,
-    model: nn.Module,
-    fake_model: nn.Module,
-    bound: BoundCall,
-    inputs: Sequence[Tensor],
-    whole: Collection[str],
-    *,
-    guess: int = 1,
-    ignore_device_moves: bool = False,
-) -> Forgotten:
-    """Remove from ``fake_model`` what forward left in ``model`` and makes again (`earlier_calls`)."""
-
-    def run(single: Collection[str], doubled: bool) -> Recorder | None:
-        make = partial(
-            Recorder,
-            converter,
-            model,
-            fake_model,
-            frozenset(single),
-            guess,
-            ignore_device_moves=ignore_device_moves,
-        )
-        called = double_batch(converter, inputs) if doubled else inputs
-        if called is None:
-            return None
-        return _run(make, converter, bound, called, locate_draws=False)[0]
-
-    return forget_earlier_calls(model, fake_model, whole, converter.reachable, run)
-
-
-def double_batch(converter: FakeConverter, inputs: Sequence[Tensor]) -> list[Tensor] | None:
-    """Inputs with twice the batch, or None if there is no batch."""
-    sizes = [tensor.size(0) for tensor in inputs if tensor.dim()]
-    if not sizes or sizes[0] == 0:
-        return None
-    with converter.mode, torch.no_grad():
-        return [
-            torch.cat([x, x]).detach().requires_grad_(x.requires_grad)
-            if x.dim() and x.size(0) == sizes[0]
-            else x
-            for x in inputs
-        ]
-
-
 class UnlocatedRandomDraw(TraceFailure):
     """Forward drew random numbers that are not torch's; the run did not find out in which module."""
 
@@ -102,21 +56,25 @@ def record_model(
     guess: int = 1,
     ignore_device_moves: bool = False,
     named: bool = True,
-    forgotten: Forgotten = NOTHING_FORGOTTEN,
+    forgotten: Sequence[Tensor] = (),
 ) -> RecordedProgram:
     """Run ``fake_model``, the fake copy of ``model``, on fake ``inputs`` and write down what it does.
 
     Modules whose paths are in ``whole`` become single nodes, and so do the layers of ``torch.nn``;
     where these read values of tensors, they get ``guess``. With ``named``, equal graphs have equal
-    node names; a graph that is only compared does not need that. ``forgotten`` was removed from
-    ``fake_model`` before, which is restored afterwards. Raises ``TraceFailure`` naming the innermost
-    module that cannot be recorded, ``ForwardFailure`` when the model itself fails, and
+    node names; a graph that is only compared does not need that. ``forgotten`` are tensors of ``model``
+    that were removed from ``fake_model``, which is restored afterwards. Raises ``TraceFailure`` naming
+    the innermost module that cannot be recorded, ``ForwardFailure`` when the model itself fails, and
     ``CaptureError`` when it moves tensors to several devices, unless ``ignore_device_moves``.
     """
     snapshot = Snapshot(fake_model)
     make = partial(Recorder, ignore_device_moves=ignore_device_moves)
     run = partial(
-        _run, partial(make, converter, model, fake_model, whole, guess), converter, bound, inputs
+        run_once,
+        partial(make, converter, model, fake_model, whole, guess),
+        converter,
+        bound,
+        inputs,
     )
     try:
         try:
@@ -152,12 +110,12 @@ def record_model(
         constants={k: v for k, v in writer.constants.items() if k in names},
         result=recorder.result,
         side_effects=tuple(effects),
-        guards=recorder.guards(forgotten.tensors),
+        guards=recorder.guards(forgotten),
         checkpointed=recorder.checkpointed,
     )
 
 
-def _run(
+def run_once(
     make_recorder: Callable[[], Recorder],
     converter: FakeConverter,
     bound: BoundCall,
@@ -183,6 +141,20 @@ def _run(
         raise kind("", describe(error), locate(error)) from error
 
 
+def double_batch(converter: FakeConverter, inputs: Sequence[Tensor]) -> list[Tensor] | None:
+    """``inputs`` with twice the batch, or None if there is no batch."""
+    sizes = [tensor.size(0) for tensor in inputs if tensor.dim()]
+    if not sizes or sizes[0] == 0:
+        return None
+    with converter.mode, torch.no_grad():
+        return [
+            torch.cat([x, x]).detach().requires_grad_(x.requires_grad)
+            if x.dim() and x.size(0) == sizes[0]
+            else x
+            for x in inputs
+        ]
+
+
 def _attribute(fake_model: nn.Module, path: str, attribute: str) -> Any:
     return fake_model.get_submodule(path).__dict__.get(attribute)
 
@@ -192,7 +164,7 @@ def _replace_buffers(
     model: nn.Module,
     fake_model: nn.Module,
     changes: Iterable[tuple[str, str]],
-    forgotten: Forgotten,
+    forgotten: Sequence[Tensor],
 ) -> list[tuple[str, str]]:
     """Record each buffer that forward replaced by another tensor as a copy into the buffer.
 
@@ -206,7 +178,7 @@ def _replace_buffers(
         now = fake_model.get_submodule(path)._buffers.get(attribute)
         if (
             before is None
-            or before in forgotten
+            or any(before is tensor for tensor in forgotten)
             or now is None
             or now.requires_grad
             or (now.shape, now.dtype) != (before.shape, before.dtype)

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from placer.program.call import bind_call, describe_shapes
+from placer.program.earlier_calls import forget_earlier_calls
 from placer.program.failure import ForwardFailure, TraceFailure
 from placer.program.fake import FakeConverter
 from placer.program.fingerprint import graph_lines
 from placer.program.guards import AttributeGuard
-from placer.program.record import forget, record_model
+from placer.program.record import record_model
 from placer.program.types import CallFormat, Conditions
 from placer.program.watch import RECORDING
 
@@ -74,13 +75,13 @@ def find_difference(
     inputs = [converter.tensor(tensor) for tensor in bound.tensors]
     try:
         with RECORDING:
-            call = converter, model, converter.module(model), bound, inputs, conditions.whole
+            call = converter, model, converter.module(model), bound, inputs
             options: dict[str, Any] = {
                 "guess": conditions.guess,
                 "ignore_device_moves": conditions.ignore_device_moves,
             }
-            forgotten = forget(*call, **options)
-            recording = record_model(*call, **options, forgotten=forgotten)
+            forgotten = forget_earlier_calls(*call, **options).tensors
+            recording = record_model(*call, conditions.whole, **options, forgotten=forgotten)
     except ForwardFailure as failure:
         raise failure.as_error(
             f"on inputs of {describe_shapes(inputs)}",
