@@ -147,7 +147,7 @@ def _tensors(model: nn.Module, reachable: ReachableState) -> Iterator[list[list[
     assigned = reachable.assigned({name for _, name in paths}) if paths else ()
     for (_, name), found in paths.items():
         if name in assigned:
-            missing = (None, _ABSENT) if reachable.spelled(name) else (None,)
+            missing = (None, _ABSENT) if reachable.asks_for(name) else (None,)
             yield [[_Attribute(path, name, x) for path in found] for x in missing]
 
 
@@ -188,11 +188,11 @@ def _forget(
     while way:
         for attribute in way:
             attribute.remove(fake_model)
-        changes = _changes(model, fake_model, run, doubled=False)
+        changes = _changes(model, fake_model, way, run, doubled=False)
         made = [x for x in way if changes.get((x.path, x.name))]
         # What depends on the batch stays, since the program may run on smaller micro-batches.
         if len(made) == len(way) and all(changes.values()):
-            if all(_changes(model, fake_model, run, doubled=True).values()):
+            if all(_changes(model, fake_model, way, run, doubled=True).values()):
                 return way
             made = []
         present.restore()
@@ -201,7 +201,12 @@ def _forget(
 
 
 def _changes(
-    model: nn.Module, fake_model: nn.Module, run: Run, *, doubled: bool
+    model: nn.Module,
+    fake_model: nn.Module,
+    removed: Sequence[_Attribute],
+    run: Run,
+    *,
+    doubled: bool,
 ) -> Mapping[tuple[str, str], bool]:
     """What a call sets: (module path, attribute) -> is it now as in ``model``? Empty if the call fails."""
     before = Snapshot(fake_model)
@@ -212,7 +217,9 @@ def _changes(
             return _compare(model, fake_model, recorder, before.changes()) if recorder else {}
         except TraceFailure as failure:
             end_frames(failure)
-            if failure.layer in ("", *whole):
+            # As a single node, a module would hide whether what was removed from it is made again.
+            hidden = any(is_inside([failure.layer], x.path) for x in removed)
+            if hidden or failure.layer in ("", *whole):
                 return {}
             whole.add(failure.layer)
         except (ForwardFailure, CaptureError) as failure:

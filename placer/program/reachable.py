@@ -34,6 +34,7 @@ _FOREIGN_CLASSES = ("torch", "builtins", "typing", "collections", "placer", "num
 _CODE = (FunctionType, MethodType, type, functools.partial, tuple)
 _CONTAINERS = (dict, list, set, OrderedDict, defaultdict)
 _ATOMS = (Tensor, str, bytes, int, float, type(None))
+_ASKING = frozenset(("hasattr", "getattr", "__dict__", "_buffers"))
 _ASSIGNING = frozenset(("setattr", "__setattr__", "register_buffer"))
 
 
@@ -103,9 +104,10 @@ class ReachableState:
                 found |= set(_strings(code))
         return wanted & found
 
-    def spelled(self, name: str) -> bool:
-        """Is ``name`` a string in the code, outside of ``__init__``, as in ``hasattr(self, name)``?"""
-        return any(name in _strings(code) for code in self._later_code())
+    def asks_for(self, name: str) -> bool:
+        """May the code ask whether there is an attribute ``name``, as by ``hasattr(self, name)``?"""
+        asking = (x for x in self._later_code() if _ASKING.intersection(x.co_names))
+        return any(name in _strings(code) for code in asking)
 
     def defines(self, code: CodeType) -> bool:
         """Does the code define a function with this ``code``, outside of ``__init__``?"""
