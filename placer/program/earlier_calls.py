@@ -133,9 +133,8 @@ def _tensors(model: nn.Module, reachable: ReachableState) -> Iterator[list[list[
         if is_torch_leaf(module):
             continue
         buffers = module._buffers
-        unsaved = sorted(
-            module._non_persistent_buffers_set
-        )  # a set's order differs between processes
+        # Sorted, since the order of a set differs between processes.
+        unsaved = sorted(module._non_persistent_buffers_set)
         names = [name for name in unsaved if buffers.get(name) is not None]
         names += [
             name
