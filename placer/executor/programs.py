@@ -28,6 +28,7 @@ from placer.program import (
     condition_key,
     failed_guard,
     find_difference,
+    hook_count,
     is_torch_leaf,
     must_stay_whole,
     rebuild_arguments,
@@ -121,7 +122,7 @@ class Programs:
         return found
 
     def _find(
-        self, condition: Hashable, whole: tuple[int, ...], inputs: Sequence[Tensor]
+        self, condition: Hashable, whole: tuple[tuple[int, int], ...], inputs: Sequence[Tensor]
     ) -> StagedModel:
         captured = self._captured
         known = self._known.setdefault((condition, whole, self._structure), [])
@@ -159,9 +160,15 @@ class Programs:
         parents = [m for m in self._modules if isinstance(m, lists) or not is_torch_leaf(m)]
         self._parents = [(module, tuple(module._modules.values())) for module in parents]
 
-    def _kept_whole(self) -> tuple[int, ...]:
-        """Indices of the container modules that must be recorded as one node at present."""
-        return tuple(i for i, module in enumerate(self._containers) if must_stay_whole(module))
+    def _kept_whole(self) -> tuple[tuple[int, int], ...]:
+        """Indices of the container modules that have hooks or parametrizations at present.
+
+        Such a module must be recorded as one node, unless all its hooks are of forward itself: if there
+        are such modules, with the number of hooks.
+        """
+        counted = bool(self._captured.conditions.hooked_by_forward)
+        containers = enumerate(self._containers)
+        return tuple((i, counted and hook_count(m)) for i, m in containers if must_stay_whole(m))
 
     def _capture(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> StagedModel:
         ignored = self._captured.conditions.ignore_device_moves

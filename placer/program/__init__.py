@@ -11,6 +11,7 @@ fake, fake_mode, shapes,   fake tensors; kernels and shape rules that are faster
 packed                     (`packed`: packed sequences)
 constants                  values that the model's code may read although its tensors are fake
 caches, reachable          keep results of earlier calls (caches, global variables) out of the run
+earlier_calls              leave out what forward itself left in the model in earlier calls
 alias                      find nodes that share memory, write to state or draw random numbers
 call, result               flatten arguments and results to lists of tensors, and rebuild them
 guards                     attributes that forward read; the graph is valid while they are unchanged
@@ -45,7 +46,13 @@ from placer.program.guards import (
     find_tensor,
     guarded_attributes_restored,
 )
-from placer.program.leaves import is_inside, is_torch_leaf, must_stay_whole, without_hooks
+from placer.program.leaves import (
+    hook_count,
+    is_inside,
+    is_torch_leaf,
+    must_stay_whole,
+    without_hooks,
+)
 from placer.program.moves import IgnoreDeviceMoves
 from placer.program.result import flatten_result, result_tensors
 from placer.program.state import first_names, named_state
@@ -93,6 +100,7 @@ __all__ = [
     "flatten_call",
     "flatten_result",
     "guarded_attributes_restored",
+    "hook_count",
     "is_inside",
     "is_torch_leaf",
     "must_stay_whole",

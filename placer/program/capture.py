@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from placer.errors import CaptureError, causes
+from placer.errors import CaptureError
 from placer.program.alias import Aliasing, NodeFailure, analyze_aliasing
 from placer.program.call import BoundCall, bind_call, describe_shapes, make_call_format
-from placer.program.failure import ForwardFailure, TraceFailure, describe, locate_function
+from placer.program.earlier_calls import Forgotten, forget_earlier_calls
+from placer.program.failure import (
+    ForwardFailure,
+    TraceFailure,
+    describe,
+    end_frames,
+    locate_function,
+)
 from placer.program.fake import FakeConverter
 from placer.program.fingerprint import fingerprint_graph, graph_lines
 from placer.program.guards import tensor_paths
 from placer.program.leaves import find_whole_modules, is_torch_leaf
-from placer.program.record import RecordedProgram, record_model
+from placer.program.record import RecordedProgram, double_batch, record_model
 from placer.program.state import named_state
 from placer.program.types import Conditions, Program, WholeModule, training_flags
 from placer.program.watch import RECORDING
@@ -46,7 +52,7 @@ def capture_model(
     inputs may be on any device, ``meta`` included. A submodule that cannot be recorded becomes one
     node (``whole_modules`` says why) and the recording starts again, so there are at most as many
     recordings as modules. A second recording with twice the batch finds out what depends on the
-    batch size.
+    batch size. What forward left in the model in earlier calls is left out (`earlier_calls`).
 
     Raises ``CaptureError`` when the model cannot be captured. A model whose forward moves tensors to
     several devices is one, unless ``ignore_device_moves``. Raises ``VersionError`` when the installed
@@ -64,17 +70,6 @@ def capture_model(
     return _assemble(model, recording, aliasing, bound, capture)
 
 
-def _end_frames(failure: Exception) -> None:
-    """Clear the frames of ``failure``, so that contexts which they entered end.
-
-    ``torch.utils.checkpoint`` enters saved-tensor hooks in a generator that it does not close when the
-    function fails (torch 2.11 and 2.12). While the exception keeps the generator alive, the hooks
-    stay in force, and the next recording ran under them.
-    """
-    for cause in causes(failure, implicit=True):
-        traceback.clear_frames(cause.__traceback__)
-
-
 class _Capture:
     """One capture: repeated recordings, and the modules that so far had to become single nodes."""
 
@@ -86,19 +81,32 @@ class _Capture:
         self.converter = converter
         self.fake_model = fake_model
         self.inputs = [converter.tensor(tensor) for tensor in bound.tensors]
-        self.whole = {module.layer: module for module in find_whole_modules(model)}
+        self.whole: dict[str, WholeModule] = {}
         self.guess = 1
         self.ignore_device_moves = False
         self.fixed_batch_reason = ""
+        self.forgotten = Forgotten()
 
     def record(self) -> RecordedProgram:
-        """Record with as few single-node modules as possible, for every batch size if possible."""
+        """Record with as few single-node modules as possible, for every batch size if possible.
+
+        What the model keeps of earlier calls is left out, if its next call would make it again.
+        """
+        self.forgotten = forget_earlier_calls(
+            self.converter,
+            self.model,
+            self.fake_model,
+            self.bound,
+            self.inputs,
+            ignore_device_moves=self.ignore_device_moves,
+        )
+        self.whole = {module.layer: module for module in find_whole_modules(self.fake_model)}
         while True:
             try:
                 recording = self._run(self.inputs)
                 self._compare_batches(recording)
             except TraceFailure as failure:
-                _end_frames(failure)
+                end_frames(failure)
                 self._keep_whole(failure)
             else:
                 return recording
@@ -133,9 +141,10 @@ class _Capture:
                 guess=self.guess,
                 ignore_device_moves=self.ignore_device_moves,
                 named=named,
+                forgotten=self.forgotten.tensors,
             )
         except ForwardFailure as failure:
-            _end_frames(failure)
+            end_frames(failure)
             if failure.guessed and self.guess:
                 self.guess = 0
                 return self._run(inputs, named=named)
@@ -165,7 +174,7 @@ class _Capture:
         Raises ``TraceFailure`` naming the module where they first differ, so that it becomes a single
         node. Where that does not help, sets ``fixed_batch_reason`` to the reason.
         """
-        doubled = self._doubled_inputs()
+        doubled = double_batch(self.converter, self.inputs)
         self.fixed_batch_reason = ""
         if doubled is None:
             return
@@ -195,18 +204,6 @@ class _Capture:
             self.fixed_batch_reason = f"{layer or 'the model itself'}: {reason} ({location})"
             return
         raise TraceFailure(layer, reason, location)
-
-    def _doubled_inputs(self) -> list[Tensor] | None:
-        sizes = [tensor.size(0) for tensor in self.inputs if tensor.dim()]
-        if not sizes or sizes[0] == 0:
-            return None
-        with self.converter.mode, torch.no_grad():
-            return [
-                torch.cat([x, x]).detach().requires_grad_(x.requires_grad)
-                if x.dim() and x.size(0) == sizes[0]
-                else x
-                for x in self.inputs
-            ]
 
 
 def _not_a_module(found: object) -> CaptureError:
@@ -280,7 +277,7 @@ def _assemble(
             for w in whole.values()
             if not w.layer or (w.layer in called and not is_torch_leaf(modules[w.layer]))
         ),
-        fingerprint=fingerprint_graph(model, graph),
+        fingerprint=fingerprint_graph(model, graph, capture.forgotten.tensors),
         conditions=Conditions(
             modes=training_flags(model),
             shapes=tuple(tensor.shape for tensor in bound.tensors),
@@ -292,6 +289,7 @@ def _assemble(
             locations=tuple(recording.location_of.get(node.name, "") for node in graph.nodes),
             guards=recording.guards,
             ignore_device_moves=capture.ignore_device_moves,
+            hooked_by_forward=capture.forgotten.hooked,
         ),
         training=model.training,
         fixed_batch_reason=capture.fixed_batch_reason,
@@ -307,7 +305,7 @@ def _side_effect_notes(recording: RecordedProgram) -> tuple[str, ...]:
         setters.setdefault(attribute, []).append(path or "the model")
     read = {setting.name for setting in recording.guards}
     notes = []
-    for attribute, paths in setters.items():
+    for attribute, paths in sorted(setters.items()):
         others = f" and of {len(paths) - 1} more" if len(paths) > 1 else ""
         stays = ": every call computes what the first would" if attribute in read else ""
         notes.append(

@@ -37,7 +37,7 @@ _OPERATIONS = _words("""
     eq ne lt le gt ge equal where logical_and logical_or logical_not isnan is_nonzero
     add sub mul div true_divide divide multiply subtract floor_divide remainder fmod pow neg negative
     rsub abs sqrt rsqrt square exp exp2 log log2 log10 sin cos tan floor ceil round trunc sign
-    reciprocal clamp minimum maximum
+    reciprocal clamp minimum maximum pad
     floordiv truediv mod
 """)
 _PURE = frozenset((*_MAKERS, *_OPERATIONS, *(f"__{name}__" for name in _OPERATIONS)))
@@ -59,7 +59,8 @@ def find_value(
 
     Constants are tensors that are neither parameters nor buffers nor inputs: plain attributes, and
     the results of ``torch.arange`` and similar functions. ``numbers`` are the sizes in this run, which
-    then are fixed in the program. The result is also None if any of these tensors was written to.
+    then are fixed in the program. The result is also None if any of these tensors was written to. It
+    is computed on the CPU.
     """
     order = _unwritten_ancestors(node, constants, numbers)
     if order is None:
@@ -123,7 +124,7 @@ def _compute(
     if node in numbers:
         return numbers[node]
     if node.name in constants:
-        return constants[node.name]
+        return constants[node.name].cpu()
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)

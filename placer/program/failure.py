@@ -19,6 +19,17 @@ _RUNS_MODELS = "placer.program.record"
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep  # noqa: PTH120
 
 
+def end_frames(failure: Exception) -> None:
+    """Clear the frames of ``failure``, so that contexts which they entered end.
+
+    ``torch.utils.checkpoint`` enters saved-tensor hooks in a generator that it does not close when the
+    function fails (torch 2.11 and 2.12). While the exception keeps the generator alive, the hooks
+    stay in force, and the next recording ran under them.
+    """
+    for cause in causes(failure, implicit=True):
+        traceback.clear_frames(cause.__traceback__)
+
+
 class TraceFailure(Exception):
     """The module ``layer`` (a path) cannot be recorded; the exception, if any, is ``__cause__``."""
 

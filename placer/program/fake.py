@@ -51,7 +51,7 @@ class FakeConverter:
         self._originals: dict[int, Tensor] = {}  # by the fake's id; keeps the ids in _fakes valid
         self._bases: dict[tuple[int, torch.dtype], Tensor] = {}  # a fake of each shared storage
         self._sharing: dict[int, set[int]] = {}  # storage -> ids of the tensors that share it
-        self._reachable = ReachableState()  # what the code of the modules reaches
+        self.reachable = ReachableState()  # what the code of the modules reaches
 
     def tensor(self, original: Tensor) -> Tensor:
         """The fake copy of ``original``: same shape, strides, dtype and ``requires_grad``."""
@@ -79,7 +79,7 @@ class FakeConverter:
 
     def isolated_caches(self) -> AbstractContextManager[None]:
         """In this block, the modules' code leaves nothing in caches and global variables."""
-        return isolated_caches(self._reachable)
+        return isolated_caches(self.reachable)
 
     def tree(self, value: Any) -> Any:
         """``value`` with every tensor in it (by pytree) replaced by its fake copy."""
@@ -102,7 +102,7 @@ class FakeConverter:
                 f"the model cannot be copied ({type(error).__name__}: {error})",
                 "give the attribute that cannot be copied a __deepcopy__, or create it lazily",
             ) from error
-        self._reachable.extend(find_reachable_state(fake))
+        self.reachable.extend(find_reachable_state(fake))
         return fake
 
     def _note_storage(self, original: Tensor) -> None:

@@ -3,36 +3,50 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 
-def fingerprint_graph(model: nn.Module, graph: fx.Graph) -> str:
+def fingerprint_graph(model: nn.Module, graph: fx.Graph, left_out: Collection[Tensor] = ()) -> str:
     """SHA-256 as hexadecimal digits, the same in every process.
 
     It changes when an operation, an argument, or a name, shape or dtype of a parameter or buffer does.
+    Buffers in ``left_out`` do not count.
     """
     digest = hashlib.sha256("\n".join(graph_lines(graph)).encode())
+    ignored = set(map(id, left_out))
     for kind, named in (
         ("parameter", model.named_parameters(remove_duplicate=False)),
         ("buffer", model.named_buffers(remove_duplicate=False)),
     ):
         for name, tensor in named:
+            if id(tensor) in ignored:
+                continue
             digest.update(f"{kind} {name} {list(tensor.shape)} {tensor.dtype}\n".encode())
     return digest.hexdigest()
 
 
 def graph_lines(graph: fx.Graph) -> list[str]:
     """One line per node: operation, target and arguments. Nodes appear as numbers, not by name."""
-    number = {node: index for index, node in enumerate(graph.nodes)}
-    return [
-        f"{node.op} {_target_name(node.target)} "
-        f"{_spell(node.args, number)} {_spell(node.kwargs, number)}"
-        for node in graph.nodes
-    ]
+    number = {node: f"%{index}" for index, node in enumerate(graph.nodes)}
+    return [_line(node, number) for node in graph.nodes]
+
+
+def varying_lines(
+    graph: fx.Graph, results: Sequence[Any], labels: Mapping[fx.Node, str]
+) -> list[str]:
+    """As `graph_lines`, and a line for the results; nodes with a label have no line of their own."""
+    varying = [node for node in graph.nodes if node not in labels]
+    number = {node: f"%{index}" for index, node in enumerate(varying)} | dict(labels)
+    return [*(_line(node, number) for node in varying), _spell(results, number)]
+
+
+def _line(node: fx.Node, number: Mapping[fx.Node, str]) -> str:
+    arguments = f"{_spell(node.args, number)} {_spell(node.kwargs, number)}"
+    return f"{node.op} {_target_name(node.target)} {arguments}"
 
 
 def _target_name(target: str | Callable[..., Any]) -> str:
@@ -44,9 +58,9 @@ def _target_name(target: str | Callable[..., Any]) -> str:
     return f"{module}.{getattr(target, '__qualname__', type(target).__qualname__)}"
 
 
-def _spell(value: Any, number: dict[fx.Node, int]) -> str:
+def _spell(value: Any, number: Mapping[fx.Node, str]) -> str:
     if isinstance(value, fx.Node):
-        return f"%{number[value]}"
+        return number[value]
     if isinstance(value, dict):
         return "{" + ",".join(f"{k!r}:{_spell(v, number)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):

@@ -15,13 +15,19 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from placer.program.constants import digest
 from placer.program.result import PLAIN
 
 _OWN = frozenset(nn.Module().__dict__)  # attributes of every nn.Module: tables, hooks and the mode
 _TABLES = ("_parameters", "_buffers", "_modules")
 _PLAIN = (*PLAIN, torch.device)
 _DEPTH = 6  # nesting of containers and objects; deeper values are compared by identity
+
+
+_SMALL = 1000  # elements
+_hashes = WeakTensorKeyDictionary()
 
 
 class _Absent(enum.Enum):
@@ -266,7 +272,7 @@ class Freezer:
             return kind, value
         if isinstance(value, Tensor):
             number = self._numbers.setdefault(id(value), len(self._numbers))
-            values = value.tolist() if values_read and not value.is_meta else None
+            values = _values(value) if values_read and not value.is_meta else None
             return kind, value.shape, value.dtype, number, values
         if isinstance(value, np.ndarray):
             return kind, value.shape, value.dtype, value.tobytes()
@@ -277,6 +283,17 @@ class Freezer:
             return _Same(value)
         depth = _depth_inside(value, depth)
         return kind, [(key, self._freeze(item, depth, values_read)) for key, item in parts]
+
+
+def _values(tensor: Tensor) -> Any:
+    """The values of ``tensor``, to compare; of a large one a hash, computed once per version."""
+    if tensor.numel() <= _SMALL or tensor.is_inference():
+        return tensor.tolist()
+    version, known = _hashes.get(tensor, (-1, ""))
+    if version != tensor._version:
+        known = digest(tensor)
+        _hashes[tensor] = tensor._version, known
+    return known
 
 
 def _parts(value: Any) -> list[tuple[Any, Any]] | None:

@@ -45,6 +45,11 @@ def must_stay_whole(module: nn.Module) -> bool:
     return any(table.get(name) for name in HOOK_TABLES) or "parametrizations" in module._modules
 
 
+def hook_count(module: nn.Module) -> int:
+    """The number of hooks that run when ``module`` is called, forward and backward."""
+    return sum(len(module.__dict__.get(name) or ()) for name in HOOK_TABLES)
+
+
 @contextmanager
 def without_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Remove the forward and backward hooks of ``modules`` in this block."""

@@ -6,11 +6,12 @@ and continues from the functions that it finds. It skips code of torch and of th
 
 from __future__ import annotations
 
+import dis
 import functools
 import os
 import sysconfig
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -33,6 +34,8 @@ _FOREIGN_CLASSES = ("torch", "builtins", "typing", "collections", "placer", "num
 _CODE = (FunctionType, MethodType, type, functools.partial, tuple)
 _CONTAINERS = (dict, list, set, OrderedDict, defaultdict)
 _ATOMS = (Tensor, str, bytes, int, float, type(None))
+_ASKING = frozenset(("hasattr", "getattr", "__dict__", "_buffers"))
+_ASSIGNING = frozenset(("setattr", "__setattr__", "register_buffer"))
 
 
 def _itself(function: Any) -> Any:
@@ -75,18 +78,43 @@ class ReachableState:
     """What the code of modules can reach.
 
     ``cached`` are the slots of ``functools.lru_cache`` functions, ``variables`` those of global and
-    closure variables that are None or tensors, ``containers`` dicts, lists and sets.
+    closure variables that are None or tensors, ``containers`` dicts, lists and sets, ``codes`` the
+    code of functions.
     """
 
     cached: list[Slot] = field(default_factory=list)
     variables: list[Slot] = field(default_factory=list)
     containers: list[Any] = field(default_factory=list)
+    codes: list[CodeType] = field(default_factory=list)
 
     def extend(self, other: ReachableState) -> None:
         """Add what ``other`` has."""
         self.cached += other.cached
         self.variables += other.variables
         self.containers += other.containers
+        self.codes += other.codes
+
+    def assigned(self, names: Collection[str]) -> set[str]:
+        """Those of ``names`` that the code may assign to attributes, outside of ``__init__``."""
+        wanted, found = set(names), set()
+        for code in self._later_code():
+            if wanted & set(code.co_names):
+                found |= {i.argval for i in dis.get_instructions(code) if i.opname == "STORE_ATTR"}
+            if _ASSIGNING.intersection(code.co_names):
+                found |= set(_strings(code))
+        return wanted & found
+
+    def asks_for(self, name: str) -> bool:
+        """May the code ask whether there is an attribute ``name``, as by ``hasattr(self, name)``?"""
+        asking = (x for x in self._later_code() if _ASKING.intersection(x.co_names))
+        return any(name in _strings(code) for code in asking)
+
+    def defines(self, code: CodeType) -> bool:
+        """Does the code define a function with this ``code``, outside of ``__init__``?"""
+        return any(code in outer.co_consts for outer in self._later_code())
+
+    def _later_code(self) -> Iterator[CodeType]:
+        return (x for code in self.codes if code.co_name != "__init__" for x in _nested(code))
 
 
 def find_reachable_state(model: nn.Module) -> ReachableState:
@@ -175,6 +203,7 @@ class _Search:
     def _function(self, function: FunctionType) -> None:
         if _is_foreign(function):
             return
+        self.found.codes.append(function.__code__)
         for cell in function.__closure__ or ():
             try:
                 self._variable(cell, None, cell.cell_contents)
@@ -210,11 +239,20 @@ class _Search:
                 self.look(vars(module), name, value)
 
 
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
+def _strings(code: CodeType) -> list[str]:
+    return [constant for constant in code.co_consts if isinstance(constant, str)]
+
+
+def _nested(code: CodeType) -> Iterator[CodeType]:
+    """``code`` and the code of all functions that are defined in it."""
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from _nested(constant)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    return (name for inner in _nested(code) for name in inner.co_names)
 
 
 def _is_foreign(value: Any) -> bool:

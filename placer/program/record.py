@@ -18,7 +18,6 @@ from torch import Tensor, fx, nn
 from placer.program.call import BoundCall
 from placer.program.failure import TraceFailure, describe, leads_to, locate
 from placer.program.fake import FakeConverter, fake_execution
-from placer.program.fingerprint import graph_lines
 from placer.program.guards import AttributeGuard
 from placer.program.leaves import is_inside
 from placer.program.python_random import PythonRandomDraw
@@ -57,20 +56,25 @@ def record_model(
     guess: int = 1,
     ignore_device_moves: bool = False,
     named: bool = True,
+    forgotten: Sequence[Tensor] = (),
 ) -> RecordedProgram:
     """Run ``fake_model``, the fake copy of ``model``, on fake ``inputs`` and write down what it does.
 
     Modules whose paths are in ``whole`` become single nodes, and so do the layers of ``torch.nn``;
     where these read values of tensors, they get ``guess``. With ``named``, equal graphs have equal
-    node names; a graph that is only compared does not need that. ``fake_model`` is restored
-    afterwards. Raises ``TraceFailure`` naming the innermost module that cannot be recorded,
-    ``ForwardFailure`` when the model itself fails, and ``CaptureError`` when it moves tensors to
-    several devices, unless ``ignore_device_moves``.
+    node names; a graph that is only compared does not need that. ``forgotten`` are tensors of ``model``
+    that were removed from ``fake_model``, which is restored afterwards. Raises ``TraceFailure`` naming
+    the innermost module that cannot be recorded, ``ForwardFailure`` when the model itself fails, and
+    ``CaptureError`` when it moves tensors to several devices, unless ``ignore_device_moves``.
     """
     snapshot = Snapshot(fake_model)
     make = partial(Recorder, ignore_device_moves=ignore_device_moves)
     run = partial(
-        _run, partial(make, converter, model, fake_model, whole, guess), converter, bound, inputs
+        run_once,
+        partial(make, converter, model, fake_model, whole, guess),
+        converter,
+        bound,
+        inputs,
     )
     try:
         try:
@@ -81,17 +85,19 @@ def record_model(
             snapshot.restore()
             run()
             raise TraceFailure("", f"{failure.reason}, but not in every call", "") from failure
-        effects = _replace_buffers(recorder, model, fake_model, snapshot.changes())
+        changes = [x for x in snapshot.changes() if not is_inside(recorder.single_nodes, x[0])]
+        effects = _replace_buffers(recorder, model, fake_model, changes, forgotten)
         cached = [recorder.keep_cached(_attribute(fake_model, *effect)) for effect in effects]
-        graph = recorder.writer.finish(leaves, named=named)
         if effects:
-            # Does what forward left behind change what the next forward computes?
-            first, second = graph_lines(graph), _lines_of_another(run)
-            if any(cached):  # the second run reads what the first computed, as all later ones do
-                first, second = second, _lines_of_another(run)
+            # Does what forward left behind change what the next forward computes? The next one may
+            # read constants from there, which the first one computed.
+            first = recorder.lines(leaves, constants=not any(cached))
+            another, results = run()
+            second = another.lines(results, constants=not any(cached))
             for path, attribute in effects:
                 if path and first != second:
                     raise TraceFailure(path, f"its forward changes its attribute {attribute!r}", "")
+        graph = recorder.writer.finish(leaves, named=named)
     finally:
         snapshot.restore()
     writer = recorder.writer
@@ -104,12 +110,12 @@ def record_model(
         constants={k: v for k, v in writer.constants.items() if k in names},
         result=recorder.result,
         side_effects=tuple(effects),
-        guards=recorder.guards(),
+        guards=recorder.guards(forgotten),
         checkpointed=recorder.checkpointed,
     )
 
 
-def _run(
+def run_once(
     make_recorder: Callable[[], Recorder],
     converter: FakeConverter,
     bound: BoundCall,
@@ -135,10 +141,18 @@ def _run(
         raise kind("", describe(error), locate(error)) from error
 
 
-def _lines_of_another(run: Callable[[], tuple[Recorder, list[Any]]]) -> list[str]:
-    """The graph of another run, as text."""
-    recorder, leaves = run()
-    return graph_lines(recorder.writer.finish(leaves, named=False))
+def double_batch(converter: FakeConverter, inputs: Sequence[Tensor]) -> list[Tensor] | None:
+    """``inputs`` with twice the batch, or None if there is no batch."""
+    sizes = [tensor.size(0) for tensor in inputs if tensor.dim()]
+    if not sizes or sizes[0] == 0:
+        return None
+    with converter.mode, torch.no_grad():
+        return [
+            torch.cat([x, x]).detach().requires_grad_(x.requires_grad)
+            if x.dim() and x.size(0) == sizes[0]
+            else x
+            for x in inputs
+        ]
 
 
 def _attribute(fake_model: nn.Module, path: str, attribute: str) -> Any:
@@ -146,28 +160,32 @@ def _attribute(fake_model: nn.Module, path: str, attribute: str) -> Any:
 
 
 def _replace_buffers(
-    recorder: Recorder, model: nn.Module, fake_model: nn.Module, changes: Iterable[tuple[str, str]]
+    recorder: Recorder,
+    model: nn.Module,
+    fake_model: nn.Module,
+    changes: Iterable[tuple[str, str]],
+    forgotten: Sequence[Tensor],
 ) -> list[tuple[str, str]]:
     """Record each buffer that forward replaced by another tensor as a copy into the buffer.
 
-    ``changes`` are (module path, attribute). Returns those that are no such replacements. Changes in
-    modules that are a single node are left out: the node makes them itself.
+    ``changes`` are (module path, attribute). Returns those that are no such replacements: also
+    buffers in ``forgotten``, which the model did not have before its first call.
     """
     others = []
     for path, attribute in changes:
-        if is_inside(recorder.single_nodes, path):
-            continue
+        name = f"{path}.{attribute}".lstrip(".")
         before = model.get_submodule(path)._buffers.get(attribute)
         now = fake_model.get_submodule(path)._buffers.get(attribute)
         if (
             before is None
+            or any(before is tensor for tensor in forgotten)
             or now is None
             or now.requires_grad
             or (now.shape, now.dtype) != (before.shape, before.dtype)
         ):
             others.append((path, attribute))
         else:
-            recorder.writer.replace_buffer(f"{path}.{attribute}".lstrip("."), now, path)
+            recorder.writer.replace_buffer(name, now, path)
     return others
 
 

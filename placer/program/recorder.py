@@ -51,6 +51,7 @@ from placer.program.failure import (
     locate_caller,
 )
 from placer.program.fake import FakeConverter, GuessData
+from placer.program.fingerprint import varying_lines
 from placer.program.guards import AttributeGuard, make_guards, watch_attributes
 from placer.program.leaves import is_inside, is_torch_leaf
 from placer.program.moves import NamedDevices, replace_device
@@ -154,9 +155,9 @@ class Recorder(TorchFunctionMode):
         if not self.paused:
             self.attributes.add((path, name))
 
-    def guards(self) -> tuple[AttributeGuard, ...]:
-        """The attributes of the model that were read, with their values."""
-        return make_guards(self.model, self.attributes, self.tensors_read)
+    def guards(self, compared: Sequence[Tensor] = ()) -> tuple[AttributeGuard, ...]:
+        """The attributes of the model that were read, with their values, also those of ``compared``."""
+        return make_guards(self.model, self.attributes, [*self.tensors_read, *compared])
 
     def run(self, bound: BoundCall, inputs: Sequence[Tensor]) -> list[Any]:
         """Run forward; the leaves of its result as arguments for the graph's output node."""
@@ -454,6 +455,19 @@ class Recorder(TorchFunctionMode):
         for tensor in made:
             writer.converter.register(tensor, torch.empty_like(tensor, device="meta"))
         return bool(made)
+
+    def lines(self, results: Sequence[Any], *, constants: bool) -> list[str]:
+        """What is recorded, as text; without ``constants`` all constants look alike."""
+        graph, sizes = self.writer.graph, self.sizes.values
+        labels: dict[fx.Node, str] = {}
+        if not constants:
+            known = dict.fromkeys(self.writer.constants, torch.zeros(()))
+            for node in graph.nodes:
+                if node in sizes:
+                    labels[node] = repr(sizes[node])
+                elif is_constant(node, known, sizes):
+                    labels[node] = "constant"
+        return varying_lines(graph, results, labels)
 
     def check_constants(self) -> None:
         """Refuse a forward that reads values of a constant and writes to it: the next run differs."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from placer.program.call import bind_call, describe_shapes
+from placer.program.earlier_calls import forget_earlier_calls
 from placer.program.failure import ForwardFailure, TraceFailure
 from placer.program.fake import FakeConverter
 from placer.program.fingerprint import graph_lines
@@ -74,16 +75,13 @@ def find_difference(
     inputs = [converter.tensor(tensor) for tensor in bound.tensors]
     try:
         with RECORDING:
-            recording = record_model(
-                converter,
-                model,
-                converter.module(model),
-                bound,
-                inputs,
-                conditions.whole,
-                guess=conditions.guess,
-                ignore_device_moves=conditions.ignore_device_moves,
-            )
+            call = converter, model, converter.module(model), bound, inputs
+            options: dict[str, Any] = {
+                "guess": conditions.guess,
+                "ignore_device_moves": conditions.ignore_device_moves,
+            }
+            forgotten = forget_earlier_calls(*call, **options).tensors
+            recording = record_model(*call, conditions.whole, **options, forgotten=forgotten)
     except ForwardFailure as failure:
         raise failure.as_error(
             f"on inputs of {describe_shapes(inputs)}",

@@ -1,0 +1,384 @@
+"""What a model keeps of its earlier calls: a capture leaves it out if the next call would make it again."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import placer
+import placer.executor.programs
+from placer.program import capture_model
+
+SPEC: dict[str, Any] = {"devices": ["cpu:0", "cpu:1"], "microbatches": 2}
+
+
+class Grid(nn.Module):
+    """Keeps a grid for the last size that it saw, as neural operators do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size: Any = None
+        self.grid: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.grid is None or self.size != x.shape[1:]:
+            axes = [torch.linspace(0, 1, n + 1)[:-1] for n in x.shape[1:]]
+            self.grid = [y.to(x.dtype)[None] for y in torch.meshgrid(*axes, indexing="ij")]
+            self.size = x.shape[1:]
+        return torch.stack([x, *(y.repeat(x.shape[0], 1, 1) for y in self.grid)], 1)
+
+
+class Bias(nn.Module):
+    """Keeps a bias for the longest sequence so far, in a buffer that is not saved, as ALiBi."""
+
+    slopes: Tensor
+    bias: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("slopes", torch.tensor([[0.7]]), persistent=False)
+        self.register_buffer("bias", None, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = x.shape[-1]
+        if self.bias is None or self.bias.shape[-1] < n:
+            steps = torch.arange(n, device=x.device)
+            bias = (steps[None, :] - steps[:, None]).abs() * -self.slopes
+            self.register_buffer("bias", nn.functional.pad(bias, (0, 1, 0, 1)), persistent=False)
+        assert self.bias is not None
+        return (x @ self.bias[:n, :n])[:, None].repeat(1, 3, 1, 1)
+
+
+class New(nn.Module):
+    """Keeps two tables in attributes that do not exist before its first call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "rows"):
+            self.rows, self.columns = torch.arange(x.shape[1]) + 0.5, torch.arange(x.shape[2]) * 2.0
+        n, m = x.shape[1:]
+        rows, columns = torch.arange(n) + 0.5, self.columns
+        if len(self.rows) != n or len(columns) != m:
+            columns = torch.arange(m) * 2.0
+        return torch.stack([x, rows[:, None] + x, columns + x], 1)
+
+
+_collected: list[list[Tensor]] = []
+
+
+class Hooked(nn.Module):
+    """Installs hooks on its layers in its first call, to return what they compute, as transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Tanh(), nn.Sigmoid()) for _ in range(3))
+
+    def install(self) -> None:
+        for index, layer in enumerate(self.layers):
+
+            def keep(module: nn.Module, args: Any, result: Tensor, scale: int = index) -> None:
+                if _collected:
+                    _collected[-1].append(result * (scale + 1))
+
+            layer.register_forward_hook(keep)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not getattr(self, "installed", False):
+            self.install()
+            self.installed = True
+        _collected.append([])
+        for layer in self.layers:
+            x = layer(x)
+        return torch.stack(_collected.pop(), 1)
+
+
+def net(first: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    first = nn.Sequential(nn.Tanh(), first)
+    return nn.Sequential(first, nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 2, 1)).double()
+
+
+def batch(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+FORGOTTEN = [Grid, Bias, New, Hooked]
+
+
+@pytest.mark.parametrize("first", FORGOTTEN)
+def test_a_capture_after_a_call_is_the_one_before_it(first: Callable[[], nn.Module]) -> None:
+    model, x = net(first()), batch(4, 6, 8)
+    captures = [capture_model(model, (x,)), capture_model(model, (x,))]
+    model(x)
+    expected = model(x)
+    captures.append(capture_model(model, (x,)))
+    captures.append(capture_model(copy.deepcopy(model), (x[:2],)))
+    assert len({program.fingerprint for program in captures}) == 1
+    assert len({str(program.graph) for program in captures}) == 1
+    assert len({program.notes for program in captures}) == 1
+    assert not any(program.fixed_batch_reason for program in captures)
+    torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
+
+
+def trained(module: nn.Module, x: Tensor) -> dict[str, Tensor | None]:
+    """The output, gradients and buffers of a call."""
+    module.zero_grad()
+    output = module(x)
+    output.square().mean().backward()
+    found = {name: parameter.grad for name, parameter in module.named_parameters()}
+    return {"output": output.detach(), **found, **dict(module.named_buffers())}
+
+
+def assert_equal(placed: nn.Module, plain: nn.Module, x: Tensor) -> None:
+    found, expected = trained(placed, x), trained(plain, x)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=name)
+    assert placed.state_dict().keys() == plain.state_dict().keys()
+
+
+SIZES = [(4, 6, 8), (3, 6, 8), (4, 8, 10), (2, 5, 8), (4, 6, 8)]
+
+
+@pytest.mark.parametrize("called", [(), ((4, 6, 8),), ((4, 8, 10), (4, 6, 8))], ids=len)
+@pytest.mark.parametrize("first", FORGOTTEN)
+def test_a_placed_model_equals_the_plain_one_whatever_was_called_before(
+    first: Callable[[], nn.Module], called: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, model = net(first()), net(first())
+    for shape in called:
+        x = batch(*shape)
+        plain(x)
+        model(x)
+    placed = placer.compile(model, SPEC, batch(4, 6, 8))
+    recorded: list[None] = []
+    for name in ("capture_model", "find_difference"):
+        original = getattr(placer.executor.programs, name)
+        monkeypatch.setattr(
+            placer.executor.programs,
+            name,
+            lambda *args, original=original, **kwargs: (
+                recorded.append(None) or original(*args, **kwargs)
+            ),
+        )
+    for shape in SIZES:
+        assert_equal(placed, plain, batch(*shape))
+    count = len(recorded)
+    for shape in SIZES:
+        model(batch(*shape))  # the caller's model, of which the placed one is a copy
+        placed(batch(*shape))
+    assert len(recorded) == count
+
+
+@pytest.mark.parametrize("first", FORGOTTEN)
+def test_a_plan_for_a_new_model_places_one_that_was_called(first: Callable[[], nn.Module]) -> None:
+    new, plain, x = net(first()), net(first()), batch(4, 6, 8)
+    plan = placer.make_plan(new, SPEC, x)
+    plain(x)
+    placed = placer.compile(plain, plan, x, run_on="cpu")
+    assert_equal(placed, plain, x)
+    if first is not Hooked:  # its hooks cannot be pickled
+        assert_equal(pickle.loads(pickle.dumps(placed)), plain, x)
+
+
+class Kept(nn.Module):
+    """Keeps the tensor that ``make`` computes in its first call, for ever."""
+
+    def __init__(self, make: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((8,), 3.0))
+        self.make = make
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kept is None:
+            self.kept = self.make(x, self.weight)
+        return (x * self.weight + self.kept)[:, None].repeat(1, 3, 1, 1)
+
+
+class Pair(nn.Module):
+    """Makes two tables together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: Tensor | None = None
+        self.second: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first is None:
+            self.first, self.second = torch.arange(8) / 7, torch.arange(8) / 3
+        return (x * self.first + self.second)[:, None].repeat(1, 3, 1, 1)
+
+
+class Optional(nn.Module):
+    """Uses a mask if it was given one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.use(None)
+
+    def use(self, mask: Tensor | None) -> None:
+        self.register_buffer("mask", mask, persistent=False)
+        self.scales = None if mask is None else [mask * 2]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.mask is None else x * self.mask
+        x = x if self.scales is None else x / self.scales[0]
+        return x[:, None].repeat(1, 3, 1, 1)
+
+
+class Needed(nn.Module):
+    """Cannot run without its table, which a method may replace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.resize(8)
+
+    def resize(self, n: int) -> None:
+        self.register_buffer("table", torch.arange(n) / 7, persistent=False)
+        self.other = torch.arange(n) / 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.table - self.other)[:, None].repeat(1, 3, 1, 1)
+
+
+def of_the_batch(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.full((8,), 1 / x.shape[0])
+
+
+def of_the_values(x: Tensor, weight: Tensor) -> Tensor:
+    return x.detach().mean((0, 1))
+
+
+def of_the_weights(x: Tensor, weight: Tensor) -> Tensor:
+    return weight.detach().abs()
+
+
+def random(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.rand(8)
+
+
+def multiplied(model: nn.Module) -> None:
+    model[0][1].grid = [y * 2 for y in model[0][1].grid]
+
+
+def added(model: nn.Module) -> None:
+    model[0][1].bias.add_(1)
+
+
+def masked(model: nn.Module) -> None:
+    model[0][1].use(torch.full((8,), 0.3, dtype=torch.float64))
+
+
+def replaced(model: nn.Module) -> None:
+    model[0][1].second = torch.ones(8)
+
+
+def nothing(model: nn.Module) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("first", "change"),
+    [
+        (Grid, multiplied),
+        (Bias, added),
+        (Pair, replaced),
+        (Optional, masked),
+        (Needed, nothing),
+        *((lambda make=make: Kept(make), nothing) for make in (of_the_batch, of_the_values)),
+        *((lambda make=make: Kept(make), nothing) for make in (of_the_weights, random)),
+    ],
+    ids=[*("grid", "bias", "pair", "mask", "table", "batch", "values", "weights", "random")],
+)
+def test_what_the_next_call_would_not_make_again_is_kept(
+    first: Callable[[], nn.Module], change: Callable[[nn.Module], None]
+) -> None:
+    plain, x = net(first()), batch(4, 6, 8)
+    plain(x)
+    change(plain)
+    model = copy.deepcopy(plain)
+    placed = placer.compile(model, SPEC, x, run_on="cpu")
+    with torch.no_grad():
+        for module in (plain, placed):
+            for parameter in module.parameters():
+                parameter.mul_(0.9)
+    for shape in ((4, 6, 8), (2, 6, 8)):
+        assert_equal(placed, plain, batch(*shape))
+
+
+def test_a_cache_that_is_changed_in_the_placed_model_is_used() -> None:
+    plain, x = net(Grid()), batch(4, 6, 8)
+    plain(x)
+    placed = placer.compile(plain, SPEC, x, run_on="cpu")
+    for module in (plain, placed):
+        multiplied(module)
+    assert_equal(placed, plain, x)
+    placed[0][1].grid[0].zero_()
+    plain[0][1].grid[0].zero_()
+    assert_equal(placed, plain, x)
+
+
+def test_a_hook_of_the_user_runs_next_to_those_that_forward_installed() -> None:
+    plain, x = net(Hooked()), batch(4, 6, 8)
+    plain(x)
+    placed = placer.compile(plain, SPEC, x, run_on="cpu")
+    assert_equal(placed, plain, x)
+    for module in (plain, placed):
+        module[0][1].layers[1].register_forward_hook(lambda module, args, result: result * 0.5)
+    assert_equal(placed, plain, x)
+
+
+def test_a_hook_of_the_user_keeps_its_module_whole() -> None:
+    model = net(Hooked())
+    model(batch(4, 6, 8))
+    model[0][1].layers[1].register_forward_hook(lambda module, args, result: result * 0.5)
+    whole = capture_model(model, (batch(4, 6, 8),)).whole_modules
+    assert "0.1" in [module.layer for module in whole]
+
+
+def test_nothing_is_recorded_for_tensors_that_only_the_constructor_sets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("positions", torch.arange(8.0), persistent=False)
+            self.scales = [torch.ones(8)]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x + self.positions * self.scales[0])[:, None].repeat(1, 3, 1, 1)
+
+    calls: list[str] = []
+    run = Fixed.forward
+    monkeypatch.setattr(Fixed, "forward", lambda self, x: calls.append("") or run(self, x))
+    capture_model(net(Fixed()), (batch(4, 6, 8),))
+    assert len(calls) == 2  # for the batch, and for twice the batch
+
+
+class OtherFirst(nn.Module):
+    """Its first call also computes something else than the later ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.scale is None:
+            self.scale = torch.arange(x.shape[-1]) * 2.0
+            return x[:, None].repeat(1, 3, 1, 1)
+        return (x * self.scale)[:, None].repeat(1, 3, 1, 1)
+
+
+@pytest.mark.parametrize("calls", [0, 1, 2])
+def test_a_module_whose_first_call_computes_something_else_is_a_single_node(calls: int) -> None:
+    model, x = net(OtherFirst()), batch(4, 6, 8)
+    for _ in range(calls):
+        model(x)
+    assert [whole.layer for whole in capture_model(model, (x,)).whole_modules] == ["0.1"]
+    assert placer.verify(model, {"devices": ["cpu:0", "cpu:1"]}, x).ok
