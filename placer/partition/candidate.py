@@ -46,6 +46,12 @@ class Candidate:
         """The limit on every device's share: 1, or more if the candidate does not fit."""
         return max(self.fullest, 1.0)
 
+    @property
+    def stages(self) -> tuple[tuple[int, ...], ...]:
+        """The nodes of every stage, in the order in which it runs them."""
+        ends = [self.tables.cuts[cut] for cut in self.cuts]
+        return tuple(self.nodes[begin:end] for begin, end in itertools.pairwise(ends))
+
 
 def rank_candidate(
     options: PlanningOptions, *, fullest: float, peak: float, seconds: Sequence[float]

@@ -45,6 +45,7 @@ _NEARBY, _MOST_NEAR = 12, 200  # for each boundary, and for all together
 _MOST_ROUNDS = 3  # times that stages are put into program order and the cuts are chosen again
 _SLACK = 1.005  # factor by which bounds on peaks may exceed the least known peak
 _NEAR = 0.8  # share of a budget from which on memory decides where cuts are
+_STARTS = 4  # best candidates from which several stages per device are tried, to minimise memory
 
 
 def choose_partition(
@@ -161,6 +162,7 @@ class _Search:
         self._chains: dict[tuple[str, ...], tuple[DeviceSlot, ...]] = {}
         self._tried: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
         self.best: Candidate | None = None
+        self._good: list[Candidate] = []  # to minimise memory: the best ones, all different
         self.first: Candidate | None = None  # along program order
         self.coarse: Candidate | None = None  # the best one with thinned cuts
 
@@ -279,6 +281,10 @@ class _Search:
         self.first = self.first or found
         if self.best is None or found.rank < self.best.rank:
             self.best = found
+        if self._options.objective != "memory":
+            return
+        if all(found.stages != other.stages for other in self._good):
+            self._good = sorted([*self._good, found], key=lambda c: c.rank)[:_STARTS]
 
     def _in_program_order(self, order: _Order, found: Candidate) -> tuple[list[int], list[int]]:
         """The units with those of each stage in program order, and the number of units before each cut."""
@@ -361,7 +367,9 @@ class _Search:
         ):
             return
         # Along program order, in which stages run as recorded, and along the best orders.
-        starts = {id(c): c for c in (best, self.first, self.coarse) if c is not None}
+        good = self._good if best.rank[0] <= 1 else []
+        known = (best, self.first, self.coarse, *good)
+        starts = {c.stages: c for c in known if c is not None}
         for start in starts.values():
             found = self._noncontiguous(self.with_all_cuts(start))
             if found is not None and is_better(found, best):
