@@ -47,10 +47,13 @@ class Candidate:
         return max(self.fullest, 1.0)
 
     @property
-    def stages(self) -> tuple[tuple[int, ...], ...]:
-        """The nodes of every stage, in the order in which it runs them."""
-        ends = [self.tables.cuts[cut] for cut in self.cuts]
-        return tuple(self.nodes[begin:end] for begin, end in itertools.pairwise(ends))
+    def stages(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """The device of every stage, and its nodes in the order in which it runs them."""
+        ends = itertools.pairwise(self.tables.cuts[cut] for cut in self.cuts)
+        return tuple(
+            (slot.name, self.nodes[begin:end])
+            for slot, (begin, end) in zip(self.slots, ends, strict=True)
+        )
 
 
 def rank_candidate(

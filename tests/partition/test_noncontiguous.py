@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -90,6 +91,24 @@ def test_devices_come_again_at_cuts_that_a_placement_was_not_rated_with() -> Non
     search.best = search.first = search._rate(order, own, search.best.slots, counts)
     search.try_noncontiguous(0.0)
     assert len(search.best.slots) > len(DEVICES)
+
+
+def test_the_same_nodes_on_other_devices_are_other_stages() -> None:
+    with torch.device("meta"):
+        model, x = _unet(), torch.empty(1, 1, 16, 16, 16)
+    program = capture_model(model, (x,))
+    kind = device_kind("cpu:0", None)
+    slots = [DeviceSlot(name=name, kind=kind, budget=None, reserve=0) for name in DEVICES]
+    units, options = unit_graph(program), PlanningOptions(objective="memory")
+    costs = estimate_costs(program, [x])
+    search = choose._Search(units, costs, slots, {}, options, TableCache())
+    search.try_order(program_order(units))
+    found = search.best
+    assert found is not None and len(search._good) == 1
+    search._offer(replace(found, slots=found.slots[::-1]))
+    assert len(search._good) == 2
+    search._offer(replace(found))
+    assert len(search._good) == 2
 
 
 def test_what_needs_one_stage_per_device_gets_it() -> None:
