@@ -155,6 +155,11 @@ def _budget_error(where: str, problem: str, remedy: str, fields: dict[str, Any])
     return BudgetError(where, problem, remedy, **fields)
 
 
+def first_line(error: BaseException | None) -> str:
+    """The first line of the error's message."""
+    return str(error).strip().split("\n")[0]
+
+
 def nearest(word: str, choices: Iterable[str]) -> str | None:
     """The choice that is most similar to ``word``; None if none is close.
 

@@ -17,7 +17,7 @@ from placer.cost.rows import with_fewer_rows
 from placer.cost.storages import RecordedStorage
 from placer.cost.types import CostTable, NodeCost, StateTensor, StoredValue
 from placer.cost.work import Work
-from placer.errors import CaptureError
+from placer.errors import CaptureError, first_line
 from placer.operands import nbytes_of
 from placer.precision import precision_context
 from placer.program import FakeConverter, Program, first_names, named_state
@@ -225,7 +225,6 @@ def _does_not_run(
     program: Program, failure: NodeFailure, inputs: Sequence[Tensor], precision: str
 ) -> CaptureError:
     error = failure.__cause__
-    text = str(error).strip().split("\n")[0]
     remedy = "if that is too few rows, give a larger batch, fewer micro-batches or fewer replicas"
     if precision != "fp32":
         remedy += f"; it was run with precision {precision!r}, which not all operations support"
@@ -237,7 +236,7 @@ def _does_not_run(
     return CaptureError(
         program.layer_of[failure.node.name] or "the model",
         f"does not run on a micro-batch of {describe_shapes(inputs)}: "
-        f"{type(error).__name__}: {text}",
+        f"{type(error).__name__}: {first_line(error)}",
         remedy,
     )
 

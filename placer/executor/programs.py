@@ -163,12 +163,15 @@ class Programs:
     def _kept_whole(self) -> tuple[tuple[int, int], ...]:
         """Indices of the container modules that have hooks or parametrizations at present.
 
-        Such a module must be recorded as one node, unless all its hooks are of forward itself: if there
-        are such modules, with the number of hooks.
+        Such a module must be recorded as one node, unless forward itself installs all its hooks. If
+        forward installs any, each index comes with the number of hooks, which tells when one is added.
         """
-        counted = bool(self._captured.conditions.hooked_by_forward)
-        containers = enumerate(self._containers)
-        return tuple((i, counted and hook_count(m)) for i, m in containers if must_stay_whole(m))
+        counted = self._captured.conditions.hooked_by_forward
+        return tuple(
+            (index, hook_count(module) if counted else 0)
+            for index, module in enumerate(self._containers)
+            if must_stay_whole(module)
+        )
 
     def _capture(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> StagedModel:
         ignored = self._captured.conditions.ignore_device_moves

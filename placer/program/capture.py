@@ -289,7 +289,7 @@ def _assemble(
             locations=tuple(recording.location_of.get(node.name, "") for node in graph.nodes),
             guards=recording.guards,
             ignore_device_moves=capture.ignore_device_moves,
-            hooked_by_forward=capture.forgotten.hooked,
+            hooked_by_forward=capture.forgotten.hooks,
         ),
         training=model.training,
         fixed_batch_reason=capture.fixed_batch_reason,

@@ -50,7 +50,7 @@ class Forgotten(NamedTuple):
     """What was removed from the fake copy of a model. The model still has it."""
 
     tensors: tuple[Tensor, ...] = ()  # the model's, not the copy's
-    hooked: frozenset[str] = frozenset()  # paths of the modules whose hooks were removed
+    hooks: bool = False  # whether hooks were removed, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +98,12 @@ def forget_earlier_calls(
     """
 
     def run(whole: Collection[str], doubled: bool) -> Recorder | None:
-        options: dict[str, Any] = {"ignore_device_moves": ignore_device_moves}
-        first = converter, model, fake_model, frozenset(whole), guess
         called = double_batch(converter, inputs) if doubled else inputs
         if called is None:
             return None
-        return run_once(partial(Recorder, *first, **options), converter, bound, called)[0]
+        arguments = converter, model, fake_model, frozenset(whole), guess
+        make = partial(Recorder, *arguments, ignore_device_moves=ignore_device_moves)
+        return run_once(make, converter, bound, called)[0]
 
     removed: dict[_Attribute, None] = {}
     waiting = [*_tensors(model, converter.reachable), *_hooks(model, converter.reachable)]
@@ -119,7 +119,7 @@ def forget_earlier_calls(
     values = [_value(model.get_submodule(x.path), x.name) for x in removed if x.code is None]
     return Forgotten(
         tensors=tuple(tensor for value in values for tensor in tensors_of_tree(value)),
-        hooked=frozenset(x.path for x in removed if x.code is not None),
+        hooks=any(x.code is not None for x in removed),
     )
 
 
@@ -182,7 +182,7 @@ def _forget(
     fake_model: nn.Module,
     run: Run,
 ) -> Sequence[_Attribute]:
-    """Remove those that forward makes again, to the same values."""
+    """Remove those of ``way`` that forward makes again, to the same values; returns them."""
     present = Snapshot(fake_model)
     while way:
         for attribute in way:

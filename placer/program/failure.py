@@ -12,7 +12,7 @@ from types import CodeType, FrameType
 
 import torch
 
-from placer.errors import CaptureError, causes
+from placer.errors import CaptureError, causes, first_line
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep  # noqa: PTH120 - compared with frame file names
 _RUNS_MODELS = "placer.program.record"
@@ -58,7 +58,7 @@ class ForwardFailure(Exception):
     def as_error(self, situation: str, remedy: str) -> CaptureError:
         """The error for the user, "forward fails ``situation``", with the line of their code."""
         where = f" ({self.location})" if self.location else ""
-        text = str(self.__cause__).strip().split("\n")[0]
+        text = first_line(self.__cause__)
         if isinstance(self.__cause__, Untraceable):
             return CaptureError(
                 self.layer or "the model",
@@ -74,7 +74,7 @@ class ForwardFailure(Exception):
 
 def describe(error: BaseException) -> str:
     """Why recording failed, as a sentence that begins with "it" or "its"."""
-    text = str(error).strip().split("\n")[0]
+    text = first_line(error)
     if isinstance(error, Untraceable):
         return text
     kind = type(error).__name__

@@ -44,8 +44,8 @@ def varying_lines(
     return [*(_line(node, number) for node in varying), _spell(results, number)]
 
 
-def _line(node: fx.Node, number: Mapping[fx.Node, str]) -> str:
-    arguments = f"{_spell(node.args, number)} {_spell(node.kwargs, number)}"
+def _line(node: fx.Node, labels: Mapping[fx.Node, str]) -> str:
+    arguments = f"{_spell(node.args, labels)} {_spell(node.kwargs, labels)}"
     return f"{node.op} {_target_name(node.target)} {arguments}"
 
 
@@ -58,15 +58,15 @@ def _target_name(target: str | Callable[..., Any]) -> str:
     return f"{module}.{getattr(target, '__qualname__', type(target).__qualname__)}"
 
 
-def _spell(value: Any, number: Mapping[fx.Node, str]) -> str:
+def _spell(value: Any, labels: Mapping[fx.Node, str]) -> str:
     if isinstance(value, fx.Node):
-        return number[value]
+        return labels[value]
     if isinstance(value, dict):
-        return "{" + ",".join(f"{k!r}:{_spell(v, number)}" for k, v in value.items()) + "}"
+        return "{" + ",".join(f"{k!r}:{_spell(v, labels)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
-        return "(" + ",".join(_spell(item, number) for item in value) + ")"
+        return "(" + ",".join(_spell(item, labels) for item in value) + ")"
     if isinstance(value, slice):
-        return f"slice{_spell((value.start, value.stop, value.step), number)}"
+        return f"slice{_spell((value.start, value.stop, value.step), labels)}"
     if isinstance(value, (str, int, float, bool, complex, bytes)) or value is None or value is ...:
         return repr(value)
     if callable(value):

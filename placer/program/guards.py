@@ -24,10 +24,8 @@ _OWN = frozenset(nn.Module().__dict__)  # attributes of every nn.Module: tables,
 _TABLES = ("_parameters", "_buffers", "_modules")
 _PLAIN = (*PLAIN, torch.device)
 _DEPTH = 6  # nesting of containers and objects; deeper values are compared by identity
-
-
-_SMALL = 1000  # elements
-_hashes = WeakTensorKeyDictionary()
+_SMALL = 1000  # elements of a tensor that is compared by its values and not by a hash
+_hashes = WeakTensorKeyDictionary()  # large tensor -> (version, hash of its values)
 
 
 class _Absent(enum.Enum):

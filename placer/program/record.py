@@ -173,7 +173,6 @@ def _replace_buffers(
     """
     others = []
     for path, attribute in changes:
-        name = f"{path}.{attribute}".lstrip(".")
         before = model.get_submodule(path)._buffers.get(attribute)
         now = fake_model.get_submodule(path)._buffers.get(attribute)
         if (
@@ -185,7 +184,7 @@ def _replace_buffers(
         ):
             others.append((path, attribute))
         else:
-            recorder.writer.replace_buffer(name, now, path)
+            recorder.writer.replace_buffer(f"{path}.{attribute}".lstrip("."), now, path)
     return others
 
 

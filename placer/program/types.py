@@ -57,7 +57,7 @@ class Conditions:
     locations: tuple[str, ...]  # the source line of each of these: "file.py:123", or ""
     guards: tuple[AttributeGuard, ...]  # the plain attributes that the program's Python code read
     ignore_device_moves: bool = False  # was the model's own choice of devices ignored?
-    hooked_by_forward: frozenset[str] = frozenset()  # modules whose hooks forward itself installs
+    hooked_by_forward: bool = False  # did the model have hooks that forward itself installs?
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -121,7 +121,7 @@ class GraphWriter:
     # -- which node made what --------------------------------------------------------------------
 
     def bind(self, value: Any, node: fx.Node) -> None:
-        """Note that ``node`` made every tensor in ``value``. One that is there twice has its first place."""
+        """Note that ``node`` made every tensor in ``value``; of two places of a tensor the first counts."""
         self._bind(value, node, set())
 
     def _bind(self, value: Any, node: fx.Node, bound: set[int]) -> None:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from placer.errors import CaptureError, PlacerError, causes
+from placer.errors import CaptureError, PlacerError, causes, first_line
 from placer.simulation.ledger import Ledger
 from placer.timeline import Timeline, repeat_parts
 
@@ -53,7 +53,7 @@ def explained_failure(*, own_loss: bool) -> Iterator[None]:
         raise
     except Exception as error:
         *_, root = causes(error)
-        problem = str(root).strip().split("\n")[0].partition(" Hint: ")[0]
+        problem = first_line(root).partition(" Hint: ")[0]
         raise CaptureError(
             "the model or loss_fn" if own_loss else "the model",
             f"fails in a dry run: {type(root).__name__}: {problem}",

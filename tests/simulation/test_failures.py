@@ -1,4 +1,4 @@
-"""Models that a dry run cannot train: the error says so, and is not one from the inside."""
+"""Models or losses that fail in a dry run: one ``CaptureError``, and no exception of torch."""
 
 from __future__ import annotations
 
