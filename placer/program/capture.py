@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from placer.errors import CaptureError
+from placer.garbage import only_new_garbage
 from placer.program.alias import Aliasing, NodeFailure, analyze_aliasing
 from placer.program.call import BoundCall, bind_call, describe_shapes, make_call_format
 from placer.program.earlier_calls import Forgotten, forget_earlier_calls
@@ -39,6 +40,7 @@ _NO_VALUES = (
 )
 
 
+@only_new_garbage()
 def capture_model(
     model: nn.Module,
     args: Sequence[Any],

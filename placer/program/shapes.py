@@ -1,7 +1,7 @@
 """Result shapes of common operators, computed without torch's fake kernels, which take 1 to 15 ms.
 
-A rule returns None, and torch's fake kernel runs, unless all tensors are contiguous and of one
-floating-point type. `tests/program/test_fake_mode.py` compares every rule with torch's kernel.
+A rule returns None, and torch's fake kernel runs, unless all tensors are of one floating-point type;
+most rules are for contiguous tensors only. `tests/program/test_fake_mode.py` compares every rule with torch's kernel.
 """
 
 from __future__ import annotations
@@ -68,13 +68,29 @@ def _elementwise(*args: Any, **kwargs: Any) -> Recipe | None:
     tensors = [x for x in args if isinstance(x, Tensor)]
     if any(isinstance(x, complex) for x in args) or not _are_dense(*tensors):
         return None
-    shape = max((x.shape for x in tensors), key=len)
-    if any(x.shape != shape for x in tensors):
-        # With a dimension of size 1, the memory format of the result is ambiguous.
-        shape = torch.broadcast_shapes(*(x.shape for x in tensors))
-        if 1 in shape or all(x.shape != shape for x in tensors):
-            return None
-    return _single(_new(shape, tensors[0].dtype))
+    shapes = {x.shape for x in tensors}
+    whole = [s for s in shapes if all(_broadcasts(other, s) for other in shapes)]
+    # With a dimension of size 1, the memory format of a broadcast result is ambiguous.
+    if not whole or (len(shapes) > 1 and 1 in whole[0]):
+        return None
+    return _single(_new(whole[0], tensors[0].dtype))
+
+
+def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    """Does a tensor of ``shape`` broadcast to the shape ``to``?"""
+    pairs = zip(reversed(shape), reversed(to), strict=False)
+    return len(shape) <= len(to) and all(n in (1, wanted) for n, wanted in pairs)
+
+
+def _written(x: Tensor, *args: Any, **kwargs: Any) -> Recipe | None:
+    """Write to ``x``, element by element, from tensors that broadcast to its shape and real numbers."""
+    tensors = [value for value in args if isinstance(value, Tensor)]
+    overlaps = any(step == 0 and n > 1 for n, step in zip(x.shape, x.stride(), strict=True))
+    if overlaps or any(isinstance(value, complex) for value in args):
+        return None
+    if x.dtype not in _FLOATS or any(tensor.dtype != x.dtype for tensor in tensors):
+        return None
+    return (False, (0,)) if all(_broadcasts(y.shape, x.shape) for y in tensors) else None
 
 
 def _addmm(bias: Tensor, a: Tensor, b: Tensor, **kwargs: Any) -> Recipe | None:
@@ -87,7 +103,9 @@ def _addmm(bias: Tensor, a: Tensor, b: Tensor, **kwargs: Any) -> Recipe | None:
 
 def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Recipe | None:
     first = tensors[0]
-    if not _are_dense(*tensors) or not -first.dim() <= dim < first.dim():
+    if not all(map(_is_contiguous_format, tensors)) or not -first.dim() <= dim < first.dim():
+        return None
+    if any(x.dtype != first.dtype for x in tensors):
         return None
     dim %= first.dim()
     shape = list(first.shape)
@@ -95,6 +113,15 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Recipe | None:
     if any(_other_sizes(x, dim) != _other_sizes(first, dim) for x in tensors):
         return None
     return _single(_new(shape, first.dtype))
+
+
+def _is_contiguous_format(x: Tensor) -> bool:
+    """Would a new tensor like ``x`` be contiguous? In one with channels last, they have the least stride."""
+    return _are_dense(x) or (
+        x.dtype in _FLOATS
+        and 0 not in x.shape
+        and (x.dim() not in (4, 5) or x.stride(1) > x.stride(-1))
+    )
 
 
 def _other_sizes(x: Tensor, dim: int) -> tuple[int, ...]:
@@ -283,8 +310,20 @@ _ELEMENTWISE = (
     aten.tanh.default,
     aten.tanh_backward.default,
 )
+_WRITES = (
+    aten.add_.Tensor,
+    aten.sub_.Tensor,
+    aten.mul_.Tensor,
+    aten.div_.Tensor,
+    aten.copy_.default,
+    aten.fill_.Scalar,
+    aten.zero_.default,
+    aten.relu_.default,
+    aten.bernoulli_.float,
+)
 SHAPE_RULES: dict[Any, Callable[..., Recipe | None]] = {
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
+    **dict.fromkeys(_WRITES, _written),
     aten.addmm.default: _addmm,
     aten.convolution.default: _convolution,
     aten.native_batch_norm.default: _batch_norm,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from placer.cost import CostEstimates
 from placer.executor.place import HOST
+from placer.garbage import only_new_garbage
 from placer.partition import TableCache
 from placer.plan.types import DevicePeak, Plan, StageMemory, everything_fits
 from placer.planner.build import PlanMaker, build_plan
@@ -86,6 +87,7 @@ class Planner:
         """A plan for ``spec`` that was made in less time; see `PlanMaker`."""
         return self._plan(spec, enough=_CLEAR_SHARE, second_look=False)
 
+    @only_new_garbage()
     def guess(self, spec: PlacementSpec) -> Plan:
         """A plan for ``spec`` from rough estimates; see `PlanMaker`."""
         return build_plan(
@@ -98,10 +100,12 @@ class Planner:
             enough=_CLEAR_SHARE,
         )
 
+    @only_new_garbage()
     def judge(self, plan: Plan) -> Plan:
         """``plan`` with the verdict of a dry run, if one is needed."""
         return self._judge(plan)[0]
 
+    @only_new_garbage()
     def _plan(self, spec: PlacementSpec, *, enough: float = 0.0, second_look: bool = True) -> Plan:
         build = partial(
             build_plan,

@@ -1,0 +1,25 @@
+"""Keeps Python's garbage collector from looking at every object of the process while placer plans."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def only_new_garbage() -> Iterator[None]:
+    """In this block, Python collects only garbage that was made in the block.
+
+    After ``import torch`` a process has some 400,000 objects, and looking at all of them takes up to 0.2
+    seconds. Planning makes so many objects that Python would do this several times. Does nothing in a
+    process that has frozen objects of its own (`gc.freeze`).
+    """
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
