@@ -1,66 +1,122 @@
-"""How long planning takes and what it allocates: capture to plan, each case in a fresh process.
+"""How long planning takes and what it allocates: from `import placer` to a plan, each run in a fresh process.
 
-Memory is the peak of resident memory above what the process holds after importing torch.
+A run first imports torch and torchvision and makes the model on ``meta``, as a user's model file would;
+how long those imports take is in the table too. Memory is the peak of resident memory above what the
+process has then. Times are medians of three runs.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
-import resource
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
-AFTER_TORCH = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+GIB = 2**30
+RUNS = 3
+Shapes = list[tuple[int, ...]]  # of the inputs, or of the tensors in a single list
 
-FULL_VOLUME = (1, 1, 208, 240, 192)  # 197 x 233 x 189 voxels, padded to multiples of 16
+
+class Case(NamedTuple):
+    """A model, the shapes of its inputs, and the spec's fields."""
+
+    build: Callable[[], nn.Module]
+    shapes: Shapes
+    devices: int
+    fields: dict[str, Any]
+    needs: str = ""  # the package that it needs
+    as_list: bool = False  # the inputs are one list of tensors
 
 
-def full_volume_unet() -> tuple[nn.Module, tuple[int, ...]]:
-    """The demo's model: width 32, depth 4."""
+def _unet(width: int, depth: int) -> nn.Module:
     from examples.unet3d import unet3d
 
-    return unet3d(width=32, depth=4, out_channels=3), FULL_VOLUME
+    return unet3d(width=width, depth=depth, out_channels=3)
 
 
-def billion_parameters() -> tuple[nn.Module, tuple[int, ...]]:
-    """The same network, wide enough for a billion parameters, on a small volume."""
-    from examples.unet3d import unet3d
+def _torchvision(name: str) -> nn.Module:
+    import torchvision
 
-    return unet3d(width=215, depth=5, out_channels=3), (1, 1, 64, 64, 64)
+    return torchvision.models.get_model(name)
 
 
-CASES: dict[str, tuple[Callable[[], tuple[nn.Module, tuple[int, ...]]], int]] = {
-    "3D U-Net, full MNI152 volume": (full_volume_unet, 2),
-    "3D U-Net, 1 billion parameters": (billion_parameters, 4),
+def _slowfast() -> nn.Module:
+    from pytorchvideo.models.hub import slowfast_r50
+
+    model: nn.Module = slowfast_r50(pretrained=False)
+    return model
+
+
+def _ddpm() -> nn.Module:
+    from denoising_diffusion_pytorch import Unet
+
+    model: nn.Module = Unet(dim=64)
+    return model
+
+
+_MEMORY, _TIME = {"objective": "memory"}, {"objective": "throughput", "microbatches": 2}
+_CLIP = [(2, 3, 16, 224, 224)]
+# The full MNI152 volume has 197 x 233 x 189 voxels, padded to multiples of 16.
+CASES = {
+    "3D U-Net, full MNI152 volume": Case(
+        lambda: _unet(width=32, depth=4), [(1, 1, 208, 240, 192)], 2, _MEMORY
+    ),
+    "3D U-Net, 1 billion parameters": Case(
+        lambda: _unet(width=215, depth=5), [(1, 1, 64, 64, 64)], 4, _MEMORY
+    ),
+    "ResNet50": Case(lambda: _torchvision("resnet50"), [(32, 3, 224, 224)], 2, _TIME),
+    "Swin3D-T": Case(lambda: _torchvision("swin3d_t"), _CLIP, 2, _TIME),
+    "MViT-v2 S": Case(lambda: _torchvision("mvit_v2_s"), _CLIP, 2, _TIME),
+    "SlowFast R50": Case(
+        _slowfast, [(2, 3, 8, 224, 224), (2, 3, 32, 224, 224)], 2, _TIME, "pytorchvideo", True
+    ),
+    "DDPM U-Net": Case(_ddpm, [(4, 3, 64, 64), (4,)], 2, _TIME, "denoising_diffusion_pytorch"),
 }
 
 
 def measure(name: str) -> dict[str, float]:
-    """Seconds and bytes of planning one case in this process; the model is on meta."""
-    import placer
-    import placer.api
+    """Seconds and bytes of planning one case in this process."""
+    start = time.process_time()
+    import torch
+    import torchvision  # noqa: F401
 
-    build, devices = CASES[name]
-    with torch.device("meta"):
-        model, shape = build()
-        x = torch.empty(shape)
-    start = time.perf_counter()
-    spec = {"devices": [f"cuda:{i}" for i in range(devices)], "objective": "memory"}
-    plan = placer.make_plan(model, spec, (x,))
-    seconds = time.perf_counter() - start
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    from benchmarks.resident import begin_peak, peak
+
+    imports = time.process_time() - start
+    case = CASES[name]
+    model = case.build().to("meta")
+    inputs = [torch.empty(shape, device="meta") for shape in case.shapes]
+    devices = [{"name": f"cuda:{i}", "memory": 16 * GIB} for i in range(case.devices)]
+    before = begin_peak()
+    start, cpu = time.perf_counter(), time.process_time()
+    import placer
+
+    plan = placer.make_plan(
+        model, {"devices": devices, **case.fields}, (inputs,) if case.as_list else tuple(inputs)
+    )
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
         "nodes": sum(len(stage.nodes) for stage in plan.stages),
         "stages": len(plan.stages),
-        "seconds": seconds,
-        "bytes": after - AFTER_TORCH,
+        "imports": imports,
+        "seconds": time.perf_counter() - start,
+        "cpu": time.process_time() - cpu,
+        "bytes": peak() - before,
     }
+
+
+def _run(name: str) -> dict[str, float]:
+    command = [sys.executable, "-m", "benchmarks.planning", name]
+    found: dict[str, float] = json.loads(
+        subprocess.run(command, check=True, capture_output=True).stdout.splitlines()[-1]
+    )
+    return found
 
 
 def main() -> None:
@@ -70,16 +126,23 @@ def main() -> None:
     from benchmarks.record import write_result
 
     rows = []
-    for name in CASES:
-        command = [sys.executable, "-m", "benchmarks.planning", name]
-        found = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+    absent = {case.needs for case in CASES.values() if case.needs} - {
+        case.needs for case in CASES.values() if case.needs and importlib.util.find_spec(case.needs)
+    }
+    for name, case in CASES.items():
+        if case.needs in absent:
+            continue
+        runs = [_run(name) for _ in range(RUNS)]
+        found = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
         rows.append(
             [
                 name,
                 f"{found['parameters'] / 1e6:.1f} M",
-                found["nodes"],
-                found["stages"],
-                f"{found['seconds']:.2f}",
+                f"{found['nodes']:.0f}",
+                f"{found['stages']:.0f}",
+                f"{found['imports']:.1f}",
+                f"{found['cpu']:.1f}",
+                f"{found['seconds']:.1f}",
                 f"{found['bytes'] / 2**20:.0f}",
             ]
         )
@@ -87,8 +150,18 @@ def main() -> None:
         "planning",
         "Planning time and memory",
         "python -m benchmarks.planning",
-        ["model", "parameters", "nodes", "stages", "seconds, capture to plan", "MiB above torch"],
+        [
+            "model",
+            "parameters",
+            "nodes",
+            "stages",
+            "importing torch and torchvision, CPU s",
+            "importing placer and planning, CPU s",
+            "the same, s",
+            "MiB above torch",
+        ],
         rows,
+        note=f"Not installed: {', '.join(sorted(absent))}." if absent else "",
     )
 
 

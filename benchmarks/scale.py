@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.record import RESULTS, write_result
+from benchmarks.resident import begin_peak, peak
 from placer.partition import PartitionProblem, SharedValue, StageSlot, solve
 
 SIZES, STAGES = (100, 1_000, 10_000, 50_000), (2, 16, 64, 256)
@@ -100,7 +101,7 @@ def captured_problem(graph: str, num_nodes: int) -> tuple[PartitionProblem, dict
 def measure(problem: PartitionProblem, num_stages: int) -> dict[str, float]:
     """Solve for ``num_stages`` devices like the first: seconds, MiB above the start, value, bound."""
     problem = replace(problem, slots=(problem.slots[0],) * num_stages)
-    before = _reset_peak()
+    before = begin_peak()
     start, cpu = time.perf_counter(), time.process_time()
     solution = solve(problem)
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
@@ -108,22 +109,11 @@ def measure(problem: PartitionProblem, num_stages: int) -> dict[str, float]:
     return {
         "seconds": seconds,
         "cpu": cpu,
-        "mebibytes": (_status("VmHWM") - before) / 1024,
+        "mebibytes": (peak() - before) / 2**20,
         "value": solution.optimality.value,
         "bound": solution.optimality.lower_bound,
         "units": problem.num_units,
     }
-
-
-def _reset_peak() -> int:
-    """Begin a new peak of this process's memory; what it holds now, in KiB."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return _status("VmRSS")
-
-
-def _status(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field + ":"))
 
 
 def in_child(function: Callable[..., Any], *args: Any) -> Any:

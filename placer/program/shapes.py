@@ -1,7 +1,8 @@
 """Result shapes of common operators, computed without torch's fake kernels, which take 1 to 15 ms.
 
 A rule returns None, and torch's fake kernel runs, unless all tensors are of one floating-point type;
-most rules are for contiguous tensors only. `tests/program/test_fake_mode.py` compares every rule with torch's kernel.
+most rules are for contiguous tensors only. `tests/program/test_fake_mode.py` compares every rule with
+torch's kernel.
 """
 
 from __future__ import annotations
