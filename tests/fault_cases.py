@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.nn import functional as F
 
 import placer
+from placer.executor.distributed.failures import heartbeat
 
 D = torch.float64
 X = torch.randn(8, 1, 8, 8, dtype=D, generator=torch.Generator().manual_seed(0))
@@ -566,7 +567,11 @@ class _Killed(nn.Linear):
 
 
 def kill_while_planning(rank: int) -> None:
-    """``rank`` is killed while it captures the model, before it has met the others."""
+    """``rank`` is killed while it captures the model, before it has met the others.
+
+    They wait less than half a minute for a sign of life.
+    """
+    heartbeat._SILENT_SECONDS = 4.0
     devices = [f"cpu:{index}" for index in range(int(os.environ["WORLD_SIZE"]))]
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in devices], _Killed(rank))
     placer.compile(model, {"devices": devices}, torch.randn(4, 4))

@@ -153,12 +153,12 @@ def test_processes_started_by_hand_all_say_why_one_failed(where: str, rank: int)
 
 
 def test_a_rank_that_is_killed_while_it_plans_is_named() -> None:
-    """No connection tells the others, which were started by hand; it was a process of this machine."""
+    """No connection tells the others, which were started by hand, only that it counts no longer."""
     found = start_by_hand(3, cases.kill_while_planning, 2)
     assert found.pop(2) is None
     for error in found:
         assert error is not None and error[0] == "PeerError"
-        assert error[1].startswith("rank 2: ended before all ranks had come to placer.compile")
+        assert error[1].startswith("rank 2: has given no sign of life for 4 s, before all")
         assert "killed, perhaps for lack of memory" in error[1]
 
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,9 +13,9 @@ import pytest
 from torch.distributed import HashStore, Store
 
 import placer
-from placer.executor.distributed.failures import broadcast
+from placer.executor.distributed.failures import broadcast, heartbeat
 from placer.executor.distributed.failures.broadcast import FailureBroadcast
-from placer.executor.distributed.failures.processes import has_ended, process_identity
+from placer.executor.distributed.failures.heartbeat import Heartbeat
 from placer.executor.distributed.job import rendezvous
 from placer.executor.distributed.job.assignment import Job
 from placer.executor.distributed.job.join import store_for_start
@@ -185,18 +182,32 @@ def test_a_program_that_exits_in_compile_has_told_so(
         failures.raise_if_told()
 
 
-def test_a_process_that_has_ended_is_known_by_its_identity() -> None:
-    """Also one whose exit status nobody has read; another machine's process is not known to have ended."""
-    module = "placer.executor.distributed.failures.processes"
-    code = f"from {module} import process_identity; print(process_identity())"
-    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert child.stdout is not None
-    identity = child.stdout.read().strip()
-    os.waitid(
-        os.P_PID, child.pid, os.WEXITED | os.WNOWAIT
-    )  # it has ended, and its status is not read
-    assert has_ended(identity)
-    child.communicate()
-    assert has_ended(identity)
-    assert not has_ended(process_identity())
-    assert not has_ended("") and not has_ended(f"elsewhere/{identity}")
+def test_a_rank_that_stops_beating_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one that goes on, nor one that has not come yet."""
+    monkeypatch.setattr(heartbeat, "_SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(heartbeat, "_BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(heartbeat, "_LOOK_SECONDS", 0.1)
+    store = HashStore()
+    watching, stopping, living = (Heartbeat("job", rank, len(RANKS)) for rank in range(3))
+    with living.beating(lambda: store):
+        with stopping.beating(lambda: store):
+            time.sleep(0.2)
+            assert watching.silent_ranks(lambda: store) == []
+        end = time.monotonic() + 20.0
+        while not (lost := watching.silent_ranks(lambda: store)):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+    assert lost == [1]
+
+
+def test_beats_begin_when_there_is_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then, and after the store is gone, they do no harm."""
+    monkeypatch.setattr(heartbeat, "_BEAT_SECONDS", 0.01)
+    found: list[Store] = []
+    with Heartbeat("job", 1, 2).beating(lambda: found[0] if found else None):
+        assert Heartbeat("job", 0, 2).silent_ranks(lambda: None) == []
+        found.append(HashStore())
+        end = time.monotonic() + 20.0
+        while not found[0].check(["job/beats/1"]):
+            assert time.monotonic() < end
+            time.sleep(0.01)

@@ -58,7 +58,7 @@ def launch(
         job,
         failures.find_store,
         raise_if_told=failures.raise_if_told,
-        raise_if_ended=failures.raise_if_ended,
+        raise_if_silent=failures.raise_if_silent,
     )
     failures.set_limit(default_timeout(device))
     with lost_peers(failures):

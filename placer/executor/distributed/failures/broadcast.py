@@ -7,7 +7,7 @@ import json
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -18,6 +18,7 @@ from placer._torch import default_store
 from placer.errors import PeerError, PlacerError, StageError, causes
 from placer.executor.distributed.failures.failing_nodes import FailureSite
 from placer.executor.distributed.failures.hang_detector import HangDetector, store_may_be_gone
+from placer.executor.distributed.failures.heartbeat import Heartbeat
 from placer.executor.distributed.failures.layer_failure import LayerFailure
 from placer.executor.distributed.job.assignment import Job
 from placer.executor.distributed.job.call_check import CallNotAnswered, name_ranks
@@ -63,18 +64,14 @@ class FailureBroadcast:
         self._hang_detector = HangDetector(
             self._key, rank, world_size, find_store=find_store, limit=limit
         )
+        self._heartbeat = Heartbeat(self._key, rank, world_size)
         self._is_known = False  # whether this rank has told, or read, why the job ends
 
-    def announce(self) -> None:
-        """Write into the store which process this rank is, so that others notice if it is killed.
-
-        Waits for the store a little, as rank 0, which hosts it, may start later.
-        """
-        end = time.monotonic() + self._patience_seconds
-        with store_may_be_gone():  # `join_job` will report what is wrong with it
-            while self.find_store() is None and time.monotonic() < end:
-                time.sleep(POLL_SECONDS)
-        self._hang_detector.announce()
+    @contextmanager
+    def beating(self, find_store: StoreFinder) -> Iterator[None]:
+        """Let the others notice if this process is killed in this block; see `Heartbeat.beating`."""
+        with self._heartbeat.beating(find_store):
+            yield
 
     def set_limit(self, limit: timedelta) -> None:
         """Set how long ranks wait for each other's messages."""
@@ -202,14 +199,16 @@ class FailureBroadcast:
         if (told := self._listen(0)) is not None:
             raise PeerError(**told)
 
-    def raise_if_ended(self) -> None:
-        """Raise ``PeerError``, and tell the others, if the process of a rank on this machine has ended."""
-        if ended := self._hang_detector.find_ended():
+    def raise_if_silent(self) -> None:
+        """Raise ``PeerError``, and tell the others, if a rank gives no sign of life any more."""
+        if silent := self._heartbeat.silent_ranks(self.find_store):
+            seconds = self._heartbeat.silent_seconds
             told = {
-                "where": name_ranks(ended),
-                "problem": "ended before all ranks had come to placer.compile",
-                "remedy": f"look at the output of {name_ranks(ended)} for the first error; if there is "
-                "none, it was killed, perhaps for lack of memory",
+                "where": name_ranks(silent),
+                "problem": f"has given no sign of life for {seconds:g} s, before all ranks had come to "
+                "placer.compile",
+                "remedy": f"look at the output of {name_ranks(silent)} for the first error; if there is "
+                "none, it was killed, perhaps for lack of memory, or its machine failed",
             }
             raise PeerError(**self._tell(told))
 
@@ -299,10 +298,11 @@ def failure_told(job: Job) -> Iterator[FailureBroadcast]:
     failures = FailureBroadcast(
         job.rank, job.world_size, name, find_store=find_store, patience_seconds=patience
     )
-    if by_hand:  # a launcher would end the others if a rank is killed
-        failures.announce()
+    # A launcher would end the others if a rank is killed.
+    beating = failures.beating(store_for_start(job, name)) if by_hand else nullcontext()
     try:
-        yield failures
+        with beating:
+            yield failures
     except PeerError:
         failures.await_readers()
         raise

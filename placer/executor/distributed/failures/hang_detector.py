@@ -21,7 +21,6 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from placer.executor.distributed.failures.processes import has_ended, process_identity
 from placer.executor.distributed.job.call_check import name_ranks
 from placer.executor.distributed.job.rendezvous import POLL_SECONDS, StoreFinder
 
@@ -52,20 +51,8 @@ class HangDetector:
         self._world_size = world_size
         self._find_store = find_store
         self.limit = limit
-        self.announce()
-
-    def announce(self) -> None:
-        """Write into the store, if there is one yet, which process this rank is."""
         with store_may_be_gone():
             self._set(f"process/{self._rank}", f"process {os.getpid()} on {socket.gethostname()}")
-            self._set(f"identity/{self._rank}", process_identity())
-
-    def find_ended(self) -> list[int]:
-        """The ranks whose processes have ended, as far as this can be known: they ran on this machine."""
-        ranks = [rank for rank in range(self._world_size) if rank != self._rank]
-        with store_may_be_gone():
-            return [rank for rank in ranks if has_ended(self._get(f"identity/{rank}"))]
-        return []
 
     def report_timeout(self, method: str = "") -> None:
         """Report that a wait of this rank timed out, or that it lost a rank whose wait did.

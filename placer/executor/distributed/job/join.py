@@ -49,21 +49,21 @@ def join_job(
     find_store: StoreFinder,
     *,
     raise_if_told: Callable[[], None] = lambda: None,
-    raise_if_ended: Callable[[], None] = lambda: None,
+    raise_if_silent: Callable[[], None] = lambda: None,
 ) -> None:
     """Wait for the other ranks, and initialize the default process group if the program has not.
 
     The backend is NCCL for CUDA and gloo for the CPU. ``raise_if_told`` is called while waiting; it
-    raises if another rank has reported a failure. ``raise_if_ended`` raises if the process of a rank is
-    known to have ended; it is called if there is no process group yet, whose connections would tell.
+    raises if another rank has reported a failure. ``raise_if_silent`` raises if a rank gives no sign of
+    life any more; it is called if there is no process group yet, whose connections would tell.
     The wait is limited by the timeout of the default process group, half an hour unless the program
     chose another. Raises ``PlacerError`` if the ranks do not find each other.
     """
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
 
-    def find_ended() -> Sequence[int]:
-        raise_if_ended()
+    def find_silent() -> Sequence[int]:
+        raise_if_silent()
         return ()
 
     wait = partial(meet, find_store, job.rank, job.world_size, raise_if_told=raise_if_told)
@@ -73,7 +73,7 @@ def join_job(
     backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
     try:
         find_store()
-        store = wait(limit=default_pg_timeout, find_lost=find_ended)
+        store = wait(limit=default_pg_timeout, find_lost=find_silent)
         dist.init_process_group(
             backend,
             store=PrefixStore("group", store),
