@@ -16,10 +16,15 @@ from placer.api import as_spec
 from placer.cost import CostTable, estimate_costs, with_regions
 from placer.plan.types import Plan
 from placer.planner.build import build_plan
-from placer.program import Program
+from placer.program import Program, capture_model, flatten_call
 from placer.regions import Region, RegionKey
+from placer.simulation.simulate import simulate_steps
+from placer.timeline import Timeline, device_usage
+from placer.timeline.allocator import Usage
 
 DEVICE = "cuda:0"
+GIB = 2**30
+CONTEXT = 0.51 * GIB  # of the H100's process; the capped runs had 16 GiB less this
 Build = Callable[[], tuple[nn.Module, Tensor]]
 # Run -> its regions: first and last node, and what is done. They were found by running the planner of
 # commit 8728e91, from before its times changed, for the memory that the runs were planned for.
@@ -112,3 +117,21 @@ def case_plan(
     (stage,) = plan.stages
     assert stage.regions == case.regions, "the model has other nodes than when it was measured"
     return plan
+
+
+def case_timeline(case: GPUCase) -> Timeline:
+    """Three steps of a dry run of ``case``."""
+    model, x = case.build()
+    program = capture_model(model, (x,))
+    leaves = flatten_call(program.call, (x,), {})
+    return simulate_steps(program, case_plan(program, leaves, case), leaves)
+
+
+def capped_usage(row: Mapping[str, Any]) -> Usage:
+    """What the model of torch's allocator says of a row of fits_16GiB.json, in its mode and its cap."""
+    return device_usage(
+        case_timeline(capped_case(row)),
+        DEVICE,
+        expandable=row["allocator"] != "default",
+        limit=int(16 * GIB - CONTEXT),
+    )

@@ -22,16 +22,19 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torchvision.models import resnet50, vit_b_16
 
-from benchmarks.gpu_cases import DEVICE, GPUCase, capped_case, case_plan, recorded_regions
+from benchmarks.gpu_cases import (
+    DEVICE,
+    GIB,
+    GPUCase,
+    capped_usage,
+    case_timeline,
+    recorded_regions,
+)
 from benchmarks.memory_gpu import cube, gpt2
 from benchmarks.record import table, write_page
 from placer.cost import cuda_workspaces
-from placer.program import capture_model, flatten_call
-from placer.simulation.simulate import simulate_steps
-from placer.timeline import Timeline, device_usage
+from placer.timeline import device_usage
 
-GIB = 2**30
-_CONTEXT = 0.51 * GIB  # of the H100's process; the capped runs had 16 GiB less this
 _NEAR_SHARE, _NEAR_BYTES = 0.1, 8 * 2**20
 _NAMES = {
     "unet3d": "U-Net",
@@ -62,14 +65,6 @@ def _model(name: str) -> tuple[nn.Module, Tensor]:
     return cube(_NAMES.get(kind, kind), int(size))()
 
 
-def _timeline(case: GPUCase) -> Timeline:
-    """Three steps of a run, with what was recomputed and offloaded then."""
-    model, x = case.build()
-    program = capture_model(model, (x,))
-    leaves = flatten_call(program.call, (x,), {})
-    return simulate_steps(program, case_plan(program, leaves, case), leaves)
-
-
 def compare_runs(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Per recorded run the predicted and the measured bytes, allocated and reserved."""
     for row in rows:
@@ -81,7 +76,7 @@ def compare_runs(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
             fields={"precision": precision},
             regions=recorded_regions(name),
         )
-        timeline = _timeline(case)
+        timeline = case_timeline(case)
         measured = row["measured_third_step"]
         yield {
             "model": name,
@@ -97,12 +92,7 @@ def compare_fits(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Per run under a cap of 16 GiB whether it trains by the model of the allocator, and whether it did."""
     for row in rows:
         fields = [k for k in ("checkpoint", "offload", "precision") if k in row]
-        usage = device_usage(
-            _timeline(capped_case(row)),
-            DEVICE,
-            expandable=row["allocator"] != "default",
-            limit=int(16 * GIB - _CONTEXT),
-        )
+        usage = capped_usage(row)
         yield {
             **row,
             "what": ", ".join([f"{row['model']} {row['edge']}^3", *fields]),
