@@ -194,9 +194,9 @@ def _beside_sum(
                 steps[first] += value.nbytes
                 steps[last + 1] -= value.nbytes
             continue
-        # Offloaded values are brought back for the savers of one region.
+        # What an offloaded region brings back is a copy of its own, which only its savers need.
         savers = zip(value.savers, keys, strict=True)
-        positions = (int(place[s]) for s, key in savers if own is None or key in (None, own))
+        positions = (int(place[s]) for s, key in savers if key == own)
         steps[max((p for p in positions if p < node), default=-1) + 1] += value.nbytes
     released = 0.0
     starts = sorted({0, *(start for start in steps if start <= node)})
