@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from placer._torch import refresh_weight_list
 from placer.errors import PlacerError
 
 
@@ -107,5 +108,4 @@ def _replace(model: nn.Module, made: Mapping[int, tuple[Tensor, Tensor]]) -> Non
             for name, held in table.items():
                 if id(held) in made:
                     table[name] = made[id(held)][1]
-        if isinstance(module, nn.RNNBase):
-            module._init_flat_weights()
+        refresh_weight_list(module)
