@@ -1,4 +1,4 @@
-"""What the CPU allocator held in a real step, read from its own events: an instrument of no code of ours.
+"""Peak bytes of a real training step on the CPU, from the events of torch's own allocator.
 
 ``torch.profiler`` tells of every block that was taken and given back, and below which operators.
 """

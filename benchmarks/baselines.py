@@ -101,14 +101,15 @@ def balance_by_time(program: Program, costs: CostTable, k: int) -> Placement:
     at 10 FLOPs per byte (a GPU's usual ratio in fp32), instead of a stop watch.
     """
     chain = layer_chain(program)
+    node_times = np.zeros(len(costs.nodes))
+    for operations in costs.work.operations().values():
+        flops, traffic = np.zeros_like(node_times), np.zeros_like(node_times)
+        for node, operation in operations:
+            flops[node] += operation.flops
+            traffic[node] += operation.nbytes
+        node_times += np.maximum(flops / 10, traffic)
     position = {name: i for i, name in enumerate(costs.names)}
-    times = []
-    for names in chain:
-        nodes = [costs.nodes[position[name]] for name in names]
-        times.append(
-            sum(max(n.forward_flops / 10, n.forward_traffic) for n in nodes)
-            + sum(max(n.backward_flops / 10, n.backward_traffic) for n in nodes)
-        )
+    times = [sum(float(node_times[position[name]]) for name in names) for names in chain]
     return _place(chain, block_partition(times, k))
 
 

@@ -22,8 +22,8 @@ import placer
 from benchmarks.record import write_result
 from examples.unet3d import unet3d
 from placer.api import as_spec
+from placer.planner.build import build_plan
 from placer.program import capture_model, flatten_call
-from placer.simulation.judge import Planner
 
 GIB = 2**30
 Build = Callable[[], tuple[nn.Module, torch.Tensor]]
@@ -70,7 +70,7 @@ def predicted_and_simulated() -> Iterator[list[object]]:
             model, x = build()
         program = capture_model(model, (x,))
         leaves = flatten_call(program.call, (x,), {})
-        plan = Planner(program, leaves, judged=False)(as_spec(spec))  # as estimated, not as dry-run
+        plan = build_plan(program, as_spec(spec), leaves)  # as estimated, not as dry-run
         report = placer.simulate(model, plan, (x,))
         worst = max(abs(d.peak / d.predicted - 1) for d in report.devices)
         yield [

@@ -1,8 +1,11 @@
 """All uses of private names of torch; `PRIVATE_NAMES` lists them, with the releases that have them.
 
 Other files may use these, which we do not count as private: the tables of a module (``_parameters``,
-``_buffers``, ``_modules``, its hooks), a tensor's ``_version``, an operator's ``_schema``, and the
-public names of ``torch.utils._pytree``, ``torch.utils._python_dispatch`` and ``torch._subclasses``.
+``_buffers``, ``_non_persistent_buffers_set``, ``_modules``, its hooks), ``nn.MultiheadAttention``'s
+``_reset_parameters``, the class ``_BatchNorm``, a tensor's ``_version``, ``_backward_hooks`` and
+``_is_param``, an operator's ``_schema`` and ``_overloadpacket``, the ``_func_name`` of ``fx``'s
+``CodeGen``, methods that a subclass overrides, and the public names of ``torch.utils._pytree``,
+``torch.utils._python_dispatch`` and ``torch._subclasses``.
 
 This file can be imported with any release of torch, because private names are looked up when they are
 used. `missing_names` tells which ones the installed torch lacks.
@@ -79,6 +82,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     *_private(
         "running",
         "torch.nn.Module._replicate_for_data_parallel",
+        "torch.nn.RNNBase._init_flat_weights",
         "torch.autograd.forward_ad._current_level",
         "torch._C._are_functorch_transforms_active",
         "torch._C._autograd._get_sequence_nr",
@@ -145,6 +149,28 @@ def clone_shallow(
     if isinstance(clone, nn.RNNBase):
         clone._flat_weights = [getattr(clone, name) for name in clone._flat_weights_names]
     return clone
+
+
+def refresh_weight_list(module: nn.Module) -> None:
+    """Make the list of weights that an RNN has besides its parameters anew, after these were replaced."""
+    if isinstance(module, nn.RNNBase):
+        module._init_flat_weights()
+
+
+@contextmanager
+def override_conversion(convert: Callable[..., nn.Module]) -> Iterator[None]:
+    """In this block, ``module.to(…)`` and its like call ``convert(original, module, function, …)``."""
+    original = nn.Module._apply
+
+    @wraps(original)
+    def converted(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        return convert(original, module, *args, **kwargs)
+
+    nn.Module._apply = converted  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module._apply = original  # type: ignore[method-assign]
 
 
 def storage_key(tensor: Tensor) -> int:

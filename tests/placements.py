@@ -13,7 +13,6 @@ import placer
 from placer import api
 from placer.planner.build import build_plan
 from placer.program import capture_model
-from placer.simulation.judge import Planner
 from placer.spec import PlacementSpec, resolve_layers
 
 
@@ -30,7 +29,7 @@ def pinned_plan(
 def estimated_plan(model: nn.Module, spec: Any, args: Any = (), kwargs: Any = None) -> placer.Plan:
     """The plan whose peaks are estimates, as no dry run has corrected them."""
     program, leaves = api._capture(model, args, kwargs, ignore_device_moves=False)
-    return Planner(program, leaves, judged=False)(api.as_spec(spec))
+    return build_plan(program, api.as_spec(spec), leaves)
 
 
 def assert_valid_plan(

@@ -1,4 +1,4 @@
-"""What takes turns: training steps by placer, by DDP, by hand, and in one process."""
+"""Training steps to compare: by placer, by DDP, by hand, and in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The result pages and the plot."""
+"""Writes the result pages of training with one process per device, and plots them."""
 
 from __future__ import annotations
 

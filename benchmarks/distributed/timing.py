@@ -1,4 +1,4 @@
-"""Contestants take turns; ratios of their seconds over all rounds of all jobs."""
+"""Times several ways to train in turns, and compares them by the ratios of their seconds."""
 
 from __future__ import annotations
 

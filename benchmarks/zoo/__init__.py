@@ -1,1 +1,1 @@
-"""The model zoo: what people bring, captured, planned, placed and compared with eager."""
+"""The model zoo: models of public libraries, captured, planned, placed and compared with the plain model."""

@@ -1,4 +1,4 @@
-"""One model of a zoo: how to build it, and what to feed it."""
+"""A model to be tested with placer: how to build it, and its example inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of a zoo, from its verdicts."""
+"""The table of a model zoo: a row per model, with what was checked and whether it passed."""
 
 from __future__ import annotations
 

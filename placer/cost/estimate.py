@@ -266,8 +266,6 @@ def _table(
             NodeCost(
                 forward_flops=sum(operation.flops for operation in tally.forward),
                 backward_flops=sum(operation.flops for operation in tally.backward),
-                forward_traffic=sum(operation.nbytes for operation in tally.forward),
-                backward_traffic=sum(operation.nbytes for operation in tally.backward),
                 forward_transient=tally.forward_transient,
                 forward_transient_offloaded=tally.forward_transient,
                 backward_transient=needs.alone[i],

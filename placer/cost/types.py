@@ -68,16 +68,14 @@ class AddedGradient:
 class NodeCost:
     """Costs of one node for one micro-batch.
 
-    Traffic is bytes read and written. ``forward_transient`` is the most bytes alive at a time, of
-    those that the node makes, while it runs forward. ``backward_transient`` is the most bytes alive
-    at a time in its backward: gradients that it receives and makes, and what only it saved. With
-    ``_offloaded``: the same if what it saves goes to the host at once, and is fetched when it is read.
+    ``forward_transient`` is the most bytes alive at a time, of those that the node makes, while it runs
+    forward. ``backward_transient`` is the most bytes alive at a time in its backward: gradients that it
+    receives and makes, and what only it saved. With ``_offloaded``: the same if what it saves goes to
+    the host at once, and is fetched when it is read.
     """
 
     forward_flops: int = 0
     backward_flops: int = 0
-    forward_traffic: int = 0
-    backward_traffic: int = 0
     forward_transient: int = 0
     forward_transient_offloaded: int = 0
     backward_transient: int = 0

@@ -1,4 +1,4 @@
-"""The demo's model comes from the examples of the checkout."""
+"""Loads the 3D U-Net of ``examples/unet3d.py``, which is in a checkout but not in an installed package."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from placer._torch import refresh_weight_list
 from placer.errors import PlacerError
 
 
@@ -19,14 +20,13 @@ def initialize_module(
     device_of: Mapping[str, torch.device],
     *,
     initialize: Callable[[nn.Module], None] | None,
-    seed: int,
 ) -> None:
     """Replace the ``missing`` parameters and buffers of ``model``, which are on ``meta``, by initial values.
 
     Modules are initialised one at a time on the CPU, by ``initialize`` or their
-    ``reset_parameters()``, with a random seed made of ``seed`` and the module's path; the values are
-    then moved to ``device_of[name]``. The state of the global random number generator is restored.
-    Raises ``PlacerError`` naming every module that cannot be initialised.
+    ``reset_parameters()``, with a random seed made of the module's path; the values are then moved to
+    ``device_of[name]``. The state of the global random number generator is restored. Raises
+    ``PlacerError`` naming every module that cannot be initialised.
     """
     owners: dict[str, list[str]] = {}
     for name in missing:
@@ -48,7 +48,7 @@ def initialize_module(
     made: dict[int, tuple[Tensor, Tensor]] = {}
     with torch.random.fork_rng(devices=[]):
         for path, leaves in owners.items():
-            torch.manual_seed(seed + zlib.crc32(path.encode()))
+            torch.manual_seed(zlib.crc32(path.encode()))
             module = model.get_submodule(path)
             values = _initialized(module, initialize)
             for leaf in leaves:
@@ -108,5 +108,4 @@ def _replace(model: nn.Module, made: Mapping[int, tuple[Tensor, Tensor]]) -> Non
             for name, held in table.items():
                 if id(held) in made:
                     table[name] = made[id(held)][1]
-        if isinstance(module, nn.RNNBase):
-            module._init_flat_weights()
+        refresh_weight_list(module)

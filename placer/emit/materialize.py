@@ -24,7 +24,6 @@ def materialize(
     *,
     weights: Path | None = None,
     initialize: Initializer | None = None,
-    seed: int = 0,
     only: Collection[str] | None = None,
 ) -> nn.Module:
     """A copy of ``model`` whose parameters and buffers are on ``device_of[name]``.
@@ -33,7 +32,7 @@ def materialize(
     ``torch.save``, which is memory-mapped), every parameter and buffer is read from the file. Without,
     tensors with data are copied, and modules with tensors on ``meta`` are initialised on the CPU, one
     at a time: by ``initialize(module)`` if given, else by their ``reset_parameters``. Each module's
-    random seed is made of ``seed`` and its path, so that all placements start from the same weights.
+    random seed is made of its path, so that all placements start from the same weights.
     Tied parameters stay tied. ``only`` are the names of the tensors to make (the first name of tied
     ones); all others are on ``meta``. Raises ``PlacerError`` that lists every parameter that cannot be
     made or does not match the file.
@@ -56,7 +55,7 @@ def materialize(
     copied = copy_module(model, memo)
     if missing:
         names = {name for name, _ in missing}
-        initialize_module(copied, names, device_of, initialize=initialize, seed=seed)
+        initialize_module(copied, names, device_of, initialize=initialize)
     return copied
 
 

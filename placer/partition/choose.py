@@ -343,7 +343,7 @@ class _Search:
             return bound
         if solution is not None and alone:
             return solution.optimality.lower_bound
-        most = [None if s.budget is None else s.budget - s.reserve for s in relaxed]
+        most = [slot.room for slot in relaxed]
         return simple_bound(seconds_problem(model, self._costs, relaxed, options, most))
 
     def _try_solution(self, model: ModelUnits, solution: Solution | None) -> None:

@@ -77,9 +77,7 @@ def describe_partition(
     received_from = _received_from(best, used, costs)
     stages = _stages(best, used, program, costs, options, received_from)
     peaks, replica_peaks = _device_peaks(best, used, stages, costs, options, received_from)
-    fits = all(
-        slot.budget is None or peaks[slot.name] + slot.reserve <= slot.budget for slot in slots
-    )
+    fits = all(slot.room is None or peaks[slot.name] <= slot.room for slot in slots)
     transfers = _find_transfers(program, costs, stages, slots)
     optimizer = _optimizer_seconds(best, used, options)
     step = lay_out_step(

@@ -25,6 +25,11 @@ class DeviceSlot:
     context: int = 0
     allocator: AllocatorName | None = None
 
+    @property
+    def room(self) -> int | None:
+        """The bytes of the budget that tensors may use; negative if the reserve exceeds it."""
+        return None if self.budget is None else self.budget - self.reserve
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningOptions:

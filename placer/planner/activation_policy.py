@@ -193,16 +193,14 @@ def _rank(plan: _Found) -> tuple[bool, float, float]:
 
 def _is_far(partition: Partition) -> bool:
     """Whether a device would need so much more than it has that no other policy can make it fit."""
-    rooms = [
-        (slot, slot.budget - slot.reserve) for slot in partition.slots if slot.budget is not None
-    ]
-    return any(partition.peaks[slot.name] > _FAR * room for slot, room in rooms)
+    return any(
+        slot.room is not None and partition.peaks[slot.name] > _FAR * slot.room
+        for slot in partition.slots
+    )
 
 
 def _excess(partition: Partition, slot: DeviceSlot) -> float:
-    if slot.budget is None:
-        return 0.0
-    return max(0.0, partition.peaks[slot.name] + slot.reserve - slot.budget)
+    return 0.0 if slot.room is None else max(0.0, partition.peaks[slot.name] - slot.room)
 
 
 class _Search:
@@ -405,9 +403,9 @@ class _Search:
         stage = partition.stages[index]
         count = in_flight_at(self._options, len(partition.stages), index)
         slot = partition.slots[index]
-        budget = float("inf") if self._limited else 0.0
-        if slot.budget is not None:
-            budget = slot.budget - slot.reserve
+        budget: float = float("inf") if self._limited else 0.0
+        if slot.room is not None:
+            budget = slot.room
         shared = [i for i, other in enumerate(partition.slots) if other == slot]
         running = [
             partition.stages[i].memory.peak + _beside(partition, {*shared} - {i, index}, i)

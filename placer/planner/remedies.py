@@ -136,7 +136,7 @@ def lacks_room(spec: PlacementSpec) -> str:
     In that case no placement fits, and no change of the placement helps.
     """
     slots = [device_slot(device, spec) for device in spec.devices]
-    if any(slot.budget is None or slot.budget > slot.reserve for slot in slots):
+    if any(slot.room is None or slot.room > 0 for slot in slots):
         return ""
     most = max(slots, key=lambda slot: slot.budget or 0)
     budget = most.budget or 0

@@ -54,7 +54,6 @@ def measure_nodes(
     clock: Clock,
     precision: str = "fp32",
     training: bool = True,
-    optimizer: str = "adam",
     rounds: int = 5,
     warm: int = 2,
     placed_step: Callable[[], Any] | None = None,
@@ -63,14 +62,14 @@ def measure_nodes(
     """Measure ``rounds`` steps of ``program``, after ``warm`` steps that are not counted.
 
     ``leaves`` are the input tensors; they and the weights of ``model`` are on ``device``. The steps
-    train ``model`` with a learning rate of 0, so that only its buffers change. ``placed_step`` runs
-    forward and backward of the placed model; the seconds of the nodes are then scaled to its time.
+    train ``model`` by Adam with a learning rate of 0, so that only its buffers change. ``placed_step``
+    runs forward and backward of the placed model; the seconds of the nodes are then scaled to its time.
     ``each_round`` is called with the number of every step that has ended.
     """
     constants = {name: t.to(device) for name, t in program.constants.items()}
     context = partial(precision_context, precision, device.type)
     trained = [p for p in model.parameters() if p.requires_grad] if training else []
-    step = make_optimizer(optimizer, trained)
+    step = make_optimizer("adam", trained)
     for group in step.param_groups:
         group["lr"] = 0.0
     run = _Run(program, model, constants, context, clock)

@@ -1,4 +1,4 @@
-"""The operations that `calibrate` times: a small and a large one of every class.
+"""A small and a large operation of every class, to be timed on a device of this machine.
 
 Each method allocates tensors and returns the call to time.
 """

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from placer._torch import (
+    override_conversion,
     storage_key,
     without_modes,
     without_torch_function,
@@ -151,25 +152,26 @@ def fake_execution() -> Iterator[None]:
     place. Restores the random number generators at the end.
     """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level, convert = logger.level, nn.Module._apply
-
-    def convert_fakes(module: nn.Module, fn: Any, *args: Any, **kwargs: Any) -> Any:
-        tensors = [*module.parameters(), *module.buffers()]
-        if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
-            return convert(module, fn, *args, **kwargs)
-        with without_torch_function():
-            if all(fn(tensor).dtype == tensor.dtype for tensor in tensors):
-                return module
-        raise Untraceable("it converts its own parameters to another type in forward")
-
+    level = logger.level
     logger.setLevel(logging.CRITICAL)
-    nn.Module._apply = convert_fakes  # type: ignore[method-assign, assignment]
     try:
-        with keep_random():
+        with override_conversion(_convert_fakes), keep_random():
             yield
     finally:
         logger.setLevel(level)
-        nn.Module._apply = convert  # type: ignore[method-assign]
+
+
+def _convert_fakes(
+    convert: Callable[..., nn.Module], module: nn.Module, fn: Any, *args: Any, **kwargs: Any
+) -> nn.Module:
+    """``module`` itself if it is fake and ``fn`` keeps its dtypes; else what ``convert`` does."""
+    tensors = [*module.parameters(), *module.buffers()]
+    if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+        return convert(module, fn, *args, **kwargs)
+    with without_torch_function():
+        if all(fn(tensor).dtype == tensor.dtype for tensor in tensors):
+            return module
+    raise Untraceable("it converts its own parameters to another type in forward")
 
 
 class GuessData:

@@ -61,7 +61,7 @@ class Planner:
     (`placer.simulation.usage`). With ``processes`` the dry run is that of `rank_timelines`, because
     estimates are for one process and a rank needs more memory (received values, both halves of a split
     backward, buckets, whole results in inference, an optimizer per replica). With ``verdict_only`` that
-    dry run is made only if there is a budget. Without ``judged`` there are no dry runs.
+    dry run is made only if there is a budget.
     """
 
     def __init__(
@@ -70,12 +70,11 @@ class Planner:
         inputs: Sequence[Tensor],
         *,
         processes: bool = False,
-        judged: bool = True,
         verdict_only: bool = False,
     ) -> None:
         self.costs = CostEstimates(program)
         self._program, self._inputs = program, inputs
-        self._processes, self._judged, self._verdict_only = processes, judged, verdict_only
+        self._processes, self._verdict_only = processes, verdict_only
         self._tables = TableCache()
         self._runs: list[tuple[Plan, _DryRun]] = []
 
@@ -118,8 +117,6 @@ class Planner:
             enough=enough,
         )
         plan = build()
-        if not self._judged:
-            return plan
         if not second_look:
             limited = plan.host is not None and plan.host.budget is not None
             doubtful = self._processes or limited or any(map(_is_doubtful, plan.devices))

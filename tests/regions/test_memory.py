@@ -97,6 +97,35 @@ def test_the_simulation_says_that_the_peak_is_in_a_recomputation() -> None:
     assert device.phase in ("recompute", "backward")
 
 
+class SharedInput(nn.Module):
+    """What ``act`` saves, and may return, is also what ``head`` saves."""
+
+    def __init__(self, *, returned: bool) -> None:
+        super().__init__()
+        self.body, self.act, self.head = nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 24)
+        self.tail = nn.Linear(24, 1)
+        self.returned = returned
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        hidden = self.act(self.body(x))
+        result = self.tail(self.head(hidden))
+        return (result, hidden) if self.returned else (result,)
+
+
+@pytest.mark.parametrize("fields", [{}, {"checkpoint": ["head"]}], ids=["", "recomputed"])
+@pytest.mark.parametrize("returned", [False, True])
+def test_what_is_fetched_is_there_beside_what_another_node_keeps(
+    returned: bool, fields: dict[str, object]
+) -> None:
+    model, x = SharedInput(returned=returned), torch.randn(1200, 32)
+    # The loss, which needs more than head, is on the other device.
+    layers = {"body": "cuda:0", "act": "cuda:0", "head": "cuda:0", "tail": "cuda:1"}
+    spec = {"devices": ["cuda:0", "cuda:1"], "optimizer": "sgd", "offload": ["head"], **fields}
+    plan = estimated_plan(model, {**spec, "layers": layers}, (x,))
+    for device in placer.simulate(model, plan, (x,)).devices:
+        assert device.peak == pytest.approx(device.predicted, rel=0.01)
+
+
 def test_a_region_that_saves_nothing_is_no_trouble() -> None:
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Identity(), nn.Flatten())
     plan = estimated_plan(

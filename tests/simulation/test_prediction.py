@@ -203,3 +203,10 @@ def test_gradients_that_come_from_several_stages_are_added_up_in_one_tensor(firs
     """Besides that of the stage's own readers, which autograd holds until then."""
     layers = {"stem": "cuda:0", "first": first, "second": "cuda:1", "third": "cuda:2"}
     check(ReadThrice(), (torch.randn(4, 3, 512, 512),), stages=3, layers=layers)
+
+
+def test_a_stage_that_starts_after_the_other_readers_adds_up_nothing() -> None:
+    """Of a block's two paths the one that is recorded last, and has one operation, comes first here."""
+    model = torchvision.models.video.mc3_18(num_classes=4)
+    fields = {"microbatches": 2, "optimizer": "sgd_momentum", "offload": ["*"]}
+    check(model, (torch.randn(4, 3, 8, 32, 32),), stages=4, **fields)

@@ -1,4 +1,4 @@
-"""placer's solver with what only the published workloads need.
+"""placer's partition solver, extended to graphs that have operations without edges.
 
 Their graphs have units without edges ("isolated units": backward nodes of no colour class), which may be
 on any stage, and units that no stage is ever better off without. Variants of them have memory limits so

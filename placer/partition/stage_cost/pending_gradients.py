@@ -63,12 +63,17 @@ def pending_gradients(
     filling = _Filling(costs, place, add)
     # for (node, home), the first sender of a gradient that is added at the node
     sender_of: dict[tuple[int, int], int] = {}
+    # the last source of such a gradient, if in this order all sources come before the node
+    source_of: dict[tuple[int, int], int] = {}
     for gradient in costs.gradients:
-        if place[gradient.target] < place[gradient.source]:
+        sum_at = gradient.target, gradient.home
+        source = int(place[gradient.source])
+        if place[gradient.target] < source:
             filling.wait(gradient)
-            sum_at = gradient.target, gradient.home
             sender = int(place[gradient.sender])
             sender_of[sum_at] = min(sender, sender_of.get(sum_at, sender))
+        else:
+            source_of[sum_at] = max(source, source_of.get(sum_at, source))
     # For each node, values that others save as well
     shared: dict[int, list[int]] = defaultdict(list)
     for index, value in enumerate(costs.values):
@@ -78,10 +83,15 @@ def pending_gradients(
         home, node = int(place[sum_.home]), int(place[sum_.node])
         if home >= node:
             continue
-        sender = sender_of.get((sum_.node, sum_.home), node)
+        sum_at = sum_.node, sum_.home
+        sender = sender_of.get(sum_at, node)
+        # A stage that starts after the sources has nothing to add to the node's gradient.
+        last_start = node if sum_at in sender_of else source_of.get(sum_at, node)
         for first, last, nbytes in _beside_sum(sum_, shared[sum_.node], costs, place, held_from):
-            add(first, last, node, node + 1, nbytes)
-            filling.change(max(first, home + 1), last, node, node + 1, sender, -nbytes)
+            last = min(last, last_start)
+            if first <= last:
+                add(first, last, node, node + 1, nbytes)
+                filling.change(max(first, home + 1), last, node, node + 1, sender, -nbytes)
     return filling.corrections
 
 
@@ -194,9 +204,9 @@ def _beside_sum(
                 steps[first] += value.nbytes
                 steps[last + 1] -= value.nbytes
             continue
-        # Offloaded values are brought back for the savers of one region.
+        # What an offloaded region brings back is a copy of its own, which only its savers need.
         savers = zip(value.savers, keys, strict=True)
-        positions = (int(place[s]) for s, key in savers if own is None or key in (None, own))
+        positions = (int(place[s]) for s, key in savers if key == own)
         steps[max((p for p in positions if p < node), default=-1) + 1] += value.nbytes
     released = 0.0
     starts = sorted({0, *(start for start in steps if start <= node)})

@@ -8,9 +8,10 @@ alive in these columns, in addition to those in which a node outside all regions
     offload     a value that nodes in it save     from the value's first saver to its last
     both        a value that enters the region    from the first to the last saver
 
-The first kind is kept for every micro-batch in flight, the others only during the region's own backward.
-Before that backward, the region's forward runs again; then entering values, received gradients, and the
-memory of the forward are alive together.
+The first kind is kept for every micro-batch in flight. The others are copies, recomputed or fetched, which
+are alive only during the region's own backward, beside those that other nodes keep. Before that backward,
+the region's forward runs again; then entering values, received gradients, and the memory of the forward
+are alive together.
 
 A region may be split between two stages, and the values that enter it depend on where the stage starts.
 If a stage ends inside a region, its backward begins with nodes that save nothing, and values for the
@@ -192,7 +193,7 @@ class RegionLiveness:
         if len(held.savers) > 1:  # each part is fetched separately
             for s in [s for s in saving if s in held.parts]:
                 since = np.where(starts <= s, s, none)
-                until = np.minimum(s + 1, held.always)
+                until = np.full(len(starts), s + 1)
                 part = np.full(len(starts), float(held.parts[s]))
                 _fill(self._steps["kept"], since, until, part)
             saving = [s for s in saving if s not in held.parts]
@@ -200,7 +201,7 @@ class RegionLiveness:
             since = np.append(saving, none)[np.searchsorted(saving, starts)]
             held.passing.append(("kept", since, saving[-1] + 1))
             if len(saving) > 1:
-                until = np.minimum(saving[-1] + 1, held.always)
+                until = np.full(len(starts), saving[-1] + 1)
                 self._offloaded.append((saving, since, until, held.nbytes))
 
     def _count(self, held: _Held) -> None:
@@ -210,7 +211,7 @@ class RegionLiveness:
         _fill(self._steps["saved"], held.always, end, held.nbytes)
         self._wait("kept", held.always, end, held.nbytes, held.savers)
         for name, since, last in held.passing:
-            until = np.minimum(last, held.always)
+            until = np.full(len(starts), last)
             self._wait(name, since, until, held.nbytes, held.savers)
         if held.producer >= 0:
             begin = np.where(starts <= held.producer, held.producer + 1, none)
@@ -228,11 +229,9 @@ class RegionLiveness:
         return self._sum(self._steps["fetched"]) + self._sum(self._steps["inside"])
 
     def held_from(self, index: int, column: int) -> Iterator[tuple[int, int]]:
-        """First and last starts of stages in which the value is alive from ``column`` on, not earlier."""
-        always, *passing = self._since.get(index, [np.full(len(self._starts), self._width)])
-        begins = np.any([always == column, *(since == column for since in passing)], axis=0)
-        begins &= always >= column
-        for row in np.flatnonzero(begins):
+        """First and last starts of stages in which a copy of the value is alive from ``column`` on."""
+        copies = self._since.get(index, [np.full(len(self._starts), self._width)])
+        for row in np.flatnonzero(np.any([since == column for since in copies], axis=0)):
             yield int(self._starts[row]), int(self._starts[row])
 
     def not_yet(self) -> Iterator[IntervalCorrection]:
