@@ -134,7 +134,8 @@ class Programs:
             found = None
             # Nodes that write new buffers may have to be on one stage, which needs another capture.
             if whole == self._whole and self._buffers == self._captured_buffers:
-                found = find_difference(self._model, captured.conditions, args, kwargs)
+                conditions, result = captured.conditions, captured.call.result
+                found = find_difference(self._model, conditions, result, args, kwargs)
             if isinstance(found, SameProgram):
                 known.append(_KnownProgram(found.guards, captured))
             else:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -276,6 +277,8 @@ class Freezer:
             return kind, value.shape, value.dtype, value.tobytes()
         if isinstance(value, set | frozenset):
             return kind, set(value)
+        if isinstance(value, weakref.ref):  # recurrent layers of torch hold some of their weights
+            return kind, self._freeze(value(), depth, values_read)
         parts = _parts(value) if depth > 0 else None
         if parts is None:
             return _Same(value)
