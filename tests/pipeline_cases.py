@@ -490,6 +490,28 @@ def share_what_forward_writes(spec: placer.PlacementSpec, captured_in_training: 
             assert_close(tensor, expected[name], f"rank {dist.get_rank()}, {training}, {name}")
 
 
+class PassesParameters(nn.Module):
+    """The stage of ``last`` reads a part of a parameter, and all of one, of the stage of ``first``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 12)
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, _ = self.first.weight.chunk(3)
+        return self.last(self.first(x)[:, :4] @ query) @ key + self.first.bias[:4]
+
+
+def infer_where_stages_pass_parameters(spec: placer.PlacementSpec) -> None:
+    torch.manual_seed(0)
+    model = PassesParameters().double()
+    x = torch.randn(4, 4, dtype=torch.float64)
+    placed = placer.compile(model, spec, x).eval()
+    with torch.no_grad():
+        assert_close(placed(x), model(x), "inference")
+
+
 class Conjugates(nn.Module):
     """Passes on tensors that are conjugated or negated by a flag; so are some gradients."""
 

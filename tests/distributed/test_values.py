@@ -96,3 +96,11 @@ def test_tensors_that_are_conjugated_by_a_flag(
     job_of: Callable[[int], Job], spec: placer.PlacementSpec
 ) -> None:
     job_of(2).run(cases.step_with_conjugated_tensors, spec)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_parameters_that_stages_pass_on_in_inference(
+    job_of: Callable[[int], Job], first: int
+) -> None:
+    layers = {"first": f"cpu:{first}", "last": f"cpu:{1 - first}"}
+    job_of(2).run(cases.infer_where_stages_pass_parameters, make_spec(2, 1, 2, layers=layers))
