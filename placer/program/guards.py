@@ -186,9 +186,10 @@ def watch_attributes(
 ) -> Iterator[None]:
     """Call ``read(module path, name)`` for each attribute of ``modules`` that code reads in this block.
 
-    That includes attributes that are missing, since they may be set later, and plain attributes of
-    the class, since an instance may override them. It excludes parameters, buffers, submodules and
-    methods. Reads through ``vars(module)`` go unnoticed.
+    That includes attributes that are missing, and parameters, buffers and submodules that are None,
+    since they may be set later, and plain attributes of the class, since an instance may override
+    them. It excludes other parameters, buffers and submodules, and methods. Reads through
+    ``vars(module)`` go unnoticed.
     """
     paths = {id(module): path for path, module in modules.items()}
     classes = dict.fromkeys(type(module) for module in modules.values())
@@ -204,7 +205,7 @@ def watch_attributes(
             try:
                 value = original(module, name)
             except AttributeError:
-                if not any(name in original(module, table) for table in _TABLES):
+                if all(original(module, table).get(name) is None for table in _TABLES):
                     read(paths[id(module)], name)
                 raise
             if name in original(module, "__dict__") or isinstance(getattr(cls, name, cls), _PLAIN):
