@@ -6,6 +6,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -488,6 +489,38 @@ def share_what_forward_writes(spec: placer.PlacementSpec, captured_in_training: 
         expected = plain.state_dict()
         for name, tensor in placed.state_dict().items():
             assert_close(tensor, expected[name], f"rank {dist.get_rank()}, {training}, {name}")
+
+
+class KeepsFeatures(nn.Module):
+    """A hook keeps the result of a layer in a dict, from which forward reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.features: dict[str, Tensor] = {}
+        self.first.register_forward_hook(partial(_keep, self.features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x).tanh()
+        return self.last(y + self.features["first"])
+
+
+def _keep(features: dict[str, Tensor], module: nn.Module, args: Any, result: Tensor) -> None:
+    features["first"] = result
+
+
+def step_where_a_hook_keeps_features(spec: placer.PlacementSpec) -> None:
+    torch.manual_seed(0)
+    model = KeepsFeatures().double()
+    x = torch.randn(8, 4, dtype=torch.float64)
+    plain = copy.deepcopy(model)
+    placed = placer.compile(model, spec, x)
+    for rows in (8, 4, 8):
+        part = torch.randn(rows, 4, dtype=torch.float64)
+        loss = placed.step(part, loss_fn=mean_square)
+        expected = reference_step(plain, (part,), {}, spec.replicas, spec.microbatches)
+        assert_close(loss, expected, f"loss of {rows} rows")
+        compare_state(placed, plain, f"{rows} rows")
 
 
 class PassesParameters(nn.Module):

@@ -137,8 +137,8 @@ def copy_guarded_attributes(
     """Set the guarded attributes of ``targets`` to the values that they have in ``sources`` now.
 
     Both map paths to modules; ``targets`` are copies of ``sources``. They keep their own tensors, also
-    those in containers. Modules that only one side has are left alone. Returns whether any attribute
-    differed.
+    those in containers, and their own dicts and lists, which hooks may hold too. Modules that only one
+    side has are left alone. Returns whether any attribute differed.
     """
     changed = False
     for path, name in {(s.path, s.name): None for s in guards}:
@@ -151,7 +151,14 @@ def copy_guarded_attributes(
             continue
         own = dict(_tensors_in(then))
         kept = {id(t): own.get(keys, t.detach()) for keys, t in _tensors_in(now)}
-        _put(targets[path].__dict__, name, copy.deepcopy(now, kept))
+        value = copy.deepcopy(now, kept)
+        if isinstance(then, dict) and isinstance(value, dict):
+            then.clear()
+            then.update(value)
+        elif isinstance(then, list) and isinstance(value, list):
+            then[:] = value
+        else:
+            _put(targets[path].__dict__, name, value)
         changed = True
     return changed
 

@@ -104,3 +104,14 @@ def test_parameters_that_stages_pass_on_in_inference(
 ) -> None:
     layers = {"first": f"cpu:{first}", "last": f"cpu:{1 - first}"}
     job_of(2).run(cases.infer_where_stages_pass_parameters, make_spec(2, 1, 2, layers=layers))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [make_spec(2, 1, 2, layers={"first": "cpu:0", "last": "cpu:1"}), make_spec(1, 2, 2)],
+    ids=["stages", "replicas"],
+)
+def test_features_that_a_hook_keeps(
+    job_of: Callable[[int], Job], spec: placer.PlacementSpec
+) -> None:
+    job_of(2).run(cases.step_where_a_hook_keeps_features, spec)
