@@ -61,12 +61,17 @@ def differentiated(net: Net, x: Tensor) -> Tensor:
     return x + slope
 
 
+def transformed(net: Net, x: Tensor) -> Tensor:
+    return x + torch.func.grad(lambda y: net.inner(y).tanh().sum())(x)
+
+
 CASES = {
     other_parameters: True,
     second_try: True,
     caught_read: False,
     seeded: False,
     differentiated: False,
+    transformed: False,
 }
 
 
@@ -82,8 +87,9 @@ def test_equal_when_placed(middle: Callable[[Net, Tensor], Tensor]) -> None:
     with torch.no_grad():  # also where the forward differentiates
         torch.manual_seed(1)
         expected = model(x)
-        torch.manual_seed(1)
-        assert torch.equal(placed(x), expected)
+        for training in (True, False):
+            torch.manual_seed(1)
+            assert torch.equal(placed.train(training)(x), expected)
 
 
 class Sequences(nn.Module):
