@@ -6,6 +6,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 import placer
 from placer.executor.distributed.reduction import gradients
-from placer.executor.distributed.reduction.step_reduction import SharedBuffers
+from placer.executor.distributed.reduction.step_reduction import SharedTensors
 
 ROWS = 32
 
@@ -442,10 +443,135 @@ def share_buffers_of_all_kinds() -> None:
 
     own = buffers(0 if dist.get_rank() else 7)
     world = dist.new_group()
-    SharedBuffers(own, world).wait()
+    SharedTensors(own, world).wait()
     for found, expected in zip(own, buffers(7), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    SharedBuffers([], world).wait()
+    SharedTensors([], world).wait()
+
+
+class WritesState(nn.Module):
+    """Forward writes a parameter that is frozen, a buffer and, in training, running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.last = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.first(x))
+        self.seen.add_(x.sum(0))
+        with torch.no_grad():
+            self.frozen.weight.add_(y.mean(0))
+        return self.last(self.frozen(y))
+
+
+def share_what_forward_writes(spec: placer.PlacementSpec, captured_in_training: bool) -> None:
+    """After a step, and after inference, all ranks have what the first replica wrote."""
+    torch.manual_seed(0)
+    model = WritesState().double().train(captured_in_training)
+    x = torch.randn(8, 4, dtype=torch.float64)
+    plain = copy.deepcopy(model)
+    placed = placer.compile(model, spec, x)
+    for training in (True, False, True):
+        placed.train(training)
+        plain.train(training)
+        with torch.no_grad():
+            for rows in x.chunk(spec.replicas)[0].chunk(spec.microbatches):
+                plain(rows)
+        if training:
+            placed.step(x, loss_fn=mean_square)
+        else:
+            with torch.no_grad():
+                placed(x)
+        expected = plain.state_dict()
+        for name, tensor in placed.state_dict().items():
+            assert_close(tensor, expected[name], f"rank {dist.get_rank()}, {training}, {name}")
+
+
+class KeepsFeatures(nn.Module):
+    """A hook keeps the result of a layer in a dict, from which forward reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.features: dict[str, Tensor] = {}
+        self.first.register_forward_hook(partial(_keep, self.features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x).tanh()
+        return self.last(y + self.features["first"])
+
+
+def _keep(features: dict[str, Tensor], module: nn.Module, args: Any, result: Tensor) -> None:
+    features["first"] = result
+
+
+def step_where_a_hook_keeps_features(spec: placer.PlacementSpec) -> None:
+    torch.manual_seed(0)
+    model = KeepsFeatures().double()
+    x = torch.randn(8, 4, dtype=torch.float64)
+    plain = copy.deepcopy(model)
+    placed = placer.compile(model, spec, x)
+    for rows in (8, 4, 8):
+        part = torch.randn(rows, 4, dtype=torch.float64)
+        loss = placed.step(part, loss_fn=mean_square)
+        expected = reference_step(plain, (part,), {}, spec.replicas, spec.microbatches)
+        assert_close(loss, expected, f"loss of {rows} rows")
+        compare_state(placed, plain, f"{rows} rows")
+
+
+class PassesParameters(nn.Module):
+    """The stage of ``last`` reads a part of a parameter, and all of one, of the stage of ``first``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 12)
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, _ = self.first.weight.chunk(3)
+        return self.last(self.first(x)[:, :4] @ query) @ key + self.first.bias[:4]
+
+
+def infer_where_stages_pass_parameters(spec: placer.PlacementSpec) -> None:
+    torch.manual_seed(0)
+    model = PassesParameters().double()
+    x = torch.randn(4, 4, dtype=torch.float64)
+    placed = placer.compile(model, spec, x).eval()
+    with torch.no_grad():
+        assert_close(placed(x), model(x), "inference")
+
+
+class Conjugates(nn.Module):
+    """Passes on tensors that are conjugated or negated by a flag; so are some gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4, dtype=torch.complex128)
+        self.second = nn.Linear(4, 4, dtype=torch.float64)
+        self.scale = nn.Parameter(torch.randn(4, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        z = self.first(torch.complex(x, 2 * x)).conj()
+        y = self.second(z.imag) + (z * self.scale.conj()).real
+        return y, z.imag, z
+
+
+def step_with_conjugated_tensors(spec: placer.PlacementSpec) -> None:
+    torch.manual_seed(0)
+    model = Conjugates()
+    x = torch.randn(4, 4, dtype=torch.float64)
+    plain = copy.deepcopy(model)
+    placed = placer.compile(model, spec, x)
+    loss = placed.step(x, loss_fn=mean_square)
+    assert_close(loss, reference_step(plain, (x,), {}, spec.replicas, spec.microbatches), "loss")
+    compare_state(placed, plain, "step")
+    with torch.no_grad():
+        for found, expected in zip(placed.eval()(x), plain.eval()(x), strict=True):
+            assert_close(found, expected, "inference")
 
 
 @dataclass

@@ -25,6 +25,9 @@ from placer.program import result_tensors
 from placer.program.alias import NodeFailure
 from placer.program.fake_mode import detach_fake
 
+# In the error of torch.func's transforms when they are called under saved-tensor hooks.
+_NO_HOOKS = "don't yet support saved tensor hooks"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
@@ -78,8 +81,8 @@ def record_run(
         recorder.ignore(tensor)
     for tensor in inputs:
         recorder.add(tensor)
-    run = _Run(graph, order, model, constants, recorder, run_context)
     saving = _saving_hooks(recorder, keeps=not offloads)
+    run = _Run(graph, order, model, constants, recorder, saving, run_context)
     chosen: AbstractContextManager[Any] = nullcontext()
     if "cuda" in kernels:
         chosen = device_kernels(lambda: kernels[recorder.position], half=half)
@@ -133,6 +136,7 @@ class _Run:
         model: nn.Module,
         constants: dict[str, Tensor],
         recorder: StorageRecorder,
+        saving: torch.autograd.graph.saved_tensors_hooks,
         run_context: Callable[[], Any],
     ) -> None:
         self._graph = graph
@@ -142,6 +146,7 @@ class _Run:
         self._constants = constants
         self._recorder = recorder
         self._attribution = BackwardAttribution(recorder)
+        self._saving = saving
         self._run_context = run_context
         self.output_nbytes = [0] * (len(order) + 1)
         self.output_storages: list[tuple[RecordedStorage, ...]] = [()] * (len(order) + 1)
@@ -168,7 +173,7 @@ class _Run:
         self._recorder.start_node(position)
         with self._run_context():
             try:
-                result = run_node(node, self._model, values, self._constants)
+                result = self._run(node, values)
             except PlacerError:
                 raise
             except Exception as error:
@@ -179,6 +184,19 @@ class _Run:
         found = map(self._recorder.storage, tensors)
         self.output_storages[position] = tuple(s for s in found if s is not None)
         self._attribution.claim(result, position)
+
+    def _run(self, node: fx.Node, values: dict[str, Any]) -> Any:
+        try:
+            return run_node(node, self._model, values, self._constants)
+        except RuntimeError as error:
+            if _NO_HOOKS not in str(error):
+                raise
+        # What such a node saves is found by what is still alive after forward.
+        self._saving.__exit__(None, None, None)
+        try:
+            return run_node(node, self._model, values, self._constants)
+        finally:
+            self._saving.__enter__()
 
     def loss(self, leaves: Sequence[Any], under_loss: Sequence[Any]) -> Tensor:
         """A stand-in loss of the leaves ``under_loss``; the other tensors are used by the caller."""

@@ -213,8 +213,6 @@ class MicrobatchRun:
     def _pending_gradients(
         self, name: str, value: Any, place: Place
     ) -> Mapping[TensorKey, PendingGradients]:
-        if not torch.is_grad_enabled():
-            return {}
         return {
             (name, position): PendingGradients(place, leaf)
             for position, leaf in _differentiable(value)
@@ -308,7 +306,12 @@ class MicrobatchRun:
 
 
 def _differentiable(value: Any) -> list[tuple[int, torch.Tensor]]:
-    """The leaves of ``value`` that require gradients, each with its index among all leaves."""
+    """The leaves of ``value`` that require gradients, each with its index among all leaves.
+
+    None without a graph: there a parameter, and a view of one, still says that it requires them.
+    """
+    if not torch.is_grad_enabled():
+        return []
     return [
         (position, leaf)
         for position, leaf in enumerate(tree_leaves(value))

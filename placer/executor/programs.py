@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from placer._torch import without_modes, without_transforms
+from placer._torch import saved_tensor_hooks, without_modes, without_transforms
 from placer.emit import StagedModel, emit_stages
 from placer.errors import CaptureError
 from placer.plan.types import Plan
@@ -134,7 +134,8 @@ class Programs:
             found = None
             # Nodes that write new buffers may have to be on one stage, which needs another capture.
             if whole == self._whole and self._buffers == self._captured_buffers:
-                found = find_difference(self._model, captured.conditions, args, kwargs)
+                conditions, result = captured.conditions, captured.call.result
+                found = find_difference(self._model, conditions, result, args, kwargs)
             if isinstance(found, SameProgram):
                 known.append(_KnownProgram(found.guards, captured))
             else:
@@ -236,8 +237,11 @@ class ProgramsByCall:
 @contextmanager
 def _isolated_from_caller() -> Iterator[None]:
     """Run a capture without the caller's modes, transforms, gradient mode and saved-tensor hooks."""
-    # `torch.utils.checkpoint` counts the tensors that its saved-tensor hooks see.
-    own_saving = torch.autograd.graph.saved_tensors_hooks(_same, _same)
+    # `torch.utils.checkpoint` counts the tensors that its saved-tensor hooks see. Under any such hooks
+    # torch.func does not work, so there are none here if the caller has none.
+    own_saving: AbstractContextManager[object] = nullcontext()
+    if saved_tensor_hooks() is not None:
+        own_saving = torch.autograd.graph.saved_tensors_hooks(_same, _same)
     anew = torch.inference_mode(False), torch.enable_grad()
     with without_modes(), without_transforms(), own_saving, anew[0], anew[1]:
         yield

@@ -54,8 +54,8 @@ def _run_recomputed(
 ) -> tuple[Any, ...]:
     """Run the segment under ``torch.utils.checkpoint``, so that backward runs it again.
 
-    The second run uses the same random state and autocast. Buffers that the segment writes are written
-    once: the second run works on copies of their values before the first run.
+    The second run uses the same random state and autocast. Buffers and parameters that the segment
+    writes are written once: the second run works on copies of their values before the first run.
     """
     before = {name: tensor.detach().clone() for name, tensor in tensors_at(tree, segment.written)}
     runs = 0
@@ -77,8 +77,8 @@ def _tensors_swapped(tree: Any, tensors: Mapping[str, Tensor]) -> Iterator[None]
     """In this block, replace the tensors of these names in ``tree`` by copies of ``tensors``."""
     tables = [(*_table(tree, name), value) for name, value in tensors.items()]
     held = [table[leaf] for table, leaf, _ in tables]
-    for table, leaf, value in tables:
-        table[leaf] = value.clone()
+    for (table, leaf, value), tensor in zip(tables, held, strict=True):
+        table[leaf] = value.clone().requires_grad_(tensor.requires_grad)
     try:
         yield
     finally:

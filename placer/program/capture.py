@@ -189,7 +189,7 @@ class _Capture:
             self.fixed_batch_reason = f"{failure.layer}: {failure.reason} ({failure.location})"
             return
         first, second = graph_lines(recording.graph), graph_lines(other.graph)
-        if first == second:
+        if first == second and recording.result == other.result:
             return
         nodes = list(recording.graph.nodes)
         index = next(

@@ -188,19 +188,19 @@ class GuessData:
         self.value = value
         self.guessed = False
         self._reads_left = _MOST_READS[value]
-        self._mode = mode
+        self.mode = mode
         self._before = mode.guess
         self._reads = _GuessReads(self)
         self._values = WeakTensorKeyDictionary()  # fake tensor -> its value, where that is known
 
     def __enter__(self) -> GuessData:
-        self._before, self._mode.guess = self._mode.guess, self
+        self._before, self.mode.guess = self.mode.guess, self
         self._reads.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._reads.__exit__(*error)
-        self._mode.guess = self._before
+        self.mode.guess = self._before
 
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of ``func`` on values that are known; ``NotImplemented`` where one is not."""
@@ -213,7 +213,7 @@ class GuessData:
         with without_modes():
             args, kwargs = tree_map_only(Tensor, self._values.__getitem__, (args, kwargs))
             known = func(*args, **kwargs)
-        with self._mode:
+        with self.mode:
             return tree_map_only(Tensor, self.tell, known)
 
     def _knows(self, arguments: Any) -> bool:
@@ -231,7 +231,7 @@ class GuessData:
         self.guessed = True
         if isinstance(refused, DynamicOutputShapeException):
             if (largest := _LARGEST_RESULT.get(func.name())) is not None:
-                with self._mode:
+                with self.mode:
                     return largest(func, *args, **kwargs)
         elif func is torch.ops.aten._local_scalar_dense.default:
             self._reads_left -= 1
@@ -274,6 +274,10 @@ class _GuessReads(TorchFunctionMode):
             call = inspect.signature(func).bind(*args, **(kwargs or {}))
             call.arguments["sparse"] = False
             return func(*call.args, **call.kwargs)
+        tensor = args[0] if args else None
+        # A capture may run under the guesses of a dry run, whose tensors are of another mode.
+        if not isinstance(tensor, FakeTensor) or tensor.fake_mode is not self.guess.mode:
+            return func(*args, **(kwargs or {}))
         if name in PACKING:
             self.guess.guessed = True
             data, counts = PACKING[name](*args)
@@ -282,8 +286,7 @@ class _GuessReads(TorchFunctionMode):
             return data, self.guess.tell(known)
         if name in RECURRENT and isinstance(args[3], list | tuple):  # (data, batch sizes, state, …)
             return run_recurrent(func, *args)
-        tensor = args[0] if args else None
-        if name not in _READ_AS_VALUES or not isinstance(tensor, FakeTensor):
+        if name not in _READ_AS_VALUES:
             return func(*args, **(kwargs or {}))
         if name == "__format__":
             return format(tensor.item(), args[1]) if not tensor.dim() else func(*args)

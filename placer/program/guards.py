@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -136,8 +137,8 @@ def copy_guarded_attributes(
     """Set the guarded attributes of ``targets`` to the values that they have in ``sources`` now.
 
     Both map paths to modules; ``targets`` are copies of ``sources``. They keep their own tensors, also
-    those in containers. Modules that only one side has are left alone. Returns whether any attribute
-    differed.
+    those in containers, and their own dicts and lists, which hooks may hold too. Modules that only one
+    side has are left alone. Returns whether any attribute differed.
     """
     changed = False
     for path, name in {(s.path, s.name): None for s in guards}:
@@ -150,7 +151,14 @@ def copy_guarded_attributes(
             continue
         own = dict(_tensors_in(then))
         kept = {id(t): own.get(keys, t.detach()) for keys, t in _tensors_in(now)}
-        _put(targets[path].__dict__, name, copy.deepcopy(now, kept))
+        value = copy.deepcopy(now, kept)
+        if isinstance(then, dict) and isinstance(value, dict):
+            then.clear()
+            then.update(value)
+        elif isinstance(then, list) and isinstance(value, list):
+            then[:] = value
+        else:
+            _put(targets[path].__dict__, name, value)
         changed = True
     return changed
 
@@ -185,9 +193,10 @@ def watch_attributes(
 ) -> Iterator[None]:
     """Call ``read(module path, name)`` for each attribute of ``modules`` that code reads in this block.
 
-    That includes attributes that are missing, since they may be set later, and plain attributes of
-    the class, since an instance may override them. It excludes parameters, buffers, submodules and
-    methods. Reads through ``vars(module)`` go unnoticed.
+    That includes attributes that are missing, and parameters, buffers and submodules that are None,
+    since they may be set later, and plain attributes of the class, since an instance may override
+    them. It excludes other parameters, buffers and submodules, and methods. Reads through
+    ``vars(module)`` go unnoticed.
     """
     paths = {id(module): path for path, module in modules.items()}
     classes = dict.fromkeys(type(module) for module in modules.values())
@@ -203,7 +212,7 @@ def watch_attributes(
             try:
                 value = original(module, name)
             except AttributeError:
-                if not any(name in original(module, table) for table in _TABLES):
+                if all(original(module, table).get(name) is None for table in _TABLES):
                     read(paths[id(module)], name)
                 raise
             if name in original(module, "__dict__") or isinstance(getattr(cls, name, cls), _PLAIN):
@@ -276,6 +285,8 @@ class Freezer:
             return kind, value.shape, value.dtype, value.tobytes()
         if isinstance(value, set | frozenset):
             return kind, set(value)
+        if isinstance(value, weakref.ref):  # recurrent layers of torch hold some of their weights
+            return kind, self._freeze(value(), depth, values_read)
         parts = _parts(value) if depth > 0 else None
         if parts is None:
             return _Same(value)

@@ -16,6 +16,7 @@ from placer.program.fake import FakeConverter
 from placer.program.fingerprint import graph_lines
 from placer.program.guards import AttributeGuard
 from placer.program.record import record_model
+from placer.program.result import ResultFormat
 from placer.program.types import CallFormat, Conditions
 from placer.program.watch import RECORDING
 
@@ -62,14 +63,19 @@ def captured_key(conditions: Conditions, call: CallFormat) -> Hashable:
 def find_difference(
     model: nn.Module,
     conditions: Conditions,
+    result: ResultFormat,
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
 ) -> Difference | SameProgram:
     """Record ``model`` called with these arguments, and compare with the graph in ``conditions``.
 
-    One forward on fake tensors; nothing is allocated. Raises ``CaptureError`` when the model itself
-    fails.
+    What forward returns must have the captured ``result`` format too: the same graph may end in a dict
+    with other keys. One forward on fake tensors; nothing is allocated. A model that is a single node is
+    never the same, because the node holds a copy of its attributes and modes. Raises ``CaptureError``
+    when the model itself fails.
     """
+    if "" in conditions.whole:
+        return Difference(location="", operation="")
     bound = bind_call(model, args, kwargs)
     converter = FakeConverter()
     inputs = [converter.tensor(tensor) for tensor in bound.tensors]
@@ -97,6 +103,6 @@ def find_difference(
                 nodes[index].name, ""
             )
             return Difference(location=location, operation=nodes[index].name)
-    if len(lines) != len(conditions.lines):
+    if len(lines) != len(conditions.lines) or recording.result != result:
         return Difference(location="", operation=nodes[-1].name)
     return SameProgram(guards=recording.guards)

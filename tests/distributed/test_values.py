@@ -72,3 +72,46 @@ def test_ranks_are_simulated_with_the_guess_that_the_capture_needs() -> None:
     plan = placer.make_plan(model, make_spec(2, 1, 2, layers=layers), x, processes=True)
     report = placer.simulate(model, plan, x, processes=True)
     assert [d.peak for d in report.devices] == [d.peak for d in plan.devices]
+
+
+@pytest.mark.parametrize("captured_in_training", [True, False])
+@pytest.mark.parametrize("spec", [make_spec(1, 2, 1), make_spec(2, 2, 1)], ids=["1x2", "2x2"])
+def test_what_forward_writes_is_the_first_replicas(
+    job_of: Callable[[int], Job], spec: placer.PlacementSpec, captured_in_training: bool
+) -> None:
+    world = len(spec.devices) * spec.replicas
+    job_of(world).run(cases.share_what_forward_writes, spec, captured_in_training)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        make_spec(2, 1, 2, layers={"first": "cpu:0", "second": "cpu:1"}),
+        make_spec(2, 1, 2, layers={"first": "cpu:1", "second": "cpu:0"}),
+        make_spec(1, 2, 1),
+    ],
+    ids=["forwards", "backwards", "replicas"],
+)
+def test_tensors_that_are_conjugated_by_a_flag(
+    job_of: Callable[[int], Job], spec: placer.PlacementSpec
+) -> None:
+    job_of(2).run(cases.step_with_conjugated_tensors, spec)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_parameters_that_stages_pass_on_in_inference(
+    job_of: Callable[[int], Job], first: int
+) -> None:
+    layers = {"first": f"cpu:{first}", "last": f"cpu:{1 - first}"}
+    job_of(2).run(cases.infer_where_stages_pass_parameters, make_spec(2, 1, 2, layers=layers))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [make_spec(2, 1, 2, layers={"first": "cpu:0", "last": "cpu:1"}), make_spec(1, 2, 2)],
+    ids=["stages", "replicas"],
+)
+def test_features_that_a_hook_keeps(
+    job_of: Callable[[int], Job], spec: placer.PlacementSpec
+) -> None:
+    job_of(2).run(cases.step_where_a_hook_keeps_features, spec)

@@ -55,3 +55,11 @@ def test_no_gradient_is_none_and_not_zero(schedule: str) -> None:
     placed.step(x, loss_fn=lambda y: y.square().mean())
     assert all(p.grad is None for n, p in placed.named_parameters() if n.startswith("branch"))
     assert placed.get_parameter("used.weight").grad is not None
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_checkpointed_layer_that_writes_its_weight(microbatches: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 4, max_norm=1.0), nn.Linear(4, 4)).double()
+    spec = {"devices": ["cpu:0", "cpu:1"], "checkpoint": ["0"], "microbatches": microbatches}
+    assert_same(model, spec, (torch.randint(9, (4, 3)),))

@@ -131,6 +131,34 @@ def test_a_submodule_in_another_mode() -> None:
     assert isinstance(placed(x), Tensor)
 
 
+class Keys(nn.Module):
+    """The same operations always; the key of the result is that of the mode, or of the batch size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(4, 4)
+        self.out = nn.Linear(4, 2)
+        self.prefix = ""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        key = "many" if len(x) > 4 else "trained" if self.training else "tested"
+        return {self.prefix + key: self.out(torch.tanh(self.inp(x)))}
+
+
+def test_the_same_operations_in_another_structure() -> None:
+    torch.manual_seed(0)
+    model = Keys().double()
+    x = torch.randn(4, 4, dtype=D)
+    placed = _place(model, x)
+    for training, prefix, rows in ((True, "", 4), (False, "", 4), (True, "", 6), (True, "a_", 4)):
+        model.train(training)
+        placed.train(training)
+        model.prefix = placed.prefix = prefix
+        x = torch.randn(rows, 4, dtype=D)
+        assert list(placed(x)) == list(model(x))
+        _same(placed, model, x)
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_other_lengths(replicas: int) -> None:
     torch.manual_seed(0)

@@ -26,9 +26,13 @@ class Net(nn.Module):
         self.first = nn.Linear(4, 4, bias=False)
         self.middle = nn.Linear(4, 4)
         self.last = nn.Linear(4, 2)
+        self.register_buffer("scale", None)
+        self.register_parameter("shift", None)
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.tanh(self.middle(torch.tanh(self.first(x))))
+        y = y if self.scale is None else y * self.scale
+        y = y if self.shift is None else y + self.shift
         return self.last(torch.tanh(self.middle(y)))
 
 
@@ -58,9 +62,11 @@ CHANGES: list[Callable[[Any], Any]] = [
     lambda net: nn.utils.spectral_norm(net.middle),
     lambda net: parametrizations.weight_norm(net.middle),
     lambda net: parametrizations.spectral_norm(net.middle),
+    lambda net: setattr(net, "scale", torch.full((4,), 2.0, dtype=D)),
+    lambda net: setattr(net, "shift", nn.Parameter(torch.ones(4, dtype=D))),
 ]
 NAMES = ["bias", "layers", "parameter", "old weight_norm", "old spectral_norm"]
-NAMES += ["weight_norm", "spectral_norm"]
+NAMES += ["weight_norm", "spectral_norm", "buffer that was None", "parameter that was None"]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.nn.utils.spectral_norm.*")

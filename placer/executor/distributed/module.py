@@ -52,7 +52,7 @@ from placer.executor.distributed.reduction.gradients import (
 )
 from placer.executor.distributed.reduction.norm import total_norm
 from placer.executor.distributed.reduction.statistics import SharedMoments
-from placer.executor.distributed.reduction.step_reduction import LossReduction, SharedBuffers
+from placer.executor.distributed.reduction.step_reduction import LossReduction, SharedTensors
 from placer.executor.distributed.reduction.sync_norm import synchronise_norms
 from placer.executor.hooks import run_forward_hooks
 from placer.executor.loss import StepLoss
@@ -64,7 +64,7 @@ from placer.executor.statistics import NormCall
 from placer.executor.transfer import transfer
 from placer.plan.types import Plan
 from placer.precision import autocast_state
-from placer.program import CallFormat, Program, rebuild_call
+from placer.program import CallFormat, Program, named_state, rebuild_call
 
 
 class DistributedModule(PartialModule):
@@ -78,7 +78,6 @@ class DistributedModule(PartialModule):
     mesh: DeviceMesh
     _connection: Connection
     _finder: CrossingFinder
-    _written: tuple[str, ...]
     _pipeline: Pipeline
     _placeholder: nn.Parameter
     _readers: Mapping[str, Sequence[int]]
@@ -119,7 +118,6 @@ class DistributedModule(PartialModule):
             layers=[stage.layers for stage in plan.stages],
             find_failure_site=partial(find_failure_site, self._finder, plan.node_layers, part),
         )
-        self._written = _written_names(program, ownership, assignment)
         if plan.batch_norm == "sync" and plan.replicas > 1:
             synchronise_norms(part, groups.dp)
         self._pipeline = Pipeline(
@@ -203,6 +201,7 @@ class DistributedModule(PartialModule):
                 share = self._take_share(programs.call, leaves, grad=False)
             results = self._execute(share.microbatches, None)
             moments = self._share_moments(share.largest)
+            written = self._share_written(share.largest)
             result = gather_result(
                 share.batch,
                 results,
@@ -210,6 +209,7 @@ class DistributedModule(PartialModule):
                 assignment=self.assignment,
                 broadcast=partial(dist.broadcast, group=self.process_groups.world),
             )
+            written.wait()
             if moments is not None:
                 moments.wait()
             return result
@@ -279,7 +279,7 @@ class DistributedModule(PartialModule):
                     device=self.device,
                 )
                 moments = self._share_moments(share.largest)
-                buffers = SharedBuffers(self._shared_buffers(share.largest), self.process_groups.dp)
+                written = self._share_written(share.largest)
                 reducer.finish()
         except PlacerError as error:
             if own_rows and agreement.alike:  # other ranks may not have failed, so tell them
@@ -295,7 +295,7 @@ class DistributedModule(PartialModule):
                 own_rows=own_rows,
                 device=self.device,
             )
-            buffers.wait()
+            written.wait()
             if moments is not None:
                 moments.wait()
             losses.check()
@@ -463,16 +463,19 @@ class DistributedModule(PartialModule):
         place = self._replicas[0].places[0]
         return SharedMoments(self._tree, calls, own, group=self.process_groups.dp, place=place)
 
-    def _shared_buffers(self, largest: Crossings) -> list[Tensor]:
-        """The buffers that forward writes, of which all replicas get the first replica's values.
+    def _share_written(self, largest: Crossings) -> SharedTensors:
+        """Start to send what forward wrote in the first replica to all replicas: buffers and parameters.
 
-        This is what ``nn.DataParallel`` does. Deferred running statistics are not among them, because
-        every replica computes them from the moments of all.
+        This is what ``nn.DataParallel`` does with buffers. Deferred running statistics are not sent,
+        because every replica computes them from the moments of all.
         """
-        if self.num_replicas == 1 or not self.training:
-            return []
-        deferred = {name for call in self._norms(largest) for name in (call.mean, call.var)}
-        return [self.get_buffer(name) for name in self._written if name not in deferred]
+        names: set[str] = set()
+        if self.num_replicas > 1:
+            stages = [largest.staged.stages[index] for index in self.stage_indices]
+            names = {name for s in stages for segment in s.segments for name in segment.written}
+            names -= {name for call in self._norms(largest) for name in (call.mean, call.var)}
+        state = dict(named_state(self._tree)) if names else {}
+        return SharedTensors([state[name] for name in sorted(names)], self.process_groups.dp)
 
     def _own_random_state(self) -> Any:
         return own_random_state(self.device, self.replica_index, self.assignment.device_index)
@@ -501,11 +504,3 @@ class DistributedModule(PartialModule):
         told, because all ranks raise it.
         """
         return self._connection.watch()
-
-
-def _written_names(
-    program: Program, ownership: Ownership, assignment: RankAssignment
-) -> tuple[str, ...]:
-    """The names of this rank's buffers that the forward writes, such as running statistics."""
-    written = {name for names in program.mutated_state_of.values() for name in names}
-    return tuple(n for n in ownership.names[assignment.device_index] if n in written)

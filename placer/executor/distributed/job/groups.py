@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from placer._torch import abort_group, default_timeout
@@ -140,3 +141,8 @@ def _make_group(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup
     """
     group: Any = dist.new_group(list(ranks), timeout=default_timeout(device))
     return group  # type: ignore[no-any-return]
+
+
+def sendable(tensor: Tensor) -> Tensor:
+    """``tensor`` as communication needs it: detached, contiguous, and without a pending conj or neg."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()

@@ -12,6 +12,7 @@ from torch import Tensor
 from placer.emit import StagedModel
 from placer.errors import PlacerError
 from placer.executor.distributed.job.assignment import RankAssignment
+from placer.executor.distributed.job.groups import sendable
 from placer.executor.distributed.messages.crossings import CrossingFinder, Crossings, TensorSpec
 from placer.executor.distributed.messages.pipeline import Microbatch, Results
 from placer.executor.distributed.reduction.inputs import InputGradients
@@ -185,7 +186,7 @@ def _broadcast_leaves(
     for position, leaf in enumerate(expected):
         if isinstance(leaf, TensorSpec):
             if given is not None:
-                leaf = given[position].detach().contiguous()
+                leaf = sendable(given[position])
             else:
                 leaf = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
             broadcast(leaf, source)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from placer.executor.distributed.job.groups import wait_function
+from placer.executor.distributed.job.groups import sendable, wait_function
 from placer.executor.distributed.messages.crossings import Crossings, TensorSpec
 from placer.executor.execute import MicrobatchRun
 from placer.executor.place import Place
@@ -232,13 +232,13 @@ class MessageTransport:
         if message.kind == "value":
             leaves = tree_leaves(run.outputs[message.name])
             positions = self._crossings[message.microbatch_index].values[message.name].tensors
-            return [leaves[position].detach().contiguous() for position in positions]
+            return [sendable(leaves[position]) for position in positions]
         specs = self._specs(message)
         found = {p: run.take_gradient((message.name, p)) for p in specs}
         tensors = [
             torch.zeros(spec.shape, dtype=spec.dtype, device=self._place.device)
             if found[position] is None
-            else _dense(found[position]).contiguous()
+            else sendable(_dense(found[position]))
             for position, spec in specs.items()
         ]
         if self._has_presence_flags(message):

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from placer._torch import storage_key
 from placer.emit import StagedModel
-from placer.executor.distributed.job.groups import wait_function
+from placer.executor.distributed.job.groups import sendable, wait_function
 from placer.executor.distributed.job.ownership import Ownership
 
 _BUCKET_NBYTES = 25 * 2**20  # DistributedDataParallel's default
@@ -237,7 +237,7 @@ def _flat_grad(parameter: nn.Parameter) -> Tensor:
         return torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
     if parameter.grad.layout != torch.strided:
         parameter.grad = parameter.grad.to_dense()
-    return parameter.grad.reshape(-1)
+    return sendable(parameter.grad).reshape(-1)
 
 
 def _fill_buckets(shared: Sequence[SharedParameter]) -> list[_Bucket]:

@@ -1,4 +1,4 @@
-"""Sends the loss and the buffers of a step to all ranks, while the last gradients are being summed."""
+"""Sends the loss of a step, and what forward wrote, to all ranks while the last gradients are summed."""
 
 from __future__ import annotations
 
@@ -75,25 +75,26 @@ class LossReduction:
             )
 
 
-class SharedBuffers:
-    """Sends the values of buffers from the first rank of ``group`` to the others, in one message."""
+class SharedTensors:
+    """Sends the values of tensors from the first rank of ``group`` to the others, in one message."""
 
-    def __init__(self, buffers: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         self._receives = dist.get_rank(group) > 0
-        # The largest dtypes first, so that each buffer is aligned for its dtype.
-        self._buffers = sorted(buffers, key=Tensor.element_size, reverse=True)
+        # The largest dtypes first, so that each tensor is aligned for its dtype.
+        ordered = sorted(tensors, key=Tensor.element_size, reverse=True)
+        self._tensors = [tensor.detach() for tensor in ordered]
         self._work = None
-        if buffers:
-            self._bytes = torch.cat([b.reshape(-1).view(torch.uint8) for b in self._buffers])
+        if tensors:
+            self._bytes = torch.cat([t.reshape(-1).view(torch.uint8) for t in self._tensors])
             source = dist.get_global_rank(group, 0)
             self._work = dist.broadcast(self._bytes, source, group=group, async_op=True)
 
     def wait(self) -> None:
-        """Wait for the message and copy the values into the buffers."""
+        """Wait for the message and copy the values into the tensors."""
         if self._work is None:
             return
         self._work.wait()
         if self._receives:
-            pieces = self._bytes.split([b.nbytes for b in self._buffers])
-            for buffer, piece in zip(self._buffers, pieces, strict=True):
-                buffer.copy_(piece.view(buffer.dtype).view_as(buffer))
+            pieces = self._bytes.split([t.nbytes for t in self._tensors])
+            for tensor, piece in zip(self._tensors, pieces, strict=True):
+                tensor.copy_(piece.view(tensor.dtype).view_as(tensor))
