@@ -447,6 +447,97 @@ def use_other_modes_and_sizes(spec: placer.PlacementSpec) -> None:
             assert_close(placed(x), plain(x), f"{what}, inference")
 
 
+class ManyCalls(nn.Module):
+    """Has optional inputs, a number and a flag; ``extra`` is used only with ``wide``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.extra = nn.Linear(6, 6)
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        late: Tensor | None = None,
+        others: dict[str, Tensor] | None = None,
+        *,
+        scale: float = 1.0,
+        features: bool = False,
+        wide: bool = False,
+    ) -> dict[str, Tensor]:
+        hidden = self.first(x).relu()
+        if late is not None:
+            hidden = hidden * late
+            assert mask is not None
+            hidden = hidden + mask
+        for other in (others or {}).values():
+            hidden = hidden + other
+        hidden = self.second(hidden).tanh()
+        if wide:
+            hidden = self.extra(hidden)
+        out = self.last(hidden if mask is None else hidden * mask) * scale
+        return {"out": out, "hidden": hidden} if features else {"out": out}
+
+
+def _many_calls(spec: placer.PlacementSpec) -> tuple[placer.PlacedModule, nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model = ManyCalls().double()
+    x = torch.randn(8, 4, dtype=D)
+    return placer.compile(copy.deepcopy(model), spec, x), model, x
+
+
+def make_other_calls(spec: placer.PlacementSpec) -> None:
+    """Calls with arguments that ``compile`` was not given, in turns with the one that it was."""
+    placed, plain, x = _many_calls(spec)
+    mask, more = torch.rand(8, 6, dtype=D), torch.randn(8, 6, dtype=D)
+    for number, kwargs in enumerate(
+        (
+            {},
+            {"mask": mask},
+            {"features": True},
+            {"mask": mask, "others": {"a": more, "b": more * 2}, "scale": 0.5},
+            {"mask": mask},
+            {},
+            {"scale": 2.0, "mask": mask[:5]},
+        )
+    ):
+        rows = x[: len(kwargs.get("mask", x))]  # type: ignore[arg-type]
+        for module in (placed, plain):
+            module.train().zero_grad()
+        loss = placed.step(rows, **kwargs, loss_fn=mean_square)
+        expected = reference_step(plain, (rows,), kwargs, spec.replicas, 2)
+        assert_close(loss, expected, f"call {number}, loss")
+        compare_state(placed, plain, f"call {number}")
+        with torch.no_grad():
+            placed.eval(), plain.eval()
+            found, wanted = placed(rows, **kwargs), plain(rows, **kwargs)
+        assert found.keys() == wanted.keys()
+        for name, value in wanted.items():
+            assert_close(found[name], value, f"call {number}, {name}")
+
+
+def make_calls_that_cannot_be(spec: placer.PlacementSpec) -> list[str]:
+    """The errors of calls that ranks make differently, or that need a layer that no rank has there."""
+    placed, _, x = _many_calls(spec)
+    rank = dist.get_rank()
+    mask = torch.rand(8, 6, dtype=D)
+    found = []
+    for kwargs in (
+        {"mask": mask} if rank else {},
+        {"scale": 1.0 + rank},
+        {"others": {"a": mask}, "mask": mask * (1 + rank), "late": mask},
+        {"wide": True},
+        {"scale": object()},
+    ):
+        try:
+            placed.step(x, **kwargs, loss_fn=mean_square)
+        except placer.PlacerError as error:
+            found.append(str(error))
+        placed.step(x, loss_fn=mean_square)
+    return found
+
+
 def try_what_needs_one_process(spec: placer.PlacementSpec) -> list[str]:
     """The errors of what does not work with one process per device; after each, a step still does."""
     torch.manual_seed(0)

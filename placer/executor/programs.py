@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -84,6 +84,11 @@ class Programs:
         guards = staged.conditions.guards
         key = captured_key(staged.conditions, staged.call), self._whole, self._structure
         self._known: dict[Hashable, list[_KnownProgram]] = {key: [_KnownProgram(guards, staged)]}
+
+    @property
+    def captured(self) -> StagedModel:
+        """The stages for the call that these programs were captured with."""
+        return self._captured
 
     @property
     def call(self) -> CallFormat:
@@ -191,12 +196,24 @@ class Programs:
 class ProgramsByCall:
     """The programs of a placed model for each way in which it has been called.
 
-    With ``captured_only`` no other calls are captured: a process that has a part of the model cannot.
+    ``before_capture`` is called before the model is captured for another way.
     """
 
-    def __init__(self, captured: Programs, *, captured_only: bool = False) -> None:
+    def __init__(
+        self, captured: Programs, *, before_capture: Callable[[], object] = lambda: None
+    ) -> None:
         self._known = [captured]
-        self._captured_only = captured_only
+        self._before_capture = before_capture
+
+    @property
+    def captured(self) -> Programs:
+        """The programs for the call with which the model was placed."""
+        return self._known[0]
+
+    @property
+    def guards(self) -> list[AttributeGuard]:
+        """The plain attributes that any of these programs reads."""
+        return [guard for programs in self._known for guard in programs.guards]
 
     def find(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], *, step: bool = False
@@ -222,7 +239,7 @@ class ProgramsByCall:
         difference = call_difference(captured.call, bound)
         assert difference is not None
         plain = all(isinstance(leaf, _PLAIN_TYPES) for leaf in bound.leaves)
-        if self._captured_only or not plain:
+        if not plain:
             raise difference
         if len(self._known) > _MAX_CALLS:
             raise CaptureError(
@@ -230,6 +247,7 @@ class ProgramsByCall:
                 f"{difference.problem}, and {_MAX_CALLS} other calls have been captured already",
                 "pass a number that changes with every call as a tensor",
             )
+        self._before_capture()
         self._known.append(captured.for_call(bound))
         return self._known[-1], call_tensors(self._known[-1].call, bound)
 

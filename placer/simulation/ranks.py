@@ -14,7 +14,7 @@ from placer.cost import device_type, stand_in_loss, updates_together
 from placer.emit import StagedModel, emit_stages
 from placer.executor.attribution import Attribution
 from placer.executor.distributed.job.assignment import Job, RankAssignment, assign_rank
-from placer.executor.distributed.job.ownership import build_part, find_ownership
+from placer.executor.distributed.job.ownership import Ownership, build_part, find_ownership
 from placer.executor.distributed.messages.batch import gather_result
 from placer.executor.distributed.messages.crossings import CrossingFinder, Crossings
 from placer.executor.distributed.messages.pipeline import Microbatch, Pipeline
@@ -165,16 +165,26 @@ class _FakeReplica:
             self._slices = [batch.slices[position] for position in batch.of_replica(0)]
         self._finders: dict[str, CrossingFinder] = {}
 
-    def _find_crossings(self, name: str) -> tuple[CrossingFinder, list[Crossings]]:
+    def _find_crossings(
+        self, name: str, ownership: Ownership
+    ) -> tuple[CrossingFinder, list[Crossings]]:
         """The values that cross between stages, as a rank on the device ``name`` finds them."""
         plan, kind = self._plan, device_type(name)
         if kind not in self._finders:
-            finder = CrossingFinder(self._program.model, plan, self._staged, _CPU)
-            finder.follow(self._model)
+            finder = CrossingFinder(
+                self._program.model,
+                plan,
+                self._staged,
+                part=self._model,
+                ownership=ownership,
+                device=_CPU,
+            )
+            finder.follow()
             self._finders[kind] = finder
         finder = self._finders[kind]
+        programs = finder.calls.captured
         with running_kernels(plan, name):
-            return finder, [finder.find(s, grad=plan.training) for s in self._slices]
+            return finder, [finder.find(programs, s, grad=plan.training) for s in self._slices]
 
     def run_rank(
         self,
@@ -199,7 +209,7 @@ class _FakeReplica:
             ledger.add_state((*part.parameters(), *part.buffers()))
             for leaf in (*self.leaves, *(tensor for slice_ in slices for tensor in slice_)):
                 ledger.add(leaf, CALLER, kind="input")
-            finder, crossings = self._find_crossings(name)
+            finder, crossings = self._find_crossings(name, ownership)
             microbatches = _microbatches(staged, slices, crossings, name)
             explained = explained_failure(own_loss=loss_of is not stand_in_loss)
             if not plan.training:
@@ -207,6 +217,7 @@ class _FakeReplica:
                     gather_result(
                         self._batch,
                         pipeline.run(microbatches, None),
+                        finder.calls.captured,
                         finder,
                         assignment=assignment,
                         broadcast=lambda tensor, rank: None,

@@ -74,6 +74,31 @@ def test_other_modes_sizes_and_hooks_after_compile(job_of: Callable[[int], Job])
     job_of(4).run(cases.use_other_modes_and_sizes, cases.make_spec(2, 2, 2, "1F1B"))
 
 
+@pytest.mark.parametrize(("stages", "replicas"), [(2, 1), (2, 2)])
+def test_other_calls_than_the_captured_one(
+    job_of: Callable[[int], Job], stages: int, replicas: int
+) -> None:
+    spec = cases.make_spec(stages, replicas, 2, "1F1B")
+    job_of(stages * replicas).run(cases.make_other_calls, spec)
+
+
+def test_other_calls_that_cannot_be_are_said_on_all_ranks(job_of: Callable[[int], Job]) -> None:
+    spec = cases.make_spec(2, 1, 2, layers={"first": "cpu:0", "last": "cpu:1"})
+    for messages in job_of(2).run(cases.make_calls_that_cannot_be, spec):
+        for message, part in zip(
+            messages,
+            (
+                "has other options (autocast, reduction, normalizer, scaler, arguments) on rank 1",
+                "has other options",
+                "input mask: has other values on rank 1",
+                "extra.bias: is read by stage 1 in this call, but not in the one that",
+                "scale: <object object at",
+            ),
+            strict=True,
+        ):
+            assert part in message, messages
+
+
 def test_what_needs_one_process_is_said(job_of: Callable[[int], Job]) -> None:
     found = job_of(2).run(cases.try_what_needs_one_process, cases.make_spec(2, 1, 2, "1F1B"))
     for messages in found:

@@ -70,8 +70,8 @@ module are refused in a step.
 These differ:
 
  * ``placed(x)`` returns results without a graph. In train mode with gradients enabled it is an error.
- * Calls have the arguments that were captured: another flag or number, or an optional tensor that was not
-   given to ``compile``, is an error. In one process such a call is captured, too.
+ * A call with other arguments than ``compile`` was given, such as an optional tensor, is captured as in one
+   process. If a stage then reads a weight that its rank does not have, that is an error.
  * ``loss_fn`` is called on the rank of the last stage, for each micro-batch; metrics that it collects are
    there only. It may depend on parameters only through the model's output, otherwise it is an error:
    other parameters of the model are on other ranks, and parameters of the loss itself would be trained

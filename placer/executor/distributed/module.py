@@ -57,14 +57,14 @@ from placer.executor.distributed.reduction.sync_norm import synchronise_norms
 from placer.executor.hooks import run_forward_hooks
 from placer.executor.loss import StepLoss
 from placer.executor.place import CALLER, Place, is_on
-from placer.executor.programs import Programs, ProgramsByCall
+from placer.executor.programs import Programs
 from placer.executor.scaling import scale_of
 from placer.executor.scatter import batch_size, check_target, unwrap_target
 from placer.executor.statistics import NormCall
 from placer.executor.transfer import transfer
 from placer.plan.types import Plan
 from placer.precision import autocast_state
-from placer.program import CallFormat, Program, named_state, rebuild_call
+from placer.program import Program, named_state, rebuild_call
 
 
 class DistributedModule(PartialModule):
@@ -80,7 +80,6 @@ class DistributedModule(PartialModule):
     _finder: CrossingFinder
     _pipeline: Pipeline
     _placeholder: nn.Parameter
-    _readers: Mapping[str, Sequence[int]]
     _reducer: GradientReducer | None
     _reduced: tuple[int, ...]  # ids of the parameters that the reducer watches
     _frozen: frozenset[str]
@@ -101,12 +100,16 @@ class DistributedModule(PartialModule):
     ) -> None:
         place = Place(str(device), device)
         super().__init__(part, plan=plan, staged=staged, places=[[place] * len(staged.stages)])
-        self._calls = ProgramsByCall(self._programs, captured_only=True)
         self.assignment = assignment
         self.device = device
         self.mesh = mesh
         self._ownership = ownership
-        self._finder = CrossingFinder(program.model, plan, staged, device)
+        self._finder = CrossingFinder(
+            program.model, plan, staged, part=part, ownership=ownership, device=device
+        )
+        # Those of the whole model; this rank's part cannot be captured.
+        self._calls = self._finder.calls
+        self._programs = self._calls.captured
         groups = make_groups(mesh, ownership, device)
         self._connection = Connection(
             groups,
@@ -130,7 +133,6 @@ class DistributedModule(PartialModule):
             channel=GroupChannel(groups.pp),
         )
         self._placeholder = nn.Parameter(torch.empty(0, device=device))
-        self._readers = find_input_readers(staged, assignment)
         self._reducer = None
         self._reduced = ()
         self._frozen = frozenset(n for n, p in self.named_parameters() if not p.requires_grad)
@@ -197,14 +199,15 @@ class DistributedModule(PartialModule):
         check_inference(leaves, training=self.training)
         leaves = [leaf.detach() for leaf in leaves]
         with torch.no_grad(), self._own_random_state(), self.watch():
-            with self._ask(programs.call, "placed(x)", leaves):
-                share = self._take_share(programs.call, leaves, grad=False)
+            with self._ask(programs, "placed(x)", leaves):
+                share = self._take_share(programs, leaves, grad=False)
             results = self._execute(share.microbatches, None)
             moments = self._share_moments(share.largest)
             written = self._share_written(share.largest)
             result = gather_result(
                 share.batch,
                 results,
+                programs,
                 self._finder,
                 assignment=self.assignment,
                 broadcast=partial(dist.broadcast, group=self.process_groups.world),
@@ -233,7 +236,7 @@ class DistributedModule(PartialModule):
         else:
             counted = None
         agreement = self._ask(
-            programs.call,
+            programs,
             "placed.step",
             leaves,
             target=target,
@@ -254,7 +257,7 @@ class DistributedModule(PartialModule):
             with self._own_random_state():
                 with agreement:
                     share = self._take_share(
-                        programs.call, leaves, target=target, own_rows=own_rows, grad=True
+                        programs, leaves, target=target, own_rows=own_rows, grad=True
                     )
                     scale = 1.0 if scaler is None else scale_of(scaler, self.device)
                 reducer = self._current_reducer(trained)
@@ -333,17 +336,25 @@ class DistributedModule(PartialModule):
         Without this check, a rank in another call could wait for ever or receive a message of another
         size. Raises ``PlacerError`` on all ranks if any calls another method or has other options.
         """
-        called = CallDescription(method=method, names=self._staged.graph_inputs, options=options)
-        with self.watch(), self._agree(called):
+        called = CallDescription(method=method, room=self._num_inputs, options=options)
+        with self.watch(), self._agree(called, {}):
             pass
 
+    @property
+    def _num_inputs(self) -> int:
+        """The number of the model's inputs in the call with which it was placed."""
+        return len(self._staged.graph_inputs)
+
     def _agree(
-        self, called: CallDescription, count: Callable[..., int | None] | None = None
+        self,
+        called: CallDescription,
+        readers: Mapping[str, Sequence[int]],
+        count: Callable[..., int | None] | None = None,
     ) -> CallCheck:
         return CallCheck(
             called,
             num_devices=self.assignment.num_devices,
-            readers=self._readers,
+            readers=readers,
             last_device=self._last_device,
             world=self.process_groups.world,
             device=self.device,
@@ -352,7 +363,7 @@ class DistributedModule(PartialModule):
 
     def _ask(
         self,
-        call: CallFormat,
+        programs: Programs,
         method: Method,
         leaves: Sequence[Tensor],
         *,
@@ -364,11 +375,15 @@ class DistributedModule(PartialModule):
         **options: object,
     ) -> CallCheck:
         """Start to check that all ranks make the same call; this rank can prepare in the meantime."""
+        call, staged = programs.call, programs.captured
+        captured = programs is self._programs  # if not, constants are plain values
+        options["arguments"] = None if captured else (call.leaf_names, call.constants)
         called = CallDescription(
             method=method,
             inputs=leaves,
             target=unwrap_target(target),
-            names=self._staged.graph_inputs,
+            names=staged.graph_inputs,
+            room=self._num_inputs,
             rows=batch_size(call, leaves),
             training=self.training,
             own_rows=own_rows,
@@ -377,11 +392,11 @@ class DistributedModule(PartialModule):
             options={"autocast": autocast_state(self.device.type), **options},
         )
         with self.watch():
-            return self._agree(called, count)
+            return self._agree(called, find_input_readers(staged, self.assignment), count)
 
-    def _take_share(self, call: CallFormat, leaves: Sequence[Tensor], **options: Any) -> Share:
-        self._finder.follow(self._tree)
-        return take_share(call, leaves, self._finder, self.plan, self.assignment, **options)
+    def _take_share(self, programs: Programs, leaves: Sequence[Tensor], **options: Any) -> Share:
+        self._finder.follow()
+        return take_share(programs, leaves, self._finder, self.plan, self.assignment, **options)
 
     def _trained(self) -> tuple[tuple[int, ...], PlacerError | None]:
         """The ids of this rank's trained parameters, or the error in them, of which all ranks are told."""

@@ -36,12 +36,14 @@ class CallDescription:
     """The call that this rank makes.
 
     ``names`` are the names of the model's inputs, and ``inputs`` their tensors, if the call has any;
-    ``target`` is the target of the loss. ``fault`` is an error that this rank found in its own call.
-    ``counted`` is what the loss's normalizer counts in the target, on ranks that compute losses.
+    ``target`` is the target of the loss. Whatever call a rank makes, its message has ``room`` for the
+    numbers of so many inputs. ``fault`` is an error that this rank found in its own call. ``counted`` is
+    what the loss's normalizer counts in the target, on ranks that compute losses.
     """
 
     method: Method
-    names: Sequence[str]
+    room: int
+    names: Sequence[str] = ()
     options: Mapping[str, object] = field(default_factory=dict)
     inputs: Sequence[Tensor] = ()
     target: Any = None
@@ -52,9 +54,9 @@ class CallDescription:
     counted: float | None = None
 
     def numbers(self) -> list[int]:
-        """The numbers that ranks compare, in the order that `CallCheck` reads; as many for every method."""
+        """The numbers that ranks compare, in the order that `CallCheck` reads; as many for every call."""
         shapes = [(tuple(x.shape), str(x.dtype)) for x in self.inputs]
-        no_inputs = [0] * (len(self.names) - len(self.inputs))
+        first = self.input_numbers() if self.fits else []
         target = [x for x in tree_leaves(self.target) if isinstance(x, Tensor)]
         return [
             _METHODS.index(self.method),
@@ -66,11 +68,18 @@ class CallDescription:
             self.fault is not None,
             _bits(self.counted),
             _sample(target),
-            *[_sample([x]) for x in self.inputs],
-            *no_inputs,
-            *[x.requires_grad for x in self.inputs],
-            *no_inputs,
+            *first,
+            *[0] * (2 * self.room - len(first)),
         ]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the message has room for the numbers of all inputs."""
+        return len(self.inputs) <= self.room
+
+    def input_numbers(self) -> list[int]:
+        """For every input a sample of its values, then whether it requires a gradient."""
+        return [number for x in self.inputs for number in (_sample([x]), int(x.requires_grad))]
 
 
 class CallNotAnswered(RuntimeError):
@@ -114,11 +123,8 @@ class CallCheck:
         self._last_device = last_device
         self._world = world
         self._count = count
-        mine = torch.tensor(called.numbers(), dtype=torch.int64, device=device)
-        self._numbers = mine.new_empty(dist.get_world_size(world), len(mine))
-        work = dist.all_gather(list(self._numbers), mine, group=world, async_op=True)
-        assert work is not None  # this rank is in the group
-        self._work = work
+        self._device = device
+        self._numbers, self._work = self._exchange(called.numbers())
         # Known at the end of the block: whether the calls match, the result of ``count``, and what the
         # normalizer counts in the target of the whole batch.
         self.alike = False
@@ -128,13 +134,24 @@ class CallCheck:
     def __enter__(self) -> CallCheck:
         return self
 
+    def _exchange(self, numbers: Sequence[int]) -> tuple[Tensor, dist.Work]:
+        """Start to send ``numbers`` to all ranks; those of every rank, and the work to wait for."""
+        mine = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        everyone = mine.new_empty(dist.get_world_size(self._world), len(mine))
+        work = dist.all_gather(list(everyone), mine, group=self._world, async_op=True)
+        assert work is not None  # this rank is in the group
+        return everyone, work
+
+    def _wait(self, work: dist.Work) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise CallNotAnswered(self._called.method) from error
+
     def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
         if kind is not None and not issubclass(kind, Exception):
             return  # the program is ending
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            raise CallNotAnswered(self._called.method) from error
+        self._wait(self._work)
         try:
             rows = self._rows_if_alike()
             self.total = None if self._count is None else self._count(rows)
@@ -150,10 +167,9 @@ class CallCheck:
         methods, options, own_rows, training, rows, shapes, faults, counted, targets, *rest = (
             columns
         )
-        values, wanted = rest[: len(self._called.names)], rest[len(self._called.names) :]
         _compare_methods([_METHODS[number] for number in methods])
-        method, names = self._called.method, ", ".join(self._called.options)
-        _compare(options, method, f"has other options ({names})", _REMEDY)
+        method, given = self._called.method, ", ".join(self._called.options)
+        _compare(options, method, f"has other options ({given})", _REMEDY)
         _compare(own_rows, "own_rows", "is different", _REMEDY)
         _compare(training, "mode (placed.train(), placed.eval())", "is different", _REMEDY)
         whole = self._num_devices if self._called.own_rows else len(ranks)
@@ -161,7 +177,13 @@ class CallCheck:
             part = slice(first, first + whole)
             _compare(rows[part], "batch", "has another number of rows", _SAME_BATCH, first)
             _compare(shapes[part], "inputs", "have other shapes or types", _SAME_BATCH, first)
-        for name, wants in zip(self._called.names, wanted, strict=True):
+        if not self._called.fits:  # all ranks make the same call, so they all come here
+            more, work = self._exchange(self._called.input_numbers())
+            self._wait(work)
+            rest = list(zip(*more.tolist(), strict=True))
+        inputs = self._called.names[: len(self._called.inputs)]
+        values, wanted = rest[0 : 2 * len(inputs) : 2], rest[1 : 2 * len(inputs) : 2]
+        for name, wants in zip(inputs, wanted, strict=True):
             if 0 < sum(wants) < len(ranks):
                 raise PlacerError(
                     f"input {name}",
@@ -174,7 +196,7 @@ class CallCheck:
         if any(faults):
             faulty = name_ranks([r for r, fault in enumerate(faults) if fault])
             raise PlacerError(method, f"was refused on {faulty}", "see the error of that rank")
-        for name, samples in zip(self._called.names, values, strict=True):
+        for name, samples in zip(inputs, values, strict=True):
             for first in range(0, len(ranks), self._num_devices):
                 self._compare_samples(name, samples, targets, first)
         counts = [_from_bits(bits) for bits in counted if bits != _NOTHING]

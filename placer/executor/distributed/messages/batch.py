@@ -17,6 +17,7 @@ from placer.executor.distributed.messages.crossings import CrossingFinder, Cross
 from placer.executor.distributed.messages.pipeline import Microbatch, Results
 from placer.executor.distributed.reduction.inputs import InputGradients
 from placer.executor.place import is_on
+from placer.executor.programs import Programs
 from placer.executor.scatter import (
     ScatteredBatch,
     batch_size,
@@ -80,7 +81,7 @@ class Share:
 
 
 def take_share(
-    call: CallFormat,
+    programs: Programs,
     leaves: Sequence[Tensor],
     finder: CrossingFinder,
     plan: Plan,
@@ -90,10 +91,11 @@ def take_share(
     own_rows: bool = False,
     grad: bool,
 ) -> Share:
-    """This rank's share of the batch; with ``own_rows`` the inputs are its replica's rows only.
+    """This rank's share of the batch of a call; with ``own_rows`` the inputs are its replica's rows only.
 
     Raises ``PlacerError`` if a stage fails on fake tensors of these shapes.
     """
+    call = programs.call
     if own_rows:
         batch, mine = batch_of_replica(call, leaves, microbatches=plan.microbatches)
     else:
@@ -103,7 +105,7 @@ def take_share(
     sizes, slices = batch.sizes, batch.slices
     own, largest = batch.of_replica(mine), batch.largest
     some = {sizes[position]: slices[position] for position in (*own, largest)}
-    crossings = {size: finder.find(slice_, grad=grad) for size, slice_ in some.items()}
+    crossings = {size: finder.find(programs, slice_, grad=grad) for size, slice_ in some.items()}
     needed = {
         size: _inputs_needed(c.staged, assignment.stage_indices) for size, c in crossings.items()
     }
@@ -152,6 +154,7 @@ def _inputs_needed(staged: StagedModel, stage_indices: Sequence[int]) -> set[str
 def gather_result(
     batch: ScatteredBatch,
     results: Results,
+    programs: Programs,
     finder: CrossingFinder,
     *,
     assignment: RankAssignment,
@@ -166,7 +169,7 @@ def gather_result(
     for replica in range(len(batch.rows)):
         source = replica * assignment.num_devices + assignment.device_of[-1]
         for index, position in enumerate(batch.of_replica(replica)):
-            crossings = finder.find(batch.slices[position], grad=False)
+            crossings = finder.find(programs, batch.slices[position], grad=False)
             given = results.leaves.get(index) if source == assignment.rank else None
             gathered.append(
                 _broadcast_leaves(crossings.result, given, source, finder.device, broadcast)

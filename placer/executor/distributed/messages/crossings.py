@@ -20,8 +20,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from placer.autograd_graph import nodes_behind
 from placer.emit import StagedModel
 from placer.errors import PlacerError
+from placer.executor.distributed.job.ownership import Ownership
 from placer.executor.place import Place
-from placer.executor.programs import Programs
+from placer.executor.programs import Programs, ProgramsByCall
 from placer.executor.replica import Replica
 from placer.executor.statistics import DeferredStatistics, NormCall, defers_statistics
 from placer.plan.types import Plan
@@ -125,10 +126,21 @@ def find_value_readers(staged: StagedModel) -> Mapping[str, tuple[int, tuple[int
 
 
 class CrossingFinder:
-    """Finds `Crossings` by running a copy of the whole model on fake tensors; caches them by shape."""
+    """Finds `Crossings` by running a copy of the whole model on fake tensors; caches them by shape.
+
+    ``calls`` has the programs of that copy, for each way in which the model has been called. ``part`` is
+    this rank's part of the model.
+    """
 
     def __init__(
-        self, model: nn.Module, plan: Plan, staged: StagedModel, device: torch.device
+        self,
+        model: nn.Module,
+        plan: Plan,
+        staged: StagedModel,
+        *,
+        part: nn.Module,
+        ownership: Ownership,
+        device: torch.device,
     ) -> None:
         self._converter = FakeConverter()
         self.device = device
@@ -140,20 +152,23 @@ class CrossingFinder:
             empty = partial(_empty_like, device=device)
             self._fake = _copy_with(self._shadow, empty, plain=empty)
         self._copies = [dict(model.named_modules()) for model in (self._shadow, self._fake)]
-        self._programs = Programs(self._shadow, plan, staged)
+        self._part = part
+        self._ownership = ownership
+        programs = Programs(self._shadow, plan, staged)
+        self.calls = ProgramsByCall(programs, before_capture=self.follow)
         places = [self._place] * len(staged.stages)
         self._statistics = DeferredStatistics() if defers_statistics(plan) else None
         self._replica = Replica(staged, places, places, plan.precision, self._statistics)
         self._modes: tuple[bool, ...] = ()  # training flags that were copied last
         self._found: dict[Any, Crossings] = {}
 
-    def follow(self, part: nn.Module) -> None:
-        """Copy the training flags of ``part``, and the plain attributes that programs read.
+    def follow(self) -> None:
+        """Copy the training flags of this rank's part, and the plain attributes that programs read.
 
-        A module that ``part`` lacks gets the flag of ``part`` itself, and keeps its attributes.
+        A module that the part lacks gets the flag of the part itself, and keeps its attributes.
         """
-        modules = dict(part.named_modules())
-        guards = self._programs.guards
+        part, modules = self._part, dict(self._part.named_modules())
+        guards = self.calls.guards
         for copied in self._copies:
             if copy_guarded_attributes(guards, modules, copied):
                 self._found.clear()
@@ -165,18 +180,35 @@ class CrossingFinder:
             for path, module in copied.items():
                 module.training = modules.get(path, part).training
 
-    def find(self, leaves: Sequence[Tensor], *, grad: bool) -> Crossings:
+    def find(self, programs: Programs, leaves: Sequence[Tensor], *, grad: bool) -> Crossings:
         """The values that cross for a micro-batch with the shapes of ``leaves`` (flattened inputs).
 
-        If the model reads a value of a tensor, the guess made at capture is used again; in a real run,
-        stages compare their outputs with what is found here. Raises ``PlacerError`` if a stage fails.
+        ``programs`` are those for the call, from ``calls``. If the model reads a value of a tensor, the
+        guess made at capture is used again; in a real run, stages compare their outputs with what is
+        found here. Raises ``PlacerError`` if a stage fails, or needs weights that its rank does not have.
         """
         shapes = tuple((leaf.shape, leaf.dtype, grad and leaf.requires_grad) for leaf in leaves)
-        key = (shapes, self._modes, grad, autocast_state(self.device.type))
+        key = (programs, shapes, self._modes, grad, autocast_state(self.device.type))
         if key not in self._found:
-            staged = self._programs.find([leaf.detach() for leaf in leaves])
+            staged = programs.find([leaf.detach() for leaf in leaves])
+            self._check_weights(staged)
             self._found[key] = self._run(staged, shapes, grad)
         return self._found[key]
+
+    def _check_weights(self, staged: StagedModel) -> None:
+        """Raise ``PlacerError``, the same on every rank, if a rank lacks a weight that its stage reads.
+
+        Each has the weights that its stages read in the call, and the mode, of `placer.compile`.
+        """
+        for stage in staged.stages:
+            device = self._ownership.device_of[stage.index]
+            for name in sorted(set(stage.state) - set(self._ownership.names[device])):
+                raise PlacerError(
+                    name,
+                    f"is read by stage {stage.index} in this call, but not in the one that placer.compile "
+                    "was given, or not in the mode of then, so the rank of that stage does not have it",
+                    "pass placer.compile an example, or a model in a mode, that uses all layers",
+                )
 
     @contextmanager
     def on_fakes(self, staged: StagedModel) -> Iterator[tuple[Replica, nn.Module]]:
