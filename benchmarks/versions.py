@@ -172,8 +172,6 @@ def _run(row: Row, environment: Path, uv: str) -> Outcome:
             check=False,
         )
         seconds = time.perf_counter() - start
-        if not Path(report.name).read_bytes():
-            sys.exit(f"{row.name}: pytest ran no test")
         outcome = _read(row, releases, Path(report.name), seconds)
     print(f"{row.name}: {outcome.passed} passed, failed: {', '.join(outcome.failed) or 'none'}")
     return outcome
@@ -200,6 +198,9 @@ def _read(row: Row, releases: dict[str, str], report: Path, seconds: float) -> O
             skipped[re.sub(r"\s+", " ", skip.get("message", ""))] += 1
         else:
             passed += 1
+    if not passed:
+        problem = "pytest ran no test"
+        return Outcome(name=row.name, python=row.python, releases=releases, problem=problem)
     return Outcome(
         name=row.name,
         python=row.python,
