@@ -41,7 +41,7 @@ from numpy.typing import NDArray
 
 from placer.cost import CostTable
 from placer.partition.candidate import in_flight_at, optimizer_on, peak_share, reference_bytes
-from placer.partition.model import ModelUnits, StateBytes, state_bytes
+from placer.partition.model import ModelUnits, UnitState, unit_state
 from placer.partition.stage_cost.order_bytes import node_transients
 from placer.partition.types import DeviceSlot, PlanningOptions
 
@@ -133,7 +133,7 @@ def unit_bytes(
 ) -> UnitBytes:
     """The bytes of the units of ``model`` on any of ``devices`` (names); O(nodes + uses)."""
     count = len(model.order)
-    state = state_bytes(model, costs, options)
+    state = unit_state(model, costs, options)
     saved, excess, alone = np.zeros(count), np.zeros(count), state.copies.copy()
     if options.training:
         alone += state.gradients + _updating(state, options, devices)
@@ -157,7 +157,7 @@ def unit_bytes(
     )
 
 
-def _updating(state: StateBytes, options: PlanningOptions, devices: Sequence[str]) -> Bytes:
+def _updating(state: UnitState, options: PlanningOptions, devices: Sequence[str]) -> Bytes:
     """For each unit the temporary bytes of the optimizer's step, on the best of the devices."""
     largest = np.array([max((nbytes for _, nbytes in own), default=0) for own in state.own])
     optimizers = [optimizer_on(options, [name]) for name in devices]

@@ -127,7 +127,7 @@ def _problem(model: ModelUnits, slots: Sequence[StageSlot]) -> PartitionProblem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StateBytes:
+class UnitState:
     """For each unit the bytes of parameters, buffers and optimizer state."""
 
     copies: Vector  # of everything that the unit reads
@@ -136,7 +136,7 @@ class StateBytes:
     own: list[list[tuple[int, int]]]  # for each of these parameters, its first reader and its bytes
 
 
-def state_bytes(model: ModelUnits, costs: CostTable, options: PlanningOptions) -> StateBytes:
+def unit_state(model: ModelUnits, costs: CostTable, options: PlanningOptions) -> UnitState:
     """The state of the units of ``model``; O(uses of parameters and buffers)."""
     count = len(model.order)
     copies, static, gradients = np.zeros(count), np.zeros(count), np.zeros(count)
@@ -154,7 +154,7 @@ def state_bytes(model: ModelUnits, costs: CostTable, options: PlanningOptions) -
             copies[unit] += state * nbytes
             gradients[unit] += nbytes
             own[unit].append((tensor.readers[0], nbytes))
-    return StateBytes(copies=copies, static=static, gradients=gradients, own=own)
+    return UnitState(copies=copies, static=static, gradients=gradients, own=own)
 
 
 def least_bytes(
@@ -167,7 +167,7 @@ def least_bytes(
     in flight, or gradients, whichever are more in total. Activations that are recomputed or offloaded do
     not count.
     """
-    state = state_bytes(model, costs, options)
+    state = unit_state(model, costs, options)
     static, gradients = np.append(state.static, 0.0), np.append(state.gradients, 0.0)  # the loss: 0
     if not options.training:
         return static

@@ -103,7 +103,7 @@ def forget_earlier_calls(
             return None
         arguments = converter, model, fake_model, frozenset(whole), guess
         make = partial(Recorder, *arguments, ignore_device_moves=ignore_device_moves)
-        return run_once(make, converter, bound, called)[0]
+        return run_once(make, converter, bound, called, locate_draws=False)[0]
 
     removed: dict[_Attribute, None] = {}
     waiting = [*_tensors(model, converter.reachable), *_hooks(model, converter.reachable)]
