@@ -210,7 +210,7 @@ class _Search:
             counts: Collection[int] = order.counts(found)
             far = max(1, min(_NEARBY, _MOST_NEAR // len(counts)))
             near = {count + d for count in counts for d in range(-far, far + 1)}
-            if self._by_memory(found):
+            if self._options.objective == "memory" or found.fullest > _NEAR:
                 cuts = self._cuts(order, near)
             else:
                 last = len(order.units)
@@ -226,10 +226,6 @@ class _Search:
             tables = self._build(order, sorted({order.ends[count] for count in counts}))
             found = self._rate(order, tables, nearer.slots, counts)
             self._offer(found)
-
-    def _by_memory(self, found: Candidate) -> bool:
-        """Does memory decide where the cuts of ``found`` are?"""
-        return self._options.objective == "memory" or found.fullest > _NEAR
 
     def with_all_cuts(self, found: Candidate) -> Candidate:
         """``found`` with tables for all cuts of its order, or for the thinned ones and its own."""
@@ -347,25 +343,12 @@ class _Search:
         return simple_bound(seconds_problem(model, self._costs, relaxed, options, most))
 
     def _try_solution(self, model: ModelUnits, solution: Solution | None) -> None:
-        """Try the order in which every stage of ``solution`` has its units in program order.
-
-        If cuts are thinned and time decides, only those near the boundaries of ``solution`` are tried.
-        """
+        """Try the order in which every stage of ``solution`` has its units in program order."""
         if solution is None:
             return
         stage_of = np.array(solution.stage_of[:-1])  # without the loss
-        units = [model.order[i] for i in np.argsort(stage_of, kind="stable")]
-        counts = [0, *np.cumsum(np.bincount(stage_of)).tolist()]
-        best = self.best
-        assert best is not None
-        if not is_thinned(units) or self._by_memory(best) or len(counts) != len(best.cuts):
-            self.try_order(units, counts)
-            return
-        order = self._along(units)
-        tables = self._build(order, sorted({order.ends[count] for count in counts}))
-        found = self._rate(order, tables, best.slots, counts)
-        self._offer(found)
-        self._try_nearby(order, found)
+        order = np.argsort(stage_of, kind="stable")
+        self.try_order([model.order[i] for i in order], np.cumsum(np.bincount(stage_of)).tolist())
 
     def _least_peak(self, model: ModelUnits, chain: Sequence[DeviceSlot]) -> float:
         """A lower bound on the largest peak, in the unit of `Candidate.peak`."""
