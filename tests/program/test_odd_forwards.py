@@ -92,6 +92,55 @@ def test_equal_when_placed(middle: Callable[[Net, Tensor], Tensor]) -> None:
             assert torch.equal(placed.train(training)(x), expected)
 
 
+class KeepsFeatures(nn.Module):
+    """A hook keeps a layer's result for forward; ``hold`` makes the hook, which holds what it writes to."""
+
+    def __init__(self, hold: Callable[[KeepsFeatures], Callable[..., None]]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.kept: list[Tensor] = []
+        self.first.register_forward_hook(hold(self))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh() + self.kept.pop())
+
+
+def in_a_closure(net: KeepsFeatures) -> Callable[..., None]:
+    return lambda module, args, result: net.kept.append(result)
+
+
+def in_a_closure_of_a_closure(net: KeepsFeatures) -> Callable[..., None]:
+    def keep(result: Tensor) -> None:
+        kept.append(result)
+
+    kept = net.kept
+    return lambda module, args, result: keep(result)
+
+
+def in_a_default(net: KeepsFeatures) -> Callable[..., None]:
+    def keep(
+        module: nn.Module, args: Any, result: Tensor, kept: Any = net.kept, *, other: Any = net
+    ) -> None:
+        assert other.kept is kept
+        kept.append(result)
+
+    return keep
+
+
+@pytest.mark.parametrize("hold", [in_a_closure, in_a_closure_of_a_closure, in_a_default])
+@pytest.mark.parametrize("called_before", [False, True])
+def test_hooks_that_hold_the_model(hold: Any, called_before: bool) -> None:
+    torch.manual_seed(0)
+    model = KeepsFeatures(hold)
+    before = torch.randn(4, 8)
+    if called_before:
+        model.kept.append(before)
+    placed = placer.compile(model, SPEC, torch.randn(4, 8), run_on="cpu")
+    assert model.kept == ([before] if called_before else [])
+    x = torch.randn(4, 8)
+    assert torch.equal(placed(x), model(x))
+
+
 class Sequences(nn.Module):
     def __init__(self, cell: type[nn.RNNBase]) -> None:
         super().__init__()
