@@ -141,6 +141,27 @@ def test_hooks_that_hold_the_model(hold: Any, called_before: bool) -> None:
     assert torch.equal(placed(x), model(x))
 
 
+class Counts(nn.Module):
+    """Counts labels, and has a loss that depends on the lengths of sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, labels: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.first(x) * torch.bincount(labels.flatten(), minlength=8)
+        scores = self.last(y).log_softmax(-1).transpose(0, 1)
+        steps = torch.full_like(lengths, x.shape[1])
+        return y, nn.functional.ctc_loss(scores, labels, steps, lengths, reduction="none")
+
+
+def test_bins_and_sequence_losses() -> None:
+    torch.manual_seed(0)
+    inputs = torch.randn(4, 6, 8), torch.randint(1, 8, (4, 2)), torch.tensor([2, 1, 2, 2])
+    result = placer.verify(Counts().double(), SPEC, (inputs[0].double(), *inputs[1:]), run_on="cpu")
+    assert result.ok, result.summary
+
+
 class Sequences(nn.Module):
     def __init__(self, cell: type[nn.RNNBase]) -> None:
         super().__init__()
