@@ -312,8 +312,21 @@ def _unique_rows(func: Any, x: Tensor, dim: int, *args: Any, **kwargs: Any) -> t
     return x, _indices(x.size(dim)), _indices(x.size(dim))
 
 
-# Operator -> its largest result: all elements are selected, different or kept, or repeated once. The
-# last operator is torchvision's; by name, since torchvision may not be installed.
+def _bins(func: Any, x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    dtype = torch.int64 if weights is None else weights.dtype
+    return torch.zeros(
+        max(minlength, 1), dtype=dtype if dtype in (torch.int64, torch.float32) else torch.float64
+    )
+
+
+def _ctc_loss(func: Any, scores: Tensor, targets: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    steps, batch, labels = scores.size(0), scores.size(1), targets.size(-1)
+    return scores.new_empty(batch), scores.new_empty(batch, steps, 2 * labels + 1)
+
+
+# Operator -> its largest result: all elements are selected, different or kept, or repeated once; the
+# bins are those that were asked for. The last operator is torchvision's; by name, since torchvision may
+# not be installed.
 _LARGEST_RESULT: dict[str, Callable[..., Any]] = {
     "aten::nonzero": lambda func, x: _indices(x.numel(), x.dim()),
     "aten::masked_select": _masked,
@@ -325,6 +338,8 @@ _LARGEST_RESULT: dict[str, Callable[..., Any]] = {
     "aten::repeat_interleave.Tensor": lambda func, repeats, output_size=None: torch.arange(
         repeats.numel()
     ),
+    "aten::bincount": _bins,
+    "aten::_ctc_loss.Tensor": _ctc_loss,
     "torchvision::nms": lambda func, boxes, scores, iou_threshold: _indices(boxes.size(0)),
 }
 

@@ -92,6 +92,76 @@ def test_equal_when_placed(middle: Callable[[Net, Tensor], Tensor]) -> None:
             assert torch.equal(placed.train(training)(x), expected)
 
 
+class KeepsFeatures(nn.Module):
+    """A hook keeps a layer's result for forward; ``hold`` makes the hook, which holds what it writes to."""
+
+    def __init__(self, hold: Callable[[KeepsFeatures], Callable[..., None]]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.kept: list[Tensor] = []
+        self.first.register_forward_hook(hold(self))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh() + self.kept.pop())
+
+
+def in_a_closure(net: KeepsFeatures) -> Callable[..., None]:
+    return lambda module, args, result: net.kept.append(result)
+
+
+def in_a_closure_of_a_closure(net: KeepsFeatures) -> Callable[..., None]:
+    def keep(result: Tensor) -> None:
+        kept.append(result)
+
+    kept = net.kept
+    return lambda module, args, result: keep(result)
+
+
+def in_a_default(net: KeepsFeatures) -> Callable[..., None]:
+    def keep(
+        module: nn.Module, args: Any, result: Tensor, kept: Any = net.kept, *, other: Any = net
+    ) -> None:
+        assert other.kept is kept
+        kept.append(result)
+
+    return keep
+
+
+@pytest.mark.parametrize("hold", [in_a_closure, in_a_closure_of_a_closure, in_a_default])
+@pytest.mark.parametrize("called_before", [False, True])
+def test_hooks_that_hold_the_model(hold: Any, called_before: bool) -> None:
+    torch.manual_seed(0)
+    model = KeepsFeatures(hold)
+    before = torch.randn(4, 8)
+    if called_before:
+        model.kept.append(before)
+    placed = placer.compile(model, SPEC, torch.randn(4, 8), run_on="cpu")
+    assert model.kept == ([before] if called_before else [])
+    x = torch.randn(4, 8)
+    assert torch.equal(placed(x), model(x))
+
+
+class Counts(nn.Module):
+    """Counts labels, and has a loss that depends on the lengths of sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, labels: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.first(x) * torch.bincount(labels.flatten(), minlength=8)
+        scores = self.last(y).log_softmax(-1).transpose(0, 1)
+        steps = torch.full_like(lengths, x.shape[1])
+        return y, nn.functional.ctc_loss(scores, labels, steps, lengths, reduction="none")
+
+
+def test_bins_and_sequence_losses() -> None:
+    torch.manual_seed(0)
+    inputs = torch.randn(4, 6, 8), torch.randint(1, 8, (4, 2)), torch.tensor([2, 1, 2, 2])
+    result = placer.verify(Counts().double(), SPEC, (inputs[0].double(), *inputs[1:]), run_on="cpu")
+    assert result.ok, result.summary
+
+
 class Sequences(nn.Module):
     def __init__(self, cell: type[nn.RNNBase]) -> None:
         super().__init__()

@@ -203,7 +203,7 @@ class DistributedModule(PartialModule):
                 share = self._take_share(programs, leaves, grad=False)
             results = self._execute(share.microbatches, None)
             moments = self._share_moments(share.largest)
-            written = self._share_written(share.largest)
+            self._share_written(share.largest).wait()  # freed before the result takes memory
             result = gather_result(
                 share.batch,
                 results,
@@ -212,7 +212,6 @@ class DistributedModule(PartialModule):
                 assignment=self.assignment,
                 broadcast=partial(dist.broadcast, group=self.process_groups.world),
             )
-            written.wait()
             if moments is not None:
                 moments.wait()
             return result
