@@ -448,7 +448,7 @@ def use_other_modes_and_sizes(spec: placer.PlacementSpec) -> None:
 
 
 class ManyCalls(nn.Module):
-    """Has optional inputs, a number and a flag; ``extra`` is used only with ``wide``."""
+    """Optional inputs, a number, flags, another result without gradients; ``extra`` is used with ``wide``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -477,6 +477,8 @@ class ManyCalls(nn.Module):
         if wide:
             hidden = self.extra(hidden)
         out = self.last(hidden if mask is None else hidden * mask) * scale
+        if not torch.is_grad_enabled():
+            out = -out
         return {"out": out, "hidden": hidden} if features else {"out": out}
 
 

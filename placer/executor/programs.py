@@ -56,10 +56,14 @@ def _keyword_hint(name: str, value: Any, *, step: bool) -> str:
 
 
 class _KnownProgram(NamedTuple):
-    """Stages, and the values of plain attributes for which they compute what the model does."""
+    """Stages, and the values of plain attributes for which they compute what the model does.
+
+    ``grad`` says with which answer, if the model asks whether gradients are enabled (None: it does not).
+    """
 
     guards: tuple[AttributeGuard, ...]
     staged: StagedModel
+    grad: bool | None
 
 
 class Programs:
@@ -83,7 +87,9 @@ class Programs:
         self._captured_buffers = self._buffers
         guards = staged.conditions.guards
         key = captured_key(staged.conditions, staged.call), self._whole, self._structure
-        self._known: dict[Hashable, list[_KnownProgram]] = {key: [_KnownProgram(guards, staged)]}
+        self._known: dict[Hashable, list[_KnownProgram]] = {
+            key: [_KnownProgram(guards, staged, staged.conditions.grad)]
+        }
 
     @property
     def captured(self) -> StagedModel:
@@ -131,8 +137,9 @@ class Programs:
     ) -> StagedModel:
         captured = self._captured
         known = self._known.setdefault((condition, whole, self._structure), [])
-        for guards, staged in reversed(known):
-            if failed_guard(guards, self._module_at) is None:
+        grad = torch.is_grad_enabled()
+        for guards, staged, asked in reversed(known):
+            if asked in (None, grad) and failed_guard(guards, self._module_at) is None:
                 return staged
         with _isolated_from_caller():
             args, kwargs = rebuild_call(captured.call, _without_data(inputs))
@@ -140,20 +147,22 @@ class Programs:
             # Nodes that write new buffers may have to be on one stage, which needs another capture.
             if whole == self._whole and self._buffers == self._captured_buffers:
                 conditions, result = captured.conditions, captured.call.result
-                found = find_difference(self._model, conditions, result, args, kwargs)
+                found = find_difference(self._model, conditions, result, args, kwargs, grad=grad)
             if isinstance(found, SameProgram):
-                known.append(_KnownProgram(found.guards, captured))
+                known.append(_KnownProgram(found.guards, captured, found.grad))
             else:
-                staged = self._capture(args, kwargs)
-                known.append(_KnownProgram(staged.conditions.guards, staged))
+                staged = self._capture(args, kwargs, grad=grad)
+                conditions = staged.conditions
+                known.append(_KnownProgram(conditions.guards, staged, conditions.grad))
         del known[:-_MAX_GUARDS]
         return known[-1].staged
 
     def for_call(self, bound: BoundCall) -> Programs:
         """The programs for a call with other arguments or other constants."""
+        grad = torch.is_grad_enabled()
         with _isolated_from_caller():
             args, kwargs = rebuild_arguments(bound, _without_data(bound.leaves))
-            return Programs(self._model, self._plan, self._capture(args, kwargs))
+            return Programs(self._model, self._plan, self._capture(args, kwargs, grad=grad))
 
     def _note_modules(self) -> None:
         self._module_at = dict(self._model.named_modules())
@@ -179,9 +188,11 @@ class Programs:
             if must_stay_whole(module)
         )
 
-    def _capture(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> StagedModel:
+    def _capture(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, grad: bool
+    ) -> StagedModel:
         ignored = self._captured.conditions.ignore_device_moves
-        program = capture_model(self._model, args, kwargs, ignore_device_moves=ignored)
+        program = capture_model(self._model, args, kwargs, ignore_device_moves=ignored, grad=grad)
         stages = follow_plan(self._plan, program)
         keys = region_keys(program, self._plan.checkpoint, self._plan.offload)
         key_of = dict(zip(program.order, keys, strict=True))

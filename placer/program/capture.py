@@ -47,6 +47,7 @@ def capture_model(
     kwargs: Mapping[str, Any] | None = None,
     *,
     ignore_device_moves: bool = False,
+    grad: bool = True,
 ) -> Program:
     """The program of ``model`` called with ``args`` and ``kwargs``, in its present mode (train or eval).
 
@@ -54,7 +55,9 @@ def capture_model(
     inputs may be on any device, ``meta`` included. A submodule that cannot be recorded becomes one
     node (``whole_modules`` says why) and the recording starts again, so there are at most as many
     recordings as modules. A second recording with twice the batch finds out what depends on the
-    batch size. What forward left in the model in earlier calls is left out (`earlier_calls`).
+    batch size. ``grad`` is what code of the model gets that asks whether gradients are enabled; the
+    graph holds in either case if none asks. What forward left in the model in earlier calls is left
+    out (`earlier_calls`).
 
     Raises ``CaptureError`` when the model cannot be captured. A model whose forward moves tensors to
     several devices is one, unless ``ignore_device_moves``. Raises ``VersionError`` when the installed
@@ -66,7 +69,7 @@ def capture_model(
     converter = FakeConverter()
     with RECORDING:
         capture = _Capture(model, bound, converter, converter.module(model))
-        capture.ignore_device_moves = ignore_device_moves
+        capture.ignore_device_moves, capture.grad = ignore_device_moves, grad
         recording = capture.record()
         aliasing = capture.check(recording)
     return _assemble(model, recording, aliasing, bound, capture)
@@ -86,6 +89,7 @@ class _Capture:
         self.whole: dict[str, WholeModule] = {}
         self.guess = 1
         self.ignore_device_moves = False
+        self.grad = True
         self.fixed_batch_reason = ""
         self.forgotten = Forgotten()
 
@@ -142,6 +146,7 @@ class _Capture:
                 frozenset(self.whole),
                 guess=self.guess,
                 ignore_device_moves=self.ignore_device_moves,
+                grad=self.grad,
                 named=named,
                 forgotten=self.forgotten.tensors,
             )
@@ -291,6 +296,7 @@ def _assemble(
             locations=tuple(recording.location_of.get(node.name, "") for node in graph.nodes),
             guards=recording.guards,
             ignore_device_moves=capture.ignore_device_moves,
+            grad=recording.grad,
             hooked_by_forward=capture.forgotten.hooks,
         ),
         training=model.training,

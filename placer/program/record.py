@@ -39,6 +39,7 @@ class RecordedProgram:
     side_effects: tuple[tuple[str, str], ...]  # (module path, attribute) that forward changes
     guards: tuple[AttributeGuard, ...]  # the plain attributes that forward read
     checkpointed: dict[str, str]  # path of a module under activation checkpointing -> source line
+    grad: bool | None  # whether gradients were said to be enabled; None: forward did not ask
 
 
 class UnlocatedRandomDraw(TraceFailure):
@@ -55,20 +56,22 @@ def record_model(
     *,
     guess: int = 1,
     ignore_device_moves: bool = False,
+    grad: bool = True,
     named: bool = True,
     forgotten: Sequence[Tensor] = (),
 ) -> RecordedProgram:
     """Run ``fake_model``, the fake copy of ``model``, on fake ``inputs`` and write down what it does.
 
     Modules whose paths are in ``whole`` become single nodes, and so do the layers of ``torch.nn``;
-    where these read values of tensors, they get ``guess``. With ``named``, equal graphs have equal
+    where these read values of tensors, they get ``guess``. Code that asks whether gradients are enabled
+    gets ``grad``. With ``named``, equal graphs have equal
     node names; a graph that is only compared does not need that. ``forgotten`` are tensors of ``model``
     that were removed from ``fake_model``, which is restored afterwards. Raises ``TraceFailure`` naming
     the innermost module that cannot be recorded, ``ForwardFailure`` when the model itself fails, and
     ``CaptureError`` when it moves tensors to several devices, unless ``ignore_device_moves``.
     """
     snapshot = Snapshot(fake_model)
-    make = partial(Recorder, ignore_device_moves=ignore_device_moves)
+    make = partial(Recorder, ignore_device_moves=ignore_device_moves, grad=grad)
     run = partial(
         run_once,
         partial(make, converter, model, fake_model, whole, guess),
@@ -112,6 +115,7 @@ def record_model(
         side_effects=tuple(effects),
         guards=recorder.guards(forgotten),
         checkpointed=recorder.checkpointed,
+        grad=recorder.grad if recorder.asked_grad else None,
     )
 
 

@@ -103,9 +103,12 @@ class Recorder(TorchFunctionMode):
         guess: int,
         *,
         ignore_device_moves: bool = False,
+        grad: bool = True,
     ) -> None:
         super().__init__()
         self.guess = guess
+        self.grad = grad  # whether gradients are enabled, for code that asks
+        self.asked_grad = False
         self.devices = NamedDevices(ignored=ignore_device_moves)
         self.model = model
         self.fake_model = fake_model
@@ -384,6 +387,11 @@ class Recorder(TorchFunctionMode):
         """Refuse a forward that seeds torch's generator."""
         with self.refusing():
             raise Untraceable("it seeds torch's random numbers")
+
+    def grad_enabled(self) -> bool:
+        """Note that the model asks whether gradients are enabled; recording always enables them."""
+        self.asked_grad = True
+        return self.grad
 
     def apply_checkpoint(self, function: Callable[..., Any], inputs: Sequence[Any]) -> Any:
         """Run a function under reentrant checkpointing; the modules that it calls are single nodes."""

@@ -57,6 +57,7 @@ class Conditions:
     locations: tuple[str, ...]  # the source line of each of these: "file.py:123", or ""
     guards: tuple[AttributeGuard, ...]  # the plain attributes that the program's Python code read
     ignore_device_moves: bool = False  # was the model's own choice of devices ignored?
+    grad: bool | None = None  # were gradients said to be enabled? None: forward did not ask
     hooked_by_forward: bool = False  # did the model have hooks that forward itself installs?
 
 

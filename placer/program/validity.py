@@ -31,9 +31,10 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SameProgram:
-    """The model's operations are those of the captured graph; ``guards`` are of this recording."""
+    """The model's operations are those of the captured graph; the fields are of this recording."""
 
     guards: tuple[AttributeGuard, ...]
+    grad: bool | None  # as in `Conditions`
 
 
 def condition_key(
@@ -66,12 +67,15 @@ def find_difference(
     result: ResultFormat,
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
+    *,
+    grad: bool = True,
 ) -> Difference | SameProgram:
     """Record ``model`` called with these arguments, and compare with the graph in ``conditions``.
 
     What forward returns must have the captured ``result`` format too: the same graph may end in a dict
     with other keys. One forward on fake tensors; nothing is allocated. A model that is a single node is
-    never the same, because the node holds a copy of its attributes and modes. Raises ``CaptureError``
+    never the same, because the node holds a copy of its attributes and modes. ``grad`` is as for
+    `capture_model`. Raises ``CaptureError``
     when the model itself fails.
     """
     if "" in conditions.whole:
@@ -87,7 +91,9 @@ def find_difference(
                 "ignore_device_moves": conditions.ignore_device_moves,
             }
             forgotten = forget_earlier_calls(*call, **options).tensors
-            recording = record_model(*call, conditions.whole, **options, forgotten=forgotten)
+            recording = record_model(
+                *call, conditions.whole, **options, grad=grad, forgotten=forgotten
+            )
     except ForwardFailure as failure:
         raise failure.as_error(
             f"on inputs of {describe_shapes(inputs)}",
@@ -105,4 +111,4 @@ def find_difference(
             return Difference(location=location, operation=nodes[index].name)
     if len(lines) != len(conditions.lines) or recording.result != result:
         return Difference(location="", operation=nodes[-1].name)
-    return SameProgram(guards=recording.guards)
+    return SameProgram(guards=recording.guards, grad=recording.grad)

@@ -1,7 +1,8 @@
-"""Intercept calls of modules and custom autograd functions, and seeding, while a model runs."""
+"""Intercept calls of modules and autograd functions, seeding, and `torch.is_grad_enabled`."""
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,17 +29,22 @@ class Watcher(Protocol):
     def seed(self) -> None:
         """Called before the state of torch's generator is set."""
 
+    def grad_enabled(self) -> bool:
+        """The answer for code of the model that asks whether gradients are enabled."""
+
 
 @contextmanager
 def watch_calls(watcher: Watcher) -> Iterator[None]:
     """In this block, ``watcher`` handles calls of modules and ``autograd.Function.apply`` in this thread.
 
     Its ``seed`` is called when ``torch.manual_seed``, ``torch.random.fork_rng`` and the like set the
-    state of torch's generator. Hold the lock `RECORDING` around the block.
+    state of torch's generator, and its ``grad_enabled`` answers ``torch.is_grad_enabled()`` outside of
+    torch's own code. Hold the lock `RECORDING` around the block.
     """
     thread = threading.get_ident()
     original_call = nn.Module.__call__
     original_apply = torch.autograd.Function.__dict__["apply"]
+    original_enabled = torch.is_grad_enabled
 
     def module_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if watcher.paused or threading.get_ident() != thread:
@@ -50,6 +56,12 @@ def watch_calls(watcher: Watcher) -> Iterator[None]:
         if watcher.paused or threading.get_ident() != thread:
             return original(*args, **kwargs)
         return watcher.apply(original, cls, args, kwargs)
+
+    def grad_enabled() -> bool:
+        asked_by = str(sys._getframe(1).f_globals.get("__name__", ""))
+        if watcher.paused or threading.get_ident() != thread or asked_by.startswith("torch."):
+            return original_enabled()
+        return original_enabled() and watcher.grad_enabled()
 
     class Generator:
         """A proxy for torch's default generator that reports seeding."""
@@ -63,9 +75,11 @@ def watch_calls(watcher: Watcher) -> Iterator[None]:
     nn.Module.__call__ = module_call  # type: ignore[method-assign]
     torch.random.default_generator = Generator()  # type: ignore[assignment, attr-defined]
     torch.autograd.Function.apply = classmethod(function_apply)
+    torch.is_grad_enabled = grad_enabled
     try:
         yield
     finally:
         nn.Module.__call__ = original_call  # type: ignore[method-assign]
         torch.autograd.Function.apply = original_apply
+        torch.is_grad_enabled = original_enabled
         torch.random.default_generator = torch.default_generator  # type: ignore[attr-defined]

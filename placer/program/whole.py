@@ -82,6 +82,7 @@ def record_whole(
         side_effects=(),
         guards=make_guards(model, attributes),
         checkpointed={},
+        grad=None,
     )
 
 
