@@ -81,6 +81,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "torch.nn.Module._replicate_for_data_parallel",
         "torch.autograd.forward_ad._current_level",
         "torch._C._are_functorch_transforms_active",
+        "torch._C._functorch.is_legacy_batchedtensor",
         "torch._C._autograd._get_sequence_nr",
         "torch._C._current_autograd_node",
         "torch._C._dynamo.eval_frame.get_eval_frame_callback",
@@ -178,6 +179,11 @@ def is_transformed() -> bool:
     """
     level: int = torch.autograd.forward_ad._current_level
     return level >= 0 or bool(torch._C._are_functorch_transforms_active())
+
+
+def is_batch_of_gradients(gradient: Tensor) -> bool:
+    """Has ``gradient`` been made by ``autograd.grad(…, is_grads_batched=True)``? It has no storage then."""
+    return bool(torch._C._functorch.is_legacy_batchedtensor(gradient))
 
 
 def next_sequence_number() -> int:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from placer.emit import StagedModel
+from placer.executor.caller_graph import CallerGraph, shared_graph
 from placer.executor.execute import PlacedMicrobatch, run_schedule
 from placer.executor.hooks import (
     compile_error,
@@ -369,7 +370,9 @@ class PlacedModule(nn.Module):
         scaler: torch.amp.GradScaler | None = None,
     ) -> torch.Tensor:
         # ``own_rows`` makes no difference here: a single process always has all rows.
-        batch = self._scatter(programs.call, leaves)
+        callers = CallerGraph()
+        target = callers.cut(target)
+        batch = self._scatter(programs.call, callers.cut(leaves))
         targets = split_target(target, batch.total, batch.sizes)
         counts = self._count(loss_of, target, targets, batch.total)
         scale = 1.0 if scaler is None else scale_of(scaler, self.output_device)
@@ -379,9 +382,9 @@ class PlacedModule(nn.Module):
                 wanted = [(targets[i], counts[i]) for i in batch.of_replica(index)]
                 losses += self._replica_step(runs, wanted, loss_of, scale)
                 self._write_back(runs)
+        callers.backward()
         home = self._replicas[0].output_place
-        loss = torch.stack([loss.to(home.device) for loss in losses]).sum()
-        return loss if scale == 1.0 else loss / scale
+        return torch.stack([loss.to(home.device) for loss in losses]).sum()
 
     @property
     def own_share(self) -> tuple[int, int]:
@@ -429,10 +432,12 @@ class PlacedModule(nn.Module):
         loss_of: StepLoss,
         scale: float,
     ) -> list[torch.Tensor]:
-        """Run one replica's micro-batches and return their losses.
+        """Run one replica's micro-batches and return their losses, without ``scale``.
 
-        ``wanted`` has for each the target and what the normalizer counts in it.
+        ``wanted`` has for each the target and what the normalizer counts in it. Raises ``PlacerError`` if
+        their backwards meet in a graph that was made before the step.
         """
+        losses: list[torch.Tensor] = []
 
         def scaled_loss(index: int, result: list[Any]) -> torch.Tensor:
             inputs, call = runs[index].leaves, runs[index].replica.staged.call
@@ -443,10 +448,18 @@ class PlacedModule(nn.Module):
             target, counted = wanted[index]
             target = transfer(target, CALLER, runs[index].replica.output_place)
             loss = loss_of.of_slice(output, target, rows=batch_size(call, inputs), counted=counted)
+            losses.append(loss.detach())  # the scaled loss may be too large for 16 bits
             return loss if scale == 1.0 else loss * scale
 
         actions = one_process_order(self.plan.schedule, len(self._staged.stages), len(runs))
-        return run_schedule(dict(enumerate(runs)), actions, scaled_loss)
+        try:
+            run_schedule(dict(enumerate(runs)), actions, scaled_loss)
+        except RuntimeError as error:
+            several = len(runs) > 1 or len(self._replicas) > 1
+            if several and "through the graph a second time" in str(error):
+                raise shared_graph() from error
+            raise
+        return losses
 
     def _count(
         self, loss_of: StepLoss, target: Any, targets: list[Any], total: int | None
