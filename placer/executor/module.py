@@ -21,6 +21,7 @@ from placer.executor.hooks import (
     run_forward_pre_hooks,
 )
 from placer.executor.loss import CombinationFinder, Normalizer, Reduction, StepLoss
+from placer.executor.parameter_copies import ParameterCopies
 from placer.executor.pickled import ExampleCall, as_captured, emit_again, example_call
 from placer.executor.place import CALLER, Place
 from placer.executor.programs import Programs, ProgramsByCall
@@ -208,17 +209,7 @@ class PlacedModule(nn.Module):
         """Set the mode of all modules; the next call runs the model's program for that mode."""
         super().train(mode)
         self._tree.train(mode)
-        self.broadcast()
         return self
-
-    def broadcast(self) -> None:
-        """Copy every parameter to the other replicas again at the next call.
-
-        Needed only if weights were written through ``.data`` with no backward since the last call.
-        After an optimizer step, a load or a change of mode the copies are renewed automatically.
-        """
-        for replica in self._replicas:
-            replica.copies.forget()
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the original's ``forward`` returns for these arguments, on ``output_device``.
@@ -241,11 +232,14 @@ class PlacedModule(nn.Module):
         home = self._replicas[0].output_place
         results = []
         with self._deferred_statistics():
-            for runs in self._runs(programs, self._scatter(programs.call, leaves)):
+            for index, runs in enumerate(
+                self._runs(programs, self._scatter(programs.call, leaves))
+            ):
                 for run in runs:
                     result = run.replica.forward(run.trees, run.leaves)
                     results.append(transfer(result, run.replica.output_place, home))
-                self._write_back(runs)
+                if index == 0:
+                    self._write_back(runs)
         return join_results(run.replica.staged, results)
 
     def _runs(self, programs: Programs, batch: ScatteredBatch) -> list[list[PlacedMicrobatch]]:
@@ -258,12 +252,13 @@ class PlacedModule(nn.Module):
         runs: list[list[PlacedMicrobatch]] = []
         for index in range(len(batch.rows)):
             runs.append([])
+            copies = ParameterCopies()
             trees: dict[int, tuple[Replica, list[Any]]] = {}
             for position in batch.of_replica(index):
                 staged, inputs = programs_of[position], batch.slices[position]
                 if id(staged) not in trees:
                     variant = self._replicas[index].with_program(staged)
-                    trees[id(staged)] = variant, variant.trees(self._tree)
+                    trees[id(staged)] = variant, variant.trees(self._tree, copies)
                 variant, found = trees[id(staged)]
                 runs[-1].append(
                     PlacedMicrobatch(
@@ -276,11 +271,10 @@ class PlacedModule(nn.Module):
         return runs
 
     def _write_back(self, runs: list[PlacedMicrobatch]) -> None:
-        """Store in the model what the first replica's modules wrote to their buffers and attributes."""
-        if runs[0].replica.copies is self._replicas[0].copies:
-            for run in runs:
-                for tree in run.trees:
-                    write_back(tree)
+        """Store in the model what modules of the first replica's ``runs`` wrote to buffers and attributes."""
+        for run in runs:
+            for tree in run.trees:
+                write_back(tree)
 
     @contextmanager
     def _deferred_statistics(self) -> Iterator[None]:
@@ -381,7 +375,8 @@ class PlacedModule(nn.Module):
             for index, runs in enumerate(self._runs(programs, batch)):
                 wanted = [(targets[i], counts[i]) for i in batch.of_replica(index)]
                 losses += self._replica_step(runs, wanted, loss_of, scale)
-                self._write_back(runs)
+                if index == 0:
+                    self._write_back(runs)
         callers.backward()
         home = self._replicas[0].output_place
         return torch.stack([loss.to(home.device) for loss in losses]).sum()

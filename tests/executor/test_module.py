@@ -160,6 +160,24 @@ def test_weights_written_in_place_reach_every_replica(pair: tuple[PlacedModule, 
     assert_close(placed(x), plain(x), "after in-place writes")
 
 
+def test_weights_written_through_data_reach_every_replica(
+    pair: tuple[PlacedModule, nn.Module],
+) -> None:
+    """Such writes do not move a tensor's version: averages of weights are swapped in and out this way."""
+    placed, plain = pair
+    x, _ = _data()
+    with torch.no_grad():
+        placed(x)
+        for module in pair:
+            for parameter in module.parameters():
+                parameter.data.mul_(3)
+        assert_close(placed(x), plain(x), "after writes")
+        for module in pair:
+            weights = nn.utils.parameters_to_vector(module.parameters())
+            nn.utils.vector_to_parameters(weights / 2, module.parameters())
+        assert_close(placed(x), plain(x), "after new data")
+
+
 def test_hooks_fire(pair: tuple[PlacedModule, nn.Module]) -> None:
     placed, _ = pair
     x, _ = _data()
