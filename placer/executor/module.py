@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +23,15 @@ from placer.executor.hooks import (
 )
 from placer.executor.loss import CombinationFinder, Normalizer, Reduction, StepLoss
 from placer.executor.parameter_copies import ParameterCopies
-from placer.executor.pickled import ExampleCall, as_captured, emit_again, example_call
+from placer.executor.pickled import (
+    ExampleCall,
+    as_captured,
+    check_changed,
+    emit_again,
+    emit_changed,
+    example_call,
+    model_signature,
+)
 from placer.executor.place import CALLER, Place
 from placer.executor.programs import Programs, ProgramsByCall
 from placer.executor.replica import Replica
@@ -86,7 +95,7 @@ class PlacedModule(nn.Module):
     _FIELDS = frozenset(
         {
             *("plan", "training", "_tree", "_staged", "_replicas", "_programs", "_calls"),
-            *("_statistics", "_combination"),
+            *("_statistics", "_combination", "_signature"),
         }
     )
 
@@ -113,12 +122,18 @@ class PlacedModule(nn.Module):
         self._programs = Programs(model, plan, staged)
         self._calls = ProgramsByCall(self._programs)
         self._combination = CombinationFinder()
+        self._signature = model_signature(model)  # of the model that was planned
 
     def __reduce__(self) -> tuple[Any, ...]:
         made = {*_SHARED_TABLES, *self._FIELDS} - {"training"}
         others = {name: value for name, value in self.__dict__.items() if name not in made}
         places = [replica.places for replica in self._replicas]
-        saved = self._tree, self.plan, example_call(self._staged), places
+        call, state_stage = example_call(self._staged), dict(self._staged.state_stage)
+        if model_signature(self._tree) != self._signature:
+            args, kwargs = rebuild_call(self._programs.call, self._programs.latest)
+            call = replace(call, args=args, kwargs=kwargs)
+            check_changed(self._tree, self.plan, call, state_stage)
+        saved = self._tree, self.plan, call, places, self._signature, state_stage
         return _restore, (type(self), *saved), others
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlacedModule:
@@ -485,6 +500,13 @@ def _restore(
     plan: Plan,
     call: ExampleCall,
     places: Sequence[Sequence[Place]],
+    signature: tuple[tuple[str, ...], ...],
+    state_stage: Mapping[str, int],
 ) -> PlacedModule:
+    if model_signature(model) != signature:
+        staged = emit_changed(model, plan, call, state_stage)
+        restored = kind(model, plan=plan, staged=staged, places=places)
+        restored._signature = signature
+        return restored
     with as_captured(model, call):
         return kind(model, plan=plan, staged=emit_again(model, plan, call), places=places)

@@ -14,6 +14,7 @@ import torch
 from oracle import assert_close
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import placer
@@ -139,6 +140,58 @@ def test_pickled_and_loaded_it_trains_on(pair: tuple[PlacedModule, nn.Module]) -
     for (name, found), expected in zip(twin.named_parameters(), plain.parameters(), strict=True):
         assert_close(found.grad, expected.grad, name)
     assert all(p.grad is None for p in placed.parameters())
+
+
+class Adapter(nn.Module):
+    """A layer with a trained correction of low rank, as LoRA injects it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, 2, bias=False, dtype=D)
+        self.up = nn.Linear(2, base.out_features, bias=False, dtype=D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))  # type: ignore[no-any-return]
+
+
+def _adapt(module: Any) -> None:
+    torch.manual_seed(2)
+    module.fc1 = Adapter(module.fc1)
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "adapter": _adapt,
+    "pruned": lambda module: prune.l1_unstructured(module.fc1, "weight", 0.5),
+    "other layer": lambda module: setattr(module, "fc1", nn.Sequential(module.fc1, nn.Tanh())),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_module_that_was_changed_is_pickled_as_it_is(
+    pair: tuple[PlacedModule, nn.Module], change: str
+) -> None:
+    placed, plain = pair
+    x, y = _data()
+    for module in pair:
+        CHANGES[change](module)
+    twin = pickle.loads(pickle.dumps(placed))
+    twin = pickle.loads(pickle.dumps(twin))
+    assert list(twin.state_dict()) == list(plain.state_dict())
+    for module in (twin, plain):
+        nn.functional.cross_entropy(module(x), y).backward()
+    for (name, found), expected in zip(twin.named_parameters(), plain.parameters(), strict=True):
+        assert_close(found.grad, expected.grad, name)
+
+
+def test_a_cast_module_is_pickled_after_a_call(pair: tuple[PlacedModule, nn.Module]) -> None:
+    placed, _ = pair
+    x = _data()[0].float()
+    placed.float()
+    with pytest.raises(PlacerError, match=r"changed after it was placed(.|\n)*call it once"):
+        pickle.dumps(placed)
+    expected = placed(x)
+    assert torch.equal(pickle.loads(pickle.dumps(placed))(x), expected)
 
 
 def test_a_pickled_module_whose_code_changed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
