@@ -132,7 +132,8 @@ class Programs:
             if failed_guard(guards, self._module_at) is None:
                 return staged
         with isolated_from_caller():
-            args, kwargs = rebuild_call(captured.call, _without_data(inputs))
+            shaped = _without_data(inputs)
+            args, kwargs = rebuild_call(captured.call, shaped)
             found = None
             # Nodes that write new buffers may have to be on one stage, which needs another capture.
             if whole == self._whole and self._buffers == self._captured_buffers:
@@ -142,7 +143,7 @@ class Programs:
             else:
                 staged = self._capture(args, kwargs)
                 known.append(_KnownProgram(staged.conditions.guards, staged))
-        self.latest = _without_data(inputs)
+        self.latest = shaped
         del known[:-_MAX_GUARDS]
         return known[-1].staged
 
