@@ -18,7 +18,7 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import placer
-from placer import PlacedModule, PlacementSpec, PlacerError, PlanError
+from placer import CaptureError, PlacedModule, PlacementSpec, PlacerError, PlanError
 
 D = torch.float64
 
@@ -424,6 +424,54 @@ class Encoder(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.encode(x).relu()
+
+
+def test_gradient_hooks_of_parameters_are_kept() -> None:
+    torch.manual_seed(0)
+    model = models.ConvNet(p=0.0).double()
+    accumulated = []
+    model.fc2.weight.register_hook(lambda gradient: gradient * 2)
+    model.fc2.bias.register_post_accumulate_grad_hook(accumulated.append)
+    x, y = _data()
+    placed = placer.compile(model, {"devices": ["cpu:0", "cpu:1"]}, x)
+    for module in (placed, model):
+        F.cross_entropy(module(x), y).backward()
+    assert_close(placed.fc2.weight.grad, model.fc2.weight.grad, "gradient")
+    assert accumulated[0] is placed.fc2.bias and accumulated[1] is model.fc2.bias
+
+
+def test_placed_under_inference_mode_it_can_be_trained() -> None:
+    torch.manual_seed(0)
+    model, (x, y) = models.ConvNet(p=0.0).double(), _data()
+    with torch.inference_mode():
+        placed = placer.compile(model, {"devices": ["cpu:0", "cpu:1"]}, x)
+        assert_close(placed(x), model(x), "output")
+    loss = placed.step(x, target=y, loss_fn=F.cross_entropy)
+    assert_close(loss, F.cross_entropy(model(x), y).detach(), "loss")
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_placed_module_is_not_placed_again(
+    pair: tuple[PlacedModule, nn.Module], inside: bool
+) -> None:
+    placed, _ = pair
+    x, _ = _data()
+    model = nn.Sequential(placed) if inside else placed
+    with pytest.raises(CaptureError, match=rf"{'0' if inside else 'the model'}: is placed already"):
+        placer.compile(model, {"devices": ["cpu:0"]}, x)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "said"),
+    [(None, "NoneType, not a function"), (nn.MSELoss, r"the class MSELoss(.|\n)*MSELoss\(\)")],
+)
+def test_a_loss_that_is_no_function(
+    pair: tuple[PlacedModule, nn.Module], loss_fn: Any, said: str
+) -> None:
+    placed, _ = pair
+    x, y = _data()
+    with pytest.raises(PlacerError, match=said):
+        placed.step(x, target=y, loss_fn=loss_fn)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.trace")
