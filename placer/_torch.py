@@ -85,6 +85,9 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "torch.nn.RNNBase._init_flat_weights",
         "torch.autograd.forward_ad._current_level",
         "torch._C._are_functorch_transforms_active",
+        "torch._C._functorch.is_legacy_batchedtensor",
+        "torch.Tensor._backward_hooks",
+        "torch.Tensor._post_accumulate_grad_hooks",
         "torch._C._autograd._get_sequence_nr",
         "torch._C._current_autograd_node",
         "torch._C._dynamo.eval_frame.get_eval_frame_callback",
@@ -204,6 +207,19 @@ def is_transformed() -> bool:
     """
     level: int = torch.autograd.forward_ad._current_level
     return level >= 0 or bool(torch._C._are_functorch_transforms_active())
+
+
+def copy_gradient_hooks(source: Tensor, target: Tensor) -> None:
+    """Register the hooks of ``source`` on its gradient on ``target``, too."""
+    for hook in (source._backward_hooks or {}).values():
+        target.register_hook(hook)
+    for hook in (source._post_accumulate_grad_hooks or {}).values():
+        target.register_post_accumulate_grad_hook(hook)
+
+
+def is_batch_of_gradients(gradient: Tensor) -> bool:
+    """Has ``gradient`` been made by ``autograd.grad(…, is_grads_batched=True)``? It has no storage then."""
+    return bool(torch._C._functorch.is_legacy_batchedtensor(gradient))
 
 
 def next_sequence_number() -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from placer.emit import emit_stages, materialize
@@ -110,7 +111,8 @@ def compile(
     places = map_devices(plan, run_on)
     prepare_allocator(plan, itertools.chain(*places))
     homes = {name: places[0][stage].device for name, stage in staged.state_stage.items()}
-    placed = materialize(model, homes, weights=file, initialize=initialize)
+    with torch.inference_mode(False):  # weights that are made under it could not be trained
+        placed = materialize(model, homes, weights=file, initialize=initialize)
     return PlacedModule(placed, plan=plan, staged=staged, places=places)
 
 
@@ -255,6 +257,18 @@ def _check_one_process(plan: Plan) -> None:
         )
 
 
+def _refuse_placed(model: nn.Module) -> None:
+    """Raise ``CaptureError`` if ``model`` is a placed module or has one inside."""
+    for path, module in model.named_modules() if isinstance(model, nn.Module) else ():
+        if isinstance(module, PlacedModule):
+            raise CaptureError(
+                path or "the model",
+                "is placed already: it runs its own stages, and its layers cannot be placed again",
+                "place the plain model that it was made from, after "
+                "plain.load_state_dict(placed.state_dict()); a module around a placed one needs no placing",
+            )
+
+
 def _capture(
     model: nn.Module,
     args: Sequence[Any] | Tensor,
@@ -263,5 +277,9 @@ def _capture(
     ignore_device_moves: bool,
 ) -> tuple[Program, list[Tensor]]:
     positional, keywords = example_call(args, kwargs)
-    program = capture_model(model, positional, keywords, ignore_device_moves=ignore_device_moves)
+    _refuse_placed(model)
+    with torch.inference_mode(False):  # a plan is for training, too
+        program = capture_model(
+            model, positional, keywords, ignore_device_moves=ignore_device_moves
+        )
     return program, flatten_call(program.call, positional, keywords)

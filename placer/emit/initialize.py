@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from placer._torch import refresh_weight_list
+from placer._torch import copy_gradient_hooks, refresh_weight_list
 from placer.errors import PlacerError
 
 
@@ -92,10 +92,12 @@ def _empty(tensor: Tensor) -> Tensor:
 
 
 def tensor_like(original: Tensor, data: Tensor) -> Tensor:
-    """``data`` as a parameter with the attributes of ``original`` if that is one, else as a tensor."""
+    """``data`` as a parameter like ``original``, with its attributes and hooks, or as a plain tensor."""
     if isinstance(original, nn.Parameter):
         made = nn.Parameter(data, requires_grad=original.requires_grad)
         made.__dict__.update(original.__dict__)
+        if made.requires_grad:
+            copy_gradient_hooks(original, made)
         return made
     return data.requires_grad_(original.requires_grad)
 

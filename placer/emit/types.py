@@ -71,3 +71,8 @@ class StagedModel:
     constant_paths: Mapping[str, TensorPath]  # of the constants that attributes of modules hold
     call: CallFormat
     conditions: Conditions  # under which the stages compute what the model does
+
+    def example_inputs(self) -> list[torch.Tensor]:
+        """Tensors on ``meta`` like the inputs with which the model was captured."""
+        found = zip(self.conditions.shapes, self.conditions.dtypes, strict=True)
+        return [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in found]

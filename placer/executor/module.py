@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from placer.emit import StagedModel
+from placer.executor.caller_graph import CallerGraph, shared_graph
 from placer.executor.execute import PlacedMicrobatch, run_schedule
 from placer.executor.hooks import (
     compile_error,
@@ -20,7 +22,16 @@ from placer.executor.hooks import (
     run_forward_pre_hooks,
 )
 from placer.executor.loss import CombinationFinder, Normalizer, Reduction, StepLoss
-from placer.executor.pickled import ExampleCall, as_captured, emit_again, example_call
+from placer.executor.parameter_copies import ParameterCopies
+from placer.executor.pickled import (
+    ExampleCall,
+    as_captured,
+    check_changed,
+    emit_again,
+    emit_changed,
+    example_call,
+    model_signature,
+)
 from placer.executor.place import CALLER, Place
 from placer.executor.programs import Programs, ProgramsByCall
 from placer.executor.replica import Replica
@@ -84,7 +95,7 @@ class PlacedModule(nn.Module):
     _FIELDS = frozenset(
         {
             *("plan", "training", "_tree", "_staged", "_replicas", "_programs", "_calls"),
-            *("_statistics", "_combination"),
+            *("_statistics", "_combination", "_signature"),
         }
     )
 
@@ -111,12 +122,18 @@ class PlacedModule(nn.Module):
         self._programs = Programs(model, plan, staged)
         self._calls = ProgramsByCall(self._programs)
         self._combination = CombinationFinder()
+        self._signature = model_signature(model)  # of the model that was planned
 
     def __reduce__(self) -> tuple[Any, ...]:
         made = {*_SHARED_TABLES, *self._FIELDS} - {"training"}
         others = {name: value for name, value in self.__dict__.items() if name not in made}
         places = [replica.places for replica in self._replicas]
-        saved = self._tree, self.plan, example_call(self._staged), places
+        call, state_stage = example_call(self._staged), dict(self._staged.state_stage)
+        if model_signature(self._tree) != self._signature:
+            args, kwargs = rebuild_call(self._programs.call, self._programs.latest)
+            call = replace(call, args=args, kwargs=kwargs)
+            check_changed(self._tree, self.plan, call, state_stage)
+        saved = self._tree, self.plan, call, places, self._signature, state_stage
         return _restore, (type(self), *saved), others
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlacedModule:
@@ -207,17 +224,7 @@ class PlacedModule(nn.Module):
         """Set the mode of all modules; the next call runs the model's program for that mode."""
         super().train(mode)
         self._tree.train(mode)
-        self.broadcast()
         return self
-
-    def broadcast(self) -> None:
-        """Copy every parameter to the other replicas again at the next call.
-
-        Needed only if weights were written through ``.data`` with no backward since the last call.
-        After an optimizer step, a load or a change of mode the copies are renewed automatically.
-        """
-        for replica in self._replicas:
-            replica.copies.forget()
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the original's ``forward`` returns for these arguments, on ``output_device``.
@@ -240,11 +247,14 @@ class PlacedModule(nn.Module):
         home = self._replicas[0].output_place
         results = []
         with self._deferred_statistics():
-            for runs in self._runs(programs, self._scatter(programs.call, leaves)):
+            for index, runs in enumerate(
+                self._runs(programs, self._scatter(programs.call, leaves))
+            ):
                 for run in runs:
                     result = run.replica.forward(run.trees, run.leaves)
                     results.append(transfer(result, run.replica.output_place, home))
-                self._write_back(runs)
+                if index == 0:
+                    self._write_back(runs)
         return join_results(run.replica.staged, results)
 
     def _runs(self, programs: Programs, batch: ScatteredBatch) -> list[list[PlacedMicrobatch]]:
@@ -257,12 +267,13 @@ class PlacedModule(nn.Module):
         runs: list[list[PlacedMicrobatch]] = []
         for index in range(len(batch.rows)):
             runs.append([])
+            copies = ParameterCopies()
             trees: dict[int, tuple[Replica, list[Any]]] = {}
             for position in batch.of_replica(index):
                 staged, inputs = programs_of[position], batch.slices[position]
                 if id(staged) not in trees:
                     variant = self._replicas[index].with_program(staged)
-                    trees[id(staged)] = variant, variant.trees(self._tree)
+                    trees[id(staged)] = variant, variant.trees(self._tree, copies)
                 variant, found = trees[id(staged)]
                 runs[-1].append(
                     PlacedMicrobatch(
@@ -275,11 +286,10 @@ class PlacedModule(nn.Module):
         return runs
 
     def _write_back(self, runs: list[PlacedMicrobatch]) -> None:
-        """Store in the model what the first replica's modules wrote to their buffers and attributes."""
-        if runs[0].replica.copies is self._replicas[0].copies:
-            for run in runs:
-                for tree in run.trees:
-                    write_back(tree)
+        """Store in the model what modules of the first replica's ``runs`` wrote to buffers and attributes."""
+        for run in runs:
+            for tree in run.trees:
+                write_back(tree)
 
     @contextmanager
     def _deferred_statistics(self) -> Iterator[None]:
@@ -369,7 +379,9 @@ class PlacedModule(nn.Module):
         scaler: torch.amp.GradScaler | None = None,
     ) -> torch.Tensor:
         # ``own_rows`` makes no difference here: a single process always has all rows.
-        batch = self._scatter(programs.call, leaves)
+        callers = CallerGraph()
+        target = callers.cut(target)
+        batch = self._scatter(programs.call, callers.cut(leaves))
         targets = split_target(target, batch.total, batch.sizes)
         counts = self._count(loss_of, target, targets, batch.total)
         scale = 1.0 if scaler is None else scale_of(scaler, self.output_device)
@@ -378,10 +390,11 @@ class PlacedModule(nn.Module):
             for index, runs in enumerate(self._runs(programs, batch)):
                 wanted = [(targets[i], counts[i]) for i in batch.of_replica(index)]
                 losses += self._replica_step(runs, wanted, loss_of, scale)
-                self._write_back(runs)
+                if index == 0:
+                    self._write_back(runs)
+        callers.backward()
         home = self._replicas[0].output_place
-        loss = torch.stack([loss.to(home.device) for loss in losses]).sum()
-        return loss if scale == 1.0 else loss / scale
+        return torch.stack([loss.to(home.device) for loss in losses]).sum()
 
     @property
     def own_share(self) -> tuple[int, int]:
@@ -429,10 +442,12 @@ class PlacedModule(nn.Module):
         loss_of: StepLoss,
         scale: float,
     ) -> list[torch.Tensor]:
-        """Run one replica's micro-batches and return their losses.
+        """Run one replica's micro-batches and return their losses, without ``scale``.
 
-        ``wanted`` has for each the target and what the normalizer counts in it.
+        ``wanted`` has for each the target and what the normalizer counts in it. Raises ``PlacerError`` if
+        their backwards meet in a graph that was made before the step.
         """
+        losses: list[torch.Tensor] = []
 
         def scaled_loss(index: int, result: list[Any]) -> torch.Tensor:
             inputs, call = runs[index].leaves, runs[index].replica.staged.call
@@ -443,10 +458,18 @@ class PlacedModule(nn.Module):
             target, counted = wanted[index]
             target = transfer(target, CALLER, runs[index].replica.output_place)
             loss = loss_of.of_slice(output, target, rows=batch_size(call, inputs), counted=counted)
+            losses.append(loss.detach())  # the scaled loss may be too large for 16 bits
             return loss if scale == 1.0 else loss * scale
 
         actions = one_process_order(self.plan.schedule, len(self._staged.stages), len(runs))
-        return run_schedule(dict(enumerate(runs)), actions, scaled_loss)
+        try:
+            run_schedule(dict(enumerate(runs)), actions, scaled_loss)
+        except RuntimeError as error:
+            several = len(runs) > 1 or len(self._replicas) > 1
+            if several and "through the graph a second time" in str(error):
+                raise shared_graph() from error
+            raise
+        return losses
 
     def _count(
         self, loss_of: StepLoss, target: Any, targets: list[Any], total: int | None
@@ -477,6 +500,13 @@ def _restore(
     plan: Plan,
     call: ExampleCall,
     places: Sequence[Sequence[Place]],
+    signature: tuple[tuple[str, ...], ...],
+    state_stage: Mapping[str, int],
 ) -> PlacedModule:
+    if model_signature(model) != signature:
+        staged = emit_changed(model, plan, call, state_stage)
+        restored = kind(model, plan=plan, staged=staged, places=places)
+        restored._signature = signature
+        return restored
     with as_captured(model, call):
         return kind(model, plan=plan, staged=emit_again(model, plan, call), places=places)

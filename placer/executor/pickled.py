@@ -1,4 +1,8 @@
-"""Saves and restores a placed module: the model, the plan, and the call that was captured."""
+"""Saves and restores a placed module: the model, the plan, and the call that was captured.
+
+A model whose modules or weights are others than those that were placed is captured as it is when it is
+loaded, and follows the plan's stages.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from placer.emit import StagedModel, emit_stages
+from placer.errors import CaptureError, PlacerError
+from placer.executor.programs import capture_for_plan, isolated_from_caller
 from placer.plan.check import check_plan
 from placer.plan.types import Plan
 from placer.program import (
@@ -39,11 +44,7 @@ class ExampleCall:
 def example_call(staged: StagedModel) -> ExampleCall:
     """The call from which ``staged`` can be captured and emitted again."""
     conditions = staged.conditions
-    leaves = [
-        torch.empty(shape, dtype=dtype, device="meta")
-        for shape, dtype in zip(conditions.shapes, conditions.dtypes, strict=True)
-    ]
-    args, kwargs = rebuild_call(staged.call, leaves)
+    args, kwargs = rebuild_call(staged.call, staged.example_inputs())
     return ExampleCall(
         args=args,
         kwargs=kwargs,
@@ -51,6 +52,48 @@ def example_call(staged: StagedModel) -> ExampleCall:
         whole=conditions.whole,
         guards=tuple(s for s in conditions.guards if s.is_plain),
         ignore_device_moves=conditions.ignore_device_moves,
+    )
+
+
+def model_signature(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """The modules of ``model`` with their classes, and its tensors with their shapes and dtypes."""
+    modules = [
+        f"{path} {type(m).__module__}.{type(m).__qualname__}" for path, m in model.named_modules()
+    ]
+    tensors = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    return tuple(modules), tuple(f"{name} {list(t.shape)} {t.dtype}" for name, t in tensors)
+
+
+def check_changed(
+    model: nn.Module, plan: Plan, call: ExampleCall, state_stage: Mapping[str, int]
+) -> None:
+    """Raise ``PlacerError`` if a pickle of ``model``, changed since it was placed, could not be loaded."""
+    try:
+        with isolated_from_caller():
+            emit_changed(model, plan, call, state_stage)
+    except CaptureError as error:
+        raise PlacerError(
+            "pickle",
+            "the model was changed after it was placed, and its forward now fails on the inputs it had "
+            f"last: {error.where}: {error.problem}",
+            "call it once on inputs that it takes and save it then, or save placed.state_dict()",
+        ) from error
+
+
+def emit_changed(
+    model: nn.Module, plan: Plan, call: ExampleCall, state_stage: Mapping[str, int]
+) -> StagedModel:
+    """The stages of a model that was changed after it was placed, with its present modes and hooks."""
+    return capture_for_plan(
+        model,
+        plan,
+        call.args,
+        call.kwargs,
+        state_stage=state_stage,
+        ignore_device_moves=call.ignore_device_moves,
     )
 
 

@@ -85,6 +85,8 @@ class Programs:
         self._captured = staged
         self._whole = self._kept_whole()
         self._captured_buffers = self._buffers
+        # The inputs, on ``meta``, for which the model was recorded last:
+        self.latest = staged.example_inputs()
         guards = staged.conditions.guards
         key = captured_key(staged.conditions, staged.call), self._whole, self._structure
         self._known: dict[Hashable, list[_KnownProgram]] = {
@@ -141,8 +143,9 @@ class Programs:
         for guards, staged, asked in reversed(known):
             if asked in (None, grad) and failed_guard(guards, self._module_at) is None:
                 return staged
-        with _isolated_from_caller():
-            args, kwargs = rebuild_call(captured.call, _without_data(inputs))
+        with isolated_from_caller():
+            shaped = _without_data(inputs)
+            args, kwargs = rebuild_call(captured.call, shaped)
             found = None
             # Nodes that write new buffers may have to be on one stage, which needs another capture.
             if whole == self._whole and self._buffers == self._captured_buffers:
@@ -154,13 +157,14 @@ class Programs:
                 staged = self._capture(args, kwargs, grad=grad)
                 conditions = staged.conditions
                 known.append(_KnownProgram(conditions.guards, staged, conditions.grad))
+        self.latest = shaped
         del known[:-_MAX_GUARDS]
         return known[-1].staged
 
     def for_call(self, bound: BoundCall) -> Programs:
         """The programs for a call with other arguments or other constants."""
         grad = torch.is_grad_enabled()
-        with _isolated_from_caller():
+        with isolated_from_caller():
             args, kwargs = rebuild_arguments(bound, _without_data(bound.leaves))
             return Programs(self._model, self._plan, self._capture(args, kwargs, grad=grad))
 
@@ -191,17 +195,43 @@ class Programs:
     def _capture(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], *, grad: bool
     ) -> StagedModel:
-        ignored = self._captured.conditions.ignore_device_moves
-        program = capture_model(self._model, args, kwargs, ignore_device_moves=ignored, grad=grad)
-        stages = follow_plan(self._plan, program)
-        keys = region_keys(program, self._plan.checkpoint, self._plan.offload)
-        key_of = dict(zip(program.order, keys, strict=True))
-        regions = [find_regions(nodes, key_of) for nodes in stages]
-        if self._plan.overlaps:
-            regions = [with_overlap(found) for found in regions]
-        staged = emit_stages(program, stages, regions)
-        # Weights stay where they are; a weight that a parametrization added since goes to its reader.
-        return replace(staged, state_stage={**staged.state_stage, **self._captured.state_stage})
+        captured = self._captured
+        return capture_for_plan(
+            self._model,
+            self._plan,
+            args,
+            kwargs,
+            state_stage=captured.state_stage,
+            ignore_device_moves=captured.conditions.ignore_device_moves,
+            grad=grad,
+        )
+
+
+def capture_for_plan(
+    model: nn.Module,
+    plan: Plan,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    state_stage: Mapping[str, int],
+    ignore_device_moves: bool,
+    grad: bool = True,
+) -> StagedModel:
+    """The stages of ``plan`` for another program of its model, which has perhaps been changed since.
+
+    ``state_stage`` says which stage each planned weight is on, where it stays. ``grad`` is as for
+    `capture_model`. Raises ``CaptureError``.
+    """
+    program = capture_model(model, args, kwargs, ignore_device_moves=ignore_device_moves, grad=grad)
+    stages = follow_plan(plan, program)
+    keys = region_keys(program, plan.checkpoint, plan.offload)
+    key_of = dict(zip(program.order, keys, strict=True))
+    regions = [find_regions(nodes, key_of) for nodes in stages]
+    if plan.overlaps:
+        regions = [with_overlap(found) for found in regions]
+    staged = emit_stages(program, stages, regions)
+    # Weights stay where they are; a weight that a parametrization added since goes to its reader.
+    return replace(staged, state_stage={**staged.state_stage, **state_stage})
 
 
 class ProgramsByCall:
@@ -264,7 +294,7 @@ class ProgramsByCall:
 
 
 @contextmanager
-def _isolated_from_caller() -> Iterator[None]:
+def isolated_from_caller() -> Iterator[None]:
     """Run a capture without the caller's modes, transforms, gradient mode and saved-tensor hooks."""
     # `torch.utils.checkpoint` counts the tensors that its saved-tensor hooks see. Under any such hooks
     # torch.func does not work, so there are none here if the caller has none.

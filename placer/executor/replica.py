@@ -38,7 +38,6 @@ class Replica:
         self.staged = staged
         self.places = tuple(places)
         self.homes = tuple(homes)
-        self.copies = ParameterCopies()
         self.precision = precision
         self.statistics = statistics
         self._last_reads: dict[frozenset[int], Mapping[str, int]] = {}
@@ -51,12 +50,10 @@ class Replica:
         )
 
     def with_program(self, staged: StagedModel) -> Replica:
-        """The same replica with the same copies of weights, but the stages of ``staged``."""
+        """The same replica, but with the stages of ``staged``."""
         if staged is self.staged:
             return self
-        other = Replica(staged, self.places, self.homes, self.precision, self.statistics)
-        other.copies = self.copies
-        return other
+        return Replica(staged, self.places, self.homes, self.precision, self.statistics)
 
     def last_reads(self, local: frozenset[int]) -> Mapping[str, int]:
         """For every value that ``local`` stages read, the last of them that reads it."""
@@ -71,18 +68,21 @@ class Replica:
         """The place of the last stage."""
         return self.places[-1]
 
-    def trees(self, model: nn.Module) -> list[Any]:
-        """For each stage an object with the modules and tensors that it reads, on the stage's place."""
-        self.follow_attributes(model)
-        return [self._tree(model, stage) for stage in self.staged.stages]
+    def trees(self, model: nn.Module, copies: ParameterCopies) -> list[Any]:
+        """For each stage an object with the modules and tensors that it reads, on the stage's place.
 
-    def _tree(self, model: nn.Module, stage: StageCode) -> Any:
+        ``copies`` are those of this replica for the present call.
+        """
+        self.follow_attributes(model)
+        return [self._tree(model, stage, copies) for stage in self.staged.stages]
+
+    def _tree(self, model: nn.Module, stage: StageCode, copies: ParameterCopies) -> Any:
         place = self.places[stage.index]
         if self._at_home[stage.index]:
             return model
 
         def read(name: str, tensor: torch.Tensor) -> torch.Tensor:
-            return self.copies.read(tensor, self.homes[self._home_of(name)], place)
+            return copies.read(tensor, self.homes[self._home_of(name)], place)
 
         return build_tree(model, stage.modules, stage.attributes, read)
 

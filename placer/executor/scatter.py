@@ -136,9 +136,11 @@ def split_target(target: Any, total: int | None, sizes: Sequence[int | None]) ->
     """``target`` (any pytree) split into parts with ``sizes`` rows.
 
     Every part gets the whole of a number, a scalar tensor and a ``Whole``. Raises ``PlacerError`` if a
-    tensor does not have ``total`` rows.
+    tensor does not have ``total`` rows, and for a numpy array that would have to be split.
     """
     check_target(target, total)
+    if list(sizes) != [total]:
+        _refuse_arrays(target)
     leaves, spec = tree_flatten(target, is_leaf=_is_whole)
 
     def cut(leaf: Any) -> Sequence[Any]:
@@ -148,6 +150,17 @@ def split_target(target: Any, total: int | None, sizes: Sequence[int | None]) ->
 
     columns = [cut(leaf) for leaf in leaves]
     return [tree_unflatten([column[i] for column in columns], spec) for i in range(len(sizes))]
+
+
+def _refuse_arrays(target: Any) -> None:
+    """Raise ``PlacerError`` if ``target`` has numpy arrays, of which every slice would get all rows."""
+    for path, leaf in tree_flatten_with_path(target, is_leaf=_is_whole)[0]:
+        if type(leaf).__module__ == "numpy" and leaf.ndim:
+            raise PlacerError(
+                f"target{keystr(path)}",
+                "is a numpy array, which is not split with the batch",
+                "pass a tensor: torch.from_numpy(array)",
+            )
 
 
 def _is_whole(value: Any) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map
 
-from placer._torch import is_transformed, run_at_once, storage_key
+from placer._torch import is_batch_of_gradients, is_transformed, run_at_once, storage_key
 from placer.executor.place import Place, on
 
 _MIN_CHUNK_NBYTES = 2**20  # copying less takes hardly less time
@@ -131,7 +131,7 @@ class _Transfer(torch.autograd.Function):
     def backward(
         ctx: Any, *grads: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, None, None, None]:
-        if grads[0] is None or ctx.pending is None:
+        if grads[0] is None or ctx.pending is None or is_batch_of_gradients(grads[0]):
             return transfer(grads[0], ctx.target, ctx.source), None, None, None
         ctx.pending.hold(ctx.target, grads[0])
         return ctx.pending.placeholder(), None, None, None

@@ -459,6 +459,60 @@ def test_part_of_a_target_is_given_whole_to_every_cut() -> None:
     assert_close(placed.head.weight.grad, plain.head.weight.grad, "gradient")  # type: ignore[union-attr]
 
 
+def _of_target(output: Tensor, target: Any) -> Tensor:
+    return (output - target[0]).square().mean() + (output * target[1]).mean()
+
+
+@pytest.mark.parametrize("cut", [(1, 1), (2, 2), (1, 3)])
+def test_what_the_caller_computed_with_gradients(cut: tuple[int, int]) -> None:
+    """Every slice runs its own backward, but the caller's graph can be run through only once."""
+    found = []
+    for module in _pair(*cut):
+        torch.manual_seed(0)
+        before, of_target, whole = (
+            nn.Linear(3, 3).double(),
+            nn.Linear(3, CLASSES).double(),
+            torch.ones(4),
+        )
+        whole = whole.double().requires_grad_()
+        x = torch.tanh(before(_input(8)))
+        target = torch.tanh(of_target(_input(8))), whole.exp()
+        if isinstance(module, PlacedModule):
+            target = target[0], placer.Whole(target[1])
+            module.step(x, target=target, loss_fn=_of_target)
+        else:
+            _of_target(module(x), target).backward()
+        read = [*before.parameters(), *of_target.parameters(), whole, *module.parameters()]
+        found.append([tensor.grad for tensor in read])
+    for index, (a, b) in enumerate(zip(*found, strict=True)):
+        assert_close(a, b, str(index))
+
+
+def test_a_graph_that_slices_share_is_an_error_with_a_remedy() -> None:
+    placed, _ = _pair()
+    scale = torch.ones(CLASSES, dtype=D, requires_grad=True).exp()
+    with pytest.raises(PlacerError, match=r"computed before the step(.|\n)*placer.Whole"):
+        placed.step(_input(8), loss_fn=lambda output: (output * scale).mean(), reduction="mean")
+
+
+def test_a_target_in_a_numpy_array_is_told_to_be_a_tensor() -> None:
+    placed, _ = _pair()
+    with pytest.raises(PlacerError, match=r"target\['y'\]: is a numpy array(.|\n)*from_numpy"):
+        placed.step(_input(8), target={"y": _labels(8).numpy()}, loss_fn=F.cross_entropy)
+
+
+def test_a_scaled_loss_that_16_bits_cannot_hold() -> None:
+    model = copy.deepcopy(_pair()[1]).float()
+    spec = {"devices": ["cpu:0", "cpu:1"], "precision": "fp16", "microbatches": 2}
+    placed = placer.compile(model, spec, _input(8).float())
+    loss = placed.step(
+        _input(8).float(),
+        loss_fn=lambda output: (output - 2.0).square().mean(),
+        scaler=placed.grad_scaler(init_scale=65536.0),
+    )
+    assert loss.dtype == torch.float16 and 1.0 < loss.item() < 10.0
+
+
 class OwnLoss(Tokens):
     """It computes its loss itself, as language models of transformers do."""
 

@@ -14,10 +14,11 @@ import torch
 from oracle import assert_close
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import placer
-from placer import PlacedModule, PlacementSpec, PlacerError, PlanError
+from placer import CaptureError, PlacedModule, PlacementSpec, PlacerError, PlanError
 
 D = torch.float64
 
@@ -141,6 +142,58 @@ def test_pickled_and_loaded_it_trains_on(pair: tuple[PlacedModule, nn.Module]) -
     assert all(p.grad is None for p in placed.parameters())
 
 
+class Adapter(nn.Module):
+    """A layer with a trained correction of low rank, as LoRA injects it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, 2, bias=False, dtype=D)
+        self.up = nn.Linear(2, base.out_features, bias=False, dtype=D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))  # type: ignore[no-any-return]
+
+
+def _adapt(module: Any) -> None:
+    torch.manual_seed(2)
+    module.fc1 = Adapter(module.fc1)
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "adapter": _adapt,
+    "pruned": lambda module: prune.l1_unstructured(module.fc1, "weight", 0.5),
+    "other layer": lambda module: setattr(module, "fc1", nn.Sequential(module.fc1, nn.Tanh())),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_module_that_was_changed_is_pickled_as_it_is(
+    pair: tuple[PlacedModule, nn.Module], change: str
+) -> None:
+    placed, plain = pair
+    x, y = _data()
+    for module in pair:
+        CHANGES[change](module)
+    twin = pickle.loads(pickle.dumps(placed))
+    twin = pickle.loads(pickle.dumps(twin))
+    assert list(twin.state_dict()) == list(plain.state_dict())
+    for module in (twin, plain):
+        nn.functional.cross_entropy(module(x), y).backward()
+    for (name, found), expected in zip(twin.named_parameters(), plain.parameters(), strict=True):
+        assert_close(found.grad, expected.grad, name)
+
+
+def test_a_cast_module_is_pickled_after_a_call(pair: tuple[PlacedModule, nn.Module]) -> None:
+    placed, _ = pair
+    x = _data()[0].float()
+    placed.float()
+    with pytest.raises(PlacerError, match=r"changed after it was placed(.|\n)*call it once"):
+        pickle.dumps(placed)
+    expected = placed(x)
+    assert torch.equal(pickle.loads(pickle.dumps(placed))(x), expected)
+
+
 def test_a_pickled_module_whose_code_changed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pickled = pickle.dumps(_pair()[0])
     forward = models.ConvNet.forward
@@ -158,6 +211,24 @@ def test_weights_written_in_place_reach_every_replica(pair: tuple[PlacedModule, 
             module.conv1.weight.mul_(3)
         nn.init.constant_(module.fc2.bias, 0.7)
     assert_close(placed(x), plain(x), "after in-place writes")
+
+
+def test_weights_written_through_data_reach_every_replica(
+    pair: tuple[PlacedModule, nn.Module],
+) -> None:
+    """Such writes do not move a tensor's version: averages of weights are swapped in and out this way."""
+    placed, plain = pair
+    x, _ = _data()
+    with torch.no_grad():
+        placed(x)
+        for module in pair:
+            for parameter in module.parameters():
+                parameter.data.mul_(3)
+        assert_close(placed(x), plain(x), "after writes")
+        for module in pair:
+            weights = nn.utils.parameters_to_vector(module.parameters())
+            nn.utils.vector_to_parameters(weights / 2, module.parameters())
+        assert_close(placed(x), plain(x), "after new data")
 
 
 def test_hooks_fire(pair: tuple[PlacedModule, nn.Module]) -> None:
@@ -353,6 +424,54 @@ class Encoder(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.encode(x).relu()
+
+
+def test_gradient_hooks_of_parameters_are_kept() -> None:
+    torch.manual_seed(0)
+    model = models.ConvNet(p=0.0).double()
+    accumulated = []
+    model.fc2.weight.register_hook(lambda gradient: gradient * 2)
+    model.fc2.bias.register_post_accumulate_grad_hook(accumulated.append)
+    x, y = _data()
+    placed = placer.compile(model, {"devices": ["cpu:0", "cpu:1"]}, x)
+    for module in (placed, model):
+        F.cross_entropy(module(x), y).backward()
+    assert_close(placed.fc2.weight.grad, model.fc2.weight.grad, "gradient")
+    assert accumulated[0] is placed.fc2.bias and accumulated[1] is model.fc2.bias
+
+
+def test_placed_under_inference_mode_it_can_be_trained() -> None:
+    torch.manual_seed(0)
+    model, (x, y) = models.ConvNet(p=0.0).double(), _data()
+    with torch.inference_mode():
+        placed = placer.compile(model, {"devices": ["cpu:0", "cpu:1"]}, x)
+        assert_close(placed(x), model(x), "output")
+    loss = placed.step(x, target=y, loss_fn=F.cross_entropy)
+    assert_close(loss, F.cross_entropy(model(x), y).detach(), "loss")
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_placed_module_is_not_placed_again(
+    pair: tuple[PlacedModule, nn.Module], inside: bool
+) -> None:
+    placed, _ = pair
+    x, _ = _data()
+    model = nn.Sequential(placed) if inside else placed
+    with pytest.raises(CaptureError, match=rf"{'0' if inside else 'the model'}: is placed already"):
+        placer.compile(model, {"devices": ["cpu:0"]}, x)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "said"),
+    [(None, "NoneType, not a function"), (nn.MSELoss, r"the class MSELoss(.|\n)*MSELoss\(\)")],
+)
+def test_a_loss_that_is_no_function(
+    pair: tuple[PlacedModule, nn.Module], loss_fn: Any, said: str
+) -> None:
+    placed, _ = pair
+    x, y = _data()
+    with pytest.raises(PlacerError, match=said):
+        placed.step(x, target=y, loss_fn=loss_fn)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.trace")

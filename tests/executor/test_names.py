@@ -11,7 +11,7 @@ _SPEC = {"devices": ["cpu:0", "cpu:1"], "layers": {"head": "cpu:1"}, "microbatch
 
 # Of torch.fx's modules, of generated functions, and of placer's own module.
 _NAMES = ("code", "graph", "meta", "stage_device", "device", "torch", "getattr", "boxed_inputs_")
-_OWN_NAMES = ("plan", "step", "sampler", "broadcast", "output_device", "_tree", "_run", "_calls")
+_OWN_NAMES = ("plan", "step", "sampler", "output_device", "_tree", "_run", "_calls")
 
 
 class Named(nn.Module):

@@ -63,6 +63,10 @@ def _forward_mode(model: nn.Module, x: Tensor) -> Any:
         return tuple(forward_ad.unpack_dual(model(forward_ad.make_dual(x, x.cos()))))
 
 
+def _batch_of_gradients(model: nn.Module, x: Tensor) -> Any:
+    return torch.autograd.functional.jacobian(model, x, vectorize=True)
+
+
 _TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
     "gradients per sample": _per_sample,
     "jacrev": lambda model, x: jacrev(model)(x),
@@ -71,6 +75,7 @@ _TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
     "vmap": lambda model, x: vmap(model)(torch.stack([x, x.sin()])),
     "ensemble": _ensemble,
     "forward mode": _forward_mode,
+    "batch of gradients": _batch_of_gradients,
 }
 
 

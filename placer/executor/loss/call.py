@@ -8,7 +8,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from placer.errors import PlacerError
 
@@ -20,6 +20,19 @@ def without_graph() -> PlacerError:
         remedy = "call step outside torch.no_grad(), or call placed(x) if you want no gradients"
     problem = "the loss depends on nothing that requires a gradient, so there is no backward"
     return PlacerError("loss_fn", problem, remedy)
+
+
+def require_function(loss_fn: Any) -> None:
+    """Raise ``PlacerError`` if ``loss_fn`` cannot be called, or is a module's class."""
+    if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
+        name = loss_fn.__name__
+        raise PlacerError("loss_fn", f"is the class {name}", f"pass an instance: {name}()")
+    if not callable(loss_fn):
+        raise PlacerError(
+            "loss_fn",
+            f"is a {type(loss_fn).__name__}, not a function",
+            "pass a function of the output and the target that returns the loss",
+        )
 
 
 def call_loss(loss_fn: Callable[..., Tensor], output: Any, target: Any) -> Tensor:

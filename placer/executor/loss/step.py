@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from placer.errors import PlacerError
-from placer.executor.loss.call import call_loss, without_graph
+from placer.executor.loss.call import call_loss, require_function, without_graph
 from placer.executor.loss.finder import CombinationFinder
 from placer.executor.loss.reduction import (
     Combination,
@@ -36,6 +36,7 @@ class StepLoss:
         normalizer: Normalizer | None = None,
         found: CombinationFinder | None = None,
     ) -> None:
+        require_function(loss_fn)
         self._loss_fn = loss_fn
         # The caller's options, which ranks compare with each other:
         self.reduction, self.has_normalizer = reduction, normalizer is not None
