@@ -19,9 +19,8 @@ class CallerGraph:
     """
 
     def __init__(self) -> None:
-        self._leaves: list[
-            tuple[torch.Tensor, torch.Tensor]
-        ] = []  # the caller's tensor, and its leaf
+        # The caller's tensors, each with its leaf.
+        self._leaves: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def cut(self, value: Any) -> Any:
         """``value`` (any pytree) with a leaf in place of each tensor that requires gradients."""
