@@ -38,8 +38,8 @@ def watch_calls(watcher: Watcher) -> Iterator[None]:
     """In this block, ``watcher`` handles calls of modules and ``autograd.Function.apply`` in this thread.
 
     Its ``seed`` is called when ``torch.manual_seed``, ``torch.random.fork_rng`` and the like set the
-    state of torch's generator, and its ``grad_enabled`` answers ``torch.is_grad_enabled()`` outside of
-    torch's own code. Hold the lock `RECORDING` around the block.
+    state of torch's generator, and its ``grad_enabled`` answers ``torch.is_grad_enabled()`` in code
+    that is neither torch's nor placer's. Hold the lock `RECORDING` around the block.
     """
     thread = threading.get_ident()
     original_call = nn.Module.__call__
@@ -59,7 +59,8 @@ def watch_calls(watcher: Watcher) -> Iterator[None]:
 
     def grad_enabled() -> bool:
         asked_by = str(sys._getframe(1).f_globals.get("__name__", ""))
-        if watcher.paused or threading.get_ident() != thread or asked_by.startswith("torch."):
+        own = asked_by.startswith(("torch.", "placer."))
+        if own or watcher.paused or threading.get_ident() != thread:
             return original_enabled()
         return original_enabled() and watcher.grad_enabled()
 

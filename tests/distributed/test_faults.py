@@ -228,12 +228,13 @@ def test_ranks_that_are_not_called_alike_say_so(
     """All with one error, before anything is computed, and the job can go on."""
     spec = cases.make_spec(stages, replicas, 2)
     found = job_of(2).run(fault_cases.call_unlike_the_others, spec, tmp_path)
+    options = "autocast, reduction, normalizer, scaler, arguments"
     told = {
         "rows": "batch: has another number of rows on rank 1 than on rank 0",
         "shapes": "inputs: have other shapes or types on rank 1 than on rank 0",
         "own_rows": "own_rows: is different on rank 1 than on rank 0",
-        "reduction": "placed.step: has other options (autocast, reduction, normalizer, scaler) on rank 1",
-        "autocast": "placed.step: has other options (autocast, reduction, normalizer, scaler) on rank 1",
+        "reduction": f"placed.step: has other options ({options}) on rank 1",
+        "autocast": f"placed.step: has other options ({options}) on rank 1",
         "mode": "mode (placed.train(), placed.eval()): is different on rank 1 than on rank 0",
         "method": "call: is not the same on all ranks: rank 0 at placed.step, rank 1 at placed(x)",
         "clip": "call: is not the same on all ranks: rank 0 at placed.step, rank 1 at "

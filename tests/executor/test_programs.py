@@ -284,3 +284,13 @@ def test_a_model_that_asks_whether_gradients_are_enabled() -> None:
         assert placed(x[:3]).keys() == plain(x[:3]).keys()
     loss = placed.step(x, loss_fn=lambda out: out["train"].square().mean())
     assert loss.isfinite()
+
+
+def test_a_model_that_does_not_ask_has_one_program_for_both_answers() -> None:
+    model = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    x = torch.randn(6, 3, 4)
+    placed = placer.compile(model, {"devices": ["cpu"]}, x)
+    assert placed._staged.conditions.grad is None
+    captured = placed._programs.find([x])
+    with torch.no_grad():
+        assert placed._programs.find([x]) is captured

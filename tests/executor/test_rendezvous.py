@@ -189,8 +189,8 @@ def test_a_rank_that_stops_beating_is_lost(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(heartbeat, "_LOOK_SECONDS", 0.1)
     store = HashStore()
     watching, stopping, living = (Heartbeat("job", rank, len(RANKS)) for rank in range(3))
-    with living.beating(lambda: store):
-        with stopping.beating(lambda: store):
+    with living.beating(lambda: store, patience_seconds=1.0):
+        with stopping.beating(lambda: store, patience_seconds=1.0):
             time.sleep(0.2)
             assert watching.silent_ranks(lambda: store) == []
         end = time.monotonic() + 20.0
@@ -204,7 +204,8 @@ def test_beats_begin_when_there_is_a_store(monkeypatch: pytest.MonkeyPatch) -> N
     """Until then, and after the store is gone, they do no harm."""
     monkeypatch.setattr(heartbeat, "_BEAT_SECONDS", 0.01)
     found: list[Store] = []
-    with Heartbeat("job", 1, 2).beating(lambda: found[0] if found else None):
+    find_store: StoreFinder = lambda: found[0] if found else None  # noqa: E731
+    with Heartbeat("job", 1, 2).beating(find_store, patience_seconds=0.05):
         assert Heartbeat("job", 0, 2).silent_ranks(lambda: None) == []
         found.append(HashStore())
         end = time.monotonic() + 20.0

@@ -70,7 +70,7 @@ class FailureBroadcast:
     @contextmanager
     def beating(self, find_store: StoreFinder) -> Iterator[None]:
         """Let the others notice if this process is killed in this block; see `Heartbeat.beating`."""
-        with self._heartbeat.beating(find_store):
+        with self._heartbeat.beating(find_store, patience_seconds=self._patience_seconds):
             yield
 
     def set_limit(self, limit: timedelta) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from placer.executor.distributed.failures.hang_detector import store_may_be_gone
-from placer.executor.distributed.job.rendezvous import StoreFinder
+from placer.executor.distributed.job.rendezvous import POLL_SECONDS, StoreFinder
 
 _BEAT_SECONDS = 1.0
 _LOOK_SECONDS = 2.0  # between two readings of the other ranks' counters
@@ -32,19 +32,25 @@ class Heartbeat:
         self._next_look = 0.0
 
     @contextmanager
-    def beating(self, find_store: StoreFinder) -> Iterator[None]:
-        """Count in the store that ``find_store`` finds, which no other thread may use, in this block."""
-        ended = threading.Event()
+    def beating(self, find_store: StoreFinder, *, patience_seconds: float) -> Iterator[None]:
+        """Count in the store that ``find_store`` finds, which no other thread may use, in this block.
+
+        The block begins after the first beat, without which the others would not miss this rank. It waits
+        for ``patience_seconds`` at most, as rank 0, which hosts the store, may start later.
+        """
+        begun, ended = threading.Event(), threading.Event()
 
         def beat() -> None:
             while not ended.is_set():
                 with store_may_be_gone():
                     if (store := find_store()) is not None:
                         store.add(self._keys[self._rank], 1)
-                ended.wait(_BEAT_SECONDS)
+                        begun.set()
+                ended.wait(_BEAT_SECONDS if begun.is_set() else POLL_SECONDS)
 
         thread = threading.Thread(target=beat, name="placer-heartbeat", daemon=True)
         thread.start()
+        begun.wait(patience_seconds)
         try:
             yield
         finally:
