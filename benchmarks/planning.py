@@ -14,9 +14,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import nn
+if TYPE_CHECKING:  # importing torch is measured
+    from torch import nn
 
 GIB = 2**30
 RUNS = 3
