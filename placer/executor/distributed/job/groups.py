@@ -145,4 +145,7 @@ def _make_group(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup
 
 def sendable(tensor: Tensor) -> Tensor:
     """``tensor`` as communication needs it: detached, contiguous, and without a pending conj or neg."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+    own = tensor.detach() if tensor.requires_grad else tensor
+    if own.is_conj() or own.is_neg():
+        own = own.resolve_conj().resolve_neg()
+    return own.contiguous()
