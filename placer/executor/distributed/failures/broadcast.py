@@ -7,7 +7,7 @@ import json
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -67,11 +67,9 @@ class FailureBroadcast:
         self._heartbeat = Heartbeat(self._key, rank, world_size)
         self._is_known = False  # whether this rank has told, or read, why the job ends
 
-    @contextmanager
-    def beating(self, find_store: StoreFinder) -> Iterator[None]:
-        """Let the others notice if this process is killed in this block; see `Heartbeat.beating`."""
-        with self._heartbeat.beating(find_store, patience_seconds=self._patience_seconds):
-            yield
+    def beating(self, find_store: StoreFinder) -> AbstractContextManager[None]:
+        """A context in which the others notice if this process is killed; see `Heartbeat.beating`."""
+        return self._heartbeat.beating(find_store, patience_seconds=self._patience_seconds)
 
     def set_limit(self, limit: timedelta) -> None:
         """Set how long ranks wait for each other's messages."""

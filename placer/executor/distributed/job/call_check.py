@@ -134,6 +134,18 @@ class CallCheck:
     def __enter__(self) -> CallCheck:
         return self
 
+    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
+        if kind is not None and not issubclass(kind, Exception):
+            return  # the program is ending
+        self._wait(self._work)
+        try:
+            rows = self._rows_if_alike()
+            self.total = None if self._count is None else self._count(rows)
+        except PlacerError as error:
+            raise error from None
+        self.alike = True
+        del self._numbers, self._work  # free them before the step runs
+
     def _exchange(self, numbers: Sequence[int]) -> tuple[Tensor, dist.Work]:
         """Start to send ``numbers`` to all ranks; those of every rank, and the work to wait for."""
         mine = torch.tensor(numbers, dtype=torch.int64, device=self._device)
@@ -147,18 +159,6 @@ class CallCheck:
             work.wait()
         except RuntimeError as error:
             raise CallNotAnswered(self._called.method) from error
-
-    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
-        if kind is not None and not issubclass(kind, Exception):
-            return  # the program is ending
-        self._wait(self._work)
-        try:
-            rows = self._rows_if_alike()
-            self.total = None if self._count is None else self._count(rows)
-        except PlacerError as error:
-            raise error from None
-        self.alike = True
-        del self._numbers, self._work  # free them before the step runs
 
     def _rows_if_alike(self) -> list[int]:
         """The number of rows that each replica was given; raises ``PlacerError`` if calls do not match."""

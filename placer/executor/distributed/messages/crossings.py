@@ -206,8 +206,9 @@ class CrossingFinder:
                 raise PlacerError(
                     name,
                     f"is read by stage {stage.index} in this call, but not in the one that placer.compile "
-                    "was given, or not in the mode of then, so the rank of that stage does not have it",
-                    "pass placer.compile an example, or a model in a mode, that uses all layers",
+                    "was given, or not in the mode that the model was in, so the rank of that stage does "
+                    "not have it",
+                    "call placer.compile with an example, and in a mode, in which all layers are used",
                 )
 
     @contextmanager
