@@ -1,8 +1,9 @@
 """Cost: a table of bytes and FLOPs per node of a program; nothing is allocated.
 
-`estimate` makes the table from one run on fake tensors (`record`), which records every storage
-(`storages`) and knows whose backward runs (`attribution`). `gradients` derives which gradients wait
-for which node. `operations` classifies operations, and `work` computes how long they take on a device.
+`record` runs the program once on fake tensors and writes a timeline (`timeline_mode`), with what nodes do
+with every storage (`storages`) and whose backward runs (`attribution`). `lifetimes` derives from it when
+each storage lives, `gradients` which gradients wait for which node, and `estimate` makes the table.
+`operations` classifies operations, and `work` computes how long they take on a device.
 With `kernels` and `autocast` the run saves the tensors that a CUDA device would save. `workspaces` and
 `cuda_workspaces` have the memory that kernels allocate internally. `devices` finds the kind of a
 device (`placer.catalogue`).
@@ -15,6 +16,7 @@ from placer.cost.kernels import device_kernels
 from placer.cost.record import stand_in_loss
 from placer.cost.regions import with_regions
 from placer.cost.rows import with_fewer_rows
+from placer.cost.timeline_mode import TimelineMode, nbytes_of_storage
 from placer.cost.types import AddedGradient, CostTable, NodeCost, PendingGradient, StoredValue
 from placer.cost.work import Work
 from placer.cost.workspaces import cpu_result, workspace_nbytes
@@ -28,6 +30,7 @@ __all__ = [
     "PendingGradient",
     "ScaledCosts",
     "StoredValue",
+    "TimelineMode",
     "Work",
     "cpu_result",
     "cuda_workspaces",
@@ -35,6 +38,7 @@ __all__ = [
     "device_kind",
     "device_type",
     "estimate_costs",
+    "nbytes_of_storage",
     "stand_in_loss",
     "updates_together",
     "uses_blas",

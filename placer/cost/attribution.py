@@ -42,10 +42,10 @@ class BackwardAttribution:
         def send(grad_inputs: Any, _: Any) -> None:
             for grad, target, of_weight in zip(grad_inputs, targets, weights, strict=False):
                 if isinstance(grad, Tensor) and target is not None and target != position:
-                    stored = self._recorder.storage(grad)
-                    if stored is not None:
-                        stored.sent.append((position, target, nbytes_of(grad)))
-                        stored.of_weight |= of_weight
+                    uses = self._recorder.uses_of(grad)
+                    if uses is not None:
+                        uses.sent.append((position, target, nbytes_of(grad)))
+                        uses.of_weight |= of_weight
 
         return send
 
@@ -53,6 +53,6 @@ class BackwardAttribution:
         """Record that the storage of ``parameter.grad``, just accumulated, is a parameter's gradient."""
         if parameter.grad is None:  # an argument of a reentrant checkpoint that is not used inside
             return
-        stored = self._recorder.storage(parameter.grad)
-        if stored is not None:
-            stored.parameter_gradient = True
+        uses = self._recorder.uses_of(parameter.grad)
+        if uses is not None:
+            uses.parameter_gradient = True

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from placer.cost.gradients import backward_needs, pending_gradients
+from placer.cost.lifetimes import Lifetime, find_lifetimes
 from placer.cost.record import Recording, record_run
 from placer.cost.rows import with_fewer_rows
-from placer.cost.storages import RecordedStorage
 from placer.cost.types import CostTable, NodeCost, StateTensor, StoredValue
 from placer.cost.work import Work
 from placer.errors import CaptureError, first_line
@@ -215,8 +215,8 @@ def _record(
 def _with_offloaded_transients(table: CostTable, sent: Recording) -> CostTable:
     """``table`` with ``forward_transient_offloaded`` from ``sent``, a recording with ``offloads``."""
     nodes = tuple(
-        replace(node, forward_transient_offloaded=tally.forward_transient)
-        for node, tally in zip(table.nodes, sent.tallies, strict=True)
+        replace(node, forward_transient_offloaded=nbytes)
+        for node, nbytes in zip(table.nodes, find_lifetimes(sent).forward_transient, strict=True)
     )
     return replace(table, nodes=nodes)
 
@@ -256,41 +256,42 @@ def _table(
     *,
     training: bool,
 ) -> CostTable:
-    forward = [s for s in recording.storages if not s.backward]
+    lifetimes = find_lifetimes(recording)
+    forward = [s for s in lifetimes.storages if not s.backward]
     number = {id(s): i for i, s in enumerate(forward)}
-    needs = backward_needs(recording)
+    needs = backward_needs(lifetimes)
     readers, input_readers = _readers(program)
     return CostTable(
         names=program.order,
         nodes=tuple(
             NodeCost(
-                forward_flops=sum(operation.flops for operation in tally.forward),
-                backward_flops=sum(operation.flops for operation in tally.backward),
-                forward_transient=tally.forward_transient,
-                forward_transient_offloaded=tally.forward_transient,
+                forward_flops=sum(operation.flops for operation in mine.forward),
+                backward_flops=sum(operation.flops for operation in mine.backward),
+                forward_transient=lifetimes.forward_transient[i],
+                forward_transient_offloaded=lifetimes.forward_transient[i],
                 backward_transient=needs.alone[i],
                 backward_transient_offloaded=needs.fetched[i],
                 backward_incoming=needs.incoming[i],
                 output_nbytes=recording.output_nbytes[i],
             )
-            for i, tally in enumerate(recording.tallies)
+            for i, mine in enumerate(recording.operations)
         ),
         values=tuple(
             StoredValue(
                 nbytes=s.nbytes,
                 producer=s.made_by,
-                users=tuple(sorted(s.users)),
-                savers=tuple(sorted(s.savers)) if training else (),
-                fixed=s.fixed,
+                users=tuple(sorted(s.uses.users)),
+                savers=tuple(sorted(s.uses.savers)) if training else (),
+                fixed=s.uses.fixed,
                 parts=_parts(s),
             )
             for s in forward
         ),
         results=tuple(
             tuple(dict.fromkeys(number[id(s)] for s in held if id(s) in number))
-            for held in recording.output_storages[: len(program.order)]
+            for held in lifetimes.results[: len(program.order)]
         ),
-        gradients=pending_gradients(recording),
+        gradients=pending_gradients(lifetimes),
         added=needs.added,
         readers=readers,
         input_readers=input_readers,
@@ -299,8 +300,8 @@ def _table(
         saving=recording.saving if training else frozenset(),
         work=Work(
             program.order,
-            [tally.forward for tally in recording.tallies],
-            [tally.backward for tally in recording.tallies],
+            [mine.forward for mine in recording.operations],
+            [mine.backward for mine in recording.operations],
         ),
     )
 
@@ -330,10 +331,10 @@ def _readers(program: Program) -> tuple[tuple[_Positions, ...], tuple[_Positions
     )
 
 
-def _parts(stored: RecordedStorage) -> tuple[tuple[int, int], ...]:
+def _parts(stored: Lifetime) -> tuple[tuple[int, int], ...]:
     """(node, bytes) for each node that saves only views of a part of ``stored``."""
     found: dict[int, list[int]] = {}
-    for saver, nbytes in stored.saved_nbytes:
+    for saver, nbytes in stored.uses.saved_nbytes:
         found.setdefault(saver, []).append(nbytes)
     return tuple(
         (saver, min(sum(sizes), stored.nbytes))

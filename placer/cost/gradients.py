@@ -1,4 +1,4 @@
-"""Derive from a recorded backward which gradients wait for which node, and each node's live bytes."""
+"""Derive from lifetimes which gradients wait for which node, and how many bytes each backward needs."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from placer.cost.record import Recording
-from placer.cost.storages import NodeTally, RecordedStorage
+from placer.cost.lifetimes import Change, Lifetime, Lifetimes
 from placer.cost.types import AddedGradient, PendingGradient
 
 
-def pending_gradients(recording: Recording) -> tuple[PendingGradient, ...]:
+def pending_gradients(lifetimes: Lifetimes) -> tuple[PendingGradient, ...]:
     """The gradients that the backward of one node made and the backward of another consumed."""
     return tuple(
         _pending(stored, stored.freed_by)
-        for stored in _gradients(recording)
+        for stored in _gradients(lifetimes)
         if stored.freed_by is not None and 0 <= stored.freed_by < stored.made_by
     )
 
@@ -34,34 +33,34 @@ class BackwardNeeds:
     added: tuple[AddedGradient, ...]
 
 
-def backward_needs(recording: Recording) -> BackwardNeeds:
+def backward_needs(lifetimes: Lifetimes) -> BackwardNeeds:
     """Per node the most bytes alive in its backward that no other node's backward needs.
 
     These are what only it saved, the gradients that it received, and what it makes, gradients of its
     parameters included. Sums of gradients for an earlier node whose result has several readers are
     counted separately, as ``added``, because they are made on that node's device.
     """
-    private = _private(recording)
-    incoming: dict[int, list[RecordedStorage]] = defaultdict(list)
-    sums: dict[int, list[RecordedStorage]] = defaultdict(list)
+    private = _private(lifetimes)
+    incoming: dict[int, list[Lifetime]] = defaultdict(list)
+    sums: dict[int, list[Lifetime]] = defaultdict(list)
     home_of: dict[int, int] = {}
-    for stored in _gradients(recording):
+    for stored in _gradients(lifetimes):
         if stored.freed_by is not None and stored.made_by != stored.freed_by:
             incoming[stored.freed_by].append(stored)
         for node, home in _adding(stored):
             sums[node].append(stored)
             home_of[node] = max(home, home_of.get(node, 0))
     alone, came, fetched, added = [], [], [], []
-    for node, tally in enumerate(recording.tallies):
+    for node, changes in enumerate(lifetimes.backward):
         elsewhere = {id(stored) for stored in sums[node]}
-        most = _most_live(node, tally, incoming[node], private.get(node, 0), elsewhere)
+        most = _most_live(node, changes, incoming[node], private.get(node, 0), elsewhere)
         alone.append(most)
-        fetched.append(_most_live(node, tally, incoming[node], 0, elsewhere, fetch=True))
+        fetched.append(_most_live(node, changes, incoming[node], 0, elsewhere, fetch=True))
         came.append(sum(s.nbytes for s in incoming[node] if id(s) not in elsewhere))
         if elsewhere:
             made = {id(stored) for stored in sums[node] if stored.made_by == node}
-            before = _most_live(node, tally, incoming[node], private.get(node, 0), made)
-            whole = _most_live(node, tally, incoming[node], private.get(node, 0), set())
+            before = _most_live(node, changes, incoming[node], private.get(node, 0), made)
+            whole = _most_live(node, changes, incoming[node], private.get(node, 0), set())
             added.append(
                 AddedGradient(
                     node=node, home=home_of[node], nbytes=whole - most, waiting=before - most
@@ -72,24 +71,24 @@ def backward_needs(recording: Recording) -> BackwardNeeds:
     )
 
 
-def _gradients(recording: Recording) -> list[RecordedStorage]:
-    return [s for s in recording.storages if s.backward and not s.parameter_gradient]
+def _gradients(lifetimes: Lifetimes) -> list[Lifetime]:
+    return [s for s in lifetimes.storages if s.backward and not s.uses.parameter_gradient]
 
 
-def _private(recording: Recording) -> dict[int, int]:
+def _private(lifetimes: Lifetimes) -> dict[int, int]:
     """Node -> bytes that were saved for its backward only."""
     sums: dict[int, int] = {}
-    for stored in recording.storages:
-        if not stored.backward and len(stored.savers) == 1:
-            (saver,) = stored.savers
+    for stored in lifetimes.storages:
+        if not stored.backward and len(stored.uses.savers) == 1:
+            (saver,) = stored.uses.savers
             sums[saver] = sums.get(saver, 0) + stored.nbytes
     return sums
 
 
 def _most_live(
     node: int,
-    tally: NodeTally,
-    incoming: Sequence[RecordedStorage],
+    changes: Sequence[Change],
+    incoming: Sequence[Lifetime],
     private: int,
     elsewhere: set[int],
     *,
@@ -97,10 +96,10 @@ def _most_live(
 ) -> int:
     live = most = private + sum(s.nbytes for s in incoming if id(s) not in elsewhere)
     fetched: set[int] = set()
-    for stored, change in tally.events:
+    for stored, change in changes:
         if stored.backward:
             live += change * (id(stored) not in elsewhere)
-        elif stored.savers == {node}:
+        elif stored.uses.savers == {node}:
             if fetch and change == 0 and id(stored) not in fetched:
                 fetched.add(id(stored))
                 live += stored.nbytes
@@ -110,7 +109,7 @@ def _most_live(
     return most
 
 
-def _pending(stored: RecordedStorage, target: int) -> PendingGradient:
+def _pending(stored: Lifetime, target: int) -> PendingGradient:
     waiting = _waiting(stored, target)
     needed = sum(nbytes for *_, nbytes in waiting)
     sender = min((sender for sender, *_ in waiting), default=stored.made_by)
@@ -121,30 +120,34 @@ def _pending(stored: RecordedStorage, target: int) -> PendingGradient:
         home=_home(stored, target),
         sender=sender,
         surplus=max(0, stored.nbytes - needed) if waiting else 0,
-        earlier=tuple((to, nbytes) for _, to, nbytes in stored.sent if target < to < sender),
-        of_weight=stored.of_weight,
+        earlier=tuple((to, nbytes) for _, to, nbytes in stored.uses.sent if target < to < sender),
+        of_weight=stored.uses.of_weight,
     )
 
 
-def _waiting(stored: RecordedStorage, target: int) -> list[tuple[int, int, int]]:
+def _waiting(stored: Lifetime, target: int) -> list[tuple[int, int, int]]:
     """The parts (from, to, bytes) of a gradient that were sent to ``target`` or an earlier node."""
-    sums = [] if stored.sum_for is None else [(stored.made_by, stored.sum_for, stored.nbytes)]
-    return [part for part in (*stored.sent, *sums) if part[1] <= target]
+    sums = (
+        []
+        if stored.uses.sum_for is None
+        else [(stored.made_by, stored.uses.sum_for, stored.nbytes)]
+    )
+    return [part for part in (*stored.uses.sent, *sums) if part[1] <= target]
 
 
-def _home(stored: RecordedStorage, target: int) -> int:
+def _home(stored: Lifetime, target: int) -> int:
     """The node of whose result it is the gradient; ``target`` is the last node that adds to it."""
     return max((to for _, to, _ in _waiting(stored, target)), default=target)
 
 
-def _adding(stored: RecordedStorage) -> list[tuple[int, int]]:
+def _adding(stored: Lifetime) -> list[tuple[int, int]]:
     """(node, home): the nodes in whose backward the gradient is part of a sum for the result of home."""
     target = stored.freed_by
     if target is None or target < 0:
         return []
     home = _home(stored, target)
     found = []
-    if stored.made_by > target and not stored.sent:
+    if stored.made_by > target and not stored.uses.sent:
         found.append((stored.made_by, home))  # the sum itself: no backward sent it on
     if home < target < stored.made_by:
         found.append((target, home))

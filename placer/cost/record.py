@@ -1,14 +1,14 @@
-"""Run a captured model once on fake tensors, and record what every node makes, saves and frees.
+"""Run a captured model once on fake tensors, and record its timeline.
 
-The run consists of forward, a stand-in loss and backward. `placer.cost.storages` records when storages
-are made and freed, saved-tensor hooks report which node saves them for backward, and
-`placer.cost.attribution` reports which node's backward is running.
+The run consists of forward, a stand-in loss and backward, all on one device. `placer.cost.storages` records
+when storages are allocated and freed, and which nodes use them; saved-tensor hooks report which node saves
+them for backward, and `placer.cost.attribution` which node's backward is running.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,12 +18,19 @@ from torch import Tensor, fx, nn
 
 from placer.cost.attribution import BackwardAttribution
 from placer.cost.kernels import device_kernels
-from placer.cost.storages import OUTSIDE, NodeTally, RecordedStorage, StorageRecorder
+from placer.cost.storages import (
+    OUTSIDE,
+    NodeOperations,
+    NodeRun,
+    StorageRecorder,
+    StorageUses,
+)
 from placer.errors import CaptureError, PlacerError
 from placer.operands import nbytes_of, tensors_of_tree
 from placer.program import result_tensors
 from placer.program.alias import NodeFailure
 from placer.program.fake_mode import detach_fake
+from placer.timeline import Timeline
 
 # In the error of torch.func's transforms when they are called under saved-tensor hooks.
 _NO_HOOKS = "don't yet support saved tensor hooks"
@@ -31,16 +38,21 @@ _NO_HOOKS = "don't yet support saved tensor hooks"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """What was recorded in a run. Sequences have an entry per node, by position, and one for the loss.
+    """What was recorded in a run; sequences over nodes have an entry per position, and one for the loss.
 
-    ``saving`` are the positions of nodes that saved something for backward, if only a weight.
+    ``uses`` says what nodes do with the storage of a block of ``timeline``, by the block's number. ``runs``
+    says which node ran during which events. ``saving`` are the positions of nodes that saved something
+    for backward, if only a weight.
     """
 
-    storages: tuple[RecordedStorage, ...]
+    order: tuple[str, ...]  # the names of the nodes
+    timeline: Timeline
+    uses: Mapping[int, StorageUses]
+    runs: tuple[NodeRun, ...]
     saving: frozenset[int]
-    tallies: tuple[NodeTally, ...]
+    operations: tuple[NodeOperations, ...]
     output_nbytes: tuple[int, ...]
-    output_storages: tuple[tuple[RecordedStorage, ...], ...]  # the storages of each node's result
+    output_blocks: tuple[tuple[int, ...], ...]  # the blocks of each node's result
 
 
 def stand_in_loss(output: Any) -> Tensor:
@@ -76,11 +88,12 @@ def record_run(
     when everything saved goes to the host at once, and no backward is run. Raises ``NodeFailure`` when
     a node fails, and ``CaptureError`` when the backward fails.
     """
-    recorder = StorageRecorder(kernels)
+    recorder = StorageRecorder(order, kernels)
     for tensor in (*model.parameters(), *model.buffers(), *constants.values()):
         recorder.ignore(tensor)
     for tensor in inputs:
-        recorder.add(tensor)
+        if not recorder.is_known(tensor):
+            recorder.add(tensor)
     saving = _saving_hooks(recorder, keeps=not offloads)
     run = _Run(graph, order, model, constants, recorder, saving, run_context)
     chosen: AbstractContextManager[Any] = nullcontext()
@@ -93,13 +106,16 @@ def record_run(
         run.end_forward(loss)
         if training and loss.requires_grad and not offloads:
             run.backward(loss)
-        recorder.position = OUTSIDE
+        recorder.start_node(OUTSIDE)
     return Recording(
-        storages=tuple(recorder.storages),
+        order=tuple(order),
+        timeline=recorder.timeline(),
+        uses=recorder.uses,
+        runs=tuple(recorder.runs),
         saving=frozenset(recorder.saving),
-        tallies=tuple(recorder.tallies),
+        operations=tuple(recorder.operations),
         output_nbytes=tuple(run.output_nbytes),
-        output_storages=tuple(run.output_storages),
+        output_blocks=tuple(run.output_blocks),
     )
 
 
@@ -118,9 +134,8 @@ def _saving_hooks(
         return detach_fake(tensor) if keeps else tensor.new_empty(0)
 
     def unpack(tensor: Tensor) -> Tensor:
-        stored = recorder.storage(tensor)
-        if stored is not None and recorder.backward:
-            recorder.read(stored)
+        if recorder.backward:
+            recorder.read_saved(tensor)
         return tensor
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
@@ -149,7 +164,7 @@ class _Run:
         self._saving = saving
         self._run_context = run_context
         self.output_nbytes = [0] * (len(order) + 1)
-        self.output_storages: list[tuple[RecordedStorage, ...]] = [()] * (len(order) + 1)
+        self.output_blocks: list[tuple[int, ...]] = [()] * (len(order) + 1)
 
     def forward(self, inputs: Sequence[Tensor]) -> list[Any]:
         """Run every node. Returns the leaves of the result."""
@@ -181,8 +196,8 @@ class _Run:
         values[node.name] = result
         tensors = tensors_of_tree(result)
         self.output_nbytes[position] = nbytes_of(*tensors)
-        found = map(self._recorder.storage, tensors)
-        self.output_storages[position] = tuple(s for s in found if s is not None)
+        found = map(self._recorder.block_of, tensors)
+        self.output_blocks[position] = tuple(block for block in found if block is not None)
         self._attribution.claim(result, position)
 
     def _run(self, node: fx.Node, values: dict[str, Any]) -> Any:
@@ -202,22 +217,19 @@ class _Run:
         """A stand-in loss of the leaves ``under_loss``; the other tensors are used by the caller."""
         visible = {id(leaf) for leaf in under_loss}
         others = (x for x in leaves if isinstance(x, Tensor) and id(x) not in visible)
-        for stored in map(self._recorder.storage, others):
-            if stored is not None:
-                stored.users.add(self._loss)
+        for uses in map(self._recorder.uses_of, others):
+            if uses is not None:
+                uses.users.add(self._loss)
         return stand_in_loss(under_loss)
 
     def end_forward(self, loss: Tensor) -> None:
         """Count a storage that is alive now, but that no hook reported, as saved by its maker."""
         self._attribution.claim(loss, self._loss)
-        for stored in self._recorder.storages:
-            if stored.live and not stored.savers and stored.made_by != OUTSIDE:
-                stored.savers.add(stored.made_by)
-                self._recorder.saving.add(stored.made_by)
+        self._recorder.save_alive()
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward of ``loss``. Raises ``CaptureError`` when it fails."""
-        self._recorder.backward = True
+        self._recorder.start_backward()
         for parameter in self._model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._attribution.mark_gradient)

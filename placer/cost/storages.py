@@ -1,11 +1,7 @@
-"""Record every storage of a run: which node made it, which used and saved it, and when it was freed.
-
-A dispatch mode sees when a storage is made; a weak reference reports when it is freed.
-"""
+"""Record the run of a captured model: its timeline, and what its nodes do with every storage."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,189 +9,167 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from placer._torch import DispatchMode
 from placer.cost.operations import Operation, operations_of
+from placer.cost.timeline_mode import TimelineMode, nbytes_of_storage
 from placer.cost.workspaces import cpu_result, workspace_nbytes
-from placer.errors import CaptureError
 from placer.operands import nbytes_of, tensors_in
+from placer.timeline import Block, Where
 
 OUTSIDE = -1  # the position of what is made before the first node runs: inputs
 
 
 @dataclass(slots=True, eq=False)
-class RecordedStorage:
-    """One storage of the run; nodes are given by position."""
+class StorageUses:
+    """What nodes, given by position, do with a storage, which has a block in the timeline."""
 
-    nbytes: int
-    made_by: int
-    backward: bool  # made in backward
-    users: set[int] = field(default_factory=set)
+    users: set[int] = field(default_factory=set)  # they read it in forward
     savers: set[int] = field(default_factory=set)
-    saved_nbytes: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # (saver, bytes that it saved)
-    freed_by: int | None = None  # node in whose backward it was freed; None: not freed in backward
+    # (saver, bytes that it saved)
+    saved_nbytes: list[tuple[int, int]] = field(default_factory=list)
     parameter_gradient: bool = False
     of_weight: bool = False  # a gradient to be added to those of a weight's other readers
     fixed: bool = False  # made from weights alone
-    live: bool = True
     sent: list[tuple[int, int, int]] = field(default_factory=list)  # (from node, to node, bytes)
     sum_for: int | None = None  # it is a sum of gradients that were all sent to this node
 
 
 @dataclass(slots=True)
-class NodeTally:
-    """The operations of one node, and its live bytes.
-
-    ``events`` are the changes of live bytes in its backward, in order. An event of 0 bytes is a read
-    of what was saved for backward.
-    """
+class NodeOperations:
+    """The operations of one node."""
 
     forward: list[Operation] = field(default_factory=list)
     backward: list[Operation] = field(default_factory=list)
-    forward_transient: int = 0
-    events: list[tuple[RecordedStorage, int]] = field(default_factory=list)
 
 
-class StorageRecorder(DispatchMode):
-    """Records the storages of one run. ``position`` and ``backward`` say which node runs, in which pass.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRun:
+    """A node's forward or a part of its backward: from the event with number ``start`` to the next run's."""
 
-    ``kernels`` are the device types, per node, whose kernels run.
+    position: int
+    backward: bool
+    start: int
+
+
+class StorageRecorder(TimelineMode):
+    """Records one run. `start_node` and `start_backward` tell it which node runs, in which pass.
+
+    ``order`` has the names of the nodes by position; the loss comes after them, and has no name.
+    ``kernels`` are the device types, per node and for the loss, whose kernels run. Memory that belongs to
+    no tensor has a block of kind "temporary", and no uses.
     """
 
-    def __init__(self, kernels: Sequence[str]) -> None:
+    def __init__(self, order: Sequence[str], kernels: Sequence[str]) -> None:
         super().__init__()
-        self.tallies = [NodeTally() for _ in kernels]
-        self._kernels = kernels
-        self.storages: list[RecordedStorage] = []
+        self._names, self._kernels = [*order, ""], kernels
+        self.operations = [NodeOperations() for _ in kernels]
+        self.uses: dict[int, StorageUses] = {}  # by the number of the storage's block
         self.saving: set[int] = set()  # nodes that save something for backward, if only a weight
+        self.runs: list[NodeRun] = []
         self.position = OUTSIDE
         self.backward = False
-        self._known: dict[int, tuple[weakref.ref[Any], RecordedStorage | None]] = {}
-        self._own_live = 0
+        self._where = Where()
+
+    def start_node(self, position: int) -> None:
+        """The node at ``position`` runs from now on; with `OUTSIDE`, nothing is recorded any more."""
+        self.position = position
+        self.runs.append(NodeRun(position=position, backward=self.backward, start=self.num_events))
+        phase = "backward" if self.backward else "forward"
+        self._where = (
+            Where() if position == OUTSIDE else Where(phase=phase, node=self._names[position])
+        )
+
+    def start_backward(self) -> None:
+        """The backward of the loss runs from now on."""
+        self.backward = True
+        self.start_node(self.position)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator, and record the storages that it reads, makes and needs as workspace."""
         result = func(*args, **kwargs)
-        on_cpu = self.position != OUTSIDE and self._kernels[self.position] == "cpu"
-        if on_cpu:
-            result = cpu_result(func, args, result)
         if self.position == OUTSIDE:
             return result
+        on_cpu = self._kernels[self.position] == "cpu"
+        if on_cpu:
+            result = cpu_result(func, args, result)
         inputs, outputs = tensors_in(args, kwargs), tensors_in(result)
-        tally = self.tallies[self.position]
-        for tensor in inputs:
-            stored = self.storage(tensor)
-            if stored is not None and not self.backward:
-                stored.users.add(self.position)
+        if not self.backward:
+            for uses in map(self.uses_of, inputs):
+                if uses is not None:
+                    uses.users.add(self.position)
+        mine = self.operations[self.position]
         ran = operations_of(func, args, kwargs, result, inputs, outputs)
-        (tally.backward if self.backward else tally.forward).extend(ran)
+        (mine.backward if self.backward else mine.forward).extend(ran)
         of_weights = bool(inputs) and all(self._is_fixed(tensor) for tensor in inputs)
         for tensor in outputs:
-            if id(_key(tensor)) not in self._known:
+            if not self.is_known(tensor):
                 made = self.add(tensor)
                 made.fixed = of_weights
                 if self.backward and func is torch.ops.aten.add.Tensor:
                     made.sum_for = self._common_home(inputs)
         if on_cpu:
-            self._add_workspace(workspace_nbytes(func, args, kwargs, result))
+            nbytes = workspace_nbytes(func, args, kwargs, result)
+            self._count_briefly(self._block(nbytes, (nbytes,), "temporary"))
         return result
-
-    def _add_workspace(self, nbytes: int) -> None:
-        """Record the workspace of the operation that has just run."""
-        if nbytes:
-            made = RecordedStorage(nbytes, self.position, self.backward)
-            self._event(made, nbytes)
-            self._event(made, -nbytes)
 
     def _common_home(self, gradients: list[Tensor]) -> int | None:
         """The node, other than the running one, to which all of ``gradients`` were sent, or None."""
         homes = []
         for tensor in gradients:
-            stored = self.storage(tensor)
-            sent = () if stored is None else (to for _, to, _ in stored.sent)
-            homes.append({*sent, *(() if stored is None else (stored.sum_for,))} - {None})
+            uses = self.uses_of(tensor)
+            sent = () if uses is None else (to for _, to, _ in uses.sent)
+            homes.append({*sent, *(() if uses is None else (uses.sum_for,))} - {None})
         common = set.intersection(*homes) - {self.position}
         return max(common, default=None)
 
     def _is_fixed(self, tensor: Tensor) -> bool:
-        _, record = self._known.get(id(_key(tensor)), (None, None))
-        return record is None or record.fixed
+        uses = self.uses_of(tensor)
+        return uses is None or uses.fixed
 
-    def storage(self, tensor: Tensor) -> RecordedStorage | None:
-        """The record of the tensor's storage; None for weights and storages that are not recorded."""
-        known = self._known.get(id(_key(tensor)))
-        return known[1] if known is not None else None
+    def uses_of(self, tensor: Tensor) -> StorageUses | None:
+        """The uses of the tensor's storage; None for weights and storages that are not recorded."""
+        number = self.block_of(tensor)
+        return None if number is None else self.uses[number]
 
-    def ignore(self, tensor: Tensor) -> None:
-        """Do not record the tensor's storage: it is a weight's."""
-        self._remember(tensor, None)
+    def add(self, tensor: Tensor) -> StorageUses:
+        """Record that the running node has made the tensor's storage, which is not known yet."""
+        block = self._block(nbytes_of_storage(tensor), tuple(tensor.shape), self._where.phase)
+        uses = self.uses[self._count(tensor, block)] = StorageUses()
+        return uses
 
-    def add(self, tensor: Tensor) -> RecordedStorage:
-        """Record that the running node has made the tensor's storage."""
-        made = RecordedStorage(_key(tensor).nbytes(), self.position, self.backward)
-        self.storages.append(made)
-        self._remember(tensor, made)
-        if self.position != OUTSIDE:
-            self._event(made, made.nbytes)
-        return made
-
-    def _remember(self, tensor: Tensor, record: RecordedStorage | None) -> None:
-        storage = _key(tensor)
-        key = id(storage)
-        if key in self._known:
-            return
-
-        def gone(_: Any) -> None:
-            self._known.pop(key, None)
-            if record is not None:
-                record.live = False
-                if self.backward:
-                    record.freed_by = self.position
-                self._event(record, -record.nbytes)
-
-        self._known[key] = (weakref.ref(storage, gone), record)
-
-    def _event(self, record: RecordedStorage, change: int) -> None:
-        if not 0 <= self.position < len(self.tallies):
-            return
-        tally = self.tallies[self.position]
-        if self.backward:
-            tally.events.append((record, change))
-        elif record.made_by == self.position:
-            self._own_live += change
-            tally.forward_transient = max(tally.forward_transient, self._own_live)
+    def _block(self, nbytes: int, shape: tuple[int, ...], kind: str) -> Block:
+        return Block(
+            device="",  # one device for all nodes
+            nbytes=nbytes,
+            kind=kind,
+            name=self._where.node,
+            layer="",
+            shape=shape,
+            where=self._where,
+        )
 
     def save(self, tensor: Tensor) -> None:
         """Record that the running node saves ``tensor`` for backward."""
         self.saving.add(self.position)
-        if self.position != OUTSIDE and id(_key(tensor)) not in self._known:
+        if self.position != OUTSIDE and not self.is_known(tensor):
             self.add(tensor).fixed = True  # a constant that no operation made
-        stored = self.storage(tensor)
-        if stored is not None:
-            stored.users.add(self.position)
-            stored.savers.add(self.position)
-            stored.saved_nbytes.append((self.position, min(nbytes_of(tensor), stored.nbytes)))
+        uses = self.uses_of(tensor)
+        if uses is not None:
+            uses.users.add(self.position)
+            uses.savers.add(self.position)
+            nbytes = min(nbytes_of(tensor), nbytes_of_storage(tensor))
+            uses.saved_nbytes.append((self.position, nbytes))
 
-    def read(self, record: RecordedStorage) -> None:
-        """Record that the running node's backward reads a saved storage."""
-        self._event(record, 0)
+    def read_saved(self, tensor: Tensor) -> None:
+        """Record that the running node's backward reads ``tensor``, which forward saved."""
+        number = self.block_of(tensor)
+        if number is not None:
+            self._recorder.read(number)
 
-    def start_node(self, position: int) -> None:
-        """The node at ``position`` runs from now on."""
-        self.position = position
-        self._own_live = 0
-
-
-def _key(tensor: Tensor) -> Any:
-    try:
-        return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError) as error:
-        if tensor.layout == torch.strided:
-            raise
-        raise CaptureError(
-            "the model",
-            f"makes a tensor of layout {tensor.layout}, whose bytes depend on its values, which "
-            "planning does not have",
-            "hand it to forward as an input, or make it dense",
-        ) from error
+    def save_alive(self) -> None:
+        """Record that every storage which is alive, and which no node saves, is saved by its maker."""
+        position = {name: i for i, name in enumerate(self._names)}
+        for number, block in self.timeline().kept().items():
+            uses = self.uses[number]
+            if block.where.phase and not uses.savers:
+                uses.savers.add(position[block.where.node])
+                self.saving.add(position[block.where.node])

@@ -8,28 +8,29 @@ fake and on real tensors.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from placer._torch import DispatchMode
 from placer.cost import (
     BLAS_NBYTES,
+    TimelineMode,
     cpu_result,
     cuda_workspaces,
+    nbytes_of_storage,
     uses_blas,
     workspace_nbytes,
 )
 from placer.errors import DeviceError
 from placer.executor.place import CALLER, HOST, Place, current_place
 from placer.operands import tensors_in
-from placer.timeline import PINNED, Block, Recorder, Timeline, Where
+from placer.timeline import PINNED, Block, Where
 
 
-class Ledger(DispatchMode):
+class Ledger(TimelineMode):
     """A dispatch mode that records a timeline; ``where()`` returns the part of the model that is running.
 
     ``kernels(place)`` is the type of device whose kernels run on a place. Kernels of a "cpu" allocate
@@ -45,11 +46,8 @@ class Ledger(DispatchMode):
     ) -> None:
         super().__init__()
         self._kernels = kernels
-        self.live: dict[str, int] = {}  # bytes, by place
         self._where = where
         self._here = Where()
-        self._recorder = Recorder()
-        self._known: dict[int, tuple[weakref.ref[Any], int]] = {}  # id of storage -> block
         self._latest = CALLER.name
         # Places, per thread, that have cuBLAS's workspace
         self._blas: set[tuple[str, bool]] = set()
@@ -65,20 +63,17 @@ class Ledger(DispatchMode):
             result = cpu_result(func, args, result)
         elif kernels == "cuda" and uses_blas(func):
             self._open_blas(place, str(func))
-        fresh = [
-            leaf for leaf in tensors_in(result) if id(leaf.untyped_storage()) not in self._known
-        ]
+        fresh = [leaf for leaf in tensors_in(result) if not self.is_known(leaf)]
         workspaces = cuda_workspaces(func, args, result) if kernels == "cuda" else ()
         for made, leaf in enumerate(fresh, start=1):
             self._add_result(leaf, place, func, leaves)
             for found in workspaces:
                 if found.after == made:
-                    self._add_and_free(
-                        found.nbytes, place, str(func), "workspace", elastic=found.elastic
-                    )
+                    block = self._block(found.nbytes, place, str(func), "workspace")
+                    self._count_briefly(replace(block, elastic=found.elastic))
         if kernels == "cpu":
             nbytes = workspace_nbytes(func, args, kwargs, result)
-            self._add_and_free(nbytes, place, str(func), "temporary")
+            self._count_briefly(self._block(nbytes, place, str(func), "temporary"))
         self._latest = place
         return result
 
@@ -87,7 +82,7 @@ class Ledger(DispatchMode):
         thread = (place, self._here.phase in ("backward", "recompute"))
         if thread not in self._blas:
             self._blas.add(thread)
-            self._add_bytes(BLAS_NBYTES, place, operation, "workspace")
+            self._allocate(self._block(BLAS_NBYTES, place, operation, "workspace"))
 
     def _add_result(self, tensor: Tensor, place: str, func: Any, inputs: Sequence[Tensor]) -> None:
         """Count a result of an operation.
@@ -129,8 +124,8 @@ class Ledger(DispatchMode):
         return here.name if here is not None else self._latest
 
     def _entry(self, tensor: Tensor) -> Block | None:
-        known = self._known.get(id(tensor.untyped_storage()))
-        return self._recorder.blocks[known[1]] if known is not None else None
+        number = self.block_of(tensor)
+        return None if number is None else self._recorder.blocks[number]
 
     def add(
         self,
@@ -147,16 +142,14 @@ class Ledger(DispatchMode):
         ``name`` is that of a parameter or of the tensor's source. Without ``layer``, it is taken from the
         name, or if there is none, it is the layer that is running.
         """
-        device = place.name if isinstance(place, Place) else place
-        storage = tensor.untyped_storage()
-        key = id(storage)
-        if key in self._known:
+        if self.is_known(tensor):
             return
         if layer is None:
             layer = name.rpartition(".")[0] if name else self._here.layer
+        device = place.name if isinstance(place, Place) else place
         block = Block(
             device=device,
-            nbytes=storage.nbytes(),
+            nbytes=nbytes_of_storage(tensor),
             kind=kind or self._here.phase,
             name=name or self._here.node or operation,
             layer=layer,
@@ -164,53 +157,17 @@ class Ledger(DispatchMode):
             where=self._here,
             operation=operation,
         )
-        index = self._allocate(block)
+        self._count(tensor, block)
 
-        def gone(_: Any) -> None:
-            del self._known[key]
-            self._free(index)
-
-        self._known[key] = (weakref.ref(storage, gone), index)
-
-    def _add_and_free(
-        self, nbytes: int, place: str, operation: str, kind: str, *, elastic: bool = False
-    ) -> None:
-        """Count memory that the running operation allocates on ``place`` and frees before it returns."""
-        if nbytes:
-            self._free(self._add_bytes(nbytes, place, operation, kind, elastic=elastic))
-
-    def _add_bytes(
-        self, nbytes: int, place: str, operation: str, kind: str, *, elastic: bool = False
-    ) -> int:
-        """Count memory that belongs to no tensor; returns the number of its block."""
-        return self._allocate(
-            Block(
-                device=place,
-                nbytes=nbytes,
-                kind=kind,
-                name=self._here.node or operation,
-                layer=self._here.layer,
-                shape=(nbytes,),
-                where=self._here,
-                operation=operation,
-                elastic=elastic,
-            )
+    def _block(self, nbytes: int, place: str, operation: str, kind: str) -> Block:
+        """Memory that belongs to no tensor."""
+        return Block(
+            device=place,
+            nbytes=nbytes,
+            kind=kind,
+            name=self._here.node or operation,
+            layer=self._here.layer,
+            shape=(nbytes,),
+            where=self._here,
+            operation=operation,
         )
-
-    def _allocate(self, block: Block) -> int:
-        self.live[block.device] = self.live.get(block.device, 0) + block.nbytes
-        return self._recorder.allocate(block)
-
-    def _free(self, index: int) -> None:
-        block = self._recorder.blocks[index]
-        self.live[block.device] -= block.nbytes
-        self._recorder.free(index)
-
-    @property
-    def num_events(self) -> int:
-        """The number of events that have been recorded."""
-        return self._recorder.num_events
-
-    def timeline(self) -> Timeline:
-        """The events that have been recorded so far."""
-        return self._recorder.timeline()

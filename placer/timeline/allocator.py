@@ -316,7 +316,7 @@ def device_usage(
         if kind == "free":
             if (piece := live.pop(index, None)) is not None:
                 allocator.free(piece)
-        elif block.nbytes:
+        elif kind == "allocate" and block.nbytes:
             try:
                 live[index] = allocator.allocate(block.nbytes)
             except OutOfMemory:

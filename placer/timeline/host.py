@@ -38,7 +38,7 @@ def host_usage(timeline: Timeline, place: str) -> HostUsage:
     now = peak = 0
     for kind, index in timeline.on(place):
         block = timeline.blocks[index]
-        if block.kind not in (PINNED, "received") or not block.nbytes:
+        if kind == "read" or block.kind not in (PINNED, "received") or not block.nbytes:
             continue
         sign = 1 if kind == "allocate" else -1
         now += sign * block.nbytes

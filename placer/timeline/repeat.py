@@ -23,6 +23,8 @@ def repeat_parts(timeline: Timeline, parts: Iterable[range]) -> Timeline:
             if event.kind == "free":
                 if event.block in present:
                     events.append(Event("free", present.pop(event.block)))
+            elif event.kind == "read":
+                events.append(Event("read", present[event.block]))
             elif event.block not in present or event.block in given_back:
                 present[event.block] = len(blocks)
                 blocks.append(timeline.blocks[event.block])

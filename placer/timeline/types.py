@@ -39,9 +39,13 @@ class Block:
 
 
 class Event(NamedTuple):
-    """A block is allocated or freed; ``block`` is its index in `Timeline.blocks`."""
+    """A block is allocated, freed, or read by a backward for which forward saved it.
 
-    kind: Literal["allocate", "free"]
+    ``block`` is its index in `Timeline.blocks`. Only a recording of a model's nodes, from which their costs
+    are derived, has the reads.
+    """
+
+    kind: Literal["allocate", "free", "read"]
     block: int
 
 
@@ -79,7 +83,7 @@ class Timeline:
         peaks: dict[str, Moment] = {}
         for number, event in enumerate(self.events, start=1):
             block = self.blocks[event.block]
-            if block.kind == "workspace" and not workspaces:
+            if event.kind == "read" or (block.kind == "workspace" and not workspaces):
                 continue
             if event.kind == "free":
                 live[block.device] -= block.nbytes
@@ -97,11 +101,16 @@ class Timeline:
         for event in self.events[: moment.events]:
             if event.kind == "free":
                 held.pop(event.block, None)
-            else:
+            elif event.kind == "allocate":
                 held[event.block] = None
         blocks = (self.blocks[i] for i in held)
         found = [b for b in blocks if b.device == device and b.kind != "workspace"]
         return sorted(found, key=lambda block: -block.nbytes)
+
+    def kept(self) -> Mapping[int, Block]:
+        """The blocks that are never freed, by number."""
+        freed = {event.block for event in self.events if event.kind == "free"}
+        return {i: block for i, block in enumerate(self.blocks) if i not in freed}
 
 
 class Recorder:
@@ -120,6 +129,10 @@ class Recorder:
     def free(self, number: int) -> None:
         """Record that the block with this number is freed."""
         self._events.append(Event("free", number))
+
+    def read(self, number: int) -> None:
+        """Record that a backward reads the block with this number."""
+        self._events.append(Event("read", number))
 
     @property
     def num_events(self) -> int:

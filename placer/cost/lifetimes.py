@@ -1,0 +1,114 @@
+"""Derive from the timeline of a recorded run when each storage lives, in terms of nodes.
+
+The planner's estimates are made of these lifetimes. They say which node makes a storage and which need it,
+and so hold for any placement; the timeline has the moments of the run on one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from placer.cost.record import Recording
+from placer.cost.storages import OUTSIDE, NodeRun, StorageUses
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Lifetime:
+    """The life of a storage. Nodes are given by position, the loss last."""
+
+    nbytes: int
+    made_by: int  # `OUTSIDE` for the model's inputs
+    backward: bool  # made in backward
+    freed_by: int | None  # the node in whose backward it was freed; None: not freed in backward
+    uses: StorageUses
+
+
+# A storage, and the change of live bytes; 0 is a read of what forward saved.
+Change = tuple[Lifetime, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lifetimes:
+    """The storages of a run, in the order in which they were made, and what happens in each node.
+
+    Sequences over nodes have an entry per position. ``results`` are the storages of each node's result.
+    ``forward_transient`` is the most bytes alive at a time in a node's forward, of those that it makes.
+    ``backward`` has the changes in its backward, in order.
+    """
+
+    storages: tuple[Lifetime, ...]
+    results: tuple[tuple[Lifetime, ...], ...]
+    forward_transient: tuple[int, ...]
+    backward: tuple[tuple[Change, ...], ...]
+
+
+def find_lifetimes(recording: Recording) -> Lifetimes:
+    """The lifetimes of all storages of ``recording``; O(events)."""
+    lifetime_of = _lifetime_of(recording)
+    count = len(recording.output_nbytes)
+    transient = [0] * count
+    backward: list[list[Change]] = [[] for _ in range(count)]
+    for run, numbers in _runs(recording):
+        if run.position == OUTSIDE:
+            continue
+        changes = list(_changes(recording, lifetime_of, numbers))
+        if run.backward:
+            backward[run.position] += changes
+        else:
+            transient[run.position] = _most_of_own(run.position, changes)
+    return Lifetimes(
+        storages=tuple(lifetime_of[block] for block in recording.uses),
+        results=tuple(
+            tuple(lifetime_of[block] for block in blocks) for blocks in recording.output_blocks
+        ),
+        forward_transient=tuple(transient),
+        backward=tuple(map(tuple, backward)),
+    )
+
+
+def _lifetime_of(recording: Recording) -> list[Lifetime]:
+    """The lifetime of each block of the timeline; temporary memory has no uses."""
+    position = {name: i for i, name in enumerate(recording.order)}
+    loss = len(recording.order)
+    freed_by: dict[int, int] = {}
+    for run, numbers in _runs(recording):
+        if run.backward and run.position != OUTSIDE:
+            for event in recording.timeline.events[numbers.start : numbers.stop]:
+                if event.kind == "free":
+                    freed_by[event.block] = run.position
+    return [
+        Lifetime(
+            nbytes=block.nbytes,
+            made_by=position.get(block.where.node, loss) if block.where.phase else OUTSIDE,
+            backward=block.where.phase == "backward",
+            freed_by=freed_by.get(number),
+            uses=recording.uses.get(number) or StorageUses(),
+        )
+        for number, block in enumerate(recording.timeline.blocks)
+    ]
+
+
+def _runs(recording: Recording) -> Iterator[tuple[NodeRun, range]]:
+    """The runs of nodes, and the numbers of their events."""
+    starts = [*(run.start for run in recording.runs), len(recording.timeline.events)]
+    return zip(recording.runs, (range(*pair) for pair in pairwise(starts)), strict=True)
+
+
+def _changes(recording: Recording, lifetime_of: list[Lifetime], numbers: range) -> Iterator[Change]:
+    """The changes of live bytes in the events with these numbers."""
+    sign = {"allocate": 1, "free": -1, "read": 0}
+    for event in recording.timeline.events[numbers.start : numbers.stop]:
+        stored = lifetime_of[event.block]
+        yield stored, sign[event.kind] * stored.nbytes
+
+
+def _most_of_own(position: int, changes: list[Change]) -> int:
+    """The most bytes alive at a time of what the node at ``position`` makes."""
+    live = most = 0
+    for stored, change in changes:
+        if stored.made_by == position:
+            live += change
+            most = max(most, live)
+    return most
