@@ -100,7 +100,7 @@ def record_model(
             for path, attribute in effects:
                 if path and first != second:
                     raise TraceFailure(path, f"its forward changes its attribute {attribute!r}", "")
-        graph = recorder.writer.finish(leaves, named=named)
+        graph = recorder.writer.finish(leaves, recorder.sizes.values, named=named)
     finally:
         snapshot.restore()
     writer = recorder.writer

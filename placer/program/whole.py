@@ -71,7 +71,8 @@ def record_whole(
             if isinstance(leaf, Tensor | int | float)
             else leaf
             for i, leaf in enumerate(leaves)
-        ]
+        ],
+        {},
     )
     return RecordedProgram(
         graph=graph,

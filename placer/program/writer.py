@@ -20,6 +20,7 @@ from torch.utils._pytree import SUPPORTED_NODES, tree_flatten
 
 from placer.program.failure import Untraceable, locate_caller
 from placer.program.fake import FakeConverter
+from placer.program.operand_order import sort_operands
 from placer.program.result import PLAIN
 from placer.program.sizes import SizeFloat, SizeInt, plain
 from placer.program.targets import BuildTree, get_field
@@ -100,15 +101,19 @@ class GraphWriter:
             self.layer_of[kept.name] = self.layer_of[read.name]
         self.node("call_method", "copy_", (self.node("get_attr", name), value), layer=layer)
 
-    def finish(self, leaves: list[Any], *, named: bool = True) -> fx.Graph:
+    def finish(
+        self, leaves: list[Any], numbers: Mapping[fx.Node, Any], *, named: bool = True
+    ) -> fx.Graph:
         """The finished graph, with ``leaves`` as its result and without unused pure nodes.
 
-        With ``named``, equal graphs have equal node names. A graph that is only compared needs none.
+        ``numbers`` has the nodes of sizes, and their values. With ``named``, equal graphs have equal node
+        names. A graph that is only compared needs none.
         """
         self.graph.output(leaves)
         for node in reversed(self.graph.nodes):
             if node in self._pure and not node.users:
                 self.graph.erase_node(node)
+        sort_operands(self.graph, numbers, self.layer_of)
         if not named:
             return self.graph
         self.graph.lint()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -43,3 +44,30 @@ def test_a_plan_made_from_the_first_recording_serves_the_second() -> None:
     assert placer.simulate(model, plan, (x,)).step_ok
     placed = placer.compile(model, plan, (x,), run_on="cpu")
     torch.testing.assert_close(placed(x), model(x))
+
+
+class MultipliesInSomeOrder(nn.Module):
+    """Multiplies sizes in the order of ``axes``, as einops does in that of a set of strings."""
+
+    axes: tuple[int, ...] = (1, 2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        sizes, known, around = x.shape, 1, 2
+        for axis in self.axes:
+            known *= sizes[axis]
+            around = sizes[axis] + around
+        return x.reshape(-1, known) * known + around * x.size(0)
+
+
+@pytest.mark.parametrize("axes", [(1, 3, 2), (3, 2, 1), (2, 1, 3)])
+def test_the_order_in_which_sizes_are_multiplied_does_not_matter(axes: tuple[int, ...]) -> None:
+    # Sets of strings have another order in every process; ranks compare their fingerprints.
+    model, x = MultipliesInSomeOrder(), torch.randn(2, 3, 4, 5)
+    first = capture_model(model, (x,))
+    other = type("MultipliesInSomeOrder", (MultipliesInSomeOrder,), {"axes": axes})()
+    second = capture_model(other, (x,))
+    assert second.fingerprint == first.fingerprint
+    assert second.order == first.order
+    placed = placer.compile(other, {"devices": ["cpu:0"]}, (x,), run_on="cpu")
+    larger = torch.randn(6, 3, 4, 5)
+    torch.testing.assert_close(placed(larger), model(larger), rtol=0, atol=0)
