@@ -25,7 +25,8 @@ from placer.partition import DeviceSlot, PlanningOptions
 from placer.partition.arrange import candidate_cuts
 from placer.partition.candidate import solve_order
 from placer.partition.chain import best_cuts
-from placer.partition.stage_cost.score import optimizer_bytes, peak_bytes
+from placer.partition.stage_cost.optimizer import optimizer_bytes
+from placer.partition.stage_cost.score import peak_bytes
 from placer.partition.stage_cost.tables import build_tables
 from placer.partition.units import sampled_orders, unit_graph
 from placer.plan.types import Plan

@@ -21,7 +21,8 @@ import numpy as np
 
 from benchmarks.capacity import GIB, SUBJECTS, Case, Search
 from benchmarks.record import write_result
-from placer.partition.stage_cost.score import optimizer_bytes, peak_bytes
+from placer.partition.stage_cost.optimizer import optimizer_bytes
+from placer.partition.stage_cost.score import peak_bytes
 from placer.partition.stage_cost.shared import SharedPeaks
 from placer.partition.stage_cost.tables import build_tables
 from placer.partition.units import program_order, unit_graph

@@ -42,7 +42,7 @@ from placer.catalogue import CATALOGUE
 from placer.cost import CostTable, estimate_costs, storages
 from placer.cost.operations import Operation
 from placer.h100 import H100_PEAKS
-from placer.partition.stage_cost.score import optimizer_seconds
+from placer.partition.stage_cost.optimizer import optimizer_seconds
 from placer.program import Program, capture_model, flatten_call
 from placer.rates import CLASSES, HEAVY, Key, Rate, Rates, complete_rates, with_launch
 

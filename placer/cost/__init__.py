@@ -17,7 +17,14 @@ from placer.cost.record import stand_in_loss
 from placer.cost.regions import with_regions
 from placer.cost.rows import with_fewer_rows
 from placer.cost.timeline_mode import TimelineMode, nbytes_of_storage
-from placer.cost.types import AddedGradient, CostTable, NodeCost, PendingGradient, StoredValue
+from placer.cost.types import (
+    AddedGradient,
+    CostTable,
+    NodeCost,
+    PendingGradient,
+    StateTensor,
+    StoredValue,
+)
 from placer.cost.work import Work
 from placer.cost.workspaces import cpu_result, workspace_nbytes
 
@@ -29,6 +36,7 @@ __all__ = [
     "NodeCost",
     "PendingGradient",
     "ScaledCosts",
+    "StateTensor",
     "StoredValue",
     "TimelineMode",
     "Work",

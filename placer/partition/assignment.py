@@ -42,15 +42,18 @@ _ROUNDING = 1e-9  # relative difference between sums of floats in different orde
 
 
 def nested_devices(
-    shared: SharedPeaks, cuts: Sequence[int], scales: Sequence[tuple[float, float]]
+    shared: SharedPeaks,
+    cuts: Sequence[int],
+    devices: int,
+    share: Callable[[int, Table], Table],
 ) -> list[int]:
     """The first step: the device of every stretch between ``cuts`` (indices, the ends included).
 
-    ``scales`` has for each device a pair (a, b) such that ``a * peak + b`` is its load.
+    ``share`` gives the loads of a device (index) with peaks in bytes.
     """
     at = np.asarray(cuts)
-    n, devices = len(at), len(scales)
-    single = shared.running[np.ix_(at[:-1], at[1:] - 1)] * scales[-1][0] + scales[-1][1]
+    n = len(at)
+    single = share(devices - 1, shared.running[np.ix_(at[:-1], at[1:] - 1)])
     best = np.full((n, n), np.inf)
     best[:-1, 1:] = np.where(np.tri(n - 1, dtype=bool).T, single, np.inf)
     np.fill_diagonal(best, 0.0)
@@ -60,7 +63,7 @@ def nested_devices(
         np.fill_diagonal(outer, 0.0)
         spans = [(0, n - 1)] if j == 0 else itertools.combinations(range(n), 2)
         for x, y in spans:
-            pair = _pair(shared, at, x, y) * scales[j][0] + scales[j][1]
+            pair = share(j, _pair(shared, at, x, y))
             value = np.maximum(pair, best[x : y + 1, x : y + 1])
             value[~np.tri(y - x + 1, dtype=bool).T] = np.inf
             least = int(np.argmin(value))

@@ -41,8 +41,9 @@ from numpy.typing import NDArray
 
 from placer.cost import CostTable
 from placer.partition.candidate import in_flight_at, optimizer_on, peak_share, reference_bytes
-from placer.partition.model import ModelUnits, UnitState, unit_state
+from placer.partition.model import ModelUnits
 from placer.partition.stage_cost.order_bytes import node_transients
+from placer.partition.stage_cost.state import UnitState, unit_state
 from placer.partition.types import DeviceSlot, PlanningOptions
 
 # Larger graphs get only the first bound, because the second compares all pairs of units.
@@ -133,7 +134,7 @@ def unit_bytes(
 ) -> UnitBytes:
     """The bytes of the units of ``model`` on any of ``devices`` (names); O(nodes + uses)."""
     count = len(model.order)
-    state = unit_state(model, costs, options)
+    state = unit_state(costs, model.unit_of, count, optimizer_on(options, devices))
     saved, excess, alone = np.zeros(count), np.zeros(count), state.copies.copy()
     if options.training:
         alone += state.gradients + _updating(state, options, devices)

@@ -6,22 +6,19 @@ import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, overload
+from typing import Literal, TypeVar
 
 import numpy as np
 
 from placer.cost import device_type, updates_together
 from placer.partition.chain import Mask, Table, best_cuts, boundary_costs
-from placer.partition.stage_cost.score import (
-    OptimizerMemory,
-    optimizer_bytes,
-    peak_bytes,
-    stage_seconds,
-    transfer_seconds,
-)
+from placer.partition.stage_cost.optimizer import OptimizerMemory, optimizer_bytes
+from placer.partition.stage_cost.score import peak_bytes, stage_seconds, transfer_seconds
 from placer.partition.stage_cost.tables import IntervalTables
 from placer.partition.types import DeviceSlot, PlanningOptions
 from placer.schedule import InFlight, in_flight_by_stage, make_schedule
+
+Bytes = TypeVar("Bytes", float, Table)
 
 _TIE = 1e-9  # relative difference up to which candidates are equal, so the next criterion decides
 
@@ -210,11 +207,7 @@ def reference_bytes(chain: Sequence[DeviceSlot]) -> float:
     return float(max((s.budget for s in chain if s.budget is not None), default=1))
 
 
-@overload
-def peak_share(peak: float, slot: DeviceSlot, reference: float) -> float: ...
-@overload
-def peak_share(peak: Table, slot: DeviceSlot, reference: float) -> Table: ...
-def peak_share(peak: float | Table, slot: DeviceSlot, reference: float) -> float | Table:
+def peak_share(peak: Bytes, slot: DeviceSlot, reference: float) -> Bytes:
     """``peak`` bytes and the reserve as a share of the budget, or ``peak`` as one of ``reference``."""
     if slot.budget is None:
         return peak / reference

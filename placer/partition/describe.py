@@ -23,17 +23,15 @@ from placer.partition.candidate import (
     reference_bytes,
 )
 from placer.partition.noncontiguous import NoncontiguousChains, device_peaks, may_be_noncontiguous
+from placer.partition.stage_cost.optimizer import OptimizerMemory, optimizer_seconds
 from placer.partition.stage_cost.overlap import overlapped_backward, overlapped_forward
 from placer.partition.stage_cost.score import (
-    OptimizerMemory,
     launch_seconds,
-    optimizer_seconds,
     peak_bytes,
     replica_peak_bytes,
     saved_bytes,
     stage_seconds,
     transfer_seconds,
-    updating_bytes,
 )
 from placer.partition.stage_cost.tables import IntervalTables
 from placer.partition.types import DeviceSlot, Partition, PlanningOptions
@@ -218,7 +216,7 @@ def _optimizer_seconds(best: Candidate, used: Sequence[_Used], options: Planning
     owned: dict[DeviceSlot, float] = {}
     for q, x, y in used:
         slot = best.slots[q]
-        owned[slot] = owned.get(slot, 0.0) + float(best.tables.owned[x, y])
+        owned[slot] = owned.get(slot, 0.0) + float(best.tables.state.owned[x, y])
     return max(
         optimizer_seconds(nbytes, options.optimizer, slot.kind) for slot, nbytes in owned.items()
     )
@@ -236,10 +234,10 @@ def _memory(
 ) -> StageMemory:
     """The memory of the stage from interval ``x`` to ``y`` by kind; the rest of ``peak`` is transient."""
     found = {
-        "parameters": int(tables.parameters[x, y]),
-        "gradients": int(tables.trained[x, y]) if training else 0,
-        "optimizer": int(optimizer.state * tables.owned[x, y]),
-        "buffers": int(tables.buffers[x, y]),
+        "parameters": int(tables.state.parameters[x, y]),
+        "gradients": int(tables.state.trained[x, y]) if training else 0,
+        "optimizer": int(optimizer.state * tables.state.owned[x, y]),
+        "buffers": int(tables.state.buffers[x, y]),
         "saved": int(saved_bytes(tables, count.most)[x, y]) if training else 0,
     }
     return StageMemory(
@@ -252,7 +250,7 @@ def _memory(
 
 def _training_devices(best: Candidate, used: Sequence[_Used]) -> list[str]:
     """The names of the devices that have trained parameters."""
-    return [best.slots[q].name for q, x, y in used if best.tables.owned[x, y]]
+    return [best.slots[q].name for q, x, y in used if best.tables.state.owned[x, y]]
 
 
 def _device_peaks(
@@ -271,7 +269,7 @@ def _device_peaks(
         name = best.slots[q].name
         optimizer = optimizer_on(options, [name] if options.processes else trained_on)
         # What updating one parameter after the other allocates is in the peak of a stage already.
-        updating[name] += float(updating_bytes(t, replace(optimizer, each=0.0))[x, y])
+        updating[name] += float(t.state.while_updating(replace(optimizer, each=0.0))[x, y])
     peaks = _per_device([(stage, stage.memory.peak) for stage in stages])
     if len(peaks) < len(stages) and may_be_noncontiguous(options, best.slots):
         spans = {

@@ -11,9 +11,15 @@ from numpy.typing import NDArray
 
 from placer.catalogue import fastest_kind
 from placer.cost import CostTable
-from placer.partition.candidate import copies_overlap, in_flight_at, reference_bytes
+from placer.partition.candidate import (
+    copies_overlap,
+    in_flight_at,
+    optimizer_on,
+    reference_bytes,
+)
 from placer.partition.solver.problem import PartitionProblem, SharedValue, StageSlot, Vector
-from placer.partition.stage_cost.score import optimizer_bytes, unit_seconds
+from placer.partition.stage_cost.score import unit_seconds
+from placer.partition.stage_cost.state import unit_state
 from placer.partition.types import DeviceSlot, PlanningOptions
 
 
@@ -126,37 +132,6 @@ def _problem(model: ModelUnits, slots: Sequence[StageSlot]) -> PartitionProblem:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnitState:
-    """For each unit the bytes of parameters, buffers and optimizer state."""
-
-    copies: Vector  # of everything that the unit reads
-    static: Vector  # the same, but each tensor counts only for the first unit that reads it
-    gradients: Vector  # of parameters that no other unit reads
-    own: list[list[tuple[int, int]]]  # for each of these parameters, its first reader and its bytes
-
-
-def unit_state(model: ModelUnits, costs: CostTable, options: PlanningOptions) -> UnitState:
-    """The state of the units of ``model``; O(uses of parameters and buffers)."""
-    count = len(model.order)
-    copies, static, gradients = np.zeros(count), np.zeros(count), np.zeros(count)
-    own: list[list[tuple[int, int]]] = [[] for _ in range(count)]
-    state = optimizer_bytes(options.optimizer).state
-    for tensor in costs.state:
-        units, nbytes = {int(model.unit_of[i]) for i in tensor.readers}, tensor.nbytes
-        for unit in units:
-            copies[unit] += nbytes
-        if units:
-            static[min(units)] += nbytes
-        if options.training and tensor.trained and len(units) == 1:
-            (unit,) = units
-            static[unit] += state * nbytes
-            copies[unit] += state * nbytes
-            gradients[unit] += nbytes
-            own[unit].append((tensor.readers[0], nbytes))
-    return UnitState(copies=copies, static=static, gradients=gradients, own=own)
-
-
 def least_bytes(
     model: ModelUnits, costs: CostTable, options: PlanningOptions, num_stages: int, stage_index: int
 ) -> Vector:
@@ -167,17 +142,16 @@ def least_bytes(
     in flight, or gradients, whichever are more in total. Activations that are recomputed or offloaded do
     not count.
     """
-    state = unit_state(model, costs, options)
-    static, gradients = np.append(state.static, 0.0), np.append(state.gradients, 0.0)  # the loss: 0
+    count = len(model.order) + 1  # with the loss
+    state = unit_state(costs, model.unit_of, count, optimizer_on(options, ()))
     if not options.training:
-        return static
-    saved = np.zeros(len(static))
+        return state.static
+    saved = np.zeros(count)
     for value in costs.values:
         if value.savers and not any(s < len(costs.keys) and costs.keys[s] for s in value.savers):
             saved[min(int(model.unit_of[s]) for s in value.savers)] += value.nbytes
     saved *= in_flight_at(options, num_stages, stage_index).most
-    total: Vector = static + (saved if saved.sum() >= gradients.sum() else gradients)
-    return total
+    return state.static + (saved if saved.sum() >= state.gradients.sum() else state.gradients)
 
 
 def _by_unit(model: ModelUnits, of_nodes: Vector) -> Vector:

@@ -11,14 +11,16 @@ import numpy as np
 from placer.cost import CostTable
 from placer.partition.assignment import MOST_CUTS, improved_devices, nested_devices
 from placer.partition.candidate import (
+    Bytes,
     Candidate,
     StageCosts,
     optimizer_on,
+    peak_share,
     rank_candidate,
     reference_bytes,
 )
 from placer.partition.stage_cost.live_through import Span
-from placer.partition.stage_cost.score import OptimizerMemory
+from placer.partition.stage_cost.optimizer import OptimizerMemory
 from placer.partition.stage_cost.shared import SharedPeaks
 from placer.partition.stage_cost.tables import IntervalTables
 from placer.partition.types import DeviceSlot, PlanningOptions
@@ -59,20 +61,22 @@ class NoncontiguousChains:
     ) -> None:
         self._best, self._pinned, self._options = best, pinned, options
         self.slots = list({slot.name: slot for slot in best.slots}.values())
-        self.scales = [_scale(slot, self.slots) for slot in self.slots]
+        self._reference = reference_bytes(self.slots)
         optimizer = optimizer_on(options, (slot.name for slot in self.slots))
         self.shared = SharedPeaks(best.tables, costs, best.nodes, optimizer)
         self._costs = StageCosts(best.tables, self.slots, pinned, options)
 
+    def share(self, device: int, peak: Bytes) -> Bytes:
+        """``peak`` bytes of a device (index) as a share of its budget."""
+        return peak_share(peak, self.slots[device], self._reference)
+
     def load(self, device: int, spans: Sequence[Span]) -> float:
         """The peak of a device (index) with the stages ``spans``, as a share of its budget."""
-        scale, offset = self.scales[device]
-        return self.shared.peak(spans) * scale + offset if spans else 0.0
+        return self.share(device, self.shared.peak(spans)) if spans else 0.0
 
     def load_at_least(self, device: int, spans: Sequence[Span]) -> float:
         """A lower bound on `load` that is faster to compute."""
-        scale, offset = self.scales[device]
-        return self.shared.at_least(spans) * scale + offset if spans else 0.0
+        return self.share(device, self.shared.at_least(spans)) if spans else 0.0
 
     def candidate(self, chain: Sequence[DeviceSlot], cuts: Sequence[int]) -> Candidate:
         """The placement with the devices ``chain`` for the stages between ``cuts`` (indices).
@@ -137,7 +141,7 @@ def find_noncontiguous(
         return None
     device_of = np.searchsorted(best.cuts[1:-1], cuts[:-1], side="right").tolist()
     if all(free):
-        device_of = nested_devices(chains.shared, cuts, chains.scales)
+        device_of = nested_devices(chains.shared, cuts, len(chains.slots), chains.share)
     device_of = improved_devices(
         device_of, cuts, free, len(chains.slots), chains.load, chains.load_at_least
     )
@@ -158,14 +162,6 @@ def is_better(found: Candidate, best: Candidate) -> bool:
     if best.rank[0] > 0:
         return found.rank[0] < best.rank[0] * (1 - GAIN)
     return found.rank[0] == 0 and found.peak < best.peak * (1 - GAIN)
-
-
-def _scale(slot: DeviceSlot, slots: Sequence[DeviceSlot]) -> tuple[float, float]:
-    """The factor and the summand that turn peak bytes into a share of the budget, with the reserve."""
-    if slot.budget is None:
-        return 1 / reference_bytes(slots), 0.0
-    budget = max(slot.budget, 1)
-    return 1 / budget, slot.reserve / budget
 
 
 def _coarse(tables: IntervalTables, kept: Sequence[int]) -> list[int]:

@@ -13,7 +13,8 @@ from torch import Tensor
 from placer.cost import CostTable, device_kind, estimate_costs
 from placer.partition import PlanningOptions, choose_partition
 from placer.partition.model import least_bytes, model_units
-from placer.partition.stage_cost.score import optimizer_bytes, peak_bytes, unit_seconds
+from placer.partition.stage_cost.optimizer import optimizer_bytes
+from placer.partition.stage_cost.score import peak_bytes, unit_seconds
 from placer.partition.stage_cost.tables import build_tables
 from placer.partition.units import program_order, unit_graph
 from placer.planner.devices import device_slot

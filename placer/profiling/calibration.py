@@ -20,7 +20,7 @@ from placer.cost.operations import Operation, operations_of
 from placer.errors import DeviceError
 from placer.executor.device_map import device_count
 from placer.operands import tensors_in
-from placer.partition.stage_cost.score import optimizer_passes
+from placer.partition.stage_cost.optimizer import optimizer_passes
 from placer.profiling.clocks import Clock, clock_for, time_call
 from placer.profiling.samples import Call, Samples
 from placer.rates import HEAVY, Key, Peaks, Rate, Rates, complete_rates, with_launch

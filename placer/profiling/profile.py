@@ -15,7 +15,7 @@ from placer.emit import emit_stages, materialize
 from placer.errors import DeviceError
 from placer.executor.device_map import device_count, map_devices
 from placer.executor.module import PlacedModule
-from placer.partition.stage_cost.score import optimizer_passes
+from placer.partition.stage_cost.optimizer import optimizer_passes
 from placer.planner.build import build_plan
 from placer.profiling.clocks import Clock, clock_for
 from placer.profiling.nodes import LOSS, NodeTimes, measure_nodes

@@ -150,7 +150,7 @@ def test_nested_intervals_against_all(monkeypatch: pytest.MonkeyPatch) -> None:
     def largest(device_of: list[int]) -> float:
         return max(shared.peak(spans) for spans in spans_of(device_of, cuts, 3) if spans)
 
-    found = largest(nested_devices(shared, cuts, [(1.0, 0.0)] * 3))
+    found = largest(nested_devices(shared, cuts, 3, lambda _, peaks: peaks))
     n = len(cuts) - 1
     least = np.inf
     for a, b, c, d in itertools.combinations_with_replacement(range(n + 1), 4):

@@ -22,7 +22,8 @@ from placer.partition.policy.cheapest import choose_stage_policy, keys_of
 from placer.partition.policy.least import least_extra_seconds
 from placer.partition.policy.search import PolicySearch
 from placer.partition.policy.types import Policy, StageLimits
-from placer.partition.stage_cost.score import optimizer_bytes, peak_bytes
+from placer.partition.stage_cost.optimizer import optimizer_bytes
+from placer.partition.stage_cost.score import peak_bytes
 from placer.partition.stage_cost.tables import build_tables
 from placer.planner import activation_policy
 from placer.program import capture_model

@@ -5,6 +5,8 @@ score                  the formula for peaks, and the seconds of stages
 tables                 the terms of the formula, for all stages along an order at once
 order_bytes            the parts of these terms, independent of where stages begin and end
 rectangles             sums of such parts
+state                  parameters, buffers and optimizer state, summed for stages and for units
+optimizer              what an optimizer needs
 pending_gradients      gradients of skip connections that have been computed and not used yet
 received               how long copies of values from other stages are needed
 region_liveness        values that recomputed or offloaded regions keep alive

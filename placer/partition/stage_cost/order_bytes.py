@@ -17,6 +17,7 @@ from placer.partition.stage_cost.pending_gradients import IntervalCorrection, pe
 from placer.partition.stage_cost.received import find_needs, releases
 from placer.partition.stage_cost.rectangles import Rectangles, Table
 from placer.partition.stage_cost.region_liveness import RegionLiveness
+from placer.partition.stage_cost.state import StateRectangles, state_rectangles
 
 LOSS_NBYTES = 4  # a float32, which is alive during backward
 
@@ -53,22 +54,6 @@ class CrossingValues:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class State:
-    """Bytes of parameters and buffers.
-
-    ``sent_home`` are gradients received from later stages' copies of parameters. ``trained_at`` has the
-    first use and the bytes of each trained parameter, in order.
-    """
-
-    parameters: Rectangles
-    buffers: Rectangles
-    trained: Rectangles
-    owned: Rectangles
-    sent_home: Rectangles
-    trained_at: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class OrderBytes:
     """The bytes that `build_tables` sums for the cuts of an order; the last stage computes the loss.
 
@@ -78,7 +63,7 @@ class OrderBytes:
     place: NDArray[np.int64]  # the position of each node
     held: HeldValues
     crossing: CrossingValues
-    state: State
+    state: StateRectangles
     forward_transient: Table
     backward_transient: Table
 
@@ -105,7 +90,7 @@ def find_order_bytes(
         place=place,
         held=_held_values(costs, place, regions),
         crossing=_crossing_values(costs, place),
-        state=_state(costs, place),
+        state=state_rectangles(costs, place),
         forward_transient=by_position(place, forwards),
         backward_transient=by_position(place, backwards),
     )
@@ -178,32 +163,6 @@ def _crossing_values(costs: CostTable, place: NDArray[np.int64]) -> CrossingValu
     results.add(0, loss, loss, returned)
     return CrossingValues(
         received=received, computed=computed, sent=sent, results=results, released=tuple(released)
-    )
-
-
-def _state(costs: CostTable, place: NDArray[np.int64]) -> State:
-    parameters, buffers, trained, owned, sent_home = (Rectangles() for _ in range(5))
-    trained_at: list[tuple[int, int]] = []
-    for tensor in costs.state:
-        uses = _at(place, tensor.readers)
-        held = buffers if tensor.is_buffer else parameters
-        if not uses:  # then it is on the first stage
-            held.add(0, 0, 0, tensor.nbytes)
-            continue
-        held.some(uses, tensor.nbytes)
-        if tensor.trained:
-            trained_at.append((uses[0], tensor.nbytes))
-            trained.some(uses, tensor.nbytes)
-            owned.add(0, uses[0], uses[0], tensor.nbytes)
-            # A later stage's copy sends its gradient before this stage's backward.
-            sent_home.add(0, uses[0], uses[0], tensor.nbytes, until=uses[-1])
-    return State(
-        parameters=parameters,
-        buffers=buffers,
-        trained=trained,
-        owned=owned,
-        sent_home=sent_home,
-        trained_at=tuple(trained_at),
     )
 
 

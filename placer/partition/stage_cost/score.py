@@ -24,74 +24,18 @@ its share of rows) at its first backward and ``c'`` later,
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
 
 from placer.catalogue import DeviceKind
 from placer.cost import CostTable
+from placer.partition.stage_cost.optimizer import OptimizerMemory
 from placer.partition.stage_cost.order_bytes import LOSS_NBYTES
 from placer.partition.stage_cost.rectangles import Table
 from placer.partition.stage_cost.tables import IntervalTables
 from placer.schedule import Counts, InFlight
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerMemory:
-    """Bytes that an optimizer needs: ``state`` always, the others during its step.
-
-    ``state`` is per byte of parameter. ``each`` is per byte of `IntervalTables.updating`, if parameters
-    are updated one after the other; ``together`` per byte of all parameters that the device trains, if
-    they are updated at once (``foreach``).
-    """
-
-    state: float
-    each: float = 0.0
-    together: float = 0.0
-
-
-_STATE = {"sgd": 0, "sgd_momentum": 1, "adam": 2, "adamw": 2}  # as torch.optim keeps it
-
-
-def optimizer_bytes(
-    optimizer: str | Mapping[str, int], *, together: bool = False
-) -> OptimizerMemory:
-    """The memory of the optimizer that a spec names, per byte of (float32) parameter.
-
-    ``together`` means that it updates all parameters of a device at once (``foreach``), as torch's
-    optimizers do by default if all parameters are on CUDA devices. Adam's ``torch._foreach_sqrt`` then
-    allocates the square roots of all of them (torch/optim/adam.py of 2.15, ``_multi_tensor_adam``); SGD
-    allocates nothing in either case. For an optimizer given by the size of its state, only that is counted.
-    """
-    if not isinstance(optimizer, str):
-        return OptimizerMemory(state=optimizer["bytes_per_parameter"] / 4)
-    if optimizer not in ("adam", "adamw"):
-        return OptimizerMemory(state=_STATE[optimizer])
-    return OptimizerMemory(state=_STATE[optimizer], each=1.0 - together, together=1.0 * together)
-
-
-# Bytes that an optimizer reads and writes, per byte of parameter, counted in torch/optim of 2.15.
-# Adam's lerp_, mul_, addcmul_, sqrt, div_, add_ and addcdiv_ are 19 passes, and AdamW has another mul_.
-# SGD has an add_ (3 passes), with momentum another mul_ and add_.
-_PASSES = {"sgd": 3, "sgd_momentum": 8, "adam": 19, "adamw": 21}
-
-
-def optimizer_passes(optimizer: str | Mapping[str, int]) -> float:
-    """The bytes that the optimizer's step reads and writes, per byte of parameter.
-
-    An optimizer given by the size of its state is assumed to read and write that state once.
-    """
-    if isinstance(optimizer, str):
-        return _PASSES[optimizer]
-    return 3 + 2 * optimizer["bytes_per_parameter"] / 4
-
-
-def optimizer_seconds(nbytes: float, optimizer: str | Mapping[str, int], kind: DeviceKind) -> float:
-    """The seconds that the optimizer's step takes for ``nbytes`` of parameters on a device."""
-    rate = kind.rates["optimizer", "float32"]
-    return rate.seconds(0, optimizer_passes(optimizer) * nbytes) if nbytes else 0.0
 
 
 def peak_bytes(
@@ -108,7 +52,7 @@ def peak_bytes(
     None, all values are assumed to come from the stage with the most pending gradients, which gives an
     upper bound.
     """
-    static = state_bytes(tables, optimizer)
+    static = tables.state.kept(optimizer)
     if not training:
         # The results of all micro-batches are kept, and joined at the end.
         before, last = in_flight.microbatches - 1, in_flight.last_share
@@ -133,31 +77,18 @@ def peak_bytes(
 
         for others, share in in_flight.later_backwards:
             assert tables.backward_live_grown is not None, "these tables are for one micro-batch"
-            grown = tables.backward_live_grown - tables.trained
-            backward = tables.trained + _of_share(grown, tables, share)
+            grown = tables.backward_live_grown - tables.state.trained
+            backward = tables.state.trained + _of_share(grown, tables, share)
             backward = backward + pending(in_flight.pending_at_backwards)
             peak = np.maximum(peak, waiting(others, share) + backward)
         for others, share in in_flight.later_forwards:
             forward = (
-                tables.owned + _running(tables, share) + pending(in_flight.pending_at_forwards)
+                tables.state.owned
+                + _running(tables, share)
+                + pending(in_flight.pending_at_forwards)
             )
             peak = np.maximum(peak, waiting(others, share) + forward)
-    return np.maximum(static + peak, updating_bytes(tables, optimizer))
-
-
-def state_bytes(tables: IntervalTables, optimizer: OptimizerMemory | None = None) -> Table:
-    """Bytes of parameters, buffers and the optimizer's state, which always exist.
-
-    Without ``optimizer``, those of a replica other than the first.
-    """
-    own = tables.parameters + tables.buffers
-    return own if optimizer is None else own + optimizer.state * tables.owned
-
-
-def updating_bytes(tables: IntervalTables, optimizer: OptimizerMemory) -> Table:
-    """Bytes during the optimizer's step: the state, all gradients, and what the step allocates."""
-    made = optimizer.together * tables.owned + optimizer.each * tables.updating
-    return state_bytes(tables, optimizer) + tables.owned + made
+    return np.maximum(static + peak, tables.state.while_updating(optimizer))
 
 
 def saved_bytes(tables: IntervalTables, count: float) -> Table:
@@ -201,7 +132,7 @@ def replica_peak_bytes(
     parameters were copied before the stages ran. So the parameter gradients of a micro-batch stay in the
     replica until its backward ends.
     """
-    static = state_bytes(tables)
+    static = tables.state.kept(None)
     if not training:
         return static + tables.forward_live
     pending = partial(_pending_gradients, tables, received_from)

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from placer.cost import CostTable
 from placer.partition.stage_cost.live_through import LiveThrough, Span
+from placer.partition.stage_cost.optimizer import OptimizerMemory
 from placer.partition.stage_cost.order_bytes import LOSS_NBYTES
-from placer.partition.stage_cost.score import OptimizerMemory, state_bytes
 from placer.partition.stage_cost.tables import IntervalTables
 
 Table = NDArray[np.float64]
@@ -38,12 +38,12 @@ class SharedPeaks:
         nodes: Sequence[int],
         optimizer: OptimizerMemory | None,
     ) -> None:
-        static = state_bytes(tables, optimizer)
-        kept = np.zeros_like(static) if optimizer is None else tables.owned
+        static = tables.state.kept(optimizer)
+        kept = np.zeros_like(static) if optimizer is None else tables.state.owned
         self._static = static
         self._forward = static + tables.forward_live
         self._optimizer = optimizer
-        self._owned, self._updating = tables.owned, tables.updating
+        self._owned, self._updating = tables.state.owned, tables.state.updating
         self._backward = static + tables.backward_live_growing
         self.running = np.maximum(self._forward, self._backward)
         self.held = static + tables.saved

@@ -25,6 +25,7 @@ from placer.partition.stage_cost.pending_gradients import IntervalCorrection, la
 from placer.partition.stage_cost.received import smaller_copies
 from placer.partition.stage_cost.rectangles import Rectangles, Table
 from placer.partition.stage_cost.region_liveness import RegionLiveness
+from placer.partition.stage_cost.state import StageState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,10 +33,7 @@ class IntervalTables:
     """Bytes of all stages along an order; ``[x, y]`` is the stage from cut x to cut y + 1."""
 
     cuts: tuple[int, ...]  # positions where a stage may begin or end; first 0, last n
-    parameters: Table
-    buffers: Table
-    trained: Table  # parameters that have a gradient here
-    owned: Table  # the part of them whose gradient and optimizer state are kept here
+    state: StageState
     saved: Table
     saved_fixed: Table  # the part of it that does not depend on the rows of a micro-batch
     received: Table  # values from other stages, and inputs of the model
@@ -44,7 +42,6 @@ class IntervalTables:
     forward_live: Table
     backward_live_growing: Table  # in the first backward, with gradients
     backward_live_grown: Table | None  # the same in a later backward; None if there is none
-    updating: Table  # temporary tensors of Adam's loop over the parameters
     work: Work  # of every node, for its seconds
     nodes: NDArray[np.int64]  # in the order, with the loss last
     hosted: Table  # offloaded bytes of every node along the order
@@ -108,10 +105,13 @@ def build_tables(
     )
     return IntervalTables(
         cuts=tuple(cuts),
-        parameters=build.at_ends(state.parameters),
-        buffers=build.at_ends(state.buffers),
-        trained=build.pick_ends(used),
-        owned=build.pick_ends(owned),
+        state=StageState(
+            parameters=build.at_ends(state.parameters),
+            buffers=build.at_ends(state.buffers),
+            trained=build.pick_ends(used),
+            owned=build.pick_ends(owned),
+            updating=build.running_max(_updating(state.trained_at, build)),
+        ),
         saved=saved,
         saved_fixed=build.at_ends(held.saved_fixed),
         received=received,
@@ -120,7 +120,6 @@ def build_tables(
         forward_live=most_forward + received,
         backward_live_growing=growing,
         backward_live_grown=grown,
-        updating=build.running_max(_updating(state.trained_at, build)),
         work=costs.work,
         nodes=np.argsort(place),
         hosted=by_position(place, [c.host_nbytes for c in costs.nodes]),

@@ -1,0 +1,122 @@
+"""Sums the bytes of parameters, buffers and optimizer state, for stages and for units of a model.
+
+A stage has a copy of each parameter and buffer that its nodes read. The first stage that reads a trained
+parameter owns it: gradients from copies are sent there, and the optimizer's state is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placer.cost import CostTable, StateTensor
+from placer.partition.stage_cost.optimizer import OptimizerMemory
+from placer.partition.stage_cost.rectangles import Rectangles, Table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageState:
+    """Bytes of state of all stages along an order, in tables as those of `IntervalTables`."""
+
+    parameters: Table
+    buffers: Table
+    trained: Table  # parameters that have a gradient here
+    owned: Table  # the part of them whose gradient and optimizer state are kept here
+    updating: Table  # temporary tensors of Adam's loop over the parameters
+
+    def kept(self, optimizer: OptimizerMemory | None) -> Table:
+        """Bytes of parameters, buffers and the optimizer's state, which always exist.
+
+        Without ``optimizer``, those of a replica other than the first.
+        """
+        copies = self.parameters + self.buffers
+        return copies if optimizer is None else copies + optimizer.state * self.owned
+
+    def while_updating(self, optimizer: OptimizerMemory) -> Table:
+        """Bytes during the optimizer's step: the state, all gradients, and what the step allocates."""
+        made = optimizer.together * self.owned + optimizer.each * self.updating
+        return self.kept(optimizer) + self.owned + made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateRectangles:
+    """Bytes of parameters and buffers along an order.
+
+    ``sent_home`` are gradients received from later stages' copies of parameters. ``trained_at`` has the
+    first use and the bytes of each trained parameter, in order.
+    """
+
+    parameters: Rectangles
+    buffers: Rectangles
+    trained: Rectangles
+    owned: Rectangles
+    sent_home: Rectangles
+    trained_at: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitState:
+    """For each unit of a model bytes of parameters, buffers and optimizer state."""
+
+    copies: Table  # of everything that the unit reads
+    static: Table  # the same, but each tensor counts only for the first unit that reads it
+    gradients: Table  # of parameters that no other unit reads
+    own: list[list[tuple[int, int]]]  # for each of these parameters, its first reader and its bytes
+
+
+def state_rectangles(costs: CostTable, place: NDArray[np.int64]) -> StateRectangles:
+    """The state of stages along the order in which ``place`` has the position of each node."""
+    parameters, buffers, trained, owned, sent_home = (Rectangles() for _ in range(5))
+    trained_at: list[tuple[int, int]] = []
+    for tensor, uses in _uses(costs, place):
+        copies = buffers if tensor.is_buffer else parameters
+        if not uses:  # then it is on the first stage
+            copies.add(0, 0, 0, tensor.nbytes)
+            continue
+        copies.some(uses, tensor.nbytes)
+        if tensor.trained:
+            trained_at.append((uses[0], tensor.nbytes))
+            trained.some(uses, tensor.nbytes)
+            owned.add(0, uses[0], uses[0], tensor.nbytes)
+            # A later stage's copy sends its gradient before this stage's backward.
+            sent_home.add(0, uses[0], uses[0], tensor.nbytes, until=uses[-1])
+    return StateRectangles(
+        parameters=parameters,
+        buffers=buffers,
+        trained=trained,
+        owned=owned,
+        sent_home=sent_home,
+        trained_at=tuple(trained_at),
+    )
+
+
+def unit_state(
+    costs: CostTable, unit_of: NDArray[np.int64], count: int, optimizer: OptimizerMemory
+) -> UnitState:
+    """The state of ``count`` units of a model; ``unit_of`` has the unit of each node.
+
+    The optimizer's state of a parameter that several units read may be on the device of any of them, so it
+    counts for none. O(uses of parameters and buffers).
+    """
+    copies, static, gradients = np.zeros(count), np.zeros(count), np.zeros(count)
+    own: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+    for tensor, units in _uses(costs, unit_of):
+        if units:
+            copies[units] += tensor.nbytes
+            static[units[0]] += tensor.nbytes
+        if tensor.trained and len(units) == 1:
+            (unit,) = units
+            static[unit] += optimizer.state * tensor.nbytes
+            copies[unit] += optimizer.state * tensor.nbytes
+            gradients[unit] += tensor.nbytes
+            own[unit].append((tensor.readers[0], tensor.nbytes))
+    return UnitState(copies=copies, static=static, gradients=gradients, own=own)
+
+
+def _uses(costs: CostTable, place: NDArray[np.int64]) -> Iterator[tuple[StateTensor, list[int]]]:
+    """Every parameter and buffer, and the positions in ``place`` of the nodes that read it, in order."""
+    for tensor in costs.state:
+        yield tensor, sorted({int(place[node]) for node in tensor.readers})
