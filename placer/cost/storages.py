@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,38 +92,35 @@ class StorageRecorder(TimelineMode):
         if on_cpu:
             result = cpu_result(func, args, result)
         inputs, outputs = tensors_in(args, kwargs), tensors_in(result)
+        read = [self.uses_of(tensor) for tensor in inputs]
         if not self.backward:
-            for uses in map(self.uses_of, inputs):
+            for uses in read:
                 if uses is not None:
                     uses.users.add(self.position)
         mine = self.operations[self.position]
         ran = operations_of(func, args, kwargs, result, inputs, outputs)
         (mine.backward if self.backward else mine.forward).extend(ran)
-        of_weights = bool(inputs) and all(self._is_fixed(tensor) for tensor in inputs)
+        of_weights = bool(read) and all(uses is None or uses.fixed for uses in read)
         for tensor in outputs:
             if not self.is_known(tensor):
                 made = self.add(tensor)
                 made.fixed = of_weights
                 if self.backward and func is torch.ops.aten.add.Tensor:
-                    made.sum_for = self._common_home(inputs)
+                    made.sum_for = self._common_home(read)
         if on_cpu:
             nbytes = workspace_nbytes(func, args, kwargs, result)
             self._count_briefly(self._block(nbytes, (nbytes,), "temporary"))
         return result
 
-    def _common_home(self, gradients: list[Tensor]) -> int | None:
+    def _common_home(self, gradients: Iterable[StorageUses | None]) -> int | None:
         """The node, other than the running one, to which all of ``gradients`` were sent, or None."""
-        homes = []
-        for tensor in gradients:
-            uses = self.uses_of(tensor)
-            sent = () if uses is None else (to for _, to, _ in uses.sent)
-            homes.append({*sent, *(() if uses is None else (uses.sum_for,))} - {None})
+        homes: list[set[int]] = []
+        for uses in gradients:
+            homes.append(set() if uses is None else {to for _, to, _ in uses.sent})
+            if uses is not None and uses.sum_for is not None:
+                homes[-1].add(uses.sum_for)
         common = set.intersection(*homes) - {self.position}
         return max(common, default=None)
-
-    def _is_fixed(self, tensor: Tensor) -> bool:
-        uses = self.uses_of(tensor)
-        return uses is None or uses.fixed
 
     def uses_of(self, tensor: Tensor) -> StorageUses | None:
         """The uses of the tensor's storage; None for weights and storages that are not recorded."""
