@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from ledgers import live_bytes
 from oracle import assert_close
 from placements import estimated_plan
 from torch import Tensor, nn
@@ -107,7 +108,7 @@ def test_a_part_of_a_larger_gradient_waits_alone() -> None:
         waiting.hold(there, whole[:, 2:])
         expected = whole[:, 2:].clone() + 1
         del whole
-        live = dict(ledger.live)
+        live = live_bytes(ledger)
         found = waiting.add_to(ones)
     assert live["cpu:1"] == 2 * 4 * 2 * 4  # the part, and ``expected``; not the whole
     assert found is not None and torch.equal(found, expected)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections import Counter
 
 import pytest
 import torch
+from ledgers import live_bytes
 
 from placer.errors import DeviceError
 from placer.executor.place import Place, on
@@ -22,26 +22,18 @@ def _tile() -> torch.Tensor:
     return torch.ones(16, 16)
 
 
-def _live(ledger: Ledger) -> dict[str, int]:
-    """The bytes on each device that are not freed yet."""
-    found = Counter[str]()
-    for block in ledger.timeline().kept().values():
-        found[block.device] += block.nbytes
-    return dict(found)
-
-
 def test_counts_a_storage_once_while_it_lives() -> None:
     with Ledger() as ledger:
         with on(A):
             x = _tile()
             view = x[2:].t()
         y = x + 1
-        assert _live(ledger) == {"cuda:0": 2 * KIB}
+        assert live_bytes(ledger) == {"cuda:0": 2 * KIB}
         del x
-        assert _live(ledger) == {"cuda:0": 2 * KIB}  # the view holds the storage
+        assert live_bytes(ledger) == {"cuda:0": 2 * KIB}  # the view holds the storage
         del view, y
         gc.collect()
-    assert _live(ledger) == {}
+    assert live_bytes(ledger) == {}
     assert ledger.timeline().peaks()["cuda:0"].nbytes == 2 * KIB
 
 
@@ -51,7 +43,7 @@ def test_a_transfer_moves_to_the_other_device() -> None:
             x = _tile()
         y = transfer(x, A, B)
         z = y * 2
-    assert _live(ledger) == {"cuda:0": KIB, "cuda:1": 2 * KIB}
+    assert live_bytes(ledger) == {"cuda:0": KIB, "cuda:1": 2 * KIB}
     assert z.shape == (16, 16)
 
 
