@@ -24,7 +24,6 @@ from placer.program import (
     call_difference,
     call_tensors,
     capture_model,
-    captured_key,
     condition_key,
     failed_guard,
     find_difference,
@@ -33,6 +32,7 @@ from placer.program import (
     must_stay_whole,
     rebuild_arguments,
     rebuild_call,
+    row_counts,
 )
 from placer.regions import find_regions, region_keys, with_overlap
 
@@ -64,6 +64,13 @@ class _KnownProgram(NamedTuple):
     guards: tuple[AttributeGuard, ...]
     staged: StagedModel
     grad: bool | None
+    any_rows: bool  # for every batch size
+
+
+def _known(staged: StagedModel) -> _KnownProgram:
+    conditions = staged.conditions
+    any_rows = conditions.any_batch_size and not conditions.reads_rows
+    return _KnownProgram(conditions.guards, staged, conditions.grad, any_rows)
 
 
 class Programs:
@@ -87,11 +94,11 @@ class Programs:
         self._captured_buffers = self._buffers
         # The inputs, on ``meta``, for which the model was recorded last:
         self.latest = staged.example_inputs()
-        guards = staged.conditions.guards
-        key = captured_key(staged.conditions, staged.call), self._whole, self._structure
-        self._known: dict[Hashable, list[_KnownProgram]] = {
-            key: [_KnownProgram(guards, staged, staged.conditions.grad)]
-        }
+        example = self.latest
+        condition = condition_key(staged.call, staged.conditions.modes, example)
+        # By the conditions, and by the rows of a call if the program is not for every batch size.
+        self._known: dict[Hashable, list[_KnownProgram]] = {}
+        self._remember(condition, self._whole, example, _known(staged))
 
     @property
     def captured(self) -> StagedModel:
@@ -128,21 +135,26 @@ class Programs:
         answers: dict[Hashable, StagedModel] = {}
         found = []
         for inputs in microbatches:
-            condition = condition_key(self._captured.conditions, self.call, modes, inputs)
-            if condition not in answers:
-                answers[condition] = self._find(condition, whole, inputs)
-            found.append(answers[condition])
+            condition = condition_key(self.call, modes, inputs)
+            key = condition, row_counts(self.call, inputs)
+            if key not in answers:
+                answers[key] = self._find(condition, whole, inputs)
+            found.append(answers[key])
         return found
 
     def _find(
         self, condition: Hashable, whole: tuple[tuple[int, int], ...], inputs: Sequence[Tensor]
     ) -> StagedModel:
         captured = self._captured
-        known = self._known.setdefault((condition, whole, self._structure), [])
         grad = torch.is_grad_enabled()
-        for guards, staged, asked in reversed(known):
-            if asked in (None, grad) and failed_guard(guards, self._module_at) is None:
-                return staged
+        for rows in (None, row_counts(self.call, inputs)):
+            key = condition, rows, whole, self._structure
+            for known in reversed(self._known.get(key, [])):
+                if (
+                    known.grad in (None, grad)
+                    and failed_guard(known.guards, self._module_at) is None
+                ):
+                    return known.staged
         with isolated_from_caller():
             shaped = _without_data(inputs)
             args, kwargs = rebuild_call(captured.call, shaped)
@@ -152,14 +164,24 @@ class Programs:
                 conditions, result = captured.conditions, captured.call.result
                 found = find_difference(self._model, conditions, result, args, kwargs, grad=grad)
             if isinstance(found, SameProgram):
-                known.append(_KnownProgram(found.guards, captured, found.grad))
+                program = _KnownProgram(found.guards, captured, found.grad, found.any_rows)
             else:
-                staged = self._capture(args, kwargs, grad=grad)
-                conditions = staged.conditions
-                known.append(_KnownProgram(conditions.guards, staged, conditions.grad))
+                program = _known(self._capture(args, kwargs, grad=grad))
         self.latest = shaped
+        self._remember(condition, whole, inputs, program)
+        return program.staged
+
+    def _remember(
+        self,
+        condition: Hashable,
+        whole: tuple[tuple[int, int], ...],
+        inputs: Sequence[Tensor],
+        program: _KnownProgram,
+    ) -> None:
+        rows = None if program.any_rows else row_counts(self.call, inputs)
+        known = self._known.setdefault((condition, rows, whole, self._structure), [])
+        known.append(program)
         del known[:-_MAX_GUARDS]
-        return known[-1].staged
 
     def for_call(self, bound: BoundCall) -> Programs:
         """The programs for a call with other arguments or other constants."""

@@ -67,9 +67,9 @@ from placer.program.types import (
 )
 from placer.program.validity import (
     SameProgram,
-    captured_key,
     condition_key,
     find_difference,
+    row_counts,
 )
 
 __all__ = [
@@ -89,7 +89,6 @@ __all__ = [
     "call_difference",
     "call_tensors",
     "capture_model",
-    "captured_key",
     "condition_key",
     "copy_guarded_attributes",
     "copy_module",
@@ -109,6 +108,7 @@ __all__ = [
     "rebuild_arguments",
     "rebuild_call",
     "result_tensors",
+    "row_counts",
     "tensors_of",
     "training_flags",
     "unflatten_output",

@@ -25,6 +25,7 @@ from placer.program.fingerprint import fingerprint_graph, graph_lines
 from placer.program.guards import tensor_paths
 from placer.program.leaves import find_whole_modules, is_torch_leaf
 from placer.program.record import RecordedProgram, double_batch, record_model
+from placer.program.size_log import reads_rows
 from placer.program.state import named_state
 from placer.program.types import Conditions, Program, WholeModule, training_flags
 from placer.program.watch import RECORDING
@@ -91,6 +92,7 @@ class _Capture:
         self.ignore_device_moves = False
         self.grad = True
         self.fixed_batch_reason = ""
+        self.reads_rows = False
         self.forgotten = Forgotten()
 
     def record(self) -> RecordedProgram:
@@ -179,22 +181,19 @@ class _Capture:
         """Record with twice the batch and compare the graphs.
 
         Raises ``TraceFailure`` naming the module where they first differ, so that it becomes a single
-        node. Where that does not help, sets ``fixed_batch_reason`` to the reason.
+        node. Where that does not help, sets ``fixed_batch_reason`` to the reason. It does not if the batch
+        has one row, for which the model does something else than for several.
         """
         doubled = double_batch(self.converter, self.inputs)
-        self.fixed_batch_reason = ""
+        self.fixed_batch_reason, self.reads_rows = "", False
         if doubled is None:
             return
-        try:
-            other = self._run(doubled, named=False)
-        except CaptureError as error:
-            self.fixed_batch_reason = error.problem
-            return
-        except TraceFailure as failure:
-            self.fixed_batch_reason = f"{failure.layer}: {failure.reason} ({failure.location})"
+        other = self._run_larger(doubled)
+        if other is None:
             return
         first, second = graph_lines(recording.graph), graph_lines(other.graph)
         if first == second and recording.result == other.result:
+            self.reads_rows = reads_rows(recording.sizes, other.sizes)
             return
         nodes = list(recording.graph.nodes)
         index = next(
@@ -207,10 +206,29 @@ class _Capture:
             layer = layer.rpartition(".")[0]
         location = recording.location_of.get(node.name, "")
         reason = "it computes something else for another batch size"
-        if not layer or layer in self.whole:
+        if not layer or layer in self.whole or self._is_special(self.inputs, doubled, other):
             self.fixed_batch_reason = f"{layer or 'the model itself'}: {reason} ({location})"
             return
         raise TraceFailure(layer, reason, location)
+
+    def _run_larger(self, inputs: Sequence[Tensor]) -> RecordedProgram | None:
+        """Record with a larger batch; None, with the ``fixed_batch_reason``, if that fails."""
+        try:
+            return self._run(inputs, named=False)
+        except CaptureError as error:
+            self.fixed_batch_reason = error.problem
+        except TraceFailure as failure:
+            self.fixed_batch_reason = f"{failure.layer}: {failure.reason} ({failure.location})"
+        return None
+
+    def _is_special(
+        self, inputs: Sequence[Tensor], doubled: Sequence[Tensor], other: RecordedProgram
+    ) -> bool:
+        """Whether one row is an exception: ``other``, recorded with two, is the graph for four rows too."""
+        rows = next(tensor.size(0) for tensor in inputs if tensor.dim())
+        more = double_batch(self.converter, doubled) if rows == 1 else None
+        third = None if more is None else self._run_larger(more)
+        return third is not None and graph_lines(third.graph) == graph_lines(other.graph)
 
 
 def _not_a_module(found: object) -> CaptureError:
@@ -290,6 +308,8 @@ def _assemble(
             shapes=tuple(tensor.shape for tensor in bound.tensors),
             dtypes=tuple(tensor.dtype for tensor in bound.tensors),
             any_batch_size=not capture.fixed_batch_reason,
+            reads_rows=capture.reads_rows,
+            readings=recording.sizes.readings,
             whole=frozenset(capture.whole),
             guess=capture.guess,
             lines=tuple(graph_lines(graph)),

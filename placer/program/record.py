@@ -24,6 +24,7 @@ from placer.program.python_random import PythonRandomDraw
 from placer.program.recorder import Recorder
 from placer.program.restore import Snapshot
 from placer.program.result import ResultFormat
+from placer.program.size_log import SizeLog
 from placer.program.writer import CPU
 
 
@@ -40,6 +41,7 @@ class RecordedProgram:
     guards: tuple[AttributeGuard, ...]  # the plain attributes that forward read
     checkpointed: dict[str, str]  # path of a module under activation checkpointing -> source line
     grad: bool | None  # whether gradients were said to be enabled; None: forward did not ask
+    sizes: SizeLog
 
 
 class UnlocatedRandomDraw(TraceFailure):
@@ -100,6 +102,7 @@ def record_model(
             for path, attribute in effects:
                 if path and first != second:
                     raise TraceFailure(path, f"its forward changes its attribute {attribute!r}", "")
+        sizes = recorder.sizes.log()
         graph = recorder.writer.finish(leaves, recorder.sizes.values, named=named)
     finally:
         snapshot.restore()
@@ -116,6 +119,7 @@ def record_model(
         guards=recorder.guards(forgotten),
         checkpointed=recorder.checkpointed,
         grad=recorder.grad if recorder.asked_grad else None,
+        sizes=sizes,
     )
 
 

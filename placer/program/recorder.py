@@ -72,7 +72,7 @@ from placer.program.writer import CPU, GraphWriter, executable
 
 # Names of tensor methods: those that return sizes, those that return values of elements to Python,
 # and those that reach into autograd, which a graph cannot express.
-_SIZES = ("size", "numel", "nelement", "stride", "storage_offset")
+_SIZES = ("size", "numel", "nelement", "stride", "storage_offset", "__len__")
 _READS = (
     "item",
     "tolist",

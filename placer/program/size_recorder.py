@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from placer.program.size_log import Reading, SizeLog
 from placer.program.sizes import SizeFloat, SizeInt, plain
 from placer.program.writer import GraphWriter, executable
 
@@ -17,6 +18,7 @@ class SizeRecorder:
 
     def __init__(self, writer: GraphWriter, is_paused: Callable[[], bool]) -> None:
         self.values: dict[fx.Node, Any] = {}
+        self._readings: list[tuple[str, str, tuple[Any, ...], bool | None]] = []
         self._writer = writer
         self._is_paused = is_paused  # inside a single node: nothing is recorded
         # (node of a tensor, method such as "size", dimension) -> the node of that size
@@ -30,6 +32,9 @@ class SizeRecorder:
         """The result of a method such as ``size`` or ``numel``, with recorded sizes."""
         tensor = args[0]
         value = func(*executable(args), **executable(kwargs))
+        if name == "__len__":  # Python makes a plain number of it
+            self.note_reading("int", (self._dimension(tensor, "size", 0, value),), None)
+            return value
         if isinstance(value, torch.Size):
             return self.shape(tensor, value)
         if isinstance(value, tuple):
@@ -43,6 +48,32 @@ class SizeRecorder:
         if self._is_paused() or isinstance(value, bool) or not isinstance(value, int | float):
             return value
         return self._number(self._writer.node("call_function", function, args, pure=True), value)
+
+    def note_reading(self, name: str, args: tuple[Any, ...], outcome: bool | None) -> None:
+        """Note what Python code reads, for `log`."""
+        if not self._is_paused():
+            nodes = tuple(getattr(value, "node", None) for value in args)
+            self._readings.append((name, self._writer.layer, nodes, outcome))
+
+    def log(self) -> SizeLog:
+        """All sizes so far, and what Python code has read of them."""
+        number = {node: i for i, node in enumerate(self.values)}
+        return SizeLog(
+            values=tuple(self.values.values()),
+            sources=tuple(
+                tuple(number[x] for x in node.all_input_nodes if x in number)
+                for node in self.values
+            ),
+            readings=tuple(
+                Reading(
+                    name=name,
+                    layer=layer,
+                    operands=tuple(map(number.get, nodes)),
+                    outcome=outcome,
+                )
+                for name, layer, nodes, outcome in self._readings
+            ),
+        )
 
     def _dimension(self, tensor: Tensor, name: str, dim: Any, value: int) -> int:
         """``value`` as a number that knows the node which computes it from ``tensor``."""

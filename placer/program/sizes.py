@@ -3,7 +3,8 @@
 ``x.shape`` of a recorded tensor gives ``SizeInt``. For Python and torch these are ordinary integers,
 so control flow over sizes just runs, but arithmetic on them is recorded. A size that the code turns
 into a plain number (``range(n)``, ``int(n)``, a comparison) is fixed in the graph. Capture records
-with two batch sizes to find out whether that happened to the batch size.
+with two batch sizes to find out whether that happened to the batch size. Comparisons are noted, because
+for a third batch size they may come out in another way (`placer.program.size_log`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,12 @@ class NumberRecorder(Protocol):
     def record_number(self, function: Callable[..., Any], args: tuple[Any, ...], value: Any) -> Any:
         """Make a node for ``function(*args)``, and return its ``value`` as a number that knows the node."""
 
+    def note_reading(self, name: str, args: tuple[Any, ...], outcome: bool | None) -> None:
+        """Note that Python code compares the numbers ``args``, or turns one into a plain number.
+
+        ``name`` is that of the method without underscores, such as "lt" or "int".
+        """
+
 
 class SizeInt(int):
     """An ``int`` that a node of the graph computes."""
@@ -30,10 +37,10 @@ class SizeInt(int):
     recorder: NumberRecorder
 
     def __deepcopy__(self, memo: Any) -> int:
-        return int(self)
+        return int.__int__(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return int, (int(self),)
+        return int, (int.__int__(self),)
 
 
 class SizeFloat(float):
@@ -43,24 +50,26 @@ class SizeFloat(float):
     recorder: NumberRecorder
 
     def __deepcopy__(self, memo: Any) -> float:
-        return float(self)
+        return float.__float__(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return float, (float(self),)
+        return float, (float.__float__(self),)
 
 
 def plain(number: Any) -> Any:
     """A ``SizeInt`` or ``SizeFloat`` as an ordinary number; anything else unchanged."""
     if isinstance(number, SizeInt):
-        return int(number)
-    return float(number) if isinstance(number, SizeFloat) else number
+        return int.__int__(number)
+    return float.__float__(number) if isinstance(number, SizeFloat) else number
 
 
-def _define(kind: type[Any], base: type[Any], name: str, function: Callable[..., Any]) -> None:
+def _define_arithmetic(
+    kind: type[Any], base: type[Any], name: str, function: Callable[..., Any]
+) -> None:
     original = getattr(base, f"__{name}__")
 
     def forward(self: Any, *others: Any) -> Any:
-        value = original(base(self), *(plain(other) for other in others))
+        value = original(plain(self), *map(plain, others))
         if value is NotImplemented:
             return value
         return self.recorder.record_number(function, (self, *others), value)
@@ -70,7 +79,7 @@ def _define(kind: type[Any], base: type[Any], name: str, function: Callable[...,
         reflected_original = getattr(base, f"__r{name}__")
 
         def reflected(self: Any, other: Any) -> Any:
-            value = reflected_original(base(self), plain(other))
+            value = reflected_original(plain(self), plain(other))
             if value is NotImplemented:
                 return value
             return self.recorder.record_number(function, (other, self), value)
@@ -92,8 +101,8 @@ _BOTH: dict[str, Callable[..., Any]] = {
     "ceil": math.ceil,
 }
 for _name, _function in _BOTH.items():
-    _define(SizeInt, int, _name, _function)
-    _define(SizeFloat, float, _name, _function)
+    _define_arithmetic(SizeInt, int, _name, _function)
+    _define_arithmetic(SizeFloat, float, _name, _function)
 for _name, _function in {
     "lshift": operator.lshift,
     "rshift": operator.rshift,
@@ -101,4 +110,24 @@ for _name, _function in {
     "or": operator.or_,
     "xor": operator.xor,
 }.items():
-    _define(SizeInt, int, _name, _function)
+    _define_arithmetic(SizeInt, int, _name, _function)
+
+
+def _define_reading(kind: type[Any], base: type[Any], name: str) -> None:
+    """Define a comparison with another number, or a conversion to a plain number."""
+    original = getattr(base, f"__{name}__")
+
+    def read(self: Any, *others: Any) -> Any:
+        value = original(plain(self), *map(plain, others))
+        if value is not NotImplemented:
+            self.recorder.note_reading(name, (self, *others), value if others else None)
+        return value
+
+    setattr(kind, f"__{name}__", read)
+
+
+for _name in ("eq", "ne", "lt", "le", "gt", "ge", "bool", "int", "float"):
+    _define_reading(SizeInt, int, _name)
+    _define_reading(SizeFloat, float, _name)
+SizeInt.__hash__ = int.__hash__  # type: ignore[method-assign]
+SizeFloat.__hash__ = float.__hash__  # type: ignore[method-assign]

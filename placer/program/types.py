@@ -13,6 +13,7 @@ from torch.utils._pytree import TreeSpec
 
 from placer.program.guards import AttributeGuard, TensorPath
 from placer.program.result import ResultFormat
+from placer.program.size_log import Reading
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +51,9 @@ class Conditions:
     modes: tuple[bool, ...]  # the training flag of every module, in the order of ``modules()``
     shapes: tuple[torch.Size, ...]  # per tensor input
     dtypes: tuple[torch.dtype, ...]
-    any_batch_size: bool  # is the graph valid for every batch size?
+    any_batch_size: bool  # is the graph the same for twice the batch?
+    reads_rows: bool  # might it be another one for a third batch size?
+    readings: tuple[Reading, ...]  # what Python code read of sizes
     whole: frozenset[str]  # paths of the modules that are a single node
     guess: int  # 0 or 1: what those modules get where they read values of fake tensors
     lines: tuple[str, ...]  # the graph as text, a line per node

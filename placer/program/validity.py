@@ -6,7 +6,6 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from placer.program.call import bind_call, describe_shapes
@@ -35,30 +34,25 @@ class SameProgram:
 
     guards: tuple[AttributeGuard, ...]
     grad: bool | None  # as in `Conditions`
+    any_rows: bool  # are they for every batch size?
 
 
-def condition_key(
-    conditions: Conditions, call: CallFormat, modes: tuple[bool, ...], tensors: Sequence[Tensor]
-) -> Hashable:
-    """A key for a call: calls with equal keys run the same program if the guards hold.
+def condition_key(call: CallFormat, modes: tuple[bool, ...], tensors: Sequence[Tensor]) -> Hashable:
+    """A key for a call: calls with equal keys and `row_counts` run the same program if the guards hold.
 
-    It consists of modes, shapes and dtypes; the batch size is part of it only if capture found that
-    the program depends on it.
+    It consists of modes, shapes and dtypes, without the batch size.
     """
     shapes = tuple(
-        tensor.shape[1:] if batched and conditions.any_batch_size else tensor.shape
+        tensor.shape[1:] if batched else tensor.shape
         for tensor, batched in zip(tensors, call.batched, strict=True)
     )
     return modes, shapes, tuple(tensor.dtype for tensor in tensors)
 
 
-def captured_key(conditions: Conditions, call: CallFormat) -> Hashable:
-    """The `condition_key` of the captured call itself."""
-    tensors = [
-        torch.empty(shape, dtype=dtype, device="meta")
-        for shape, dtype in zip(conditions.shapes, conditions.dtypes, strict=True)
-    ]
-    return condition_key(conditions, call, conditions.modes, tensors)
+def row_counts(call: CallFormat, tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """The batch size of a call, for each of its ``tensors`` that has one."""
+    pairs = zip(tensors, call.batched, strict=True)
+    return tuple(tensor.size(0) for tensor, batched in pairs if batched)
 
 
 def find_difference(
@@ -111,4 +105,12 @@ def find_difference(
             return Difference(location=location, operation=nodes[index].name)
     if len(lines) != len(conditions.lines) or recording.result != result:
         return Difference(location="", operation=nodes[-1].name)
-    return SameProgram(guards=recording.guards, grad=recording.grad)
+    if recording.sizes.readings == conditions.readings:
+        reads_rows = conditions.reads_rows
+    else:
+        reads_rows = bool(recording.sizes.readings)  # which of them depend on the rows is not known
+    return SameProgram(
+        guards=recording.guards,
+        grad=recording.grad,
+        any_rows=conditions.any_batch_size and not reads_rows,
+    )

@@ -20,6 +20,7 @@ from placer.program.leaves import HOOK_TABLES
 from placer.program.record import RecordedProgram, recording_modes
 from placer.program.restore import Snapshot
 from placer.program.result import flatten_result
+from placer.program.size_log import SizeLog
 from placer.program.state import named_state
 from placer.program.targets import WholeRoot
 from placer.program.writer import GraphWriter
@@ -84,6 +85,7 @@ def record_whole(
         guards=make_guards(model, attributes),
         checkpointed={},
         grad=None,
+        sizes=SizeLog(),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 import placer
 from placer import PlacementSpec
 from placer.executor import programs
+from placer.program import capture_model
 
 D = torch.float64
 
@@ -174,6 +176,71 @@ def test_a_program_that_depends_on_the_batch() -> None:
     placed = _place(model, torch.randn(4, 4, dtype=D), microbatches=2)
     for rows in (4, 5, 1):  # in micro-batches of 2 + 2, 3 + 2, and 1
         _same(placed, model, torch.randn(rows, 4, dtype=D))
+
+
+class ReadsRows(nn.Module):
+    """Does what ``read`` says with the number of rows, in Python, where capture does not see it."""
+
+    def __init__(self, read: str, *, in_training: bool = True) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.read, self.in_training = read, in_training
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        if self.training and not self.in_training:
+            return self.b(x)
+        rows = x.size(0)
+        number: Any = {
+            "one": lambda: 3 if rows == 1 else 2,
+            "most": lambda: max(int(rows), 100) - 98,
+            "even": lambda: 2 if rows % 2 == 0 else 3,
+            "odd": lambda: 3 if rows % 2 else 2,
+            "length": lambda: 3 if len(x) < 3 else 2,
+            "half": lambda: 3 if float(rows) / 2 < 1.5 else 2,
+            "plain": lambda: int(rows),
+        }[self.read]()
+        return self.b(x * number)
+
+
+@pytest.mark.parametrize("in_training", [True, False])
+@pytest.mark.parametrize("read", ["one", "most", "even", "odd", "length", "half", "plain"])
+def test_code_that_looks_at_the_number_of_rows(read: str, in_training: bool) -> None:
+    torch.manual_seed(0)
+    model = ReadsRows(read, in_training=in_training).double()
+    placed = _place(model, torch.randn(4, 4, dtype=D))
+    for training in (True, False):
+        model.train(training)
+        placed.train(training)
+        for rows in (4, 6, 3, 1, 102):
+            _same(placed, model, torch.randn(rows, 4, dtype=D))
+
+
+class ExpandsRows(nn.Module):
+    """Expands positions to the rows of a batch, but not to a single one, as language models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        self.out = nn.Linear(4, 2)
+        self.act = functools.partial(F.gelu, approximate="tanh")
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = torch.arange(3)[None]
+        if x.size(0) != positions.shape[0]:
+            positions = positions.expand(x.size(0), -1)
+        return self.out(self.act(self.body(x + self.embed(positions))))
+
+
+def test_a_single_row_that_is_an_exception_does_not_make_a_model_one_node() -> None:
+    model = nn.Sequential(ExpandsRows(), nn.Linear(2, 2)).double()
+    program = capture_model(model, (torch.randn(1, 3, 4, dtype=D),))
+    assert not program.whole_modules
+    assert "another batch size" in program.fixed_batch_reason
+    placed = _place(model, torch.randn(1, 3, 4, dtype=D))
+    for rows in (1, 4, 2):
+        _same(placed, model, torch.randn(rows, 3, 4, dtype=D))
 
 
 def test_sizes_that_change_nothing_share_the_captured_program(

@@ -1,0 +1,55 @@
+"""What a recording did with sizes, to find out whether it holds for every batch size.
+
+Capture records a model with its batch and with twice as many rows. If both graphs are the same, the graph is
+taken to hold for every batch size, unless Python code looked at sizes that depend on it: for a third batch
+size, ``if x.size(0) == 1`` may come out in another way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """Python code compares sizes, or turns one into a plain number.
+
+    ``operands`` are the numbers of the sizes, None for plain numbers. ``outcome`` is that of a comparison.
+    """
+
+    name: str  # of the method, such as "lt" or "int"
+    layer: str
+    operands: tuple[int | None, ...]
+    outcome: bool | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeLog:
+    """The sizes of a recording, numbered in the order in which they were read or computed.
+
+    ``sources`` has for each size the numbers of those that it is computed from.
+    """
+
+    values: tuple[int | float, ...] = ()
+    sources: tuple[tuple[int, ...], ...] = ()
+    readings: tuple[Reading, ...] = ()
+
+
+def reads_rows(log: SizeLog, doubled: SizeLog) -> bool:
+    """Whether Python code reads sizes that depend on the batch size: for a third one, it may do other things.
+
+    ``doubled`` is the log of a recording with twice the batch. Two sizes that are equal in both are taken
+    to be equal for every batch size.
+    """
+    if len(log.values) != len(doubled.values) or len(log.readings) != len(doubled.readings):
+        return True
+    depends: list[bool] = []
+    for value, other, sources in zip(log.values, doubled.values, log.sources, strict=True):
+        depends.append(value != other or any(depends[source] for source in sources))
+    for first, second in zip(log.readings, doubled.readings, strict=True):
+        sizes = [operand for operand in first.operands if operand is not None]
+        found_equal = (first.name, first.outcome) in (("eq", True), ("ne", False))
+        always_equal = found_equal and first.outcome == second.outcome and len(sizes) == 2
+        if not always_equal and any(depends[size] for size in sizes):
+            return True
+    return False
