@@ -644,6 +644,44 @@ def steps_with_sizes(spec: placer.PlacementSpec) -> None:
             assert_close(placed(given), plain(given), "result")
 
 
+class HoldsFunctions(nn.Module):
+    """Has a method and a partial function in attributes, and leaves an operation out for one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.act = partial(nn.functional.gelu, approximate="tanh")
+        self.move = self.up
+
+    def up(self, x: Tensor) -> Tensor:
+        return x + 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        offsets = torch.arange(4.0, device=x.device).to(x.dtype)[None]
+        if x.size(0) != offsets.size(0):
+            offsets = offsets.expand(x.size(0), -1)
+        result: Tensor = self.last(self.move(self.act(self.first(x))) + offsets[:, None])
+        return result
+
+
+def steps_with_functions_in_attributes() -> None:
+    """Micro-batches of two rows and of one; then other functions."""
+    torch.manual_seed(0)
+    model, x = HoldsFunctions().double(), torch.randn(4, 3, 4, dtype=torch.float64)
+    plain = copy.deepcopy(model)
+    spec = make_spec(2, 1, 2, layers={"first": "cpu:0", "last": "cpu:1"})
+    placed = placer.compile(model, spec, x)
+    for rows, move, how in ((4, None, "tanh"), (2, None, "tanh"), (3, torch.neg, "none")):
+        for net in (plain, placed):
+            if move is not None:
+                net.move = move
+            net.act = partial(nn.functional.gelu, approximate=how)
+        loss = placed.step(x[:rows], loss_fn=mean_square)
+        expected = reference_step(plain, (x[:rows],), {}, spec.replicas, spec.microbatches)
+        assert_close(loss, expected, "loss")
+        compare_state(placed, plain, "functions")
+
+
 class Counts(nn.Module):
     """A number that depends on the data is among the results."""
 

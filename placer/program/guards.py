@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import copy
 import enum
+import functools
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -71,7 +73,7 @@ def failed_guard(
     guards: Collection[AttributeGuard], modules: Mapping[str, nn.Module]
 ) -> AttributeGuard | None:
     """The first of ``guards`` that does not hold for ``modules`` (path -> module), or None."""
-    freezer = Freezer()
+    freezer = Freezer(modules)
     return next((s for s in guards if not s.holds(modules, freezer)), None)
 
 
@@ -83,7 +85,7 @@ def make_guards(
     Values of tensors are compared only for those in ``values_read``.
     """
     modules = dict(model.named_modules())
-    freezer = Freezer()
+    freezer = Freezer(modules)
     seen = set(map(id, values_read))
     guards = []
     for path, name in sorted(names):
@@ -147,10 +149,11 @@ def copy_guarded_attributes(
         now, then = _attribute(sources[path], name), _attribute(targets[path], name)
         if now is then or isinstance(now, Tensor):
             continue
-        if Freezer().freeze(now) == Freezer().freeze(then):
+        if Freezer(sources).freeze(now) == Freezer(targets).freeze(then):
             continue
         own = dict(_tensors_in(then))
-        kept = {id(t): own.get(keys, t.detach()) for keys, t in _tensors_in(now)}
+        kept: dict[int, Any] = {id(t): own.get(k, t.detach()) for k, t in _tensors_in(now)}
+        kept |= {id(module): targets.get(path, module) for path, module in sources.items()}
         value = copy.deepcopy(now, kept)
         if isinstance(then, dict) and isinstance(value, dict):
             then.clear()
@@ -258,13 +261,19 @@ class Freezer:
     """Converts values, as they are now, to forms that are equal if the values are equal.
 
     Tensors are numbered in the order in which they first appear, so that identity between several
-    values counts too. Two freezers must therefore get the same attributes in the same order.
+    values counts too. Two freezers must therefore get the same attributes in the same order. ``modules``
+    are those of the model, by path; a module or its method is equal to that of the same path in a copy.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._modules = modules
         # By id; the value is kept, so that its id is not used again.
         self._known: dict[tuple[int, bool], tuple[Any, Any]] = {}
         self._numbers: dict[int, int] = {}
+
+    @functools.cached_property
+    def _path_of(self) -> dict[int, str]:
+        return {id(module): path for path, module in self._modules.items()}
 
     def freeze(self, value: Any, *, values_read: bool = False) -> Any:
         """The form of ``value``; with ``values_read``, including the values of tensors."""
@@ -287,6 +296,14 @@ class Freezer:
             return kind, set(value)
         if isinstance(value, weakref.ref):  # recurrent layers of torch hold some of their weights
             return kind, self._freeze(value(), depth, values_read)
+        if isinstance(value, nn.Module):
+            path = self._path_of.get(id(value))
+            return (kind, path) if path is not None else _Same(value)
+        if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
+            return kind, value.__func__, self._freeze(value.__self__, depth, values_read)
+        if isinstance(value, functools.partial):
+            bound = value.func, value.args, value.keywords
+            return kind, [self._freeze(item, depth, values_read) for item in bound]
         parts = _parts(value) if depth > 0 else None
         if parts is None:
             return _Same(value)

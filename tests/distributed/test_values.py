@@ -56,6 +56,19 @@ def test_weights_that_a_list_holds_are_simulated() -> None:
     assert plan.devices[0].peak > 0
 
 
+def test_ranks_of_a_model_that_holds_methods_and_partial_functions_are_simulated() -> None:
+    """Micro-batches of one row, for which forward leaves an operation out, keep weights where they are."""
+    model, x = cases.HoldsFunctions(), torch.randn(2, 3, 4)
+    spec = make_spec(2, 1, 2, layers={"first": "cpu:0", "last": "cpu:1"})
+    plan = placer.make_plan(model, spec, x, processes=True)
+    report = placer.simulate(model, plan, x, processes=True)
+    assert [d.peak for d in report.devices] == [d.peak for d in plan.devices]
+
+
+def test_methods_and_partial_functions_in_attributes(job_of: Callable[[int], Job]) -> None:
+    job_of(2).run(cases.steps_with_functions_in_attributes)
+
+
 def test_a_number_of_the_data_is_the_same_on_all_ranks(job_of: Callable[[int], Job]) -> None:
     job_of(2).run(cases.a_number_of_the_data)
 
