@@ -44,8 +44,8 @@ from placer.timeline import end_of
 
 SLOWEST_SECONDS = "seconds of the slowest stage"
 TOTAL_SECONDS = "seconds of all stages"
-PEAK_BYTES = "largest peak, bytes"
-PEAK_SHARE = "largest peak, share of its budget"
+PEAK_BYTES = "largest estimated peak, bytes"
+PEAK_SHARE = "largest estimated peak, share of its budget"
 
 
 class _Used(NamedTuple):
@@ -75,7 +75,7 @@ def describe_partition(
     received_from = _received_from(best, used, costs)
     stages = _stages(best, used, program, costs, options, received_from)
     peaks, replica_peaks = _device_peaks(best, used, stages, costs, options, received_from)
-    fits = all(slot.room is None or peaks[slot.name] <= slot.room for slot in slots)
+    fits = all(slot.fits(peaks[slot.name]) for slot in slots)
     transfers = _find_transfers(program, costs, stages, slots)
     optimizer = _optimizer_seconds(best, used, options)
     step = lay_out_step(

@@ -53,7 +53,7 @@ class StagePlan:
     nodes: tuple[str, ...]
     memory: StageMemory
     budget: Bytes | None  # of the first replica's device; None: no limit is known
-    reserve: Bytes  # the part of the budget that is kept free
+    reserve: Bytes  # the part of the budget that is left free, without the context
     forward_seconds: Seconds
     backward_seconds: Seconds
     # Time that the process is busy: on a GPU, to launch the kernels; on a CPU, to run them.
@@ -117,6 +117,11 @@ class DevicePeak:
     def headroom(self) -> int | None:
         """Bytes left under the budget, negative when it overflows."""
         return None if self.budget is None else self.budget - self.reserve - self.needed
+
+    @property
+    def share(self) -> float | None:
+        """The share of the budget that is needed, including the reserve."""
+        return (self.needed + self.reserve) / self.budget if self.budget else None
 
     @property
     def fits(self) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 from placer.cost import CostEstimates, CostTable, ScaledCosts, device_type, with_regions
 from placer.errors import CaptureError
 from placer.partition import DeviceSlot, Partition, PlanningOptions, TableCache, choose_partition
-from placer.plan.types import Plan, everything_fits
+from placer.plan.types import Plan
 from placer.planner.activation_policy import PolicyChoice, choose_policy, is_heavy
 from placer.planner.assemble import assemble_plan
 from placer.planner.devices import (
@@ -79,9 +79,9 @@ def build_plan(
     those of the spec's micro-batch, if they are known. ``estimate`` and ``tables`` are caches that plans of
     one capture share, so that the model runs once per size of micro-batch. ``processes`` asks for a plan
     with one process per device. ``corrections`` has, for a device of the first replica or for the host
-    (`HOST_NAME`), the bytes that it is known to need beyond its estimate; so many bytes of its budget are
-    left free. With ``enough`` the plan only has to fit: the search ends with the first plan that fills no
-    device beyond this share of its budget, and otherwise minimizes memory.
+    (`HOST_NAME`), the bytes that it is known to need beyond its estimate. With ``enough`` the plan only has
+    to fit: the search ends with the first plan that fills no device beyond this share of its budget, and
+    otherwise minimizes memory.
 
     A plan that exceeds a budget is returned with ``fits`` False. Raises ``SpecError`` if the spec's layers
     or devices do not match the model, ``PlacerError`` for what is not supported.
@@ -122,8 +122,7 @@ def build_plan(
         plans.append(plan)
         if enough and plan.fits:
             break
-    best = min(plans, key=lambda plan: (not plan.fits, plan.overflow_bytes, plan.step_seconds))
-    return _with_whole_budgets(best, spec) if corrections else best
+    return min(plans, key=lambda plan: (not plan.fits, plan.overflow_bytes, plan.step_seconds))
 
 
 def _plan_for(
@@ -144,7 +143,7 @@ def _plan_for(
 ) -> Plan:
     """The plan for these numbers of replicas and micro-batches."""
     slots = [
-        _corrected(device_slot(device, spec), corrections.get(device.name, 0))
+        replace(device_slot(device, spec), correction=corrections.get(device.name, 0))
         for device in spec.devices
     ]
     sizes = microbatch_rows(program, inputs, replicas, microbatches)
@@ -191,24 +190,6 @@ def _plan_for(
         kernels = {node: device_type(name) for node, name in placed.items()}
         light = place(kernels, placed)
     return assemble_plan(program, spec, light, options, spec.device_rows(replicas), microbatches)
-
-
-def _corrected(slot: DeviceSlot, nbytes: int) -> DeviceSlot:
-    """``slot`` with a budget that is smaller by ``nbytes``."""
-    if slot.budget is None or not nbytes:
-        return slot
-    return replace(slot, budget=max(1, slot.budget - nbytes))
-
-
-def _with_whole_budgets(plan: Plan, spec: PlacementSpec) -> Plan:
-    """``plan``, which was made with corrections, with the original budgets of its devices."""
-    budgets = [device_slot(device, spec).budget for device in spec.devices]
-    rows = spec.device_rows(plan.replicas)
-    whole = {name: budget for row in rows for name, budget in zip(row, budgets, strict=True)}
-    devices = tuple(replace(device, budget=whole[device.device]) for device in plan.devices)
-    stages = tuple(replace(stage, budget=whole[stage.devices[0]]) for stage in plan.stages)
-    fits = everything_fits(devices, plan.host)
-    return replace(plan, fits=fits, devices=devices, stages=stages)
 
 
 def _choose(
