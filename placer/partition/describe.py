@@ -374,8 +374,7 @@ def _per_device(peaks: Sequence[tuple[StagePlan, int]]) -> dict[str, int]:
     # For each stage of a device, bytes kept and beyond
     parts: dict[str, list[tuple[int, int]]] = {}
     for stage, peak in peaks:
-        m = stage.memory
-        kept = min(peak, m.parameters + m.optimizer + m.buffers + m.gradients + m.saved)
+        kept = min(peak, stage.memory.kept)
         parts.setdefault(stage.devices[0], []).append((kept, peak - kept))
     return {
         name: sum(kept for kept, _ in pairs) + max(beyond for _, beyond in pairs)

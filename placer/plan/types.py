@@ -39,6 +39,16 @@ class StageMemory:
     transient: Bytes
     peak: Bytes
 
+    @property
+    def state(self) -> int:
+        """Bytes that exist for the whole step: parameters, buffers and the optimizer's state."""
+        return self.parameters + self.buffers + self.optimizer
+
+    @property
+    def kept(self) -> int:
+        """The state, with all gradients and saved activations."""
+        return self.state + self.gradients + self.saved
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
@@ -242,11 +252,6 @@ class Plan:
         from placer.plan.summary import summarize_plan
 
         return summarize_plan(self)
-
-    @property
-    def parts(self) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[Region, ...], ...]]:
-        """The nodes of each stage, and the regions of each stage."""
-        return tuple(s.nodes for s in self.stages), tuple(s.regions for s in self.stages)
 
     @property
     def device_of(self) -> tuple[int, ...]:
