@@ -7,13 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import ConfigDict, Field
 
 from placer.regions.types import Region
 from placer.schedule import ranks_of
-from placer.spec.fields import MOST, AllocatorName
+from placer.spec.fields import (
+    MOST,
+    AllocatorName,
+    BatchNormMode,
+    Objective,
+    Precision,
+    ScheduleName,
+)
 
 Bytes = Annotated[int, Field(ge=0, le=2**63 - 1)]  # torch counts bytes in an int64
 Index = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -222,13 +229,13 @@ class Plan:
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     fits: bool
-    objective: Literal["throughput", "memory", "latency"]
+    objective: Objective
     processes: bool  # made for one process per device
     replicas: Count
     microbatches: Count
-    schedule: Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble"]
-    precision: Literal["fp32", "bf16", "fp16"]
-    batch_norm: Literal["per_microbatch", "deferred", "sync"]
+    schedule: ScheduleName
+    precision: Precision
+    batch_norm: BatchNormMode
     optimizer: str | Mapping[str, Bytes]
     training: bool
     step_seconds: Seconds

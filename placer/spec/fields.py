@@ -156,6 +156,8 @@ Patterns = Annotated[
     WithJsonSchema(_PATTERNS_SCHEMA),
 ]
 AllocatorName = Literal["default", "expandable"]
-ScheduleName = Annotated[
-    Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble"], BeforeValidator(_schedule)
-]
+BatchNormMode = Literal["per_microbatch", "deferred", "sync"]
+Objective = Literal["throughput", "memory", "latency"]
+Precision = Literal["fp32", "bf16", "fp16"]
+ScheduleName = Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble"]
+ScheduleField = Annotated[ScheduleName, BeforeValidator(_schedule)]
