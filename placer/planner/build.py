@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from placer.cost import CostEstimates, CostTable, ScaledCosts, device_type, with_regions
+from placer.cost import CostEstimates, CostTable, Estimate, device_type, with_regions
 from placer.errors import CaptureError
 from placer.partition import DeviceSlot, Partition, PlanningOptions, TableCache, choose_partition
 from placer.plan.types import Plan
@@ -66,8 +66,7 @@ def build_plan(
     inputs: Sequence[Tensor],
     *,
     pins: Mapping[str, str] | None = None,
-    costs: CostTable | None = None,
-    estimate: CostEstimates | ScaledCosts | None = None,
+    estimate: Estimate | None = None,
     processes: bool = False,
     corrections: Mapping[str, int] | None = None,
     tables: TableCache | None = None,
@@ -75,9 +74,9 @@ def build_plan(
 ) -> Plan:
     """The plan for ``program`` under ``spec``, for a batch shaped like ``inputs`` (any device).
 
-    ``pins`` has nodes and the devices they must be on, in addition to the spec's layers. ``costs`` are
-    those of the spec's micro-batch, if they are known. ``estimate`` and ``tables`` are caches that plans of
-    one capture share, so that the model runs once per size of micro-batch. ``processes`` asks for a plan
+    ``pins`` has nodes and the devices they must be on, in addition to the spec's layers. ``estimate`` (by
+    default a new `CostEstimates`) and ``tables`` are caches that plans of one capture share, so that the
+    model runs once per size of micro-batch. ``processes`` asks for a plan
     with one process per device. ``corrections`` has, for a device of the first replica or for the host
     (`HOST_NAME`), the bytes that it is known to need beyond its estimate. With ``enough`` the plan only has
     to fit: the search ends with the first plan that fills no device beyond this share of its budget, and
@@ -108,7 +107,6 @@ def build_plan(
                 microbatches=microbatches,
                 pins=pins,
                 keys=keys,
-                costs=costs,
                 estimate=estimate,
                 processes=processes,
                 corrections=corrections or {},
@@ -134,8 +132,7 @@ def _plan_for(
     microbatches: int,
     pins: Mapping[str, str],
     keys: Sequence[RegionKey | None],
-    costs: CostTable | None,
-    estimate: CostEstimates | ScaledCosts,
+    estimate: Estimate,
     processes: bool,
     corrections: Mapping[str, int],
     tables: TableCache,
@@ -165,10 +162,10 @@ def _plan_for(
 
     def place(kernels: str | Mapping[str, str], pins: Mapping[str, str]) -> PolicyChoice:
         choose = partial(_choose, program, slots, pins, options, tables, enough)
-        plain = costs or costs_of(kernels=kernels, offloads=offloaded)
+        plain = costs_of(kernels=kernels, offloads=offloaded)
         first = choose(with_regions(plain, keys), {})
         heavy = is_heavy(first, choices, slots, options)
-        if heavy and spec.offload and costs is None:  # needs another run of the model
+        if heavy and spec.offload:  # needs another run of the model
             plain = costs_of(kernels=kernels, offloads=True)
         return choose_policy(
             program,
@@ -183,7 +180,7 @@ def _plan_for(
         )
 
     light = place(likely_kernels(spec), pins)
-    if costs is None and len({device_type(device.name) for device in spec.devices}) > 1:
+    if len({device_type(device.name) for device in spec.devices}) > 1:
         # Now that the device of each node is known, plan again with the kernels of that device.
         stages = light.partition.stages
         placed = {node: stage.devices[0] for stage in stages for node in stage.nodes}
