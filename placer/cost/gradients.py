@@ -63,7 +63,7 @@ def backward_needs(lifetimes: Lifetimes) -> BackwardNeeds:
             whole = _most_live(node, changes, incoming[node], private.get(node, 0), set())
             added.append(
                 AddedGradient(
-                    node=node, home=home_of[node], nbytes=whole - most, waiting=before - most
+                    node=node, home=home_of[node], nbytes=whole - most, before_sum=before - most
                 )
             )
     return BackwardNeeds(
@@ -110,22 +110,22 @@ def _most_live(
 
 
 def _pending(stored: Lifetime, target: int) -> PendingGradient:
-    waiting = _waiting(stored, target)
-    needed = sum(nbytes for *_, nbytes in waiting)
-    sender = min((sender for sender, *_ in waiting), default=stored.made_by)
+    parts = _parts_for(stored, target)
+    needed = sum(nbytes for *_, nbytes in parts)
+    sender = min((sender for sender, *_ in parts), default=stored.made_by)
     return PendingGradient(
         nbytes=stored.nbytes,
         source=stored.made_by,
         target=target,
         home=_home(stored, target),
         sender=sender,
-        surplus=max(0, stored.nbytes - needed) if waiting else 0,
+        surplus=max(0, stored.nbytes - needed) if parts else 0,
         earlier=tuple((to, nbytes) for _, to, nbytes in stored.uses.sent if target < to < sender),
         of_weight=stored.uses.of_weight,
     )
 
 
-def _waiting(stored: Lifetime, target: int) -> list[tuple[int, int, int]]:
+def _parts_for(stored: Lifetime, target: int) -> list[tuple[int, int, int]]:
     """The parts (from, to, bytes) of a gradient that were sent to ``target`` or an earlier node."""
     sums = (
         []
@@ -137,7 +137,7 @@ def _waiting(stored: Lifetime, target: int) -> list[tuple[int, int, int]]:
 
 def _home(stored: Lifetime, target: int) -> int:
     """The node of whose result it is the gradient; ``target`` is the last node that adds to it."""
-    return max((to for _, to, _ in _waiting(stored, target)), default=target)
+    return max((to for _, to, _ in _parts_for(stored, target)), default=target)
 
 
 def _adding(stored: Lifetime) -> list[tuple[int, int]]:

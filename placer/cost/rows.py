@@ -45,7 +45,7 @@ def with_fewer_rows(costs: CostTable, share: float) -> CostTable:
             for gradient in costs.gradients
         ),
         added=tuple(
-            replace(added, nbytes=shrink(added.nbytes), waiting=shrink(added.waiting))
+            replace(added, nbytes=shrink(added.nbytes), before_sum=shrink(added.before_sum))
             for added in costs.added
         ),
         work=costs.work.with_share(share),

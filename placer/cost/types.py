@@ -54,14 +54,14 @@ class AddedGradient:
     """Additional bytes that the backward of ``node`` needs if ``home`` is in the same stage.
 
     If several nodes read the result of ``home``, their gradients are added up on the device of
-    ``home``. ``waiting`` of the ``nbytes`` are needed before the sum is computed; the tensors that
-    ``node`` saved are freed in between.
+    ``home``. ``before_sum`` is the part of ``nbytes`` that is needed before the sum is computed; the tensors
+    that ``node`` saved are freed in between.
     """
 
     node: int
     home: int
     nbytes: int
-    waiting: int
+    before_sum: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
