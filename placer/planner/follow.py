@@ -1,4 +1,4 @@
-"""Assigns the nodes of another program of the same model (for another mode or size) to a plan's stages."""
+"""Assigns the nodes of another program of the same model (another mode or size) to the stages of a plan."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from placer.program import Program
 
 
 def follow_plan(plan: Plan, program: Program) -> tuple[tuple[str, ...], ...]:
-    """The nodes of ``program`` for each stage of ``plan``: each on the stage of its counterpart.
+    """The nodes of ``program`` on each stage of ``plan``: every node goes to the stage of its counterpart.
 
-    Within a layer, nodes are matched in order by their operations (longest common blocks, by `difflib`).
-    A node without a counterpart is on the stage of the nodes that it reads. No node is on an earlier
-    stage than those it reads, and nodes of one unit stay together. A stage may be empty. Any assignment
+    Within a layer, nodes are matched in order by operation (longest common blocks, by `difflib`). A node
+    without a counterpart goes to the stage of the nodes that it reads. No node is on an earlier stage than a
+    node that it reads, and the nodes of a unit stay together. A stage may be empty. Every such assignment
     computes the same results; a good one moves few weights.
     """
     stage_of = {name: stage.index for stage in plan.stages for name in stage.nodes}
@@ -48,5 +48,5 @@ def follow_plan(plan: Plan, program: Program) -> tuple[tuple[str, ...], ...]:
 
 
 def _operation(node: str) -> str:
-    """The operation in a node's name, which is the name without its number."""
+    """The operation of a node: its name without the number at the end."""
     return re.sub(r"_\d+$", "", node)
