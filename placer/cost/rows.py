@@ -10,10 +10,10 @@ _SIZES = tuple(field.name for field in fields(NodeCost))
 
 
 def with_fewer_rows(costs: CostTable, share: float) -> CostTable:
-    """Estimate the costs of a micro-batch that has the fraction ``share`` of the rows of ``costs``.
+    """Estimate the costs of a micro-batch with the fraction ``share`` of the rows behind ``costs``.
 
-    All bytes and FLOPs are scaled, except values that are made from weights alone. So the result is
-    too low where other values do not depend on the batch size.
+    All bytes and FLOPs are scaled, except those of values made from weights alone. So the result is too low
+    if other values do not depend on the batch size either.
     """
 
     def shrink(nbytes: int) -> int:
