@@ -229,7 +229,7 @@ class GuessData:
         return fake
 
     def answer(self, func: Any, args: Any, kwargs: Any, refused: Exception) -> Any:
-        """A possible result of ``func``, which raised ``refused`` on fake tensors; if none, raises it again."""
+        """A possible result of ``func``, which raised ``refused`` on fake tensors; or raises ``refused``."""
         self.guessed = True
         if isinstance(refused, DynamicOutputShapeException):
             if (largest := _LARGEST_RESULT.get(func.name())) is not None:

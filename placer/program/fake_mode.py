@@ -78,7 +78,7 @@ class Guess(Protocol):
         """The result of ``func`` on values that are known; ``NotImplemented`` where one is not."""
 
     def answer(self, func: Any, args: Any, kwargs: Any, refused: Exception) -> Any:
-        """A possible result of ``func``, which raised ``refused`` on fake tensors; if none, raises it again."""
+        """A possible result of ``func``, which raised ``refused`` on fake tensors; or raises ``refused``."""
 
 
 class FakeMode(FakeTensorMode):
