@@ -1,8 +1,8 @@
 """The device catalogue: speed, memory and context per kind of device.
 
-Peaks are the vendors' data sheets (dense, without sparsity). What of them kernels reach was measured
-on one H100 (`placer.h100`); the others are taken to reach the same shares of theirs, which nobody has
-measured: `placer calibrate` measures a device that is there.
+Peak rates are from the vendors' data sheets (dense, without sparsity). How much of its peak each class of
+kernels reaches was measured on one H100 (`placer.h100`). All other kinds are assumed to reach the same
+fractions of their peaks; this has not been measured. ``placer calibrate`` measures the device at hand.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from placer.rates import Peaks, Rates, fastest_rates, scaled_rates, uniform_rate
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Profile:
-    """The measured and the estimated seconds of the nodes of one model, by node name.
+    """Measured seconds of the nodes of one model, by `placer profile`.
 
-    ``passes`` are forward and backward.
+    ``passes`` has a table for forward and one for backward: node name -> (measured, estimated) seconds.
     """
 
     fingerprint: str
@@ -29,34 +29,36 @@ class Profile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceKind:
-    """One kind of device: memory in bytes, `Rates` of its operations, and bytes/s of its links."""
+    """A type of device: memory in bytes, rates of its operations, and bandwidths of its links in bytes/s."""
 
     name: str
     memory: int | None
     rates: Rates
     link_bandwidth: float  # to another device of the machine
     host_bandwidth: float  # to pinned memory of the host
-    context: int  # bytes that a process takes of the device before it makes a tensor
+    context: int  # bytes that a process takes on the device before its first tensor
     profile: Profile | None = None
 
     def reserve(self, memory: int) -> int:
         """Bytes of ``memory`` that plans leave free by default, for what cannot be predicted."""
-        return 0 if self.memory is None else int(_SURPRISES * memory)
+        return 0 if self.memory is None else int(_UNPREDICTED * memory)
 
 
 _GIB = parse_bytes("1GiB")
-_SURPRISES = 0.02  # of a GPU's memory; on an H100 no prediction of what fits was off by more
+_UNPREDICTED = 0.02  # share of memory left free: the largest error of a fit prediction on an H100
 _CONTEXT = parse_bytes("520MiB")  # of an H100, driver 580 and CUDA 13; assumed of all others
 _EFFICIENCY = 0.5  # assumed, not measured: share of their peaks that links reach
-# Of the links to the host: from two steps of a U-Net on an H100 that offload (benchmarks/gpu_times.py).
+# The same for links to the host, from two steps of a U-Net with offloading on an H100
+# (benchmarks/gpu_times.py)
 _HOST_EFFICIENCY = 0.65
 
 _SHEETS = {
-    # name: memory GiB; TFLOP/s in fp32, in fp32 convolutions, in half precision, in fp64; memory GB/s,
-    # link GB/s to another device (one way), host GB/s: PCIe 3.0 x16 is 16, 4.0 is 32, 5.0 is 64.
-    # Dense: where a sheet counts structured sparsity, half of it. Named is the vendor's data sheet; what
-    # it says of a40, a6000, b200, rtx5090 and rtx6000ada was read in pages that quote it, and the
-    # columns of fp64, fp32 convolutions and links, a30 and mi300x have not been checked against it.
+    # name: memory GiB; TFLOP/s in fp32, in fp32 convolutions, in half precision, in fp64; memory GB/s, link
+    # GB/s to another device (one way), host GB/s: PCIe 3.0 x16 is 16, 4.0 is 32, 5.0 is 64. Rates are
+    # dense: half the number where a sheet counts structured sparsity. The comment names the vendor's data
+    # sheet. For a40, a6000, b200, rtx5090 and rtx6000ada, the numbers were taken from pages that quote the
+    # sheet. The columns fp64, fp32 convolutions and links, and the rows a30 and mi300x, have not been
+    # checked against a sheet.
     "p100": (16, 9.3, 9.3, 18.7, 4.7, 732, 16, 16),  # "NVIDIA Tesla P100", PCIe
     "t4": (16, 8.1, 8.1, 65, 0.25, 320, 16, 16),  # "NVIDIA T4 Tensor Core GPU"
     "v100": (32, 15.7, 15.7, 125, 7.8, 900, 150, 16),  # "NVIDIA V100", SXM2
@@ -67,7 +69,7 @@ _SHEETS = {
     "a100": (80, 19.5, 156, 312, 9.7, 2039, 300, 32),  # "NVIDIA A100", 80 GB SXM
     "l4": (24, 30.3, 60, 121, 0.49, 300, 32, 32),  # "NVIDIA L4"
     "l40s": (48, 91.6, 183, 362, 1.4, 864, 32, 32),  # "NVIDIA L40S"
-    # GeForce and RTX Ada: the white papers of their architectures; half precision adds up in fp32
+    # GeForce and RTX Ada: from the white papers of the architectures; half precision with fp32 accumulation
     "rtx3090": (24, 35.6, 35.6, 71, 0.56, 936, 32, 32),  # "GA102 GPU Architecture"
     "rtx4090": (24, 82.6, 82.6, 165, 1.3, 1008, 32, 32),  # "Ada GPU Architecture"
     "rtx5090": (32, 104.8, 104.8, 209.5, 1.6, 1792, 64, 64),  # "RTX Blackwell GPU Architecture"
@@ -75,7 +77,7 @@ _SHEETS = {
     "h100": (80, 67, 494.5, 989, 34, 3350, 450, 64),  # "NVIDIA H100", SXM
     "h200": (141, 67, 494.5, 989, 34, 4800, 450, 64),  # "NVIDIA H200", SXM
     "b200": (180, 75, 1100, 2250, 37, 7700, 900, 64),  # "NVIDIA HGX B200", per GPU
-    # "AMD Instinct MI300X"; PyTorch for ROCm uses no TF32 unless it is told to.
+    # "AMD Instinct MI300X"; PyTorch for ROCm does not use TF32 by default.
     "mi300x": (192, 163.4, 163.4, 1307.4, 81.7, 5300, 64, 64),
 }
 
@@ -114,7 +116,9 @@ CATALOGUE = {
     "cpu": DeviceKind(
         name="cpu",
         memory=None,
-        rates=uniform_rates(flops=5e10, bandwidth=1e10),  # of the order measured with 2 cores
+        rates=uniform_rates(
+            flops=5e10, bandwidth=1e10
+        ),  # the order of magnitude measured on 2 cores
         link_bandwidth=1e10,
         host_bandwidth=1e10,
         context=0,
@@ -129,7 +133,7 @@ def kinds_with_memory() -> tuple[DeviceKind, ...]:
 
 
 def fastest_kind(kinds: Iterable[DeviceKind]) -> DeviceKind:
-    """A kind that is as fast as the fastest of ``kinds`` for every operation and link."""
+    """A kind with the highest rate of ``kinds`` for every class of operations and every link."""
     found = list(dict.fromkeys(kinds))
     if len(found) == 1:
         return found[0]

@@ -1,7 +1,8 @@
-"""Files that describe a kind of device: what ``placer calibrate`` and ``placer profile`` measured.
+"""Reads and writes device kind files: measured memory, rates and bandwidths of a type of device.
 
-A spec names one where it names a kind: ``{"name": "cuda:0", "kind": "my-gpu.json"}``. With a profile,
-the file has the seconds of the nodes of one model besides.
+``placer calibrate`` and ``placer profile`` write them. A spec may name one in place of a kind of the
+catalogue: ``{"name": "cuda:0", "kind": "my-gpu.json"}``. A file written by ``placer profile`` also has the
+measured seconds of every node of one model.
 """
 
 from __future__ import annotations
@@ -65,21 +66,21 @@ class _KindFile(BaseModel):
 
 
 def is_kind_file(name: str) -> bool:
-    """Whether a spec's ``kind`` is the name of a file, not an entry of the catalogue."""
+    """Whether a spec's ``kind`` names a file rather than an entry of the catalogue."""
     return name.lower().endswith(SUFFIX)
 
 
 def find_kind(name: str) -> DeviceKind:
-    """The kind of that name in the catalogue, or in the file of that name.
+    """The kind with this name in the catalogue, or the kind that the file with this name describes.
 
-    Raises ``PlacerError`` for a file that is none, with the JSON pointer of what is wrong.
+    Raises ``PlacerError``, with a JSON pointer, if the file is not a device kind.
     """
     if not is_kind_file(name):
         return CATALOGUE[name]
     try:
         state = Path(name).stat()
     except OSError:
-        return _read(name, 0, 0)  # says what is wrong
+        return _read(name, 0, 0)  # raises an error that says why
     return _read(name, state.st_mtime_ns, state.st_size)
 
 
@@ -89,12 +90,12 @@ def _read(name: str, _changed: int, _size: int) -> DeviceKind:
 
 
 def load_kind_file(path: Path) -> _KindFile:
-    """The file's content, checked. Raises ``PlacerError``."""
+    """The content of the file. Raises ``PlacerError`` if it is not a valid device kind."""
     data = read_json(path)
     if not isinstance(data, Mapping) or "placer_kind" not in data:
         raise JSONError(
             str(path),
-            "is no file of a device kind",
+            "is not a device kind file",
             "write one with 'placer calibrate' or 'placer profile'",
         )
     try:
@@ -104,9 +105,7 @@ def load_kind_file(path: Path) -> _KindFile:
         where = json_pointer(first["loc"], data)
         missing = first["loc"][-1] if first["type"] == "missing" else ""
         problem = f"{where}: {missing} is missing" if missing else f"{where}: {first['msg']}"
-        raise JSONError(
-            str(path), problem, "measure again: the file is written by placer"
-        ) from None
+        raise JSONError(str(path), problem, "measure again; placer writes the file") from None
     _check_rates(path, found)
     return found
 
@@ -121,7 +120,7 @@ def _check_rates(path: Path, found: _KindFile) -> None:
         if name not in CLASSES:
             near = nearest(name, CLASSES)
             hint = f"did you mean {near!r}?" if near else "measure again"
-            raise JSONError(str(path), f"/rates/{name} is no class of operations", hint)
+            raise JSONError(str(path), f"/rates/{name} is not a class of operations", hint)
 
 
 def _kind(found: _KindFile) -> DeviceKind:
@@ -156,7 +155,7 @@ def kind_to_json(
     measured: str,
     inputs: list[str] | None = None,
 ) -> dict[str, Any]:
-    """The content of a file for ``kind``; the other arguments say what was measured, and when."""
+    """The content of a file for ``kind``; the other arguments say what was measured and when."""
     rates: dict[str, dict[str, Any]] = {}
     for (name, dtype), rate in kind.rates.table.items():
         rates.setdefault(name, {})[dtype] = {

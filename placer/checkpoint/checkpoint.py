@@ -39,7 +39,7 @@ from placer.checkpoint.storage import (
 from placer.checkpoint.table import UNCHANGED, Record, Table, read_table, write_table
 from placer.errors import CheckpointError
 
-_SHOWN = 8  # problems of one kind that an error lists
+_SHOWN = 8  # how many problems of one kind an error lists
 
 
 def save(
@@ -150,7 +150,7 @@ def _load(
     in_place = [entry for entry, value in model.items() if isinstance(value, Tensor)]
 
     def verify() -> None:
-        """Read everything; the model's tensors are read again later, to keep only one in memory."""
+        """Read everything. The model's tensors are read again later, so only one is in memory at a time."""
         for entry, value in read_entries(entries, table, found):
             if not isinstance(entries[entry], Tensor):
                 entries[entry] = value
@@ -197,8 +197,8 @@ def upgrade(path: str | Path) -> None:
 def _is_saved_here(entry: str, contents: Contents) -> bool:
     """Whether this rank saves ``entry``.
 
-    Each tensor is saved by its owner. A module's extra state is saved by all ranks that have it, of which
-    DCP writes one.
+    Each tensor is saved by its owner. A module's extra state is saved by all ranks that have it; DCP writes
+    only one of them.
     """
     kind, _, rest = entry.partition("/")
     name = rest.rpartition("/")[0] if kind == "state" else rest
@@ -238,7 +238,7 @@ def _optimizer_entries(
 
 
 def _layout(tensor: Tensor) -> str:
-    """How a tensor holds its elements: copies into one that does otherwise fail, or lose some."""
+    """How a tensor stores its elements; a copy into another layout fails or loses some of them."""
     if tensor.is_quantized:
         return "quantized"
     layout = str(tensor.layout).removeprefix("torch.")
@@ -247,7 +247,7 @@ def _layout(tensor: Tensor) -> str:
 
 @contextmanager
 def _kept_where_refused(optimizer: Optimizer) -> Iterator[None]:
-    """Give ``optimizer`` its state again where the block raises."""
+    """Give ``optimizer`` its old state back if the block raises."""
     before = optimizer.state, optimizer.param_groups
     try:
         yield
@@ -259,7 +259,7 @@ def _kept_where_refused(optimizer: Optimizer) -> Iterator[None]:
 def _restore_optimizer(
     module: nn.Module, contents: Contents, optimizer: Optimizer, entries: Entries, folder: Path
 ) -> None:
-    """`restore_optimizer`; what the optimizer raises for its state is a ``CheckpointError``."""
+    """Like `restore_optimizer`; if the optimizer refuses the state, raises ``CheckpointError``."""
     try:
         restore_optimizer(module, contents, optimizer, entries)
     except Exception as error:
@@ -289,7 +289,7 @@ def _require_types(entries: Entries, folder: Path) -> None:
 def _restore_extra_state(
     module: nn.Module, contents: Contents, model: Entries, entries: Entries
 ) -> None:
-    """Load the extra state of modules, which are the entries of the model that are not tensors."""
+    """Load the extra state of modules: the entries of the model that are not tensors."""
     if all(isinstance(value, Tensor) for value in model.values()):
         return
     state = {
@@ -300,7 +300,7 @@ def _restore_extra_state(
 
 
 def _kind(problem: str) -> str:
-    """The words of a problem by which problems are grouped.
+    """The words by which a problem is grouped with others of its kind.
 
     >>> _kind("fc.weight is not in the model"), _kind("fc.bias is missing")
     ('is not', 'is missing')

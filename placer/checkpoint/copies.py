@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from placer.checkpoint.entries import Contents
 
-_MAX_ELEMENTS = 2**22  # at once, because the sum converts them to int64
-_SHOWN = 4  # names that a warning lists
+_MAX_ELEMENTS = 2**22  # summed at once, because the sum converts them to int64
+_SHOWN = 4  # how many names a warning lists
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

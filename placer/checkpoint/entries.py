@@ -28,7 +28,7 @@ Entries = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """The tensors of a process: ``first_name`` of each local name, and the ``owned`` ones, which it saves.
+    """The tensors of a process: ``first_name`` maps local names to first names; it saves the ``owned`` ones.
 
     ``owned`` has first names.
     """
@@ -72,9 +72,9 @@ def model_entries(module: nn.Module, contents: Contents) -> Entries:
 def parameter_names(
     module: nn.Module, contents: Contents, optimizer: Optimizer
 ) -> dict[int, tuple[str, Tensor]]:
-    """For each parameter of the optimizer, by ``id``, its first name and itself.
+    """``id`` of each parameter of the optimizer -> (its first name, the parameter).
 
-    Leaves out a parameter without elements, which a rank without parameters has as a placeholder. Raises
+    Leaves out a parameter without elements, which is the placeholder of a rank without parameters. Raises
     ``PlacerError`` for any other parameter that is not one of the module's.
     """
     names = {id(p): contents.first_name[n] for n, p in module.named_parameters()}
@@ -181,7 +181,7 @@ def random_entry(devices: Iterable[torch.device], layout: str) -> dict[str, Any]
 
 
 def require_random(entry: object) -> None:
-    """Raise ``ValueError`` unless ``entry`` is what `random_entry` makes."""
+    """Raise ``ValueError`` unless ``entry`` has the form that `random_entry` returns."""
     states = entry.get("states") if isinstance(entry, dict) else None
     if not (
         isinstance(entry, dict)

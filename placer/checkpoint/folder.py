@@ -22,7 +22,7 @@ _DCP_TABLE = ".metadata"  # written by torch.distributed.checkpoint for its own 
 
 
 def saving_folder(path: Path) -> Path:
-    """The folder in which the next checkpoint of ``path`` is written."""
+    """The folder where the next checkpoint of ``path`` is written."""
     return path.parent / f".{path.name}.saving"
 
 

@@ -31,7 +31,7 @@ from placer.checkpoint.entries import Entries, entry_name
 from placer.checkpoint.table import UNCHANGED, Record, Table
 from placer.errors import CheckpointError, PlacerError
 
-_SHOWN = 8  # damaged entries that an error lists
+_SHOWN = 8  # how many damaged entries an error lists
 
 
 class _DamageError(Exception):

@@ -26,7 +26,7 @@ from placer.jsonfile import JSONError, json_pointer, read_json
 
 TABLE = "contents.json"
 UNCHANGED = "load another checkpoint, or a good copy of this one; nothing was changed by this one"
-_SHOWN = 4  # problems of a table that an error lists
+_SHOWN = 4  # how many problems of a table an error lists
 _DTYPES = {
     str(value).removeprefix("torch."): value
     for value in vars(torch).values()
@@ -71,7 +71,7 @@ class Record(BaseModel):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The data type of the tensor that the entry is."""
+        """The data type of an entry that is a tensor."""
         assert self.dtype is not None
         return _DTYPES[self.dtype]
 

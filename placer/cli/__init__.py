@@ -1,1 +1,1 @@
-"""The ``placer`` command: a file per subcommand, named like it; `main` finds them."""
+"""The ``placer`` command. Every subcommand has a file of the same name, which `main` imports."""

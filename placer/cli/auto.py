@@ -1,4 +1,4 @@
-"""``placer auto``: find a spec with which the model fits the given devices."""
+"""``placer auto``: find a spec with which a model fits the given devices."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def auto(
 ) -> None:
     """Find a spec with which the model fits, using as few of the devices as possible.
 
-    Without -o the spec is printed to stdout, and the table to stderr.
+    Without -o, the spec is printed to stdout and the table to stderr.
     """
     from placer.files import check_writable, writing
     from placer.spec import PlacementSpec
@@ -190,7 +190,7 @@ def _devices(texts: Sequence[str], kind: str | None) -> list[dict[str, Any]]:
 
 @contextmanager
 def _errors_name_options(devices: Sequence[str]) -> Iterator[None]:
-    """Make a ``SpecError`` name options of the command, since there is no spec file."""
+    """In this block, a ``SpecError`` names options of the command, since there is no spec file."""
     from placer.errors import SpecError
 
     try:
@@ -203,7 +203,7 @@ def _errors_name_options(devices: Sequence[str]) -> Iterator[None]:
 def _as_option(
     devices: Sequence[str], pointer: str, problem: str, remedy: str
 ) -> tuple[str, str, str]:
-    """Rewrite a problem of a spec's field as a problem of the option that set the field."""
+    """A problem with a field of a spec, rewritten for the option that set the field."""
     _, field, *path = pointer.split("/")
     option = f"--{field.replace('_', '-')}"
     if field == "devices" and path[-1:] == ["kind"]:

@@ -27,7 +27,8 @@ Output = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the kind here (JSON).")
 ]
 Name = Annotated[
-    str | None, typer.Option("--name", help="Name of the device kind. Default: that of the file.")
+    str | None,
+    typer.Option("--name", help="Name of the device kind. Default: the name of the file."),
 ]
 Budget = Annotated[
     float,
@@ -46,8 +47,8 @@ def calibrate(
 ) -> None:
     """Measure in under a minute how fast a device runs each class of operations.
 
-    Use the file in a spec as the kind of a device, {"name": "cuda:0", "kind": "FILE"}, or with
-    --profile FILE.
+    In a spec, the file can be the kind of a device: {"name": "cuda:0", "kind": "FILE"}. Other commands
+    take it as --profile FILE.
     """
     console = human_console(as_json=as_json)
     with progress(console, "importing torch"):

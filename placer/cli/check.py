@@ -1,4 +1,4 @@
-"""``placer check``: check a spec against a model, or show into how many pieces a model can be cut."""
+"""``placer check``: check a spec against a model, or show how far a model can be split."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from placer.program import Program
     from placer.spec import PlacementSpec
 
-_SHOWN = 6  # layers that the spec does not place
+_SHOWN = 6  # how many of the layers that the spec does not place are listed
 _SIZES = ("8GiB", "16GiB", "24GiB", "80GiB")
 
 Spec = Annotated[
@@ -32,7 +32,7 @@ Memory = Annotated[
     typer.Option(
         "--memory",
         metavar="SIZE",
-        help="Without SPEC: say how many devices of this size it takes; repeatable.",
+        help="Without SPEC: say how many devices of this size the model needs; repeatable.",
         default_factory=list,
         show_default=False,
     ),
@@ -64,7 +64,7 @@ def check(
     training: Training = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check a spec against a model; without a spec, show what the model can be cut into."""
+    """Check a spec against a model; without a spec, show how far the model can be split."""
     from placer.spec import load_spec
 
     wanted = None if spec is None else load_spec(spec)
@@ -145,7 +145,7 @@ def _check_model(
     training: bool,
     as_json: bool,
 ) -> None:
-    """Print into which pieces the model can be cut, and how many devices of each size it needs."""
+    """Print how far the model can be split, and how many devices of each size it needs."""
     from placer.cli.limits import print_limits
     from placer.planner.cut_limits import count_pieces
 
@@ -182,7 +182,9 @@ def _check_model(
     }
     try:
         result |= _measured(program, leaves, sizes, whole, optimizer=optimizer, training=training)
-    except CaptureError as error:  # for example, a module that stays whole reads values of tensors
+    except (
+        CaptureError
+    ) as error:  # for example if a module that stays whole reads values of tensors
         notes.append(f"memory cannot be estimated: {error.where} {error.problem}")
     print_limits(console, result, dict(sizes))
     if as_json:
@@ -225,7 +227,7 @@ def _measured(
 
 
 def _kept_free(memory: int) -> int:
-    """Bytes of a device with ``memory`` bytes that are not for tensors: the context and the reserve."""
+    """Bytes of a device with ``memory`` bytes that tensors may not use: the context and the reserve."""
     from placer.planner.devices import device_slot
     from placer.spec import DeviceSpec, PlacementSpec
 

@@ -16,7 +16,7 @@ def demo(
     ] = Path("demo_output"),
     steps: Annotated[int, typer.Option(min=2, help="Training steps.")] = 150,
 ) -> None:
-    """Plan a full brain volume, train a small 3D U-Net over 2 stages x 2 replicas, and check it."""
+    """Plan a full brain volume, train a small 3D U-Net on 2 stages x 2 replicas, and check it."""
     from rich.console import Console
 
     from placer.demo.run import run_demo

@@ -19,7 +19,7 @@ EXAMPLE = "placer doctor --json"
 
 
 def doctor(as_json: AsJson = False) -> None:
-    """Show packages, devices, and what placer can do here; exit code 2 if something is missing."""
+    """Show packages, devices and what placer can do here. The exit code is 2 if something is missing."""
     from placer import __version__
     from placer.cli.main import EXIT_USAGE
     from placer.doctor import examine

@@ -1,4 +1,4 @@
-"""Get example arguments from a callable of the user: ``--input path/file.py:callable``."""
+"""Get example arguments from a callable that the user wrote: ``--input path/file.py:callable``."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from placer.cli.target import find_callable, user_failure
 
 
 def load_example(target: str, *, values_needed: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Call ``target``, and return the positional and the keyword arguments of forward that it makes.
+    """Call ``target``, and return the positional and keyword arguments of forward that it makes.
 
     It may return a tuple of positional arguments, a dict of keyword arguments, a pair of both, or a
     single argument. Raises ``ModelError`` if it is not found, if it raises an exception, or if it
-    returns tensors on ``meta`` although ``values_needed``.
+    returns tensors on ``meta`` and ``values_needed`` is set.
     """
     make = find_callable(target)
     try:

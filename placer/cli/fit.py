@@ -1,4 +1,4 @@
-"""Print which changes would make a placement fit, when it does not."""
+"""Print which changes would make a placement fit that does not."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def report_misfit(
 ) -> NoReturn:
     """Print what would make the placement fit, and exit with `EXIT_NO_FIT`.
 
-    ``make`` plans a changed spec. ``error`` has the changes that were tried, if they were tried
-    already. With ``as_json`` the result is also printed as JSON to stdout.
+    ``make`` plans a changed spec. ``error`` has the changes that have been tried, if any have. With
+    ``as_json``, the result is also printed to stdout as JSON.
     """
     as_options = error is not None
     if plan.fits_devices:  # the host has too little
@@ -78,7 +78,7 @@ def report_misfit(
 
 
 def _print_fitting(console: Console, tried: Tried, *, as_options: bool) -> None:
-    """Print a change if it makes the placement fit. The others are printed at the end."""
+    """Print a change if it makes the placement fit; the others are printed at the end."""
     if tried.fits:
         change = as_option(tried.change) if as_options else tried.change
         console.print(f"  - {change}", markup=False)

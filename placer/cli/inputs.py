@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-# Name of a dtype in torch -> bytes of an element.
+# Name of a dtype in torch -> bytes per element
 _DTYPES = {
     "float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2,
     "int8": 1, "uint8": 1, "bool": 1, "complex64": 8,
@@ -37,7 +37,7 @@ _FORM = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputSpec:
-    """One tensor that forward takes; positional if ``name`` is None; integers are below ``below``."""
+    """One tensor argument of forward, positional if ``name`` is None. Its integers are below ``below``."""
 
     name: str | None
     shape: tuple[int, ...]
@@ -46,7 +46,7 @@ class InputSpec:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype as torch's object."""
+        """The ``torch.dtype``."""
         import torch
 
         found: torch.dtype = getattr(torch, self.dtype_name)
@@ -68,7 +68,7 @@ class InputSpec:
 
 
 def is_example(text: str) -> bool:
-    """Does ``text`` name a callable, rather than a shape?
+    """Does ``text`` name a callable rather than a shape?
 
     >>> is_example("scenes.py:two_scenes"), is_example("8x64:int64"), is_example("scalar:int64")
     (True, False, False)
@@ -77,7 +77,7 @@ def is_example(text: str) -> bool:
 
 
 def parse_input(text: str) -> InputSpec:
-    """The input that ``text`` describes. Raises ``PlacerError`` if it is not understood.
+    """The input that ``text`` describes. Raises ``PlacerError`` if the text is not valid.
 
     >>> parse_input("mask=4x16:bool").shape
     (4, 16)
@@ -121,8 +121,8 @@ def parse_input(text: str) -> InputSpec:
 def parse_inputs(texts: Sequence[str], *, required: bool = True) -> tuple[InputSpec, ...]:
     """All inputs, in order.
 
-    Raises ``PlacerError`` if a text is not understood, if a name is given twice, or if there is no
-    input although one is ``required``.
+    Raises ``PlacerError`` if a text is not valid, if a name is given twice, or if there is no input and one
+    is ``required``.
     """
     inputs = tuple(parse_input(text) for text in texts)
     names = [item.name for item in inputs if item.name is not None]

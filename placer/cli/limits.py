@@ -1,4 +1,4 @@
-"""Print into which pieces a model can be cut, which modules stay whole and why, and what that limits."""
+"""Print how far a model can be split: its pieces, and the modules that stay whole, with reasons."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from placer.cli.output import plain_table
 if TYPE_CHECKING:
     from rich.console import Console
 
-_SHOWN = 8  # modules listed for one reason
+_SHOWN = 8  # how many modules are listed for one reason
 
 
 def print_limits(console: Console, result: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
-    """Print the result of ``placer check`` without a spec; ``sizes`` maps '16GiB' to its bytes."""
+    """Print the result of ``placer check`` without a spec; ``sizes`` maps a text like '16GiB' to bytes."""
     console.print(
         f"{result['nodes']} operations in {result['pieces']} pieces that can go to different "
         "devices\n"

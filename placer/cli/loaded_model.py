@@ -50,11 +50,11 @@ def load_model(
     inputs_required: bool,
     seed: int,
 ) -> LoadedModel:
-    """Build the model that ``options`` name and its inputs, on ``meta`` unless ``allocate``.
+    """Build the model that ``options`` name, and its inputs, on ``meta`` unless ``allocate`` is set.
 
     ``double`` converts all floating-point parameters, buffers and inputs to float64. ``seed`` is for
     weights and inputs. Arguments that a callable makes are used as they are, in memory or on ``meta``.
-    Raises ``PlacerError`` for invalid options, and when the model's own code raises an exception.
+    Raises ``PlacerError`` for invalid options, and if the model's own code raises an exception.
     """
     shapes, examples = options.split_inputs()
     wanted = parse_inputs(shapes, required=inputs_required and not examples)

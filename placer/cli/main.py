@@ -1,4 +1,4 @@
-"""The ``placer`` command. Every subcommand is in a file of its own, which is imported when it is run."""
+"""The ``placer`` command. Every subcommand has its own file, which is imported when the command runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _TRACEBACK = "PLACER_TRACEBACK"  # variable to show tracebacks of exceptions in 
 
 
 class _Commands(TyperGroup):
-    """The group of all commands; the module of a command is imported when it is run."""
+    """The group of all commands; the module of a command is imported when the command runs."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(_COMMANDS)
@@ -53,7 +53,7 @@ class _Commands(TyperGroup):
         return typer.main.get_command(single)
 
     def invoke(self, ctx: Any) -> Any:
-        """As in click; with ``--json``, usage errors are also printed as JSON."""
+        """Like click's; with ``--json``, usage errors are also printed as JSON."""
         arguments = [*getattr(ctx, "_protected_args", ()), *ctx.args]
         try:
             return super().invoke(ctx)
@@ -67,13 +67,13 @@ class _Commands(TyperGroup):
             raise
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """As in click, which suggests the nearest of the ``commands`` for an unknown one."""
+        """Like click's, which suggests the nearest of ``commands`` for an unknown one."""
         self.commands = cast(Any, dict.fromkeys(_COMMANDS))
         return super().resolve_command(ctx, args)
 
 
 def _with_error_output(command: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``command`` to print errors to stderr, with ``--json`` as JSON to stdout, and set exit codes."""
+    """Wrap ``command``: print errors to stderr (with ``--json`` to stdout as JSON) and set exit codes."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
@@ -106,7 +106,7 @@ def _with_error_output(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _print_error(error: PlacerError, code: int, *, as_json: bool, kind: str = "") -> typer.Exit:
-    """Print ``error``; returns the exception that ends the command with ``code``."""
+    """Print ``error``, and return the exception that ends the command with ``code``."""
     print(f"error: {error}", file=sys.stderr)
     if as_json:
         print_error_json(error, code, kind=kind)
@@ -116,12 +116,12 @@ def _print_error(error: PlacerError, code: int, *, as_json: bool, kind: str = ""
 def _exited(location: str, error: SystemExit) -> PlacerError:
     """The error to print when the model's code called ``sys.exit``."""
     code = "" if error.code is None else repr(error.code)
-    remedy = "have the model's code raise an error that says what is wrong"
+    remedy = "let the model's code raise an exception that says what is wrong"
     return PlacerError(location or "the model", f"its code called sys.exit({code})", remedy)
 
 
 def _with_source(error: PlacerError, spec: object) -> PlacerError:
-    """``error``, naming the command's spec or plan file if it is about a spec or plan without a name."""
+    """``error``, with the name of the command's spec or plan file if it is about an unnamed spec or plan."""
     if isinstance(error, SpecError) and error.source == SpecError.UNNAMED and spec is not None:
         return SpecError(str(spec), error.problems)
     if isinstance(error, PlanError) and error.where == PlanError.UNNAMED and spec is not None:
@@ -131,7 +131,7 @@ def _with_source(error: PlacerError, spec: object) -> PlacerError:
 
 
 def _model_location(error: BaseException) -> str:
-    """``file.py:line`` where the model's code raised ``error``, or "" if other code raised it."""
+    """``file.py:line`` where the model's code raised ``error``; "" if other code raised it."""
     if "torch" not in sys.modules:
         return ""
     from placer.cli.target import user_location
@@ -168,7 +168,7 @@ def _root(
         ),
     ] = False,
 ) -> None:
-    """Makes typer build a group, although no command is registered with it."""
+    """Makes typer build a group even though no command is registered with it."""
 
 
 # New objects between two runs of the garbage collector. With Python's default of 2,000, it scans all
@@ -177,7 +177,7 @@ _GARBAGE_THRESHOLD = 200_000
 
 
 def main() -> None:
-    """What the ``placer`` script does, once this is imported."""
+    """The entry point of the ``placer`` script."""
     gc.set_threshold(_GARBAGE_THRESHOLD)
     try:
         app(prog_name="placer")

@@ -1,4 +1,4 @@
-"""Apply ``--profile FILE`` to a spec: its devices get the kind that the file describes."""
+"""Apply ``--profile FILE`` to a spec: its devices get the kind described by the file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from placer.spec import PlacementSpec
 def with_kind_file(spec: PlacementSpec, path: Path | None) -> PlacementSpec:
     """``spec`` with the file as the kind of all devices of the type that was measured.
 
-    Raises ``PlacerError`` for a file that describes no kind, or if the spec has no such device.
+    Raises ``PlacerError`` if the file is not a device kind, or if the spec has no device of that type.
     """
     if path is None:
         return spec

@@ -1,4 +1,4 @@
-"""The arguments and options that several commands share; imports no torch."""
+"""The arguments and options that several commands share. This file does not import torch."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class ModelOptions:
             check_target(target)
 
     def split_inputs(self) -> tuple[list[str], list[str]]:
-        """The inputs given as shapes, and those given as callables, of which there is at most one.
+        """The inputs given as shapes, and the input given as a callable, of which there is at most one.
 
         Raises ``PlacerError`` if a callable is given with other inputs.
         """

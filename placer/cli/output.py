@@ -1,4 +1,4 @@
-"""Output of commands: tables and text, or with ``--json`` only JSON on stdout."""
+"""Output of commands: tables and text; with ``--json``, only JSON on stdout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.table import Table
 
 from placer.errors import BudgetError, PlacerError, SpecError
 
-_WIDTH = 100  # columns where the output is not a terminal
+_WIDTH = 100  # columns if the output is not a terminal
 
 
 def human_console(*, as_json: bool) -> Console:
@@ -46,8 +46,8 @@ def print_text(text: str) -> None:
 def print_error_json(error: PlacerError, exit_code: int, *, kind: str = "") -> None:
     """Print ``error`` to stdout as a JSON object: kind, place, problem, remedy and exit code.
 
-    For a `SpecError` it has a list of ``problems``; for a `BudgetError`, the device, the missing bytes
-    and the changes that were tried.
+    A `SpecError` also has a list of ``problems``; a `BudgetError` has the device, the missing bytes and the
+    changes that were tried.
     """
     found: dict[str, Any] = {
         "kind": kind or type(error).__name__,
@@ -69,7 +69,7 @@ def print_error_json(error: PlacerError, exit_code: int, *, kind: str = "") -> N
 
 @contextmanager
 def progress(console: Console, doing: str) -> Iterator[None]:
-    """Show that something takes a while: a spinner on a terminal, else a line on stderr."""
+    """Show that something takes a while, by a spinner on a terminal, otherwise by a line on stderr."""
     if not console.is_terminal:
         print(f"{doing} …", file=sys.stderr, flush=True)
         yield
@@ -80,7 +80,7 @@ def progress(console: Console, doing: str) -> Iterator[None]:
 
 @contextmanager
 def round_progress(console: Console, doing: str) -> Iterator[Callable[[int, int, str], None]]:
-    """As `progress`, for work in rounds. Yields a function to call with (number, count, what is next)."""
+    """Like `progress`, for work in rounds. Yields a function (number, count, name of the next item)."""
     if not console.is_terminal:
         print(f"{doing} …", file=sys.stderr, flush=True)
         yield lambda *_: None

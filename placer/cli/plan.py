@@ -1,4 +1,4 @@
-"""``placer plan``: make the plan of a spec for a model, and show it."""
+"""``placer plan``: make a plan for a model from a spec, and show it."""
 
 from __future__ import annotations
 

@@ -78,8 +78,8 @@ def profile(
 ) -> None:
     """Show estimated bytes and FLOPs of every layer for one batch; nothing is allocated.
 
-    With --device or -o the model is also run, forward and backward, to measure the seconds of every
-    layer (medians over the steps after a warm-up).
+    With --device or -o, the model also runs, forward and backward, to measure the seconds of every layer
+    (medians over the steps after a warm-up).
     """
     from placer.errors import PlacerError, nearest
 
@@ -172,7 +172,7 @@ _LOSS = "(the loss)"
 def layer_seconds(
     program: Program, measured: Measured, depth: int | None
 ) -> dict[str, dict[str, float]]:
-    """Layer -> measured seconds of its nodes in forward and in backward, and the estimate of both."""
+    """Layer -> measured seconds of its nodes in forward and in backward, and the estimate for both."""
     profile = measured.kind.profile
     assert profile is not None
     found: dict[str, dict[str, float]] = {}
@@ -221,8 +221,8 @@ def _seconds_table(
 def layer_costs(program: Program, costs: CostTable, depth: int | None) -> dict[str, dict[str, int]]:
     """Layer -> bytes and FLOPs, in program order; ``""`` is the model's own code.
 
-    A tied parameter is counted where it is used first, and a saved value at the first node that saves
-    it. ``output`` is the sum over the layer's operations, ``transient`` their maximum.
+    A tied parameter is counted where it is first used, and a saved value at the first node that saves it.
+    ``output`` is the sum over the operations of the layer, ``transient`` the maximum.
     """
     homes = []
     for name in costs.names:

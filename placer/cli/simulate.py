@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from placer.simulation import SimulationReport
 
 
-_FAR_OFF = 0.1  # fraction of the simulated peak; a prediction for the same inputs is closer
+_FAR_OFF = 0.1  # share of the simulated peak; a prediction for the same inputs is closer than this
 _OTHER_INPUTS = (
     "the peaks that {} predicts are far off: it was probably made for inputs of another size; "
     "make a plan for these with 'placer plan'"
@@ -119,7 +119,7 @@ def _moment(device: Mapping[str, Any]) -> Table:
 
 
 def _verdict(plan: Plan) -> str:
-    """A sentence: the plan fits, or it is unknown for devices without a budget."""
+    """A sentence that says whether the plan fits; this is unknown for devices without a budget."""
     from placer.report import unknown_memory_text
 
     unknown = [device.device for device in plan.devices if device.budget is None]
@@ -136,7 +136,7 @@ def _far_off(report: SimulationReport) -> bool:
 
 
 def _overflows(plan: Plan, report: SimulationReport) -> list[str]:
-    """A sentence per device that needs more than its budget in the dry run."""
+    """A sentence for each device that needs more than its budget in the dry run."""
     from placer.report import overflow_text
 
     lines = []

@@ -1,4 +1,4 @@
-"""Load a file that holds either a spec or a saved plan."""
+"""Load a file that contains either a spec or a saved plan."""
 
 from __future__ import annotations
 

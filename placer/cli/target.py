@@ -1,4 +1,4 @@
-"""Find the callable that MODEL names on the command line, and build the module with it."""
+"""Find the callable that MODEL names on the command line, and build the module by calling it."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _TORCH = Path(torch.__file__).parent
 def build_model(target: str, arguments: Mapping[str, Any], *, allocate: bool) -> nn.Module:
     """Build the module that ``target`` (``package.module:callable`` or ``file.py:callable``) returns.
 
-    Without ``allocate`` it is built on ``meta``. If its constructor fails there, for example because
-    it reads values of its tensors, it is built in memory after all. Raises ``ModelError``.
+    Without ``allocate``, it is built on ``meta``. If its constructor fails there, for example because it
+    reads values of tensors, it is built in memory instead. Raises ``ModelError`` if that fails too.
     """
     make = find_callable(target)
     if isinstance(make, nn.Module):
@@ -92,17 +92,17 @@ def user_failure(target: str, doing: str, error: BaseException) -> ModelError:
         )
     text = str(error).strip() or "no message"
     return ModelError(
-        location, f"{doing} raised {type(error).__name__}: {text}", f"{_mend(error)} ({target})"
+        location, f"{doing} raised {type(error).__name__}: {text}", f"{_remedy(error)} ({target})"
     )
 
 
-def _mend(error: BaseException) -> str:
-    """What to do about an exception that the user's code raised."""
+def _remedy(error: BaseException) -> str:
+    """The remedy for an exception that the user's code raised."""
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     if missing:
         package = missing.partition(".")[0]
-        return f"install {package!r} for {sys.executable}, or mend the import"
-    return "that is raised by your own code: mend it there"
+        return f"install {package!r} for {sys.executable}, or fix the import"
+    return "your own code raises this: fix it there"
 
 
 def user_location(error: BaseException) -> str:
@@ -146,7 +146,7 @@ def _check_arguments(target: str, make: Callable[..., Any], arguments: Mapping[s
 
 
 def _given(target: str, make: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
-    """A hint with the ``--model-arg`` that were given and the parameters that they are for."""
+    """A hint with the given ``--model-arg`` options and the parameters that exist."""
     given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
     try:
         known = inspect.signature(make).parameters
@@ -210,7 +210,7 @@ def _nearest_module(missing: str) -> str | None:
 
 
 def _callables(place: Any) -> list[str]:
-    """Names of the callables in a module or class; those that it defines itself, if there are any."""
+    """Names of the callables in a module or class; only those that it defines itself, if there are any."""
     name = getattr(place, "__name__", "")
     public = [(key, value) for key, value in vars(place).items() if not key.startswith("_")]
     own = [k for k, v in public if callable(v) and getattr(v, "__module__", "") == name]

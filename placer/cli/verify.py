@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from placer.verification import Comparison, Verification
 
 EXIT_DIFFERENT = 1
-_SHOWN = 10  # tensors that differ and are listed
+_SHOWN = 10  # how many of the tensors that differ are listed
 
 Double = Annotated[
     bool, typer.Option("--double", help="Run model and inputs in float64, and compare to 1e-10.")
@@ -36,7 +36,7 @@ Seed = Annotated[int, typer.Option("--seed", help="Seed of the weights, the inpu
 Tolerance = Annotated[
     float | None,
     typer.Option(
-        "--tolerance", help="Relative tolerance (default: that of the parameters' dtype)."
+        "--tolerance", help="Relative tolerance (default: by the dtype of the parameters)."
     ),
 ]
 
@@ -55,7 +55,7 @@ def verify(
 ) -> None:
     """Run a training step of the placed and of the original model, and compare them.
 
-    Compared are every output, gradient and parameter. The exit code is 1 if any of them differs.
+    Every output, gradient and parameter is compared. The exit code is 1 if any of them differs.
     """
     from placer.cli.sources import load_spec_or_plan
 
@@ -91,7 +91,7 @@ def verify(
 
 
 def to_json(result: Verification) -> dict[str, Any]:
-    """The result as JSON values; an error that is not finite (NaN, a missing tensor) is null."""
+    """The result as JSON values. An error that is not finite (NaN, a missing tensor) becomes null."""
 
     def values(c: Comparison) -> dict[str, Any]:
         error = c.relative_error if math.isfinite(c.relative_error) else None

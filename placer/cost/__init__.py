@@ -1,12 +1,11 @@
-"""Cost: a table of bytes and FLOPs per node of a program; nothing is allocated.
+"""Cost: a table of bytes and FLOPs per node of a program, estimated without allocating tensors.
 
-`record` runs the program once on fake tensors and writes a timeline (`timeline_mode`), with what nodes do
-with every storage (`storages`) and whose backward runs (`attribution`). `lifetimes` derives from it when
-each storage lives, `gradients` which gradients wait for which node, and `estimate` makes the table.
-`operations` classifies operations, and `work` computes how long they take on a device.
-With `kernels` and `autocast` the run saves the tensors that a CUDA device would save. `workspaces` and
-`cuda_workspaces` have the memory that kernels allocate internally. `devices` finds the kind of a
-device (`placer.catalogue`).
+`record` runs the program once on fake tensors and records a timeline (`timeline_mode`), what nodes do with
+every storage (`storages`), and which node's backward is running (`attribution`). `lifetimes` derives from it
+when each storage is alive, `gradients` which gradients are pending for which node, and `estimate` makes the
+table. `operations` classifies operations, and `work` computes how long they take on a device. `kernels` and
+`autocast` make the run save the tensors that a CUDA device would save. `workspaces` and `cuda_workspaces`
+have the memory that kernels allocate internally. `devices` finds the kind of a device (`placer.catalogue`).
 """
 
 from placer.cost.cuda_workspaces import BLAS_NBYTES, cuda_workspaces, uses_blas

@@ -1,4 +1,4 @@
-"""Attribute autograd nodes to the nodes of the program, to know whose backward is running."""
+"""Attribute autograd nodes to nodes of the program, to know whose backward is running."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class BackwardAttribution:
         self._claimed: dict[Any, int] = {}
 
     def claim(self, result: Any, position: int) -> None:
-        """Attribute the autograd nodes behind ``result`` to ``position``, up to those claimed before."""
+        """Attribute the autograd nodes behind ``result`` to ``position``, except those attributed before."""
         for node in nodes_behind(nodes_of(result), stops=self._claimed):
             self._claimed[node] = position
             node.register_prehook(self._starter(position))
@@ -34,7 +34,7 @@ class BackwardAttribution:
         return start
 
     def _sender(self, node: Any, position: int) -> Callable[[Any, Any], None]:
-        """A hook that records to which other nodes the backward of ``node`` sends gradients."""
+        """A hook that records which other nodes the backward of ``node`` sends gradients to."""
         parents = [parent for parent, _ in node.next_functions]
         targets = [self._claimed.get(parent) for parent in parents]
         weights = [hasattr(parent, "variable") for parent in parents]  # AccumulateGrad
@@ -50,7 +50,7 @@ class BackwardAttribution:
         return send
 
     def mark_gradient(self, parameter: Tensor) -> None:
-        """Record that the storage of ``parameter.grad``, just accumulated, is a parameter's gradient."""
+        """Mark the storage of ``parameter.grad``, just accumulated, as a parameter's gradient."""
         if parameter.grad is None:  # an argument of a reentrant checkpoint that is not used inside
             return
         uses = self._recorder.uses_of(parameter.grad)

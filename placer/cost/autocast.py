@@ -1,6 +1,6 @@
-"""Make ``torch.autocast("cpu")`` cast fake CPU tensors as CUDA's autocast casts tensors of a GPU.
+"""Make ``torch.autocast("cpu")`` cast fake CPU tensors as ``torch.autocast("cuda")`` casts CUDA tensors.
 
-The two differ for operators that have an autocast kernel on one of CPU and CUDA only. Nearly all of
+The two differ for operators that have an autocast kernel only on the CPU or only on CUDA. Nearly all of
 these are cast to fp32; this file lists the others. Source: torch 2.15,
 ``aten/src/ATen/autocast_mode.h`` and ``.cpp``.
 """
@@ -32,7 +32,7 @@ _PROMOTE = {  # cast to the widest type among the arguments
 
 
 def autocast_kernels(kind: Callable[[], str]) -> dict[Any, Callable[..., Any]]:
-    """Operator -> autocast kernel, for all operators that CPU and CUDA treat differently.
+    """Operator -> autocast kernel, for all operators that autocast treats differently on CPU and CUDA.
 
     ``kind()`` gives the device type ("cpu" or "cuda") when an operator runs.
     """

@@ -1,14 +1,14 @@
-"""Workspaces of CUDA kernels: memory that they take while they run, beyond arguments and results.
+"""Workspaces of CUDA kernels: memory that they use while they run, beyond arguments and results.
 
-A dispatch mode does not see this memory. The rules below describe one H100 (torch 2.11, cuDNN 9.19,
-TF32 for convolutions, as is the default); other GPUs may differ. `benchmarks/reserved.py` compares the
-rules with the measurements.
+A dispatch mode does not see this memory. The rules below describe one H100 (torch 2.11, cuDNN 9.19, and
+TF32 for convolutions, which is the default). Other GPUs may differ. `benchmarks/reserved.py` compares the
+rules with measurements.
 
 Convolutions: cuDNN's fast kernels need channels-last tensors, so cuDNN copies input, output and weights
-into its workspace, unless a kernel can read or write the tensors as they are. These workspaces are
-elastic: with less memory, cuDNN chooses a slower kernel that needs less.
+into its workspace unless a kernel can use the tensors as they are. These workspaces are elastic: with less
+memory, cuDNN chooses a slower kernel that needs less.
 
-Efficient attention: the backward adds up the query's gradient in tiles.
+Efficient attention: the backward accumulates the query's gradient in tiles.
 
 Sums over rows, such as a bias's gradient: partial sums, by the formula of torch's kernel.
 
@@ -31,7 +31,7 @@ aten = torch.ops.aten
 # cuBLAS's own workspace (``getChosenWorkspaceSize`` in ``aten/src/ATen/cuda/CublasHandlePool.cpp``):
 # 32 MiB on Hopper and later, 8.1 MiB on earlier GPUs; we count 32 MiB for all.
 BLAS_NBYTES = 32 * 2**20
-_FEW_CHANNELS = 4  # the gradient for fewer input channels has a kernel of its own
+_FEW_CHANNELS = 4  # with fewer input channels, the gradient has its own kernel
 _DIRECT_CHANNELS = 64  # output channels that 3D kernels in fp32 write without a copy
 _ALIGNMENT = 16  # bytes
 _FP32_NBYTES = 4
@@ -41,18 +41,18 @@ _CONV2D_SPLITS = 64
 _SPLITS, _SUMS_NBYTES = 4, 7 * 2**20
 _NARROW_CHANNELS, _NARROW_SUMS_NBYTES = 32, 10 * 2**20
 _SCRATCH_NBYTES = 147  # in addition to the copies
-_TILE, _LOCK_NBYTES = 64, 16  # side and lock of the tiles in which attention adds up a gradient
+_TILE, _LOCK_NBYTES = 64, 16  # side and lock of the tiles in which attention accumulates a gradient
 _WARP, _ROWS, _VECTOR = 32, 4, 4  # threads along the columns and the rows; columns per thread
 # Rows per thread: ``min_values_per_thread`` and ``max_values_per_thread``.
 _LEAST_ROWS, _MOST_ROWS = 16, 256
-_PROCESSORS, _THREADS = 132, 2048  # an H100's, and how many each runs at a time
+_PROCESSORS, _THREADS = 132, 2048  # processors of an H100, and threads that each runs at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workspace:
-    """Memory that an operation takes, and frees when it has made the first ``after`` of its results.
+    """Memory that an operation takes, and frees once it has made the first ``after`` of its results.
 
-    An ``elastic`` workspace is optional: without room for it, a slower kernel runs.
+    An ``elastic`` workspace is optional: if there is no room for it, a slower kernel runs.
     """
 
     nbytes: int
@@ -61,9 +61,9 @@ class Workspace:
 
 
 def cuda_workspaces(op: Any, args: Sequence[Any], result: Any) -> tuple[Workspace, ...]:
-    """The workspaces that ``op`` takes on a CUDA device, in order; those of 0 bytes are left out.
+    """The workspaces of ``op`` on a CUDA device, in order, without those of 0 bytes.
 
-    ``result`` is what it returned; all tensors may be fake.
+    ``args`` and ``result`` are its arguments and what it returned; all tensors may be fake.
 
     >>> x, weight = torch.ones(1, 64, 8, 8, 8), torch.ones(32, 64, 3, 3, 3)
     >>> args = (x, weight, None, [1] * 3, [1] * 3, [1] * 3, False, [0] * 3, 1)
@@ -153,9 +153,9 @@ def _attention_backward(
 
     Source: ``_efficient_attention_backward`` in
     aten/src/ATen/native/transformers/cuda/attention_backward.cu, and ``workspace_elements_gq`` of
-    kernel_backward.h there. The query's gradient is added up over splits of the keys in tiles of
-    64 x 64 with a lock each. The formula gives what GPT-2 and a ViT took on an H100. Half precision
-    was not measured and counts as 0 bytes.
+    kernel_backward.h there. The query's gradient is accumulated over splits of the keys, in tiles
+    of 64 x 64 with a lock each. The formula gives the bytes measured for GPT-2 and a ViT on an H100. Half
+    precision was not measured and counts as 0 bytes.
     """
     if query.dtype != torch.float32:
         return ()
@@ -171,12 +171,12 @@ def _attention_backward(
 
 
 def _is_depthwise(x: Tensor, weight: Tensor, transposed: bool) -> bool:
-    """Does every group have one input channel? Torch has its own kernels for these convolutions."""
+    """Does every group have one input channel? Torch has its own kernels for such convolutions."""
     return not transposed and weight.size(1) == 1 and x.size(1) > 1
 
 
 def _is_direct(weight: Tensor, stride: Sequence[int]) -> bool:
-    """Is it of kernel size 1 and stride 1? That is a matrix product, which needs no copies."""
+    """Are kernel size and stride 1? Such a convolution is a matrix product, which needs no copies."""
     return _is_pointwise(weight) and all(step == 1 for step in stride)
 
 
@@ -185,7 +185,7 @@ def _is_pointwise(weight: Tensor) -> bool:
 
 
 def _writes_result(weight: Tensor) -> bool:
-    """Is the result of forward written without a copy, so that only input and weights are copied?"""
+    """Does forward write its result directly, so that only input and weights are copied?"""
     if weight.dtype != torch.float32:
         return False
     many = weight.size(1) >= _NARROW_CHANNELS
@@ -206,7 +206,7 @@ def _partial_sums(weight: Tensor) -> int:
 
 
 def _copies(x: Tensor, y: Tensor, weight: Tensor, *, padded: bool) -> int:
-    """Bytes of channels-last copies of all three; ``padded``: channels are padded to 16 bytes."""
+    """Bytes of channels-last copies of all three tensors; ``padded``: channels are padded to 16 bytes."""
     if not padded:
         return nbytes_of(x, y, weight)
     return sum(t.numel() // t.size(1) * _padded(t) for t in (x, y)) + nbytes_of(weight)

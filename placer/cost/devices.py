@@ -1,4 +1,4 @@
-"""Derive from a device's name its type (whose kernels it runs) and its default device kind."""
+"""Derive a device's type (whose kernels it runs) and its default kind from its name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _DEFAULT_KIND = {"cuda": "a100", "cpu": "cpu"}
 
 
 def device_type(name: str) -> str:
-    """The type whose kernels the device runs: "cuda" or, for all other names, "cpu".
+    """The type of the device, whose kernels it runs: "cuda", or "cpu" for all other names.
 
     >>> device_type("cuda:1"), device_type("cpu:1")
     ('cuda', 'cpu')
@@ -22,16 +22,16 @@ def device_type(name: str) -> str:
 def updates_together(devices: Iterable[str]) -> bool:
     """Do torch's optimizers update all parameters of a device at once by default (``foreach``)?
 
-    They do if all parameters that they train are on CUDA devices (``_default_to_fused_or_foreach`` of
-    torch.optim, 2.15). ``devices`` are the names of the devices of these parameters.
+    They do if all trained parameters are on CUDA devices (``_default_to_fused_or_foreach`` of torch.optim,
+    2.15). ``devices`` are the names of the devices of these parameters.
     """
     return all(device_type(name) == "cuda" for name in devices)
 
 
 def device_kind(name: str, kind: str | None) -> DeviceKind:
-    """The device kind ``kind``, a name in the catalogue or a file; by default an A100 for a GPU.
+    """The device kind ``kind``: a name in the catalogue or a file. The default for a GPU is an A100.
 
-    ``name`` is the device's, such as "cuda:0" or "cpu". Raises ``PlacerError`` for an unknown kind or
-    a file that describes none.
+    ``name`` is the name of the device, such as "cuda:0" or "cpu". Raises ``PlacerError`` if the kind is
+    unknown or the file is not a device kind.
     """
     return find_kind(kind or _DEFAULT_KIND.get(name.split(":")[0], "a100"))

@@ -1,4 +1,4 @@
-"""Estimate the costs of a captured model for one micro-batch, by one run on fake tensors."""
+"""Estimate the costs of a captured model for one micro-batch, in one run on fake tensors."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def estimate_costs(
 ) -> CostTable:
     """Bytes and FLOPs of every node of ``program`` for a micro-batch shaped like ``inputs``.
 
-    ``inputs`` are the tensor inputs of one micro-batch of one replica, on any device, ``meta``
-    included. Nothing is allocated: the run is on fake CPU tensors. ``kernels`` is the device type
-    whose kernels run, "cpu" or "cuda", for all nodes or by node name; by default the CPU's, without
-    their workspaces. With ``training``, backward is run as well, from `stand_in_loss`. With
-    ``offloads``, one more forward finds what nodes need if what they save goes to the host at once.
-    Raises ``CaptureError`` when the model does not run on such a micro-batch.
+    ``inputs`` are the tensor inputs of one micro-batch of one replica, on any device, including
+    ``meta``. Nothing is allocated, because the run is on fake CPU tensors. ``kernels`` is the device type
+    whose kernels run, "cpu" or "cuda", for all nodes or by node name; the default is the CPU's kernels
+    without their workspaces. With ``training``, backward runs too, from `stand_in_loss`. With ``offloads``,
+    another forward measures the nodes with all saved tensors moved to the host at once. Raises
+    ``CaptureError`` if the model does not run on such a micro-batch.
     """
     recording = _record(
         program, inputs, training=training, precision=precision, kernels=kernels, offloads=False
@@ -73,10 +73,10 @@ class Estimate(Protocol):
 
 
 class CostEstimates:
-    """`estimate_costs` for one captured model, with a cache of its results.
+    """`estimate_costs` for one captured model, with a cache.
 
-    A search for a plan asks for the same micro-batch many times, with other budgets, devices or
-    schedules, on which the costs do not depend.
+    A search for a plan asks for the same micro-batch many times with other budgets, devices or schedules,
+    which the costs do not depend on.
     """
 
     def __init__(self, program: Program) -> None:
@@ -85,7 +85,7 @@ class CostEstimates:
         self._scaled: dict[Any, CostTable] = {}
 
     def scaled(self) -> ScaledCosts:
-        """Estimates that scale a table for more rows, if there is one, instead of running the model."""
+        """Estimates that scale a known table for more rows, if there is one, instead of running the model."""
         return ScaledCosts(self, self._tables, self._scaled)
 
     def __call__(
@@ -97,7 +97,7 @@ class CostEstimates:
         offloads: bool = False,
         kernels: str | Mapping[str, str] = "",
     ) -> CostTable:
-        """As `estimate_costs`."""
+        """Like `estimate_costs`."""
         offloads = offloads and training
         key = _key(inputs, training=training, precision=precision, kernels=kernels)
         if (key, False) not in self._tables:
@@ -118,7 +118,7 @@ class CostEstimates:
 
 
 class ScaledCosts:
-    """As `CostEstimates`, but a table that is known for more rows is scaled (`with_fewer_rows`)."""
+    """Like `CostEstimates`, but scales a known table for more rows if there is one (`with_fewer_rows`)."""
 
     def __init__(
         self, exact: CostEstimates, known: Mapping[Any, CostTable], scaled: dict[Any, CostTable]
@@ -134,7 +134,7 @@ class ScaledCosts:
         offloads: bool = False,
         kernels: str | Mapping[str, str] = "",
     ) -> CostTable:
-        """As `estimate_costs`."""
+        """Like `estimate_costs`."""
         key = _key(inputs, training=training, precision=precision, kernels=kernels)
         wanted = (key, offloads and training)
         if wanted in self._known:
@@ -157,7 +157,7 @@ class ScaledCosts:
 
 
 class _Key(NamedTuple):
-    """What the costs of a micro-batch depend on."""
+    """Everything that the costs of a micro-batch depend on."""
 
     shapes: tuple[tuple[int, ...], ...]
     kinds: tuple[tuple[torch.dtype, bool], ...]
@@ -183,7 +183,7 @@ def _key(
 
 
 def _share(few: _Key, many: _Key) -> float | None:
-    """The rows of ``few`` as a fraction of those of ``many``; None if the keys differ in more."""
+    """The rows of ``few`` divided by those of ``many``; None if the keys also differ in something else."""
     if few._replace(shapes=()) != many._replace(shapes=()):
         return None
     shares = set()
@@ -204,7 +204,7 @@ def _record(
     kernels: str | Mapping[str, str],
     offloads: bool,
 ) -> Recording:
-    """Run the program once on fake tensors. Raises ``CaptureError`` when it does not run."""
+    """Run the program once on fake tensors. Raises ``CaptureError`` if it does not run."""
     converter = FakeConverter()
     model = converter.module(program.model)
     constants = {name: converter.tensor(t) for name, t in program.constants.items()}
@@ -257,7 +257,7 @@ def _does_not_run(
 
 
 def _kernels_of(program: Program, kernels: str | Mapping[str, str]) -> list[str]:
-    """The device type per node, and for the loss, which is on the device of the last node."""
+    """The device type of every node and of the loss, which is on the last node's device."""
     if isinstance(kernels, str):
         return [kernels] * (len(program.order) + 1)
     found = [kernels[name] for name in program.order]
@@ -325,7 +325,7 @@ _Positions = tuple[int, ...]
 
 
 def _readers(program: Program) -> tuple[tuple[_Positions, ...], tuple[_Positions, ...]]:
-    """Positions of the nodes that read each node's result and each input; the output is the loss."""
+    """Positions of the readers of each node's result and of each input; the output counts as the loss."""
     position = {name: i for i, name in enumerate(program.order)}
     loss = len(program.order)
     of_node: list[set[int]] = [set() for _ in program.order]
@@ -347,7 +347,7 @@ def _readers(program: Program) -> tuple[tuple[_Positions, ...], tuple[_Positions
 
 
 def _parts(stored: Lifetime) -> tuple[tuple[int, int], ...]:
-    """(node, bytes) for each node that saves only views of a part of ``stored``."""
+    """(node, bytes) of each node that saves only views of a part of ``stored``."""
     found: dict[int, list[int]] = {}
     for saver, nbytes in stored.uses.saved_nbytes:
         found.setdefault(saver, []).append(nbytes)

@@ -1,4 +1,7 @@
-"""Derive from lifetimes which gradients wait for which node, and how many bytes each backward needs."""
+"""Derive, from when storages are alive in a recorded step, pending gradients and bytes of each backward.
+
+A gradient is pending from the backward of the node that makes it until that of the node that uses it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from placer.cost.types import AddedGradient, PendingGradient
 
 
 def pending_gradients(lifetimes: Lifetimes) -> tuple[PendingGradient, ...]:
-    """The gradients that the backward of one node made and the backward of another consumed."""
+    """The gradients that the backward of one node makes and the backward of another consumes."""
     return tuple(
         _pending(stored, stored.freed_by)
         for stored in _gradients(lifetimes)
@@ -21,10 +24,10 @@ def pending_gradients(lifetimes: Lifetimes) -> tuple[PendingGradient, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardNeeds:
-    """Bytes per node in its backward; see `backward_needs`.
+    """Bytes of each node's backward; see `backward_needs`.
 
-    ``alone`` is the most bytes alive, ``incoming`` the gradients among them that the node received.
-    ``fetched`` is the same as ``alone`` if what the node saved is on the host until it is read.
+    ``alone`` is the most bytes alive at a time, ``incoming`` the gradients among them that the node receives.
+    ``fetched`` is the same as ``alone``, with saved tensors on the host until they are read.
     """
 
     alone: tuple[int, ...]
@@ -34,11 +37,11 @@ class BackwardNeeds:
 
 
 def backward_needs(lifetimes: Lifetimes) -> BackwardNeeds:
-    """Per node the most bytes alive in its backward that no other node's backward needs.
+    """Peak bytes of each node's backward, not counting storages that another node's backward also needs.
 
-    These are what only it saved, the gradients that it received, and what it makes, gradients of its
-    parameters included. Sums of gradients for an earlier node whose result has several readers are
-    counted separately, as ``added``, because they are made on that node's device.
+    These are the tensors that only this node saved, the gradients that it receives, and everything that it
+    makes, including gradients of its parameters. If several nodes read the result of an earlier node, the
+    sums of their gradients are counted separately, as ``added``, because they are made on that node's device.
     """
     private = _private(lifetimes)
     incoming: dict[int, list[Lifetime]] = defaultdict(list)
@@ -63,7 +66,7 @@ def backward_needs(lifetimes: Lifetimes) -> BackwardNeeds:
             whole = _most_live(node, changes, incoming[node], private.get(node, 0), set())
             added.append(
                 AddedGradient(
-                    node=node, home=home_of[node], nbytes=whole - most, waiting=before - most
+                    node=node, home=home_of[node], nbytes=whole - most, before_sum=before - most
                 )
             )
     return BackwardNeeds(
@@ -76,7 +79,7 @@ def _gradients(lifetimes: Lifetimes) -> list[Lifetime]:
 
 
 def _private(lifetimes: Lifetimes) -> dict[int, int]:
-    """Node -> bytes that were saved for its backward only."""
+    """Node -> bytes that were saved only for its backward."""
     sums: dict[int, int] = {}
     for stored in lifetimes.storages:
         if not stored.backward and len(stored.uses.savers) == 1:
@@ -110,22 +113,22 @@ def _most_live(
 
 
 def _pending(stored: Lifetime, target: int) -> PendingGradient:
-    waiting = _waiting(stored, target)
-    needed = sum(nbytes for *_, nbytes in waiting)
-    sender = min((sender for sender, *_ in waiting), default=stored.made_by)
+    parts = _parts_for(stored, target)
+    needed = sum(nbytes for *_, nbytes in parts)
+    sender = min((sender for sender, *_ in parts), default=stored.made_by)
     return PendingGradient(
         nbytes=stored.nbytes,
         source=stored.made_by,
         target=target,
         home=_home(stored, target),
         sender=sender,
-        surplus=max(0, stored.nbytes - needed) if waiting else 0,
+        surplus=max(0, stored.nbytes - needed) if parts else 0,
         earlier=tuple((to, nbytes) for _, to, nbytes in stored.uses.sent if target < to < sender),
         of_weight=stored.uses.of_weight,
     )
 
 
-def _waiting(stored: Lifetime, target: int) -> list[tuple[int, int, int]]:
+def _parts_for(stored: Lifetime, target: int) -> list[tuple[int, int, int]]:
     """The parts (from, to, bytes) of a gradient that were sent to ``target`` or an earlier node."""
     sums = (
         []
@@ -136,12 +139,12 @@ def _waiting(stored: Lifetime, target: int) -> list[tuple[int, int, int]]:
 
 
 def _home(stored: Lifetime, target: int) -> int:
-    """The node of whose result it is the gradient; ``target`` is the last node that adds to it."""
-    return max((to for _, to, _ in _waiting(stored, target)), default=target)
+    """The node whose result the gradient belongs to; ``target`` is the last node that adds to it."""
+    return max((to for _, to, _ in _parts_for(stored, target)), default=target)
 
 
 def _adding(stored: Lifetime) -> list[tuple[int, int]]:
-    """(node, home): the nodes in whose backward the gradient is part of a sum for the result of home."""
+    """Pairs (node, home): in the backward of ``node``, the gradient of ``home``'s result is accumulated."""
     target = stored.freed_by
     if target is None or target < 0:
         return []

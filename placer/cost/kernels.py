@@ -1,7 +1,7 @@
-"""Run on fake CPU tensors the operators that a CUDA device would run, so that the same tensors are saved.
+"""Run the operators of a CUDA device on fake CPU tensors, so that the same tensors are saved for backward.
 
-An operator with a derivative of its own saves the same tensors on every device. What differs is which
-operators a composite operator calls, by the device of its tensors, and which ones autocast casts:
+An operator with its own derivative saves the same tensors on every device. But devices differ in the
+operators that a composite operator calls, and in those that autocast casts:
 
     dropout                       CPU: a float mask       CUDA: a boolean one, `native_dropout`
     scaled_dot_product_attention  CPU: flash, or math     CUDA: flash (half), efficient, or math
@@ -15,11 +15,11 @@ These CUDA operators have fake kernels and derivative formulas, so forward and b
 tensors. (Fake CUDA tensors could run a forward without a GPU, but torch's engine refuses their
 backward there.) While `device_kernels` is entered, the dispatcher calls this file's functions first.
 
-A run on fake tensors cannot tell the workspaces of cuDNN and cuBLAS, or sizes that cuDNN chooses.
+A run on fake tensors cannot show the workspaces of cuDNN and cuBLAS, or sizes that cuDNN chooses.
 Workspaces are in `placer.cost.cuda_workspaces`. cuDNN's reserve of a batch norm counts as 0 bytes, as
-in torch's fake kernel. That of an RNN is bounded by what its derivative needs (`_RNN_KEPT`, from the
-formulas, not measured). Which attention runs depends on the GPU: this file follows torch's choice for
-sm80 and later, without cuDNN's own attention, which saves as much as flash does.
+in torch's fake kernel. The reserve of an RNN is bounded by what its derivative needs (`_RNN_KEPT`, from the
+formulas, not measured). Which attention kernel runs depends on the GPU: this file follows torch's choice for
+sm80 and later, except cuDNN's attention, which saves as much as flash attention does.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from placer.cost.autocast import autocast_kernels
 
 aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
-_FLASH_HEAD_DIM = 256  # the largest that flash attention takes
+_FLASH_HEAD_DIM = 256  # the largest that flash attention supports
 _MASK_ALIGNMENT = 16  # elements; efficient attention pads a mask's rows to multiples of it
 _RNN_MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}  # as cuDNN numbers them
-# Values kept per step and unit: gates, cell state and its tanh, what went in.
+# Values kept per step and unit: gates, cell state and its tanh, inputs
 _RNN_KEPT = {"rnn_relu": 2, "rnn_tanh": 2, "lstm": 7, "gru": 6}
 
 
 @contextmanager
 def device_kernels(kind: Callable[[], str], *, half: bool) -> Iterator[None]:
-    """In this block, fake CPU tensors run the operators that a device of the type ``kind()`` would run.
+    """In this block, operations on fake CPU tensors run the operators of the device type ``kind()``.
 
-    ``kind`` returns "cpu" or "cuda" and is called at every operation. With ``half``, autocast also
-    casts as on that device. Real tensors are not affected. The block has effect on the whole process.
+    ``kind`` returns "cpu" or "cuda" and is called at every operation. With ``half``, autocast also casts as
+    on that device. Real tensors are not affected. The block affects the whole process.
     """
 
     def chosen(op: Any, kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,7 +90,7 @@ def _batch_norm(
 ) -> Any:
     """cuDNN's batch norm, under the conditions of torch's ``_select_batch_norm_backend``.
 
-    For inputs in half precision, fake kernels save the statistics in half precision and CUDA's in
+    For inputs in half precision, fake kernels save the statistics in half precision, but CUDA's kernels in
     fp32, so 4 bytes per channel are missing here.
     """
     cudnn = (
@@ -233,7 +233,7 @@ class _FusedGruCell(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # held in a variable: all stay alive until the kernel is done
+        saved = ctx.saved_tensors  # in a variable, so that all stay alive until the kernel is done
         input_gates, hidden_gates, _, b_ih, _, _ = saved
         gates = [torch.empty_like(g) for g in (input_gates, hidden_gates)]
         biases = [None if b_ih is None else gate.sum(0) for gate in gates]
@@ -271,7 +271,7 @@ def _cudnn_rnn(
         half = torch.get_autocast_dtype("cpu")
         x, hx, cx = x.to(half), hx.to(half), None if cx is None else cx.to(half)
         params = [p.to(half) for p in params]
-        buffer = x.new_empty(0)  # autocast has put its copies in one buffer already
+        buffer = x.new_empty(0)  # autocast has already copied them into one buffer
     else:
         buffer = x.new_empty(sum(p.numel() for p in params))
     output = x.new_empty(*x.shape[:-1], hx.size(2) * (1 + bidirectional))
@@ -304,9 +304,9 @@ class _CudnnRnn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # held in a variable: all stay alive until the kernel is done
+        saved = ctx.saved_tensors  # in a variable, so that all stay alive until the kernel is done
         x, hx, cx, _, _, _, *params = saved
-        flat = x.new_empty(sum(p.numel() for p in params))  # cuDNN's gradients lie in one buffer
+        flat = x.new_empty(sum(p.numel() for p in params))  # cuDNN's gradients are in one buffer
         pieces = flat.split([p.numel() for p in params])
         views = [v.view_as(p) for v, p in zip(pieces, params, strict=True)]
         states = [None if s is None else torch.empty_like(s) for s in (hx, cx)]

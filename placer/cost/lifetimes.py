@@ -1,7 +1,8 @@
-"""Derive from the timeline of a recorded run when each storage lives, in terms of nodes.
+"""Derive when each storage is alive, in terms of the nodes that make and need it.
 
-The planner's estimates are made of these lifetimes. They say which node makes a storage and which need it,
-and so hold for any placement; the timeline has the moments of the run on one device.
+The source is the timeline of one step on fake tensors (`placer.cost.record`), which has its allocations and
+frees in order, on one device. Lifetimes in terms of nodes hold for any placement, so all estimates of the
+planner are computed from them.
 """
 
 from __future__ import annotations
@@ -16,25 +17,25 @@ from placer.cost.storages import OUTSIDE, NodeRun, StorageUses
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Lifetime:
-    """The life of a storage. Nodes are given by position, the loss last."""
+    """When a storage is alive. Nodes are given by position; the loss is last."""
 
     nbytes: int
     made_by: int  # `OUTSIDE` for the model's inputs
     backward: bool  # made in backward
-    freed_by: int | None  # the node in whose backward it was freed; None: not freed in backward
+    freed_by: int | None  # the node whose backward freed it; None: not freed in backward
     uses: StorageUses
 
 
-# A storage, and the change of live bytes; 0 is a read of what forward saved.
+# (storage, change of live bytes); a change of 0 is a read of a tensor that forward saved.
 Change = tuple[Lifetime, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lifetimes:
-    """The storages of a run, in the order in which they were made, and what happens in each node.
+    """The storages of a run, in the order of their allocation, and what happens in each node.
 
-    Sequences over nodes have an entry per position. ``results`` are the storages of each node's result.
-    ``forward_transient`` is the most bytes alive at a time in a node's forward, of those that it makes.
+    Sequences over nodes have one entry per position. ``results`` are the storages of each node's result.
+    ``forward_transient`` counts what a node makes: the most bytes alive at a time in its forward.
     ``backward`` has the changes in its backward, in order.
     """
 
@@ -45,7 +46,7 @@ class Lifetimes:
 
 
 def find_lifetimes(recording: Recording) -> Lifetimes:
-    """The lifetimes of all storages of ``recording``; O(events)."""
+    """The lifetimes of all storages of ``recording``, in O(events) time."""
     lifetime_of = _lifetime_of(recording)
     count = len(recording.output_nbytes)
     transient = [0] * count
@@ -105,7 +106,7 @@ def _changes(recording: Recording, lifetime_of: list[Lifetime], numbers: range) 
 
 
 def _most_of_own(position: int, changes: list[Change]) -> int:
-    """The most bytes alive at a time of what the node at ``position`` makes."""
+    """The most bytes alive at a time, of the storages that the node at ``position`` makes."""
     live = most = 0
     for stored, change in changes:
         if stored.made_by == position:

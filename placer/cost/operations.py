@@ -1,6 +1,6 @@
-"""Classify operators for the estimate of their time: class, data type, FLOPs, bytes and width.
+"""Classify operators to estimate their time: class, data type, FLOPs, bytes and width.
 
-`placer.rates` computes from these how long an operation takes on a device.
+`placer.rates` computes the seconds of an operation on a device from these.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _SCATTERS = ("embedding_dense_backward", "index_put", "index_put_", "_index_put_
 
 
 class Operation(NamedTuple):
-    """What determines the time of one operation."""
+    """The properties that determine the time of one operation."""
 
     name: str  # its class, one of `placer.rates.CLASSES`
     dtype: str  # one of `placer.rates.DTYPES`
@@ -90,7 +90,7 @@ def operations_of(
 
 @functools.cache
 def _name_and_count(op: Any) -> tuple[str, Callable[..., Any] | None]:
-    """The operator's name, "" if it runs no kernel, and torch's function to count its FLOPs, if any."""
+    """The operator's name ("" if it runs no kernel), and torch's function that counts its FLOPs, if any."""
     name = op._schema.name.partition("::")[2]
     if getattr(op, "is_view", False) or name in _NO_KERNEL:
         return "", None
@@ -129,7 +129,7 @@ def _class_of(name: str) -> str:
 
 
 def _convolution(args: Sequence[Any]) -> tuple[str, int]:
-    """The class of a convolution, and its output channels per group (columns as a matrix product)."""
+    """The class of a convolution, and its output channels per group (its columns as a matrix product)."""
     weight, transposed, groups = args[1], _transposed(args, 6), _groups(args, 8)
     if groups > 1 and groups == args[0].size(1):
         return "depthwise_convolution", 0
@@ -148,7 +148,7 @@ def _groups(args: Sequence[Any], at: int) -> int:
 
 
 def _convolution_gradients(args: Sequence[Any], dtype: str) -> tuple[Operation, ...]:
-    """An operation for each of the gradients of input and weight that ``args`` ask for."""
+    """One operation for each gradient (of input, of weight) that ``args`` ask for."""
     grad, x, weight = args[0], args[1], args[2]
     transposed, groups, mask = bool(args[7]), int(args[9]), args[10]
     wanted = [bool(wanted) for wanted in mask[:2]]

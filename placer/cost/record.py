@@ -38,9 +38,9 @@ _NO_HOOKS = "don't yet support saved tensor hooks"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """What was recorded in a run; sequences over nodes have an entry per position, and one for the loss.
+    """The record of a run. Sequences over nodes have one entry per position, and one for the loss.
 
-    ``uses`` says what nodes do with the storage of a block of ``timeline``, by the block's number. ``runs``
+    ``uses`` maps the number of a block of ``timeline`` to what nodes do with its storage. ``runs``
     says which node ran during which events. ``saving`` are the positions of nodes that saved something
     for backward, if only a weight.
     """
@@ -56,9 +56,9 @@ class Recording:
 
 
 def stand_in_loss(output: Any) -> Tensor:
-    """A loss to use where the user's is not known: the sum of the mean squares of ``output``.
+    """A loss for when the user's is not known: the sum of the mean squares of ``output``.
 
-    It reads the floating-point tensors that `result_tensors` finds, so that each gets a gradient.
+    It reads every floating-point tensor that `result_tensors` finds, so that each gets a gradient.
     """
     terms = [x.square().mean() for x in result_tensors(output) if x.is_floating_point()]
     return torch.stack([term.float() for term in terms]).sum() if terms else torch.zeros(())
@@ -84,9 +84,9 @@ def record_run(
     makes the context in which each node runs (autocast; ``half`` says that its type is half
     precision). ``kernels`` are device types, per node and for the loss, whose kernels run: "cpu",
     "cuda", or "" for CPU kernels without their workspaces. ``visible`` selects the leaves of the result
-    that the loss reads; the caller holds all leaves. With ``offloads`` nothing is kept for backward, as
-    when everything saved goes to the host at once, and no backward is run. Raises ``NodeFailure`` when
-    a node fails, and ``CaptureError`` when the backward fails.
+    that the loss reads; the caller keeps all leaves alive. With ``offloads``, nothing is kept for backward,
+    as if all saved tensors went to the host at once, and no backward is run. Raises ``NodeFailure`` if a node
+    fails, and ``CaptureError`` if the backward fails.
     """
     recorder = StorageRecorder(order, kernels)
     for tensor in (*model.parameters(), *model.buffers(), *constants.values()):
@@ -122,7 +122,7 @@ def record_run(
 def _saving_hooks(
     recorder: StorageRecorder, *, keeps: bool
 ) -> torch.autograd.graph.saved_tensors_hooks:
-    """Hooks that tell the recorder what is saved for backward, and when backward reads it.
+    """Saved-tensor hooks that tell the recorder what is saved for backward, and when backward reads it.
 
     With ``keeps``, saved tensors stay alive on the device.
     """
@@ -142,7 +142,7 @@ def _saving_hooks(
 
 
 class _Run:
-    """Runs a graph node by node and tells the recorder which; frees a value after its last reader."""
+    """Runs a graph node by node, and frees each value after its last reader."""
 
     def __init__(
         self,
@@ -214,7 +214,7 @@ class _Run:
             self._saving.__enter__()
 
     def loss(self, leaves: Sequence[Any], under_loss: Sequence[Any]) -> Tensor:
-        """A stand-in loss of the leaves ``under_loss``; the other tensors are used by the caller."""
+        """A stand-in loss of the leaves ``under_loss``; the caller uses the other tensors."""
         visible = {id(leaf) for leaf in under_loss}
         others = (x for x in leaves if isinstance(x, Tensor) and id(x) not in visible)
         for uses in map(self._recorder.uses_of, others):
@@ -223,12 +223,12 @@ class _Run:
         return stand_in_loss(under_loss)
 
     def end_forward(self, loss: Tensor) -> None:
-        """Count a storage that is alive now, but that no hook reported, as saved by its maker."""
+        """Count each storage that is still alive but that no hook reported as saved by its producer."""
         self._attribution.claim(loss, self._loss)
         self._recorder.save_alive()
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward of ``loss``. Raises ``CaptureError`` when it fails."""
+        """Run the backward of ``loss``. Raises ``CaptureError`` if it fails."""
         self._recorder.start_backward()
         for parameter in self._model.parameters():
             if parameter.requires_grad:
@@ -244,7 +244,7 @@ class _Run:
 
 
 def run_node(node: fx.Node, model: nn.Module, values: dict[str, Any], constants: Any) -> Any:
-    """The result of ``node``, given the ``values`` of other nodes and the weights of ``model``."""
+    """The result of ``node``, computed from the ``values`` of other nodes and the weights of ``model``."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n.name])
     if node.op == "get_attr":
         if node.name in constants:
@@ -260,7 +260,7 @@ def run_node(node: fx.Node, model: nn.Module, values: dict[str, Any], constants:
 
 
 def last_readers(graph: fx.Graph) -> dict[str, list[str]]:
-    """Node -> the values that no later node reads, its own among them if nothing reads it."""
+    """Node -> the values that no later node reads, including its own if nothing reads it."""
     seen: set[str] = set()
     dying: dict[str, list[str]] = defaultdict(list)
     for node in reversed(list(graph.nodes)):

@@ -13,9 +13,9 @@ from placer.timeline import pinned_nbytes
 def with_regions(costs: CostTable, keys: Sequence[RegionKey | None]) -> CostTable:
     """``costs`` with the region key of each node.
 
-    A recomputed node runs its forward again in backward. The bytes of an offloaded value are counted
-    at the first node of each region that saves it. How regions change the bytes that are held for
-    backward depends on the stages: see `placer.partition.stage_cost`.
+    A recomputed node runs its forward again in backward. The bytes of an offloaded value are counted at
+    the first node of each region that saves it. How regions change the bytes retained for backward depends on
+    the stages; see `placer.partition.stage_cost`.
     """
     if not any(keys):
         return costs

@@ -10,10 +10,10 @@ _SIZES = tuple(field.name for field in fields(NodeCost))
 
 
 def with_fewer_rows(costs: CostTable, share: float) -> CostTable:
-    """Estimate the costs of a micro-batch that has the fraction ``share`` of the rows of ``costs``.
+    """Estimate the costs of a micro-batch with the fraction ``share`` of the rows behind ``costs``.
 
-    All bytes and FLOPs are scaled, except values that are made from weights alone. So the result is
-    too low where other values do not depend on the batch size.
+    All bytes and FLOPs are scaled, except those of values made from weights alone. So the result is too low
+    if other values do not depend on the batch size either.
     """
 
     def shrink(nbytes: int) -> int:
@@ -45,7 +45,7 @@ def with_fewer_rows(costs: CostTable, share: float) -> CostTable:
             for gradient in costs.gradients
         ),
         added=tuple(
-            replace(added, nbytes=shrink(added.nbytes), waiting=shrink(added.waiting))
+            replace(added, nbytes=shrink(added.nbytes), before_sum=shrink(added.before_sum))
             for added in costs.added
         ),
         work=costs.work.with_share(share),

@@ -1,4 +1,4 @@
-"""Record the run of a captured model: its timeline, and what its nodes do with every storage."""
+"""Record a run of a captured model: its timeline, and what its nodes do with every storage."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from placer.cost.workspaces import cpu_result, workspace_nbytes
 from placer.operands import nbytes_of, tensors_in
 from placer.timeline import Block, Where
 
-OUTSIDE = -1  # the position of what is made before the first node runs: inputs
+OUTSIDE = -1  # position of the producer of inputs, which exist before the first node runs
 
 
 @dataclass(slots=True, eq=False)
 class StorageUses:
-    """What nodes, given by position, do with a storage, which has a block in the timeline."""
+    """What nodes (given by position) do with a storage, which is a block of the timeline."""
 
-    users: set[int] = field(default_factory=set)  # they read it in forward
+    users: set[int] = field(default_factory=set)  # nodes that read it in forward
     savers: set[int] = field(default_factory=set)
     # (saver, bytes that it saved)
     saved_nbytes: list[tuple[int, int]] = field(default_factory=list)
@@ -43,7 +43,7 @@ class NodeOperations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRun:
-    """A node's forward or a part of its backward: from the event with number ``start`` to the next run's."""
+    """A node's forward or a part of its backward: from event ``start`` to the start of the next run."""
 
     position: int
     backward: bool
@@ -51,9 +51,9 @@ class NodeRun:
 
 
 class StorageRecorder(TimelineMode):
-    """Records one run. `start_node` and `start_backward` tell it which node runs, in which pass.
+    """Records one run. `start_node` and `start_backward` tell it which node runs and in which pass.
 
-    ``order`` has the names of the nodes by position; the loss comes after them, and has no name.
+    ``order`` has the names of the nodes by position; the loss comes last and has no name.
     ``kernels`` are the device types, per node and for the loss, whose kernels run. Memory that belongs to
     no tensor has a block of kind "temporary", and no uses.
     """
@@ -70,7 +70,7 @@ class StorageRecorder(TimelineMode):
         self._where = Where()
 
     def start_node(self, position: int) -> None:
-        """The node at ``position`` runs from now on; with `OUTSIDE`, nothing is recorded any more."""
+        """The node at ``position`` runs from now on; with `OUTSIDE`, recording ends."""
         self.position = position
         self.runs.append(NodeRun(position=position, backward=self.backward, start=self.num_events))
         phase = "backward" if self.backward else "forward"
@@ -113,7 +113,7 @@ class StorageRecorder(TimelineMode):
         return result
 
     def _common_home(self, gradients: Iterable[StorageUses | None]) -> int | None:
-        """The node, other than the running one, to which all of ``gradients`` were sent, or None."""
+        """The node that all of ``gradients`` were sent to, if it is not the running one; otherwise None."""
         homes: list[set[int]] = []
         for uses in gradients:
             homes.append(set() if uses is None else {to for _, to, _ in uses.sent})
@@ -128,7 +128,7 @@ class StorageRecorder(TimelineMode):
         return None if number is None else self.uses[number]
 
     def add(self, tensor: Tensor) -> StorageUses:
-        """Record that the running node has made the tensor's storage, which is not known yet."""
+        """Record that the running node has made the tensor's storage, which must be new."""
         block = self._block(nbytes_of_storage(tensor), tuple(tensor.shape), self._where.phase)
         uses = self.uses[self._count(tensor, block)] = StorageUses()
         return uses
@@ -163,7 +163,7 @@ class StorageRecorder(TimelineMode):
             self._recorder.read(number)
 
     def save_alive(self) -> None:
-        """Record that every storage which is alive, and which no node saves, is saved by its maker."""
+        """Record that every live storage that no node saves is saved by its producer."""
         position = {name: i for i, name in enumerate(self._names)}
         for number, block in self.timeline().kept().items():
             uses = self.uses[number]

@@ -1,8 +1,8 @@
-"""A dispatch mode that records the timeline of a run: the storages that operators make, until they are freed.
+"""A dispatch mode that records the timeline of a run: when the storages of tensors are allocated and freed.
 
-A storage is found when an operator returns a tensor that has it; a weak reference reports its end. Two
-runs are recorded in this way: that of a captured model (`placer.cost.storages`), from which the costs of
-its nodes are derived, and the dry run of a placed one (`placer.simulation.ledger`).
+A storage is found when an operator returns a tensor that uses it; a weak reference reports when it is freed.
+Two kinds of runs are recorded in this way: runs of a captured model (`placer.cost.storages`), from which the
+costs of its nodes are derived, and dry runs of a placed model (`placer.simulation.ledger`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class TimelineMode(DispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._recorder = Recorder()
-        # id of a storage -> itself, and the number of its block
+        # id of a storage -> (the storage, the number of its block)
         self._known: dict[int, tuple[weakref.ref[Any], int | None]] = {}
 
     def timeline(self) -> Timeline:
@@ -43,7 +43,7 @@ class TimelineMode(DispatchMode):
             self._remember(storage, None)
 
     def is_known(self, tensor: Tensor) -> bool:
-        """Whether the tensor's storage is counted, or ignored."""
+        """Whether the tensor's storage is already counted or ignored."""
         return id(_storage_of(tensor)) in self._known
 
     def block_of(self, tensor: Tensor) -> int | None:
@@ -52,7 +52,7 @@ class TimelineMode(DispatchMode):
         return None if known is None else known[1]
 
     def _count(self, tensor: Tensor, block: Block) -> int:
-        """Record ``block`` for the tensor's storage, from now until it is freed; returns its number."""
+        """Record ``block`` for the tensor's storage from now until it is freed. Returns its number."""
         number = self._allocate(block)
         self._remember(_storage_of(tensor), number)
         return number

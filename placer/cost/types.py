@@ -1,4 +1,4 @@
-"""The cost table of a program: bytes, FLOPs, and lifetimes of values, per node."""
+"""The cost table of a program: bytes and FLOPs of each node, and which nodes need which values."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class StoredValue:
     """One storage that forward made or received, and the nodes that need it, by position.
 
     ``producer`` is the node that made it, -1 for the model's inputs. ``users`` read it in forward;
-    ``savers`` need it in backward. ``fixed``: made from weights alone (autocast's copies of them), so
-    that its bytes do not depend on the rows of a micro-batch. ``parts``: nodes that save only a part
-    of it, with the bytes of the part.
+    ``savers`` need it in backward. ``fixed``: it is made from weights alone (like autocast's copies of
+    them), so its bytes do not depend on the rows of a micro-batch. ``parts`` has (node, bytes) of the nodes
+    that save only a part of it.
     """
 
     nbytes: int
@@ -30,13 +30,12 @@ class StoredValue:
 class PendingGradient:
     """A gradient that the backward of node ``source`` makes and the backward of ``target`` consumes.
 
-    It is the gradient of the result of node ``home``. That is the target, unless gradients of several
-    readers of one result are added up; then ``target`` is the last of these readers. The storage may
-    hold more than the target needs (the gradient of a concatenation): when the backward of ``sender``
-    passes the gradient to another stage, ``surplus`` of its ``nbytes`` stay behind. ``earlier`` are
-    the other parts that ``sender`` passes on, as (the node that consumes the part before ``target``
-    does, bytes). ``of_weight``: it is part of the gradient of a weight that several nodes read, and
-    not of an activation.
+    It belongs to the result of node ``home``. ``target`` is ``home``, unless the gradients of several
+    readers of one result are added up; then ``target`` is the last of these readers. The storage may hold
+    more than the target needs, as for the gradient of a concatenation: when the backward of ``sender``
+    passes the gradient to another stage, ``surplus`` of its ``nbytes`` stay behind. ``earlier`` lists the
+    other parts that ``sender`` passes on, as (node that consumes the part before ``target`` does, bytes).
+    ``of_weight``: it is part of the gradient of a weight that several nodes read, not of an activation.
     """
 
     nbytes: int
@@ -51,27 +50,27 @@ class PendingGradient:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddedGradient:
-    """Additional bytes that the backward of ``node`` needs if ``home`` is in the same stage.
+    """Additional bytes in the backward of ``node`` if ``home`` is in the same stage.
 
     If several nodes read the result of ``home``, their gradients are added up on the device of
-    ``home``. ``waiting`` of the ``nbytes`` are needed before the sum is computed; the tensors that
-    ``node`` saved are freed in between.
+    ``home``. ``before_sum`` is the part of ``nbytes`` that is needed before the sum is computed; the tensors
+    that ``node`` saved are freed in between.
     """
 
     node: int
     home: int
     nbytes: int
-    waiting: int
+    before_sum: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCost:
     """Costs of one node for one micro-batch.
 
-    ``forward_transient`` is the most bytes alive at a time, of those that the node makes, while it runs
-    forward. ``backward_transient`` is the most bytes alive at a time in its backward: gradients that it
-    receives and makes, and what only it saved. With ``_offloaded``: the same if what it saves goes to
-    the host at once, and is fetched when it is read.
+    ``forward_transient`` counts what the node makes: the most bytes alive at a time in its forward.
+    ``backward_transient`` is the most bytes alive at a time in its backward: the gradients that it receives
+    and makes, and the tensors that only it saved. The variants ``_offloaded`` are for a node whose saved
+    tensors go to the host at once and are fetched when they are read.
     """
 
     forward_flops: int = 0
@@ -80,10 +79,12 @@ class NodeCost:
     forward_transient_offloaded: int = 0
     backward_transient: int = 0
     backward_transient_offloaded: int = 0
-    backward_incoming: int = 0  # the gradients that it receives; part of backward_transient
-    output_nbytes: int = 0  # bytes of its result: what is sent if another stage reads it
-    host_nbytes: int = 0  # bytes that it offloads: copied out in forward, and back in backward
-    host_pinned_nbytes: int = 0  # bytes of pinned host memory that this takes
+    backward_incoming: int = 0  # the gradients that it receives, a part of backward_transient
+    output_nbytes: int = 0  # bytes of its result, which are sent if another stage reads it
+    host_nbytes: int = (
+        0  # bytes that it offloads: copied to the host in forward and back in backward
+    )
+    host_pinned_nbytes: int = 0  # bytes of pinned host memory that ``host_nbytes`` take
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +100,7 @@ class StateTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostTable:
-    """The costs of all nodes for one micro-batch of one replica, whatever stage they are on.
+    """The costs of all nodes for one micro-batch of one replica, independent of stages.
 
     Nodes are numbered by their position in ``names``, the program's order. Position ``len(names)`` is
     the loss, which is computed on the last stage.
@@ -115,7 +116,7 @@ class CostTable:
     input_readers: tuple[tuple[int, ...], ...]  # per tensor input of the model
     input_nbytes: tuple[int, ...]
     state: tuple[StateTensor, ...]
-    saving: frozenset[int]  # nodes that save something for backward, if only a weight
+    saving: frozenset[int]  # nodes that save anything for backward, even only a weight
     work: Work  # the operations of the nodes, from which seconds are computed
     keys: tuple[
         RegionKey | None, ...

@@ -24,9 +24,9 @@ _KEYS = tuple(_CODES)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PassSeconds:
-    """Seconds per node of one pass: on the device, and on the host that launches the kernels.
+    """Seconds of each node in one pass: on the device, and on the host, which launches the kernels.
 
-    The two overlap: the nodes that a process runs on a device take the longer of the two sums.
+    The two overlap: the nodes that a process runs on a device take the larger of the two sums.
     """
 
     device: Vector
@@ -52,11 +52,11 @@ class Work:
     ) -> None:
         self._names = (*names, "loss")
         self._passes = (_Pass.of(forward), _Pass.of(backward))
-        self._again: tuple[int, ...] = ()  # nodes that run their forward again in backward
+        self._again: tuple[int, ...] = ()  # nodes whose forward runs again in backward
         self._known: dict[DeviceKind, Seconds] = {}
 
     def seconds(self, kind: DeviceKind) -> Seconds:
-        """Seconds of every node on a device of that kind; measured ones where its profile has them."""
+        """Seconds of every node on a device of this kind; measured seconds where its profile has them."""
         if kind not in self._known:
             found = [p.seconds(kind.rates, len(self._names)) for p in self._passes]
             if kind.profile is not None:
@@ -72,9 +72,9 @@ class Work:
     def _measured(
         self, estimate: PassSeconds, measured: Mapping[str, tuple[float, float]]
     ) -> PassSeconds:
-        """Replace estimates by a profile's measurements, name -> (measured, estimated then).
+        """Replace estimates by a profile's measurements: name -> (measured, estimated at that time).
 
-        A measurement is scaled by the ratio of the present estimate to the one at the measurement.
+        A measurement is scaled by the ratio of today's estimate to the estimate made with it.
         """
         device, host = estimate.device.copy(), estimate.host.copy()
         for i, name in enumerate(self._names):
@@ -85,14 +85,14 @@ class Work:
         return PassSeconds(device=device, host=host)
 
     def operations(self) -> dict[str, list[tuple[int, Operation]]]:
-        """Per pass, (position of the node, operation) for all operations, to fit rates to them."""
+        """(position of the node, operation) of all operations of each pass, to fit rates to."""
         return {
             way: list(p.operations())
             for way, p in zip(("forward", "backward"), self._passes, strict=True)
         }
 
     def with_repeated(self, nodes: Sequence[int]) -> Work:
-        """A copy in which ``nodes`` run their forward again in backward."""
+        """A copy in which the forward of ``nodes`` runs again in backward."""
         return self._copy(self._passes, tuple(nodes))
 
     def with_share(self, share: float) -> Work:

@@ -1,13 +1,14 @@
 """Workspaces of CPU kernels: memory that they allocate and free within one call.
 
 A dispatch mode sees the arguments and results of an operator, but not this memory. Each formula below
-gives the most bytes that a kernel of ATen holds at a time beyond arguments and results, and names the
-file under ``aten/src/ATen/native`` that allocates them. The formulas were checked against the
-allocator's events with torch 2.15 (tests/cost); they leave out allocations as small as a row of weights
-or a table of indices. CUDA's kernels allocate none of this.
+gives the most bytes that an ATen kernel has allocated at a time beyond arguments and results, and names the
+file under ``aten/src/ATen/native`` that allocates them. The formulas were checked against the allocator's
+events with torch 2.15 (tests/cost). They leave out small allocations, such as a row of weights or a table of
+indices. CUDA kernels allocate none of this.
 
-Memory that oneDNN takes inside a convolution, a matrix product in half precision or an LSTM depends on
-the processor's instructions and is not counted. What its LSTM keeps for backward is (`cpu_result`).
+Memory that oneDNN takes inside a convolution, a matrix product in half precision or an LSTM depends on the
+processor's instructions and is not counted. The workspace that its LSTM keeps for backward is counted
+(`cpu_result`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _LINE = 64  # bytes; oneDNN pads rows to cache lines
 
 
 def workspace_nbytes(op: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
-    """The most bytes that ``op`` on the CPU holds during its call, beyond arguments and ``result``.
+    """The most bytes that ``op`` has allocated on the CPU during its call, beyond arguments and ``result``.
 
     >>> x = torch.ones(2, 3, 4, dtype=torch.bfloat16)
     >>> workspace_nbytes(aten.mean.default, (x,), {}, x.mean())  # a copy of x and the sum, in fp32
@@ -46,9 +47,8 @@ def workspace_nbytes(op: Any, args: Sequence[Any], kwargs: dict[str, Any], resul
 def cpu_result(op: Any, args: Sequence[Any], result: Any) -> Any:
     """Correct the ``result`` of ``op`` where torch's fake kernel differs from the CPU's kernel.
 
-    In the fake kernels, the workspace that an LSTM keeps for backward has no bytes, and a group norm
-    in half precision with weights in fp32 returns gradients in fp32. Real results are returned as
-    they are.
+    In fake kernels, the workspace that an LSTM keeps for backward has 0 bytes, and a group norm in half
+    precision with weights in fp32 returns gradients in fp32. Real results are returned unchanged.
     """
     if op is aten.mkldnn_rnn_layer.default and isinstance(result[3], FakeTensor):
         x, hidden_size, train = args[0], args[10], args[15]
@@ -140,7 +140,7 @@ def _cast(x: Tensor, result: Tensor) -> int:
 
 
 def _strides_summed(x: Tensor, dims: Sequence[int]) -> int:
-    """The number of strides along which a kernel sums; adjacent dimensions in memory count once."""
+    """The number of strides that a kernel sums along; dimensions adjacent in memory count once."""
     chosen = [d for d in dims if x.size(d) > 1]
     steps = sorted((x.stride(d), x.size(d)) for d in chosen)
     joined = sum(a * n == b for (a, n), (b, _) in itertools.pairwise(steps))

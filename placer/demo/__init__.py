@@ -1,1 +1,1 @@
-"""Demo: a real brain volume planned, split over devices, trained and checked; ``placer demo``."""
+"""The demo (``placer demo``): plan a real brain volume, train on several devices, and check the results."""

@@ -1,4 +1,4 @@
-"""The MNI152 brain template as a segmentation task; all of it comes with the nilearn package."""
+"""The MNI152 brain template as a segmentation task; the nilearn package contains all data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from placer.errors import PlacerError
 
 CLASSES = ("other", "grey matter", "white matter")
-_TRAINED_SHARE = 0.6  # of the brain from back to front; the frontal part is held out
+_TRAINED_SHARE = 0.6  # share of the brain, from the back, that is trained on; the front is held out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +32,9 @@ class Brain:
 
 
 def load_brain() -> Brain:
-    """The template at 1 mm; a voxel's label is the likeliest of grey matter, white matter, neither.
+    """The template at 1 mm. A voxel's label is the likeliest of grey matter, white matter and neither.
 
-    Raises ``PlacerError`` when nilearn is not installed.
+    Raises ``PlacerError`` if nilearn is not installed.
     """
     try:
         from nilearn import datasets
@@ -64,10 +64,10 @@ def padded_shape(shape: Sequence[int], multiple: int = 16) -> tuple[int, ...]:
 
 
 def training_and_held_out_centers(brain: Brain, size: int) -> tuple[Tensor, Tensor]:
-    """(n, 3) centers of patches of ``size``: those in the back of the brain, and those in its front.
+    """(n, 3) centers of patches of ``size``: those in the back of the brain, and those in the front.
 
-    The second axis runs from back to front. (Left and right would not do: the template is
-    symmetric.) Patches of the two sets share no voxel. Centers are voxels of grey or white matter.
+    The second axis runs from back to front. (Left and right would not work, because the template is
+    symmetric.) Patches of the two sets share no voxels. Centers are voxels of grey or white matter.
     """
     half, border = size // 2, int(_TRAINED_SHARE * brain.shape[1])
     room = torch.zeros(brain.shape, dtype=torch.bool)

@@ -14,7 +14,7 @@ _FILE = Path(__file__).parents[2] / "examples" / "unet3d.py"
 
 
 def build_unet(**options: Any) -> nn.Module:
-    """`examples/unet3d.py`'s network. Raises ``PlacerError`` outside a checkout of placer."""
+    """The network in `examples/unet3d.py`. Raises ``PlacerError`` outside a checkout of placer."""
     if not _FILE.is_file():
         raise PlacerError(
             "placer demo",

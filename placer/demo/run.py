@@ -1,4 +1,4 @@
-"""The demo's five steps, told to a terminal."""
+"""Runs the demo and prints its steps to a terminal."""
 
 from __future__ import annotations
 
@@ -29,10 +29,9 @@ def run_demo(
 ) -> None:
     """Plan the full volume, train a small network, and leave spec, plan and report in ``folder``.
 
-    ``width`` is that of the small network's first level, ``patch`` the side of what it is trained on.
-
-    Raises ``PlacerError`` when the placed model's first step differs from the plain model's, or
-    when training does not learn.
+    ``width`` is the number of channels at the small network's first level, ``patch`` the side of its
+    patches in voxels. Raises ``PlacerError`` if the placed model's first step differs from the plain
+    model's, or if training does not learn.
     """
     start = time.perf_counter()
     console.rule("[bold]1. A brain that does not fit on one device", align="left")
@@ -71,7 +70,7 @@ def run_demo(
 
     console.rule("[bold]Files", align="left")
     for name, what in (
-        ("spec.json", "what was asked: edit it, then `placer plan`"),
+        ("spec.json", "what you ask for: edit it, then run `placer plan`"),
         ("plan.json", "the lock file: `placer.load_plan`, `placer.compile(model, plan, …)`"),
         ("report.html", "the plan as a page"),
     ):
@@ -92,7 +91,7 @@ def _devices(count: int) -> list[dict[str, str]]:
 
 
 def _fewest_devices(model: nn.Module, image: Tensor) -> tuple[placer.PlacementSpec, placer.Plan]:
-    """The automatic spec for two devices, or more when two do not suffice, and its plan."""
+    """The automatic spec for two devices, or for more if two do not suffice, and its plan."""
     for count in range(2, _MOST_DEVICES + 1):
         try:
             spec = placer.auto_spec(model, (image,), devices=_devices(count))

@@ -1,4 +1,4 @@
-"""Train a small U-Net on patches, placed; the first step is held against the plain model's."""
+"""Train a placed small U-Net on patches, and compare its first step with that of the plain model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LEARNING_RATE = 1e-2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstStep:
-    """The placed model's first step beside the plain one's; errors are relative."""
+    """The first step of the placed model compared with the plain one's; errors are relative."""
 
     plain_loss: float
     placed_loss: float
@@ -30,13 +30,13 @@ class FirstStep:
 
     @property
     def equal(self) -> bool:
-        """Within float32 rounding of sums over some 10^5 voxels."""
+        """Whether they agree within float32 rounding of sums over some 10^5 voxels."""
         return self.worst_error < 5e-4 and abs(self.plain_loss - self.placed_loss) < 1e-5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """After ``step`` steps: the batch's loss."""
+    """The loss of the batch after ``step`` steps."""
 
     step: int
     loss: float
@@ -53,7 +53,7 @@ class Outcome:
 
 
 class Training:
-    """One run: the data, the model to place, and the loop. ``first_step`` and ``outcome`` fill up."""
+    """One run: the data, the model to place, and the loop. It sets ``first_step`` and ``outcome``."""
 
     def __init__(
         self, brain: Brain, model: nn.Module, *, patch: int = PATCH, seed: int = 0
@@ -99,7 +99,7 @@ class Training:
     def _compare(
         self, placed: nn.Module, placed_loss: float, images: Tensor, labels: Tensor
     ) -> FirstStep:
-        """The same step on the plain model, in one piece; ``placed`` has its gradients already."""
+        """Compare with the same step of the plain model; ``placed`` already has its gradients."""
         plain = copy.deepcopy(self.model)
         loss = F.cross_entropy(plain(images), labels)
         loss.backward()

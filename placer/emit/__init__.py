@@ -1,4 +1,4 @@
-"""Generate a Python function for each stage of a plan, and put a copy of the weights on its devices."""
+"""Generate a Python function for each stage of a plan, and copy the weights to the stage's devices."""
 
 from placer.emit.lines import node_lines
 from placer.emit.materialize import materialize

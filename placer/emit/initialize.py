@@ -1,4 +1,4 @@
-"""Initial values for parameters on ``meta``, module by module."""
+"""Computes initial values for parameters on ``meta``, module by module."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def initialize_module(
     *,
     initialize: Callable[[nn.Module], None] | None,
 ) -> None:
-    """Replace the ``missing`` parameters and buffers of ``model``, which are on ``meta``, by initial values.
+    """Give initial values to the ``missing`` parameters and buffers of ``model``, which are on ``meta``.
 
     Modules are initialised one at a time on the CPU, by ``initialize`` or their
-    ``reset_parameters()``, with a random seed made of the module's path; the values are then moved to
+    ``reset_parameters()``, with a random seed derived from the module's path; the values are then moved to
     ``device_of[name]``. The state of the global random number generator is restored. Raises
-    ``PlacerError`` naming every module that cannot be initialised.
+    ``PlacerError``, which names every module that cannot be initialised.
     """
     owners: dict[str, list[str]] = {}
     for name in missing:
@@ -44,7 +44,7 @@ def initialize_module(
             f"these modules have no reset_parameters():\n    {listed}",
             "pass weights=… (a checkpoint file) or initialize=… (a function of one module)",
         )
-    # id of an old tensor -> the old one, which keeps the id valid, and the new one
+    # id of an old tensor -> (the old tensor, which keeps the id valid, the new tensor)
     made: dict[int, tuple[Tensor, Tensor]] = {}
     with torch.random.fork_rng(devices=[]):
         for path, leaves in owners.items():
@@ -87,7 +87,7 @@ def _initialized(
 
 
 def _empty(tensor: Tensor) -> Tensor:
-    """Zeros on the CPU for a tensor on meta; a tensor with data on the CPU."""
+    """A CPU tensor: zeros for a tensor on ``meta``, otherwise its data."""
     return torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.detach().cpu()
 
 
@@ -103,11 +103,11 @@ def tensor_like(original: Tensor, data: Tensor) -> Tensor:
 
 
 def _replace(model: nn.Module, made: Mapping[int, tuple[Tensor, Tensor]]) -> None:
-    """Replace each old tensor by the new one under all of its names: it may be tied."""
+    """Replace each old tensor by its new one under all of its names, since it may be tied."""
     for module in model.modules():
         tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for table in tables:
-            for name, held in table.items():
-                if id(held) in made:
-                    table[name] = made[id(held)][1]
+            for name, old in table.items():
+                if id(old) in made:
+                    table[name] = made[id(old)][1]
         refresh_weight_list(module)

@@ -1,4 +1,4 @@
-"""Map lines of generated code to the nodes that they compute, for error messages."""
+"""Maps lines of generated code to the nodes that they compute, for error messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ASSIGNMENT = re.compile(r"\s+(\w+)\s*(?::[^=]*)?=")
 
 
 def node_lines(segment: SegmentCode) -> dict[int, str]:
-    """Line number, as in frames and tracebacks -> name of the node that the line computes."""
+    """Line number (as in frames and tracebacks) -> name of the node that the line computes."""
     code: CodeType = segment.forward.__code__
     lines = segment.source.split("\n")
     start = next(i for i, line in enumerate(lines) if line.startswith("def forward("))

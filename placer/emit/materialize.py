@@ -32,10 +32,10 @@ def materialize(
     ``torch.save``, which is memory-mapped), every parameter and buffer is read from the file. Without,
     tensors with data are copied, and modules with tensors on ``meta`` are initialised on the CPU, one
     at a time: by ``initialize(module)`` if given, else by their ``reset_parameters``. Each module's
-    random seed is made of its path, so that all placements start from the same weights.
+    random seed is derived from its path, so all placements start from the same weights.
     Tied parameters stay tied. ``only`` are the names of the tensors to make (the first name of tied
-    ones); all others are on ``meta``. Raises ``PlacerError`` that lists every parameter that cannot be
-    made or does not match the file.
+    ones); all others are on ``meta``. Raises ``PlacerError``, which lists every parameter that cannot
+    be made or does not match the file.
     """
     wanted = set(device_of) if only is None else set(only)
     if weights is not None:
@@ -51,7 +51,7 @@ def materialize(
             memo[id(tensor)] = tensor_like(tensor, tensor.detach().to("meta"))
         else:
             missing.append((name, tensor))
-    # Hooks and other attributes are copied with the modules; they refer to the new tensors, too.
+    # Hooks and other attributes are copied with the modules, and refer to the new tensors too.
     copied = copy_module(model, memo)
     if missing:
         names = {name for name, _ in missing}
@@ -60,7 +60,7 @@ def materialize(
 
 
 def _named_once(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Every parameter and buffer once, under the first of its names."""
+    """Every parameter and buffer once, under its first name."""
     return [*model.named_parameters(), *model.named_buffers()]
 
 

@@ -1,7 +1,7 @@
-"""Keep names of layers and keywords that are no Python identifiers out of generated code.
+"""Keep names of layers and keywords that are not Python identifiers out of generated code.
 
-A layer may be called ``class``, or have quotes and newlines in its name. The generated code calls
-objects that hold such names; the names are never part of its text.
+A layer may be called ``class``, or have quotes and newlines in its name. The generated code calls objects
+that store such names; the names are never part of its text.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 
 
 def is_plain(name: str) -> bool:
-    """Can ``name`` be written in source text as it is?"""
+    """Can ``name`` be written into source code as it is?"""
     return name.isascii() and name.isidentifier() and not keyword.iskeyword(name)
 
 
 def is_plain_path(path: str) -> bool:
-    """Can fx write ``path``, names separated by dots? Numbers are allowed: fx puts them in quotes."""
+    """Can fx write ``path``, names separated by dots? Numbers are allowed, because fx quotes them."""
     return all(is_plain(p) or (p.isascii() and p.isdecimal()) for p in path.split("."))
 
 

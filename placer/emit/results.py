@@ -1,4 +1,4 @@
-"""Find the results of a model that depend on the batch, and so have a part per micro-batch."""
+"""Finds the results of a model that depend on the batch, and so have a part for each micro-batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BATCH = ("batch",)
 
 
 def find_batched_results(program: Program, result: Sequence[tuple[str, Any]]) -> tuple[bool, ...]:
-    """Per entry of the model's ``result``: does it depend on an input that has a batch dimension?
+    """For each entry of the model's ``result``: does it depend on an input with a batch dimension?
 
     A node depends on its inputs, on nodes that share memory with it, and on nodes that write the
     parameters and buffers that it reads. A result that does not depend on the batch, such as a table

@@ -26,10 +26,10 @@ _DEVICE, _TREE = "stage_device", "stage_layers"
 def emit_stages(program: Program, plan: Plan) -> StagedModel:
     """Code for all stages of ``plan``, whose nodes are those of ``program``.
 
-    A stage runs its nodes in the plan's order, on which its peak memory depends. A value that a later
+    A stage runs its nodes in the plan's order, which its peak memory depends on. A value that a later
     stage reads is an output of its stage and an input of every stage that reads it. The last stage
     returns all results of the model, so that they are on one device. Raises ``PlanError`` if a node
-    comes before one that it reads.
+    comes before a node that it reads.
     """
     stage_of = {name: s for s, stage in enumerate(plan.stages) for name in stage.nodes}
     num_stages = len(plan.stages)
@@ -191,7 +191,7 @@ def _emit_segment(
         values[node.name] = _follow_stage_device(node, copied, device)
         if node.op == "call_module":
             modules[str(node.target)] = None
-        elif node.op == "get_attr":  # a tensor, or a module that a function is given
+        elif node.op == "get_attr":  # a tensor, or a module that is passed to a function
             is_module = isinstance(attrgetter(str(node.target))(program.model), nn.Module)
             (modules if is_module else attributes)[str(node.target)] = None
     graph.output(tuple(values[name] for name in outputs))
@@ -213,7 +213,7 @@ def _emit_segment(
 
 
 def _is_plain(node: fx.Node) -> bool:
-    """Can the names of layers and keywords in ``node`` be written in source text?"""
+    """Can the names of layers and keywords in ``node`` be written into source code?"""
     target = str(node.target) if node.op in ("call_module", "get_attr") else ""
     return (not target or is_plain_path(target)) and all(map(is_plain, node.kwargs))
 
@@ -221,7 +221,7 @@ def _is_plain(node: fx.Node) -> bool:
 def _copy_without_names(
     graph: fx.Graph, node: fx.Node, values: Mapping[str, fx.Node], tree: fx.Node
 ) -> fx.Node:
-    """A copy of ``node`` in ``graph`` whose names of layers and keywords are not in the source text."""
+    """A copy of ``node`` in ``graph`` that keeps names of layers and keywords out of the source code."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n.name])
     if node.op == "get_attr":
         return graph.create_node(

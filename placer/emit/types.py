@@ -18,7 +18,7 @@ class SegmentCode:
     ``tree`` is any object with the model's submodules at their original paths. ``device`` replaces
     every device that was recorded as a constant (``torch.zeros(3, device=...)``). ``inputs`` is a
     list, which the function clears. Values have the names of the nodes that compute them.
-    ``recompute`` and ``offload`` say what is done with the activations that autograd saves
+    ``recompute`` and ``offload`` say what happens to the activations that autograd saves
     (`placer.regions.RegionKey`); with neither, they are kept on the device. ``overlapped``: offloaded
     tensors are copied while kernels run.
     """
@@ -68,11 +68,11 @@ class StagedModel:
     last_use: Mapping[str, int]  # value -> the last stage that reads it
     state_stage: Mapping[str, int]
     constants: Mapping[str, torch.Tensor]
-    constant_paths: Mapping[str, TensorPath]  # of the constants that attributes of modules hold
+    constant_paths: Mapping[str, TensorPath]  # paths of the constants in attributes of modules
     call: CallFormat
-    conditions: Conditions  # under which the stages compute what the model does
+    conditions: Conditions  # the conditions under which the stages compute what the model does
 
     def example_inputs(self) -> list[torch.Tensor]:
-        """Tensors on ``meta`` like the inputs with which the model was captured."""
+        """Tensors on ``meta`` like the inputs that the model was captured with."""
         found = zip(self.conditions.shapes, self.conditions.dtypes, strict=True)
         return [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in found]

@@ -1,4 +1,4 @@
-"""Read single tensors of a checkpoint file without loading the whole file."""
+"""Reads single tensors of a checkpoint file without loading the whole file."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class WeightsFile:
 def open_weights(path: Path) -> Iterator[WeightsFile]:
     """Open the checkpoint at ``path``: ``*.safetensors``, or a file of ``torch.save``, memory-mapped.
 
-    Only tensors are read (``weights_only``), so no code in the file runs. Raises ``PlacerError`` when
-    the file does not exist or holds no state dict.
+    Only tensors are read (``weights_only``), so no code in the file runs. Raises ``PlacerError`` if
+    the file does not exist or is not a state dict.
     """
     if not path.is_file():
         folder = path.parent.iterdir() if path.parent.is_dir() else ()

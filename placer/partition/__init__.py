@@ -11,7 +11,7 @@ candidate, chain            the best stages along one order
 noncontiguous, assignment   several stages on one device, which need not be neighbours
 bound                       a lower bound on the largest peak of any placement
 model                       expresses a captured model as a problem of `solver`
-describe, types             the result, with alternatives for each boundary
+describe, types             the result, with the best alternative for each boundary
 `stage_cost`                the bytes and seconds of a stage
 `solver`                    placements over all orders, and lower bounds
 `policy`                    chooses what to recompute and offload in one stage

@@ -1,4 +1,4 @@
-"""Finds the cuts at which stages may end along an order, and the orders in which devices may come."""
+"""Finds the cuts at which stages along an order may end, and the possible orders of the devices."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from placer.cost import CostTable
 from placer.partition.solver.problem import Vector
 from placer.partition.types import DeviceSlot
 
-_MAX_CUTS = 400  # longer orders have only the cuts that the fewest bytes cross
-_MAX_CHAINS = 64  # orders of devices to try, if devices differ or have pinned nodes
+_MAX_CUTS = 400  # in longer orders, only the cuts crossed by the fewest bytes are used
+_MAX_CHAINS = 64  # how many orders of devices are tried, if devices differ or have pinned nodes
 
 
 def unit_pins(units: nx.DiGraph, pins: Mapping[int, str]) -> dict[int, str]:
-    """The device that each unit is pinned to, which is that of its first pinned node."""
+    """The device each unit is pinned to: the pin of its first pinned node."""
     found: dict[int, str] = {}
     for unit, nodes in units.nodes(data="nodes"):
         devices = [pins[i] for i in nodes if i in pins]
@@ -33,10 +33,10 @@ def candidate_cuts(
     pin_of: Mapping[int, str],
     kept: Collection[int] = (),
 ) -> list[int]:
-    """Cuts: positions of nodes, between units, at which stages may begin and end; includes both ends.
+    """The cuts at which stages may begin and end: positions between units, including both ends.
 
-    If there are too many, only some are returned: always those between units with different pins and those
-    after ``kept`` units, and of the others those that few bytes cross.
+    If there are too many, only some are returned: all cuts between units with different pins, all cuts
+    after a number of units in ``kept``, and of the others those crossed by few bytes.
     """
     ends = list(itertools.accumulate(len(units.nodes[u]["nodes"]) for u in order))
     boundaries = ends[:-1]
@@ -54,7 +54,7 @@ def is_thinned(order: Sequence[int]) -> bool:
 
 
 def _crossing_bytes(units: nx.DiGraph, order: Sequence[int], costs: CostTable) -> Vector:
-    """For each position of a node, the bytes that cross a cut before it in forward."""
+    """The bytes that cross a cut before each position in forward."""
     position = {n: i for i, n in enumerate(n for u in order for n in units.nodes[u]["nodes"])}
     steps = np.zeros(len(position) + 2)
     for node, readers in enumerate(costs.readers):
@@ -66,7 +66,7 @@ def _crossing_bytes(units: nx.DiGraph, order: Sequence[int], costs: CostTable) -
 
 
 def _cheapest(boundaries: Sequence[int], crossing: Vector) -> set[int]:
-    """The boundary that the fewest bytes cross, of every run of neighbouring ``boundaries``."""
+    """From every run of neighbouring ``boundaries``, the one crossed by the fewest bytes."""
     length = -(-len(boundaries) // _MAX_CUTS)
     runs = (boundaries[i : i + length] for i in range(0, len(boundaries), length))
     return {min(run, key=lambda b: (crossing[b], b)) for run in runs}
@@ -75,7 +75,7 @@ def _cheapest(boundaries: Sequence[int], crossing: Vector) -> set[int]:
 def _pin_boundaries(
     units: nx.DiGraph, order: Sequence[int], ends: Sequence[int], pin_of: Mapping[int, str]
 ) -> set[int]:
-    """The end of each unit with a pin, and the start of the next one with a pin, if the pins differ."""
+    """The end of a pinned unit and the start of the next pinned unit, wherever their pins differ."""
     found: set[int] = set()
     previous: tuple[str, int] | None = None
     for unit, end in zip(order, ends, strict=True):
@@ -90,10 +90,10 @@ def _pin_boundaries(
 def device_chains(
     devices: Sequence[DeviceSlot], pinned: Sequence[str | None]
 ) -> Iterator[tuple[DeviceSlot, ...]]:
-    """Chains of devices, in the order of their stages, that agree with the pins of nodes along an order.
+    """Yields orders of devices (one per stage) that agree with the pins of nodes along an order.
 
-    A device is repeated if its pins require it. Devices without pins are tried at every position between
-    the others. At most 64 chains.
+    A device is repeated if its pins require it. Devices without pins are tried at every position between the
+    others. Yields at most 64 orders.
     """
     by_name = {slot.name: slot for slot in devices}
     runs = [name for name, _ in itertools.groupby(p for p in pinned if p is not None)]

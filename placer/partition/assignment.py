@@ -1,19 +1,19 @@
-"""Assigns the parts of an order to devices, if a device may have several stages.
+"""Assigns intervals of one order of the nodes to devices, where a device may have several of them.
 
-The first and the last layers of a U-Net save most of the activations, and the largest skip connections
-connect them. With one stage per device, both can be on one device only if everything between them is,
-too. This heuristic looks for a lower largest peak along one order of the nodes:
+The first and the last layers of a U-Net save most of its activations, and the largest skip connections run
+between them. With one stage per device, they can share a device only if everything between them is on it too.
+This heuristic looks for a placement with a lower largest peak, in two steps:
 
-1. Devices are arranged as in the letter V: d0, d1, …, dk-1, …, d1, d0. Device j has the intervals
-   [a_j, a_j+1) and [b_j+1, b_j), one inside the other from device to device. With g_j(a, b) the least
-   possible largest load of devices j … k - 1 on [a, b),
+1. Devices are arranged like the letter V: d0, d1, …, dk-1, …, d1, d0. Device j has the intervals
+   [a_j, a_j+1) and [b_j+1, b_j), so that the intervals of devices are nested. Let g_j(a, b) be the least
+   possible largest load of devices j … k - 1 on [a, b). Then
 
        g_k-1(a, b) = load of [a, b)
        g_j(a, b)   = min over a <= a' <= b' <= b of max(pair_j(a, a', b', b), g_j+1(a', b'))
 
-   by dynamic programming, in O(k C^4) for C cuts, so only some tens of cuts are used.
-2. Local search: move the stretch of the order to the device that lowers a sum of powers of the loads the
-   most, until no move lowers it. A step examines O(k C^2) loads. Each additional stage has a penalty.
+   which dynamic programming computes in O(k C^4) time for C cuts, so only a few dozen cuts are used.
+2. Local search: move one interval to one other device, such that a sum of powers of the loads falls the most;
+   repeat until no move lowers it. A step evaluates O(k C^2) loads. Every additional stage has a penalty.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ import numpy as np
 from placer.partition.stage_cost.live_through import Span
 from placer.partition.stage_cost.shared import SharedPeaks, Table
 
-MOST_CUTS = 44  # the time of the first step grows with its fourth power
+MOST_CUTS = 44  # the time of the first step grows with the fourth power of this number
 
-# Load of a device (index) with these stages, as a share
+# The load of a device (index) with these stages, as a share of its budget
 Load = Callable[[int, tuple[Span, ...]], float]
 _DeviceSpans = tuple[int, tuple[Span, ...]]  # a device (index) and its stages
 
 # Used in turn; the higher the power, the more the sum depends on the largest load.
 _POWERS = (4.0, 16.0, 64.0)
-_PENALTY = 0.006  # share by which loads must fall for one more stage
-_SPARE = 0.004  # share by which the largest load may rise for fewer stages
+_PENALTY = 0.006  # relative decrease of the loads that is worth one more stage
+_SPARE = 0.004  # relative increase of the largest load that is accepted for fewer stages
 _MAX_STEPS = 200
-_ROUNDING = 1e-9  # relative difference between sums of floats in different orders
+_ROUNDING = 1e-9  # relative difference between float sums in different orders
 
 
 def nested_devices(
@@ -47,9 +47,9 @@ def nested_devices(
     devices: int,
     share: Callable[[int, Table], Table],
 ) -> list[int]:
-    """The first step: the device of every stretch between ``cuts`` (indices, the ends included).
+    """The first step: the device of every interval between ``cuts`` (indices, both ends included).
 
-    ``share`` gives the loads of a device (index) with peaks in bytes.
+    ``share(device, peaks)`` turns peaks in bytes into loads of a device (index).
     """
     at = np.asarray(cuts)
     n = len(at)
@@ -81,17 +81,17 @@ def nested_devices(
 
 
 def _pair(shared: SharedPeaks, at: np.ndarray, x: int, y: int) -> Table:
-    """``[i, j]``: the peak of a device with one stage from cut x to x + i and one from x + j to y."""
+    """Entry ``[i, j]`` is the peak of a device with the stages from cut x to x + i and from x + j to y."""
     inside = at[x : y + 1]
     first, last = int(at[x]), int(at[y])
     row, column = np.maximum(inside - 1, first), np.minimum(inside, last - 1)
     early, late = inside > first, inside < last
     running = np.where(early, shared.running[first, row], 0.0)[:, None]
-    held = np.where(early, shared.held[first, row], 0.0)[:, None]
+    retained = np.where(early, shared.retained[first, row], 0.0)[:, None]
     again = np.where(late, shared.running[column, last - 1], 0.0)[None, :]
     left = np.where(late, shared.left[column, last - 1], 0.0)[None, :]
-    waits = shared.needed[inside, last][:, None] - shared.needed[np.ix_(inside, inside)]
-    found: Table = np.maximum(again + held, running + left + waits * late[None, :])
+    pending = shared.needed[inside, last][:, None] - shared.needed[np.ix_(inside, inside)]
+    found: Table = np.maximum(again + retained, running + left + pending * late[None, :])
     return found
 
 
@@ -103,15 +103,15 @@ def improved_devices(
     load: Load,
     at_least: Load,
 ) -> list[int]:
-    """The second step: ``device_of`` (per stretch) after moves; only ``free`` stretches are moved.
+    """The second step: improves ``device_of`` (one device per interval) by moving ``free`` intervals.
 
-    ``at_least`` is a lower bound on ``load`` that rules out most moves.
+    ``at_least`` is a cheap lower bound on ``load``, which rules out most moves.
     """
     known: dict[_DeviceSpans, float] = {}
     floors: dict[_DeviceSpans, float] = {}
     best = list(device_of)
     start = (load(device, spans) for device, spans in enumerate(spans_of(best, cuts, devices)))
-    unit = max(start) or 1.0  # powers of bytes would overflow
+    scale = max(start) or 1.0  # powers of bytes would overflow
     for power in _POWERS:
 
         def term(share: float, spans: tuple[Span, ...], power: float = power) -> float:
@@ -122,21 +122,21 @@ def improved_devices(
         def value(
             tried: Sequence[int], limit: float, terms: dict[_DeviceSpans, float] = terms
         ) -> float:
-            """The sum of powers over the devices; ``inf`` if a bound says that it is not below ``limit``."""
+            """The sum of powers of the loads, or inf as soon as it is known to reach ``limit``."""
             bound = 0.0
             unknown: list[tuple[_DeviceSpans, float]] = []
             for pair in enumerate(spans_of(tried, cuts, devices)):
                 found = terms.get(pair)
                 if found is None:
                     if pair not in floors:
-                        floors[pair] = at_least(*pair) / unit * (1 - _ROUNDING)
+                        floors[pair] = at_least(*pair) / scale * (1 - _ROUNDING)
                     found = term(floors[pair], pair[1])
                     unknown.append((pair, found))
                 bound += found
             for pair, found in unknown:
                 if bound >= limit:
                     return math.inf
-                known[pair] = load(*pair) / unit
+                known[pair] = load(*pair) / scale
                 terms[pair] = term(known[pair], pair[1])
                 bound += terms[pair] - found
             return bound
@@ -157,7 +157,7 @@ def improved_devices(
 def _with_fewer_stages(
     device_of: list[int], cuts: Sequence[int], free: Sequence[bool], devices: int, load: Load
 ) -> list[int]:
-    """``device_of`` with stages merged into a neighbour if that raises the largest load only a little."""
+    """Merges stages into a neighbour if that raises the largest load only a little."""
 
     def largest(tried: Sequence[int]) -> float:
         return max(load(d, spans) for d, spans in enumerate(spans_of(tried, cuts, devices)))
@@ -177,7 +177,7 @@ def _with_fewer_stages(
 
 
 def _moves(device_of: list[int], free: Sequence[bool], devices: int) -> list[list[int]]:
-    """All assignments in which one run of free stretches is moved to another device."""
+    """All assignments that move one run of free intervals to another device."""
     found = []
     count = len(device_of)
     for x in range(count):
@@ -187,13 +187,13 @@ def _moves(device_of: list[int], free: Sequence[bool], devices: int) -> list[lis
             for device in range(devices):
                 if (
                     device_of[x] != device != device_of[y - 1]
-                ):  # otherwise a shorter run does the same
+                ):  # otherwise moving a shorter run gives the same
                     found.append(device_of[:x] + [device] * (y - x) + device_of[y:])
     return found
 
 
 def spans_of(device_of: Sequence[int], cuts: Sequence[int], devices: int) -> list[tuple[Span, ...]]:
-    """The stages of every device."""
+    """The stages of every device, as pairs of cuts."""
     found: list[list[Span]] = [[] for _ in range(devices)]
     begin, device = 0, device_of[0]
     for end, other in enumerate(device_of):

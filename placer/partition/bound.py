@@ -1,33 +1,35 @@
 """Computes a lower bound on the largest peak of any placement.
 
-A device computes a set D of units, in one stage or several. While the backward of a node i of D runs,
-these bytes of `placer.partition.stage_cost.score` are on the device:
+A unit is a group of nodes that must stay on one stage. A device computes a set D of units, in one stage or
+several. While the backward of a node i of D runs, these bytes of `placer.partition.stage_cost.score` are on
+the device:
 
     static(D)                        parameters, buffers, optimizer state: always
   + saved(j), j in D before i        their forward has ended, and their backward has not begun
   + gradients(j), j in D after i     their backward has ended
-  + alone(i)                         what i has saved for itself, received, and allocates in its backward
+  + alone(i)                         what only i saved, what it received, and what its backward allocates
 
-In any order of the stages, ancestors of i come before i and descendants after it. Any other unit counts
-with the lesser of saved(j) and gradients(j). Two bounds follow for all placements on N devices:
+In any order of the stages, ancestors of i come before i and descendants after it. Every other unit j counts
+by the smaller of saved(j) and gradients(j). Two bounds follow for all placements on N devices:
 
 1. The device of a unit has at least the bytes that the unit needs by itself at the worst of these moments:
    its backwards, its forwards with the values that they read, and the optimizer's step.
 2. Let H be a set of units, and excess(i) the most bytes in a backward of unit i beyond static(i) +
    saved(i). Let w(j) = static(j) + saved(j), or the least that j can count if j is not before all of H.
    A device with some units of H has at least w of all its units, plus the excess of its last unit of H
-   in program order. Any other device has at least w of its units. So if h devices have units of H, with T
-   the largest peak,
+   in program order. Any other device has at least w of its units. Let h devices have units of H, and let T
+   be the largest peak. Then
 
        N T >= w(all) + excess(last of H) + the h - 1 least excesses      (summed over all devices)
        h T >= w(H) + h times the least excess                            (over those with units of H)
 
-   For each h, T is at least the larger of both; the bound is the least of these over all h. As H we try
-   the units of the largest excesses from some position of the program on, for several positions and sizes.
+   For each h, T is at least the larger of the two; the bound is the smallest of these over all h. For H we
+   try the units with the largest excess from some position in the program on, for several positions and
+   sizes.
 
-The first bound is the larger one if an operation is large, the second if there are few devices. With
-several micro-batches in flight, saved(j) counts for each. Activations that regions recompute or offload
-count in alone(i) only.
+The first bound is larger if one operation is large, the second if there are few devices. With several
+micro-batches in flight, saved(j) counts once for each. Activations that regions recompute or offload count
+only in alone(i).
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ from placer.partition.stage_cost.order_bytes import node_transients
 from placer.partition.stage_cost.state import UnitState, unit_state
 from placer.partition.types import DeviceSlot, PlanningOptions
 
-# Larger graphs get only the first bound, because the second compares all pairs of units.
+# Larger graphs get the first bound only, because the second one compares all pairs of units.
 _MAX_UNITS = 2_000
 _MAX_IN_GROUP, _MAX_STARTS = 64, 32  # units in H; positions in the program
 
@@ -55,13 +57,15 @@ Bytes = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitBytes:
-    """For each unit, lower bounds on its bytes in any stage that has it."""
+    """Lower bounds on the bytes of each unit, in any stage that has it."""
 
     static: Bytes
-    saved: Bytes  # between its forward and its backward; each value counts for one of its savers
+    saved: (
+        Bytes  # between its forward and its backward; each value counts for only one of its savers
+    )
     gradients: Bytes  # of its own parameters, after its backward
-    excess: Bytes  # of the worst of its backwards, beyond static + saved
-    alone: Bytes  # at the worst moment, with no other unit in the stage
+    excess: Bytes  # in the worst of its backwards, beyond static + saved
+    alone: Bytes  # at the worst moment, if the stage has no other unit
 
 
 def least_peak(
@@ -97,7 +101,7 @@ def _least_of_groups(
     large = np.argsort(-units.excess, kind="stable")
     for start in np.unique(np.linspace(0, count - 1, _MAX_STARTS).astype(np.int64)):
         group = np.zeros(count, dtype=bool)
-        # Before all of the group, or if in it, before later ones
+        # Before all other units of the group; for a unit in it, before those after it
         is_before = np.ones(count, dtype=bool)
         chosen = large[(large >= start) & (units.excess[large] > 0)][:_MAX_IN_GROUP]
         for unit in chosen:
@@ -120,7 +124,7 @@ def _least_of_groups(
 
 
 def _ancestors(count: int, edges: Iterable[tuple[int, int]]) -> NDArray[np.bool_]:
-    """``[u, v]``: whether v is an ancestor of u. Units are numbered in a topological order."""
+    """Entry ``[u, v]`` says whether v is an ancestor of u. Units are numbered in a topological order."""
     before = np.zeros((count, count), dtype=bool)
     for a, b in sorted(edges, key=lambda edge: edge[1]):
         if b < count:
@@ -132,7 +136,7 @@ def _ancestors(count: int, edges: Iterable[tuple[int, int]]) -> NDArray[np.bool_
 def unit_bytes(
     model: ModelUnits, costs: CostTable, options: PlanningOptions, devices: Sequence[str]
 ) -> UnitBytes:
-    """The bytes of the units of ``model`` on any of ``devices`` (names); O(nodes + uses)."""
+    """The bytes of the units of ``model`` on any of ``devices`` (names). Takes O(nodes + uses) time."""
     count = len(model.order)
     state = unit_state(costs, model.unit_of, count, optimizer_on(options, devices))
     saved, excess, alone = np.zeros(count), np.zeros(count), state.copies.copy()
@@ -146,12 +150,13 @@ def unit_bytes(
         moments = []
         if (
             options.microbatches == 1
-        ):  # otherwise the only forward with this memory may be a smaller one
+        ):  # otherwise the only forward with this memory may be that of a smaller micro-batch
             moments.append(_most_in_forward(costs, values, unit, nodes))
         if options.training:
-            held = _held_in_backward(costs, values, unit, nodes, state.own[unit])
-            saved[unit], excess[unit] = held.saved, max(0.0, held.most - held.saved)
-            moments.append(held.most_alone)
+            backward = _unit_backward(costs, values, unit, nodes, state.own[unit])
+            saved[unit] = backward.saved
+            excess[unit] = max(0.0, backward.most - backward.saved)
+            moments.append(backward.most_alone)
         alone[unit] = max([alone[unit], *(state.copies[unit] + nbytes for nbytes in moments)])
     return UnitBytes(
         static=state.static, saved=saved, gradients=state.gradients, excess=excess, alone=alone
@@ -159,10 +164,10 @@ def unit_bytes(
 
 
 def _updating(state: UnitState, options: PlanningOptions, devices: Sequence[str]) -> Bytes:
-    """For each unit the temporary bytes of the optimizer's step, on the best of the devices."""
+    """Temporary bytes of the optimizer's step for each unit, on the device where they are fewest."""
     largest = np.array([max((nbytes for _, nbytes in own), default=0) for own in state.own])
     optimizers = [optimizer_on(options, [name]) for name in devices]
-    # `IntervalTables.updating` is twice the largest.
+    # Twice the largest parameter is at most `StageState.updating`.
     steps = [how.together * state.gradients + 2 * how.each * largest for how in optimizers]
     least: Bytes = np.min(steps, axis=0)
     return least
@@ -175,22 +180,22 @@ def _most_in_forward(costs: CostTable, values: _Values, unit: int, nodes: Sequen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _HeldInBackward:
-    """Bytes of a unit besides its state, between its forward and backward and during its backward."""
+class _UnitBackward:
+    """Bytes of a unit, besides its state, between its forward and its backward and during its backward."""
 
     saved: float  # each value counts only for the first of all its savers
     most: float  # during a backward, with values counted in the same way
     most_alone: float  # during a backward, with all values that the unit saves
 
 
-def _held_in_backward(
+def _unit_backward(
     costs: CostTable,
     values: _Values,
     unit: int,
     nodes: Sequence[int],
     own: Sequence[tuple[int, int]],
-) -> _HeldInBackward:
-    kept_so_far, saved_so_far = 0.0, 0.0  # all that is saved here, and what is counted here
+) -> _UnitBackward:
+    kept_so_far, saved_so_far = 0.0, 0.0  # all that the unit saves; the part that counts for it
     most, most_alone = 0.0, 0.0
     for node in nodes:
         mine, counted, less = values.saved(node, unit)
@@ -200,22 +205,22 @@ def _held_in_backward(
         saved_so_far += counted.shared
         most_alone = max(most_alone, kept_so_far + moment)
         most = max(most, saved_so_far + moment)
-        # Not before: in the node's own backward it is in the transient bytes
+        # Added only now, because the node's own transient bytes include it
         kept_so_far += mine.single
         saved_so_far += counted.single
-    return _HeldInBackward(saved=saved_so_far, most=most, most_alone=most_alone)
+    return _UnitBackward(saved=saved_so_far, most=most, most_alone=most_alone)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Saved:
-    """Bytes that a node saves: those ``shared`` with other savers, and those that only it saves."""
+    """Bytes that a node saves: ``shared`` with other savers, and ``single``, which only it saves."""
 
     shared: float = 0.0
     single: float = 0.0
 
 
 class _Values:
-    """Lower bounds on the bytes that nodes read and save; a received value may be only a part of one."""
+    """Lower bounds on the bytes that nodes read and save; a received value may be only a part."""
 
     def __init__(self, model: ModelUnits, costs: CostTable) -> None:
         self._model, self._costs = model, costs
@@ -236,7 +241,7 @@ class _Values:
             self._later[gradient.target] += gradient.nbytes if apart else gradient.surplus
 
     def later(self, node: int) -> float:
-        """Bytes of gradients received at ``node`` that may be received elsewhere, or only in part."""
+        """Bytes of gradients of ``node`` that may be received at another node, or only in part."""
         return self._later[node]
 
     def read(self, node: int, unit: int) -> float:
@@ -246,10 +251,10 @@ class _Values:
         return sum(self._nbytes(v, unit) for v in read)
 
     def saved(self, node: int, unit: int) -> tuple[_Saved, _Saved, float]:
-        """What ``node`` saves, counted in two ways, and bytes of it that may be missing.
+        """Bytes that ``node`` saves, counted in two ways, and how many of them may be missing.
 
-        The first has the values that no earlier node of the unit saves, the second those that no earlier
-        node of the model saves. The third is by how much values that only this node saves may be smaller,
+        The first counts values that no earlier node of the unit saves, the second values that no earlier
+        node of the model saves. The third is by how much the values that only this node saves may be smaller,
         if they are received.
         """
         here, first = [0.0, 0.0], [0.0, 0.0]
@@ -274,9 +279,9 @@ class _Values:
 
 
 def _least_copies(costs: CostTable) -> list[int]:
-    """For each value the bytes of the smallest result with which a stage can receive it."""
+    """For each value, the bytes of the smallest result through which a stage can receive it."""
     least = [value.nbytes for value in costs.values]
-    for held, nbytes in zip(costs.results, costs.nodes, strict=False):
-        for index in held:
-            least[index] = min(least[index], nbytes.output_nbytes if len(held) == 1 else 0)
+    for stored_in, node in zip(costs.results, costs.nodes, strict=False):
+        for index in stored_in:
+            least[index] = min(least[index], node.output_nbytes if len(stored_in) == 1 else 0)
     return least

@@ -1,14 +1,14 @@
 """Finds the best stages along one order, by dynamic programming over the cuts at which stages may end.
 
-With f(q, b) the least cost of the first q stages if these end at cut b,
+Let f(q, b) be the least cost of the first q stages if they end at cut b. Then
 
     f(q, b) = min over a <= b of combine(f(q - 1, a), load(q, a, b))
 
 where ``combine`` is the maximum (if stages work at the same time) or the sum. Takes O(k * C^2) time for k
-stages and C cuts, and is optimal for the order and the loads; of equal solutions, the one with the
-earliest cuts is returned. This is the linear partition problem (Skiena, The Algorithm Design Manual,
-section 10.7), with memory limits as in Tarnawski et al., "Efficient Algorithms for Device Placement of
-DNN Graph Operators", NeurIPS 2020, section 4.
+stages and C cuts. The result is optimal for this order and these loads; of several optimal solutions, the
+one with the earliest cuts is returned. This is the linear partition problem (Skiena, The Algorithm Design
+Manual, section 10.7), with memory limits as in Tarnawski et al., "Efficient Algorithms for Device Placement
+of DNN Graph Operators", NeurIPS 2020, section 4.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def best_cuts(
 def boundary_costs(
     loads: Sequence[Table], feasible: Sequence[Mask], *, combine: Literal["max", "sum"]
 ) -> Table:
-    """``[q, c]``: the least cost if stage q ends at cut c and no stage is empty; O(k * C^2).
+    """Entry ``[q, c]`` is the least cost if stage q ends at cut c and no stage is empty; O(k * C^2) time.
 
     It combines the cost of the first q + 1 stages up to c with the cost of the other stages from c on.
     """

@@ -25,11 +25,11 @@ from placer.partition.stage_cost.shared import SharedPeaks
 from placer.partition.stage_cost.tables import IntervalTables
 from placer.partition.types import DeviceSlot, PlanningOptions
 
-GAIN = 0.01  # share by which a placement with more stages than devices must be better than others
+GAIN = 0.01  # how much better, relatively, a placement with more stages than devices must be
 
 
 def may_be_noncontiguous(options: PlanningOptions, slots: Sequence[DeviceSlot]) -> bool:
-    """Whether such placements are supported: for training in one process with one micro-batch."""
+    """Whether a device may have several stages: only in training, in one process, with one micro-batch."""
     several = len({slot.name for slot in slots}) > 1
     return several and options.training and options.microbatches == 1 and not options.processes
 
@@ -41,9 +41,9 @@ def device_peaks(
     spans: Mapping[str, Sequence[Span]],
     optimizer: OptimizerMemory | None,
 ) -> dict[str, int]:
-    """The peak bytes of each device; ``spans`` has its stages, as pairs of cut indices.
+    """The peak bytes of each device; ``spans`` has its stages as pairs of cut indices.
 
-    Without ``optimizer`` the peaks are those of a replica other than the first.
+    Without ``optimizer``, they are the peaks of a replica other than the first.
     """
     shared = SharedPeaks(tables, costs, nodes, optimizer)
     return {device: int(shared.peak(own)) for device, own in spans.items()}
@@ -103,9 +103,9 @@ class NoncontiguousChains:
         )
 
     def moves(self) -> list[tuple[float, int | None]]:
-        """For every boundary of ``best`` the best other cut, and the value of the objective with it.
+        """For every boundary of ``best``, the objective with the best other cut, and that cut.
 
-        The other boundaries stay. ``(inf, None)`` if the boundary cannot move.
+        All other boundaries stay where they are. ``(inf, None)`` if the boundary cannot move.
         """
         best, found = self._best, []
         for q in range(1, len(best.cuts) - 1):
@@ -165,7 +165,7 @@ def is_better(found: Candidate, best: Candidate) -> bool:
 
 
 def _coarse(tables: IntervalTables, kept: Sequence[int]) -> list[int]:
-    """At most `MOST_CUTS` cut indices, evenly spaced by number and saved bytes; includes ``kept``."""
+    """At most `MOST_CUTS` cut indices, evenly spaced by position and saved bytes; includes ``kept``."""
     count = len(tables.cuts)
     if count <= MOST_CUTS:
         return list(range(count))

@@ -12,11 +12,11 @@ from placer.spec.fields import AllocatorName
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSlot:
-    """A device that a stage may use; sizes are in bytes. ``budget`` None: no limit was given.
+    """A device that a stage may use; sizes are in bytes. ``budget`` is None if no limit was given.
 
     Of the budget, the process takes ``context``, and ``reserve`` stays free. ``correction`` is what a dry
     run needed beyond the estimated peak of an earlier plan; estimates of this plan may be as far off.
-    ``allocator`` is torch's on a CUDA device, None on other devices.
+    ``allocator`` is the mode of torch's CUDA allocator, None on other devices.
     """
 
     name: str
@@ -44,12 +44,12 @@ class DeviceSlot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningOptions:
-    """The parts of a spec on which the cost of a stage depends."""
+    """The parts of a spec that the cost of a stage depends on."""
 
     objective: str = "throughput"
     schedule: str = "GPipe"
-    microbatches: int = 1  # those that get rows, which may be fewer than the spec asks for
-    last_share: float = 1.0  # rows of the last micro-batch as a share of the rows of any other
+    microbatches: int = 1  # that get rows; may be fewer than the spec asks for
+    last_share: float = 1.0  # rows of the last micro-batch divided by those of any other
     optimizer: str | Mapping[str, int] = "adam"
     training: bool = True
     processes: bool = False  # one process per device
@@ -68,12 +68,12 @@ class Partition:
     stages: tuple[StagePlan, ...]
     slots: tuple[DeviceSlot, ...]  # the device of each stage
     peaks: Mapping[str, int]  # for each device, the peak of all its stages together
-    # The same for the devices that run the same stages in other replicas.
+    # The same for the devices that run these stages in other replicas
     replica_peaks: Mapping[str, int]
     fits: bool
     transfers: tuple[Transfer, ...]
     seconds: float  # of a step, estimated
-    optimizer_seconds: float  # the part of it that the optimizer takes
+    optimizer_seconds: float  # the part of ``seconds`` that the optimizer's step takes
     optimality: Optimality
     boundaries: tuple[Boundary, ...]
 

@@ -1,4 +1,4 @@
-"""Groups nodes that must be on one stage into units, and makes orders of the graph of units."""
+"""Groups nodes that must be on one stage into units, and makes topological orders of the units."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _SEED = 20_260_101
 def unit_graph(program: Program) -> nx.DiGraph:
     """The graph of units of ``program``.
 
-    A vertex is the position of the unit's first node; its attribute ``nodes`` has all positions. In one
-    unit are: nodes that share memory which is written (``program.colocated``); a node that returns several
-    values and the calls that select them (`placer.program.SELECTS`); a parameter or constant and its
-    first reader. Units with random operations depend on each other in program order. Units on a cycle
-    are merged (the condensation of the graph). Vertices and edges are sorted.
+    A vertex is the position of the unit's first node; its attribute ``nodes`` has the positions of all its
+    nodes. These are put into one unit: nodes that share memory that is written (``program.colocated``); a
+    node that returns several values and the calls that select them (`placer.program.SELECTS`); a parameter
+    or constant and its first reader. Units with random operations depend on each other in program order.
+    Units on a cycle are merged (the condensation of the graph). Vertices and edges are sorted.
     """
     position = {name: i for i, name in enumerate(program.order)}
     joined: nx.Graph = nx.Graph()
@@ -65,13 +65,13 @@ def program_order(units: nx.DiGraph) -> list[int]:
 
 
 def sampled_orders(units: nx.DiGraph, count: int, *, seed: int = _SEED) -> Iterator[list[int]]:
-    """``count`` random topological orders, the same in each call with the same ``seed``; O(n) each.
+    """Yields ``count`` random topological orders, determined by ``seed``. Takes O(n) time each.
 
-    Kahn's algorithm, in which every ready unit is equally likely to be the next.
+    This is Kahn's algorithm with every ready unit equally likely to be next.
     """
     generator = random.Random(seed)
     for _ in range(count):
-        # For each unit, predecessors that are not in the order yet
+        # unit -> number of its predecessors that are not in the order yet
         missing = dict(units.in_degree())
         ready = [unit for unit in units if not missing[unit]]
         order: list[int] = []
@@ -87,8 +87,9 @@ def sampled_orders(units: nx.DiGraph, count: int, *, seed: int = _SEED) -> Itera
 def grouped_order(units: nx.DiGraph, pin_of: Mapping[int, str]) -> list[int]:
     """A topological order with few changes between units that are pinned to different devices.
 
-    Kahn's algorithm, in which units of the current device come first, then those without a pin. Greedy;
-    O(n log n). Makes the chain of stages shorter if branches with different pins alternate in the program.
+    This is Kahn's algorithm with units of the current device first, then those without a pin. It is greedy
+    and takes O(n log n) time. It gives fewer stages if branches with different pins alternate in the
+    program.
     """
     missing = dict(units.in_degree())
     ready: dict[str | None, list[int]] = {}

@@ -25,24 +25,24 @@ from placer.planner.host_memory import estimate_host
 from placer.program import Program
 from placer.regions import RegionKey, region_boundaries, whole_groups
 
-_FAR = (
-    1.25  # times what a device has for the lightest stages: what is beyond is believed not to fit
-)
-_MAX_MOVES = 4  # times that boundaries are chosen again for stages with the least possible peaks
-_MAX_ROUNDS = 4  # times that a stage's limit is corrected by the difference between two estimates
+# A placement is given up if its stages, with their least peaks, need more than this many times a device's
+# room.
+_FAR = 1.25
+_MAX_MOVES = 4  # how often boundaries are chosen again for stages with their least peaks
+_MAX_ROUNDS = 4  # how often a stage's limit is corrected by the difference between two estimates
 
 
 class Choose(Protocol):
-    """Chooses a partition for ``costs``; ``more_pins`` has nodes and the devices they must be on."""
+    """Chooses a partition for ``costs``; ``more_pins`` maps nodes to the devices that they must be on."""
 
     def __call__(self, costs: CostTable, more_pins: Mapping[str, str]) -> Partition: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyChoice:
-    """A partition with its regions; ``least_seconds`` is a lower bound on the extra time of its stages.
+    """A partition with the regions chosen for it, which are in the keys of ``costs``.
 
-    It is 0 if no bound is known.
+    ``least_seconds`` is a lower bound on the extra time of its stages, 0 if none is known.
     """
 
     costs: CostTable
@@ -53,11 +53,11 @@ class PolicyChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """A partition with its regions, and the policies that they come from.
+    """A partition with its regions, and the policies that the regions come from.
 
-    ``own`` means that the policies are those of the partition's own stages, one for each; otherwise the
-    partition was chosen under the costs of policies for other stages. ``host_nbytes`` is the host memory
-    that a replica takes, ``host_excess`` the part of it beyond the host's budget.
+    ``own``: the policies are those of the partition's own stages, one per stage. Otherwise they were made for
+    other stages, and the partition was chosen under their costs. ``host_nbytes`` is the host memory that a
+    replica takes, ``host_excess`` the part of it beyond the host's budget.
     """
 
     costs: CostTable
@@ -88,19 +88,19 @@ def choose_policy(
     first: Partition | None = None,
     at_once: bool = False,
 ) -> PolicyChoice:
-    """A placement that fits all budgets at little extra time, otherwise one with the least overflow.
+    """A placement that fits all budgets at little extra time, or else one with the least overflow.
 
-    The budgets include that of the host, if the options have one. ``costs`` are without regions; ``keys``
-    are the regions that the spec requires. ``choose(costs, pins)`` returns a partition.
+    The budgets include the host's, if the options have one. ``costs`` are without regions; ``keys`` are the
+    regions that the spec requires. ``choose(costs, pins)`` returns a partition.
 
-    Two partitions are tried: the one for the plain costs, and the one for costs with a policy that was
-    chosen for the whole model as one stage. In both, a policy is then chosen for each stage separately
-    (`placer.partition.policy.cheapest`); without any budget and with the objective "memory", that with the
-    least peak. If there is no budget, or neither fits, a local search follows: give every stage of the
-    best partition its least possible peak, choose the boundaries again under these costs, and repeat.
+    Two partitions are tried: the one for the plain costs, and the one for costs under a policy chosen for the
+    whole model as one stage. In each, a policy is then chosen for every stage separately
+    (`placer.partition.policy.cheapest`); without a budget and with the objective "memory", it is the policy
+    with the least peak. If there is no budget, or neither partition fits, a local search follows: give every
+    stage of the best partition its least peak, choose the boundaries again under these costs, and repeat.
 
-    ``first`` is the partition for the plain costs, if it is known. With ``at_once`` the search ends with
-    the first placement that fits, whatever extra time it takes.
+    ``first`` is the partition for the plain costs, if it is known. With ``at_once``, the search ends with the
+    first placement that fits, whatever extra time it takes.
     """
     plain = with_regions(costs, keys)
     first = first or choose(plain, {})
@@ -109,7 +109,7 @@ def choose_policy(
     limited = any(slot.budget is not None for slot in slots)
     search = _Search(program, costs, keys, choices, options, limited=limited)
     everything = list(range(len(costs.names)))
-    unlimited = StageLimits(static=0.0, budget=0.0, held=1, all_gradients=False)
+    unlimited = StageLimits(static=0.0, budget=0.0, in_flight=1, all_gradients=False)
     whole = search.policy_search(everything, (), first.slots[0], unlimited)
     unpinned = partial(choose, more_pins={})
     if at_once and limited:
@@ -138,16 +138,16 @@ def choose_policy(
         found.append(search.improve(found[-1].partition))
     best = min([kept, *found], key=_rank)
     if best.own:
-        # Choose it again with pins, for the facts about other placements that a plan reports.
+        # Choose it again with pins, to get the facts about alternatives that a plan reports.
         described = choose(best.costs, _pins(best.partition))
         if _boundaries(described) == _boundaries(best.partition):
             best = replace(best, partition=described)
     extra = best.extra_seconds
     least = search.least(best) if limited and best.fits else 0.0
     if options.offload_overlap and any(key and key.offload for key in best.costs.keys):
-        # The search adds the seconds of copies up, as if nothing ran beside them.
-        untreated = search.rate(plain, best.partition)
-        extra = max(0.0, _busy_seconds(best.partition) - _busy_seconds(untreated))
+        # The search adds up the seconds of copies as if they did not overlap with computation.
+        without = search.rate(plain, best.partition)
+        extra = max(0.0, _busy_seconds(best.partition) - _busy_seconds(without))
         least = 0.0
     return PolicyChoice(
         costs=best.costs, partition=best.partition, extra_seconds=extra, least_seconds=least
@@ -160,14 +160,14 @@ def is_heavy(
     slots: Sequence[DeviceSlot],
     options: PlanningOptions,
 ) -> bool:
-    """Whether a policy is allowed, and would improve ``first``, the partition for the plain costs."""
+    """Whether a policy is allowed and could improve ``first``, the partition for the plain costs."""
     limited = any(slot.budget is not None for slot in slots)
     enough = first.fits and (limited or options.objective != "memory")
     return bool(choices) and not enough
 
 
 def _busy_seconds(partition: Partition) -> float:
-    """Seconds of a micro-batch, all stages together."""
+    """Seconds of a micro-batch, summed over the stages."""
     return sum(stage.forward_seconds + stage.backward_seconds for stage in partition.stages)
 
 
@@ -192,7 +192,7 @@ def _rank(plan: _Found) -> tuple[bool, float, float]:
 
 
 def _is_far(partition: Partition) -> bool:
-    """Whether a device would need so much more than it has that no other policy can make it fit."""
+    """Whether some device needs so much more than it has that another policy is unlikely to make it fit."""
     return any(
         slot.room is not None and partition.peaks[slot.name] > _FAR * slot.room
         for slot in partition.slots
@@ -231,7 +231,7 @@ class _Search:
     def policy_search(
         self, nodes: Sequence[int], before: Collection[int], slot: DeviceSlot, limits: StageLimits
     ) -> PolicySearch:
-        """The search for policies of a stage with ``nodes``; ``before`` are those of earlier stages."""
+        """The search for policies of a stage with ``nodes``; ``before`` are the nodes of earlier stages."""
         return PolicySearch(
             self._costs,
             nodes,
@@ -285,7 +285,7 @@ class _Search:
         )
 
     def rate(self, costs: CostTable, partition: Partition) -> Partition:
-        """``partition`` with what its stages need and take under ``costs``."""
+        """``partition`` with the memory and seconds of its stages under ``costs``."""
         return rate_partition(self._program, costs, partition.placed, self._options)
 
     def most_saving(self, partition: Partition) -> list[StagePolicy]:
@@ -296,9 +296,9 @@ class _Search:
         ]
 
     def lightest(self, partition: Partition, choose: Callable[[CostTable], Partition]) -> _Found:
-        """The best placement in which every stage has its least peak, of those that are tried.
+        """The best placement found in which every stage has its least peak.
 
-        The search starts from ``partition``. It ends with one that fits, or when the best is far from that.
+        The search starts from ``partition``. It ends when a placement fits or the best is far from fitting.
         """
         tried: list[_Found] = []
         seen: set[object] = set()
@@ -315,7 +315,7 @@ class _Search:
         return min(tried, key=_rank)
 
     def improve(self, partition: Partition) -> _Found:
-        """``partition`` with the regions that its stages need to fit."""
+        """``partition`` with the regions that its stages need in order to fit."""
         rate = partial(self.rate, partition=partition)
         searches, limits = self._stages(partition)
         targets = [limit.budget for limit in limits]
@@ -326,20 +326,21 @@ class _Search:
             aims = [
                 replace(limit, budget=target) for limit, target in zip(limits, targets, strict=True)
             ]
-            treated = self._within_host(searches, aims, host_target)
-            found = replace(self.found(treated, rate), own=True)
+            policies = self._within_host(searches, aims, host_target)
+            found = replace(self.found(policies, rate), own=True)
             again = found.partition
             if best is None or _rank(found) < _rank(best):
                 best = found
-            # A policy search estimates peaks by sums that differ a little from `rate_partition`. Correct
-            # each limit by the difference.
-            rows = zip(again.stages, treated, limits, strict=True)
-            errors = [_peak(stage.memory, limit) - label.peak for stage, label, limit in rows]
+            # The peaks of a policy search differ a little from those of `rate_partition`. Correct each limit
+            # by the difference.
+            rows = zip(again.stages, policies, limits, strict=True)
+            errors = [_peak(stage.memory, limit) - policy.peak for stage, policy, limit in rows]
             corrected = [limit.budget - error for limit, error in zip(limits, errors, strict=True)]
             host_before = host_target
             if host_budget is not None:
                 sums = sum(
-                    limit.held * label.hosted for limit, label in zip(limits, treated, strict=True)
+                    limit.in_flight * policy.hosted
+                    for limit, policy in zip(limits, policies, strict=True)
                 )
                 host_target = host_budget - max(0.0, found.host_nbytes - sums)
             if not self._limited:
@@ -353,37 +354,37 @@ class _Search:
     def _within_host(
         self, stages: Sequence[PolicySearch], limits: Sequence[StageLimits], budget: float
     ) -> list[StagePolicy]:
-        """Policies of ``stages`` that together take no more than ``budget`` bytes of host memory.
+        """Policies of ``stages`` that together take at most ``budget`` bytes of host memory.
 
-        If the best policies take more, every stage gets the host memory that it needs at least, and the
-        rest is divided in proportion to what the stages would take beyond that. This is a heuristic.
+        If the best policies take more, every stage gets its minimum of host memory, and the rest is divided
+        in proportion to what each stage wants beyond its minimum. This is a heuristic.
         """
-        treated = [
+        policies = [
             choose_stage_policy(stage, self._choices, limit)
             for stage, limit in zip(stages, limits, strict=True)
         ]
-        wanted = [limit.held * found.hosted for limit, found in zip(limits, treated, strict=True)]
+        wanted = [limit.in_flight * x.hosted for limit, x in zip(limits, policies, strict=True)]
         if sum(wanted) <= budget:
-            return treated
+            return policies
         least = [
-            min(nbytes, limit.held * least_host_bytes(stage, self._choices, limit))
+            min(nbytes, limit.in_flight * least_host_bytes(stage, self._choices, limit))
             for stage, limit, nbytes in zip(stages, limits, wanted, strict=True)
         ]
         for i, (stage, limit) in enumerate(zip(stages, limits, strict=True)):
             spare = max(0.0, budget - sum(least[i:]))
             more = sum(wanted[i:]) - sum(least[i:])
             share = least[i] + (wanted[i] - least[i]) * min(1.0, spare / more if more else 0.0)
-            treated[i] = choose_stage_policy(
-                stage, self._choices, replace(limit, host_budget=share / limit.held + 1e-6)
+            policies[i] = choose_stage_policy(
+                stage, self._choices, replace(limit, host_budget=share / limit.in_flight + 1e-6)
             )
-            budget -= limit.held * treated[i].hosted
-        return treated
+            budget -= limit.in_flight * policies[i].hosted
+        return policies
 
     def least(self, found: _Found) -> float:
         """A lower bound on the extra seconds of the stages of ``found``, over all policies that fit.
 
-        If the peak that `rate_partition` finds is less than that of the policy search, the limit of the
-        search is raised by the difference.
+        If `rate_partition` finds a lower peak than the policy search, the limit of the search is raised by
+        the difference.
         """
         if not found.own:
             return 0.0
@@ -391,12 +392,12 @@ class _Search:
         rows = zip(
             found.partition.stages, found.stages, *self._stages(found.partition), strict=True
         )
-        for stage, treated, search, limits in rows:
-            if not treated.seconds:
+        for stage, policy, search, limits in rows:
+            if not policy.seconds:
                 continue
-            off = max(0.0, treated.peak - _peak(stage.memory, limits))
+            off = max(0.0, policy.peak - _peak(stage.memory, limits))
             wider = replace(limits, budget=limits.budget + off)
-            least += least_extra_seconds(search, self._choices, wider, answer=treated.seconds)
+            least += least_extra_seconds(search, self._choices, wider, answer=policy.seconds)
         return least
 
     def _limits(self, partition: Partition, index: int) -> StageLimits:
@@ -415,7 +416,7 @@ class _Search:
         return StageLimits(
             static=stage.memory.state,
             budget=budget,
-            held=count.most,
+            in_flight=count.most,
             all_gradients=count.microbatches > 1,
             others=_beside(partition, {*shared} - {index}, index),
             later=max(running, default=0),
@@ -423,9 +424,9 @@ class _Search:
 
 
 def _peak(memory: StageMemory, limits: StageLimits) -> float:
-    """The peak of a stage by its ``memory``, comparable to `StageLimits.peak`."""
-    waiting = limits.static + limits.later + limits.held * memory.saved
-    return max(memory.peak + limits.others, waiting if limits.later else 0.0)
+    """The peak of a stage computed from its ``memory``, comparable to `StageLimits.peak`."""
+    retained = limits.static + limits.later + limits.in_flight * memory.saved
+    return max(memory.peak + limits.others, retained if limits.later else 0.0)
 
 
 def _beside(partition: Partition, others: Collection[int], running: int) -> int:

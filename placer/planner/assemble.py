@@ -71,7 +71,7 @@ def assemble_plan(
 
 
 def _policy_notes(spec: PlacementSpec, choice: PolicyChoice) -> list[str]:
-    """A note on the extra time of the regions that were chosen, and how far it is from the least."""
+    """A note on the extra time of the chosen regions, and how far it is from the least possible."""
     if not choice.extra_seconds:
         return []
     words = [
@@ -132,7 +132,7 @@ def _device_peaks(
 def _host_peak(
     choice: PolicyChoice, spec: PlacementSpec, options: PlanningOptions, copies: int
 ) -> HostPeak | None:
-    """The host memory of ``copies`` replicas at once; None if nothing is offloaded."""
+    """The host memory of ``copies`` replicas together; None if nothing is offloaded."""
     if not any(key is not None and key.offload for key in choice.costs.keys):
         return None
     usage = estimate_host(choice.costs, choice.partition, options)

@@ -1,4 +1,4 @@
-"""Chooses a spec automatically: with the fewest of the given devices on which the model fits."""
+"""Chooses a spec with the fewest of the given devices on which the model fits."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def choose_spec(
     inputs: Sequence[Tensor],
     make: PlanMaker,
 ) -> PlacementSpec:
-    """``wanted`` with its layers resolved, on as few devices from the start of its list as suffice.
+    """``wanted`` with its layers resolved, on the shortest prefix of its devices that suffices.
 
-    ``make`` plans a spec for ``program`` and ``inputs``. All devices that ``wanted.layers`` names are
-    used. CPU devices without a given memory share the memory of this machine. Raises ``SpecError`` if the
-    memory of a device is not known. Raises ``BudgetError`` if no placement fits; it has the device of the
-    closest one, the missing bytes, and the changes that were tried.
+    ``make`` plans a spec for ``program`` and ``inputs``. Devices named in ``wanted.layers`` are always used.
+    CPU devices without a given memory share the memory of this machine. Raises ``SpecError`` if the memory of
+    a device is not known. Raises ``BudgetError`` if no placement fits, with the fullest device of the closest
+    placement, the missing bytes, and the changes that were tried.
     """
     wanted = with_known_memory(wanted, "how few devices suffice")
     pinned = set(wanted.layers.values())
@@ -49,10 +49,11 @@ def choose_spec(
 def _with_resolved_layers(
     program: Program, spec: PlacementSpec, plan: Plan, make: PlanMaker
 ) -> PlacementSpec:
-    """``spec`` with the layers of ``plan``, if planning it again gives a plan that is no worse.
+    """``spec`` with the layers placed as in ``plan``, if planning it again gives a plan that is no worse.
 
-    Layers are coarser than nodes, so a boundary inside a layer is left to the compiler. If the new plan
-    does not fit, or has a higher peak, the result is ``spec`` itself, which gives ``plan`` again.
+    Layers are coarser than nodes, so the position of a boundary inside a layer is left to the compiler. If
+    the new plan does not fit or has a higher peak, the result is ``spec`` itself, which gives ``plan``
+    again.
     """
     resolved = spec.with_layers({**spec.layers, **whole_layers(program, plan)})
     again = make(resolved)
@@ -61,7 +62,7 @@ def _with_resolved_layers(
 
 
 def whole_layers(program: Program, plan: Plan) -> dict[str, str]:
-    """The devices of the largest modules whose nodes are all on one device, in program order."""
+    """The outermost modules whose nodes are all on one device, with that device, in program order."""
     device_of = {node: stage.devices[0] for stage in plan.stages for node in stage.nodes}
     devices: dict[str, set[str]] = {}
     for node in program.order:

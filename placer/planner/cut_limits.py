@@ -22,13 +22,13 @@ from placer.program import Program
 from placer.schedule import InFlight
 from placer.spec import DeviceSpec, PlacementSpec
 
-_EXAMINED = 8  # largest pieces, by a rough measure, whose peak is computed exactly
+_EXAMINED = 8  # for how many pieces, the largest by a rough estimate, the peak is computed exactly
 _MAX_DEVICES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Nodes that must be on one device (a unit), and the peak bytes of a stage with only these nodes."""
+    """Nodes that must be on one device (a unit), with the peak bytes of a stage that has only these."""
 
     nodes: tuple[str, ...]
     layers: tuple[str, ...]
@@ -37,14 +37,14 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pieces:
-    """The number of a model's pieces, in all and by top-level layer (``""``: the model's own code)."""
+    """The number of a model's pieces, in total and per top-level layer (``""``: the model's own code)."""
 
     per_layer: dict[str, int]
     count: int
 
 
 def count_pieces(program: Program) -> Pieces:
-    """Count the pieces of ``program``; a piece with nodes of two layers counts for both."""
+    """Count the pieces of ``program``. A piece with nodes of two layers counts for both of them."""
     units = unit_graph(program)
     per_layer: dict[str, int] = {}
     for unit in program_order(units):
@@ -54,51 +54,52 @@ def count_pieces(program: Program) -> Pieces:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """The share of a model's training step (or inference) in some of its pieces, between 0 and 1."""
+class StepShare:
+    """The share of some pieces in the time and the memory of a model's step, between 0 and 1."""
 
     seconds: float
     nbytes: float
 
     @property
     def most_stages(self) -> int | None:
-        """The most stages that could each have an equal share of the time; None: no limit."""
+        """The most stages that can each take an equal share of the time; None if there is no limit."""
         return max(1, int(1 / self.seconds + 1e-9)) if self.seconds > 0 else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """How a model's pieces limit its split, for the whole batch as one micro-batch.
+class SplitLimits:
+    """How far a model can be split, with the whole batch as one micro-batch.
 
-    ``least_bytes`` is what the largest piece needs on any device. ``least_devices`` is the number of
-    devices that are needed if none is larger than the largest piece's peak.
+    ``least_bytes`` are the bytes that the largest piece needs on a device that also has other stages.
+    ``least_devices`` is how many devices are needed at least, if each has the memory of the largest piece's
+    peak.
     """
 
     largest: Piece
     least_bytes: int
     least_devices: int
-    largest_share: Share
-    whole: Mapping[str, Share]  # for each module that cannot be split, by its layer
+    largest_share: StepShare
+    whole: Mapping[str, StepShare]  # for each module that cannot be split, by its layer
 
 
 def measure_limits(
     program: Program, inputs: Sequence[Tensor], *, optimizer: str, training: bool
-) -> Limits:
-    """The limits that the pieces of ``program`` set for a batch of ``inputs``."""
+) -> SplitLimits:
+    """How far ``program`` can be split for a batch of ``inputs``."""
     costs = estimate_costs(program, inputs, training=training)
     options = PlanningOptions(objective="memory", optimizer=optimizer, training=training)
     units = unit_graph(program)
     order = program_order(units)
     model = model_units(units, order, costs, {})
-    held = least_bytes(model, costs, options, 1, 0)
+    nbytes = least_bytes(model, costs, options, 1, 0)
     seconds = unit_seconds(costs, device_kind("cuda:0", None), training=training)
-    by_unit = np.bincount(model.unit_of, weights=seconds, minlength=len(held))
+    by_unit = np.bincount(model.unit_of, weights=seconds, minlength=len(nbytes))
 
-    def share(indices: Iterable[int]) -> Share:
+    def share(indices: Iterable[int]) -> StepShare:
         chosen = sorted(set(indices))
-        return Share(
+        return StepShare(
             seconds=float(by_unit[chosen].sum() / max(by_unit.sum(), 1e-30)),
-            nbytes=float(held[chosen].sum() / max(held.sum(), 1.0)),
+            nbytes=float(nbytes[chosen].sum() / max(nbytes.sum(), 1.0)),
         )
 
     largest, unit = _largest_piece(program, costs, units, order, options)
@@ -109,10 +110,10 @@ def measure_limits(
         ]
         for w in program.whole_modules
     }
-    return Limits(
+    return SplitLimits(
         largest=largest,
-        least_bytes=int(held[order.index(unit)]),
-        least_devices=max(1, -(-int(held.sum()) // max(largest.peak, 1))),
+        least_bytes=int(nbytes[order.index(unit)]),
+        least_devices=max(1, -(-int(nbytes.sum()) // max(largest.peak, 1))),
         largest_share=share([order.index(unit)]),
         whole={layer: share(indices) for layer, indices in inside.items()},
     )
@@ -125,9 +126,9 @@ def _largest_piece(
     order: Sequence[int],
     options: PlanningOptions,
 ) -> tuple[Piece, int]:
-    """The piece with the highest peak as a stage, and its unit.
+    """The piece with the highest peak as a stage of its own, and its unit.
 
-    The peak is at most that of the whole model as one stage, which receives nothing.
+    The peak is capped at that of the whole model as one stage, which receives nothing.
     """
     kept = optimizer_bytes(options.optimizer if options.training else "sgd", together=True)
     members = {unit: tuple(units.nodes[unit]["nodes"]) for unit in order}
@@ -159,7 +160,7 @@ def devices_needed(
     optimizer: str,
     training: bool,
 ) -> int | None:
-    """The fewest CUDA devices of ``memory`` bytes each on which the planner fits; None beyond 64."""
+    """The fewest CUDA devices of ``memory`` bytes each on which the planner fits the model; None above 64."""
     costs = estimate_costs(program, inputs, training=training)
     options = PlanningOptions(objective="memory", optimizer=optimizer, training=training)
 
@@ -186,7 +187,7 @@ def _top(program: Program, node: int) -> str:
 
 
 def _rough_size(costs: CostTable, members: Sequence[int]) -> int:
-    """A rough measure of memory: four times the parameters, saved tensors, and the largest transient."""
+    """A rough estimate of bytes: four times the parameters, the saved tensors, and the largest transient."""
     inside = set(members)
     parameters = (t for t in costs.state if not t.is_buffer and inside.intersection(t.readers))
     state = sum(tensor.nbytes for tensor in parameters)

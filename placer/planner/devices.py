@@ -1,4 +1,4 @@
-"""Finds the memory of a spec's devices: from the spec, this machine, or the catalogue of device kinds."""
+"""Finds the memory of a spec's devices, from the spec, this machine, or the catalogue of device kinds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from placer.spec import DeviceSpec, PlacementSpec
 
 
 def device_slot(device: DeviceSpec, spec: PlacementSpec) -> DeviceSlot:
-    """The device with its budget: as given, from its named kind, from this machine, or no budget."""
+    """The device with its budget: as given, else of its kind, else of this machine's GPU, else none."""
     kind = device_kind(device.name, device.kind)
     budget = device.memory
     if budget is None and device.kind is not None:
@@ -58,10 +58,10 @@ def check_profiles(spec: PlacementSpec, fingerprint: str) -> None:
 
 
 def memory_uses(spec: PlacementSpec) -> tuple[str, ...]:
-    """The fields of ``spec`` that need devices of known memory, as JSON.
+    """The fields of ``spec``, as JSON, that need devices of known memory.
 
-    If no device has a given memory and the objective is "memory", "auto" recomputes and offloads until
-    the peak is the least, which needs no budget.
+    If no memory is given and the objective is "memory", "auto" recomputes and offloads for the least peak,
+    which needs no budget.
     """
     least = spec.objective == "memory" and not any(d.memory or d.kind for d in spec.devices)
     fields = ["microbatches"]
@@ -71,14 +71,15 @@ def memory_uses(spec: PlacementSpec) -> tuple[str, ...]:
 
 
 def likely_kernels(spec: PlacementSpec) -> str:
-    """The device type whose kernels are assumed before the device of each node is known."""
+    """The device type whose kernels are assumed until the device of each node is known."""
     return "cuda" if any(device_type(d.name) == "cuda" for d in spec.devices) else "cpu"
 
 
 def with_known_memory(spec: PlacementSpec, why: str) -> PlacementSpec:
     """``spec`` with a memory for every device; CPU devices share this machine's memory evenly.
 
-    Raises ``SpecError`` if the memory of any other device is not known; ``why`` says what needs it.
+    Raises ``SpecError`` if the memory of another device is not known. ``why`` says in the error what
+    depends on it, such as "how few devices suffice".
     """
     kinds = ", ".join(f"{k.name} ({format_bytes(k.memory or 0)})" for k in kinds_with_memory())
     problems = []

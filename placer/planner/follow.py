@@ -18,9 +18,9 @@ def follow_plan(plan: Plan, program: Program) -> Plan:
 
     The same layers are recomputed and offloaded. Predicted bytes and seconds are still those of ``plan``.
 
-    Within a layer, nodes are matched in order by their operations (longest common blocks, by `difflib`).
-    A node without a counterpart is on the stage of the nodes that it reads. No node is on an earlier
-    stage than those it reads, and nodes of one unit stay together. A stage may be empty. Any assignment
+    Within a layer, nodes are matched in order by operation (longest common blocks, by `difflib`). A node
+    without a counterpart goes to the stage of the nodes that it reads. No node is on an earlier stage than a
+    node that it reads, and the nodes of a unit stay together. A stage may be empty. Every such assignment
     computes the same results; a good one moves few weights.
     """
     keys = region_keys(program, plan.checkpoint, plan.offload)
@@ -65,5 +65,5 @@ def _stage_nodes(plan: Plan, program: Program) -> tuple[tuple[str, ...], ...]:
 
 
 def _operation(node: str) -> str:
-    """The operation in a node's name, which is the name without its number."""
+    """The operation of a node: its name without the number at the end."""
     return re.sub(r"_\d+$", "", node)

@@ -7,13 +7,13 @@ from placer.partition import Partition, PlanningOptions
 from placer.partition.candidate import in_flight_at
 from placer.timeline import HostUsage
 
-HOST_NAME = "host"  # stands for the host among the names of devices
+HOST_NAME = "host"  # the host's name where devices are listed by name
 
 
 def estimate_host(costs: CostTable, partition: Partition, options: PlanningOptions) -> HostUsage:
-    """The host memory of one replica, if every stage has its most micro-batches in flight at once.
+    """The host memory of one replica, in bytes, when every stage has its most micro-batches in flight.
 
-    Tensors from a CUDA device are kept in pinned memory, which is rounded up.
+    Tensors offloaded from a CUDA device are in pinned memory, whose sizes torch rounds up.
     """
     position = {name: i for i, name in enumerate(costs.names)}
     usage = HostUsage()

@@ -1,4 +1,4 @@
-"""Writes the notes of a plan: what the user should know besides its numbers."""
+"""Writes the notes of a plan: what a user should know in addition to its numbers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from torch import nn
 
 from placer.partition import PlanningOptions
 from placer.program import Program, placeholder_names
+from placer.quantities import format_count
 from placer.schedule import split_batch
 from placer.spec import PlacementSpec, resolve_layers
 
@@ -18,39 +19,40 @@ def placement_notes(
     replicas: int,
     microbatches: int,
 ) -> tuple[str, ...]:
-    """Notes for ``program`` under ``spec`` that do not depend on the stages.
+    """The notes for ``program`` under ``spec`` that do not depend on the stages.
 
-    ``replicas`` and ``microbatches`` are the requested numbers; ``options.microbatches`` is at most the
+    ``replicas`` and ``microbatches`` are the numbers asked for; ``options.microbatches`` is at most the
     number of rows.
     """
     notes = [*_cut_notes(program, replicas, microbatches), *_shared_notes(program, spec)]
-    cut = options.microbatches > 1 or replicas > 1
+    is_split = options.microbatches > 1 or replicas > 1
     has_batch_norm = any(
         isinstance(m, nn.modules.batchnorm._BatchNorm) for m in program.model.modules()
     )
-    if cut and program.call.batch_size is not None:
+    if is_split and program.call.batch_size is not None:
         tensors = placeholder_names(program.call)
         batched = [n for n, b in zip(tensors, program.call.batched, strict=True) if b]
         notes.append(
-            f"The batch is cut along dim 0 of {', '.join(batched)}. What the model or the loss "
-            "computes over several rows (a mean over the batch, similarities of its rows, layers "
-            "that take the sequence first) sees one slice at a time, as with nn.DataParallel."
+            f"The batch is split along dim 0 of {', '.join(batched)}. Computations across rows of the "
+            "batch (a mean, similarities between rows, sequence-first layers) see one slice at a "
+            "time, as with nn.DataParallel."
         )
-    if cut and has_batch_norm and spec.training and spec.batch_norm == "per_microbatch":
+    if is_split and has_batch_norm and spec.training and spec.batch_norm == "per_microbatch":
         notes.append(
             "BatchNorm in train mode takes its statistics per micro-batch and replica, as with "
-            "nn.DataParallel: results equal those of the same slices run one after the other."
+            "nn.DataParallel: results are those of the same slices run one after the other."
         )
-    if cut and has_batch_norm and spec.training and spec.batch_norm == "deferred":
+    if is_split and has_batch_norm and spec.training and spec.batch_norm == "deferred":
         notes.append(
-            "BatchNorm in train mode normalises by the statistics of each micro-batch and replica; "
-            "running statistics are updated once per step, as if the batch had not been cut: those "
-            "that torch's batch_norm and instance_norm update. Other buffers are as ever."
+            "BatchNorm in train mode normalises by the statistics of each micro-batch and replica, "
+            "but running statistics are updated once per step, as if the batch had not been split. "
+            "This covers the buffers that torch's batch_norm and instance_norm update; other buffers "
+            "change with every micro-batch."
         )
     if options.microbatches > 1 and spec.schedule != "GPipe":
         notes.append(
-            f"placed.step() follows {spec.schedule}; calling the module and loss.backward() holds "
-            "all micro-batches at once, as GPipe does, and needs GPipe's memory."
+            f"placed.step() follows {spec.schedule}. Calling the module and loss.backward() instead "
+            "keeps all micro-batches at once, as GPipe does, and needs GPipe's memory."
         )
     notes += [
         f"{whole.layer or 'the model'} stays whole on one device: {whole.reason}"
@@ -60,24 +62,26 @@ def placement_notes(
 
 
 def _cut_notes(program: Program, replicas: int, microbatches: int) -> list[str]:
-    """Notes that the batch has too few rows for the requested replicas or micro-batches."""
+    """Notes for a batch that has too few rows for the requested replicas or micro-batches."""
     rows = program.call.batch_size
     if rows is None:
         return []
     cuts = split_batch(rows, replicas, microbatches)
     notes = []
     if len(cuts) < replicas:
-        notes.append(f"A batch of {rows} rows gives work to {len(cuts)} of {replicas} replicas.")
+        notes.append(
+            f"A batch of {rows} rows gives work to only {len(cuts)} of {replicas} replicas."
+        )
     if len(cuts[0]) < microbatches:
         notes.append(
-            f"The {sum(cuts[0])} rows of a replica make {len(cuts[0])} micro-batches, not "
-            f"{microbatches}."
+            f"A replica's {format_count(sum(cuts[0]), 'row')} can fill only "
+            f"{format_count(len(cuts[0]), 'micro-batch', 'micro-batches')}, not {microbatches}."
         )
     return notes
 
 
 def _shared_notes(program: Program, spec: PlacementSpec) -> list[str]:
-    """Notes on modules with several names that the spec's layers place on different devices."""
+    """Notes on modules with several names, where the spec places these names on different devices."""
     placed, _ = resolve_layers(spec.layers, layer_paths(program))
     told: set[str] = set()
     notes = []
@@ -99,7 +103,7 @@ def layer_paths(program: Program) -> list[str]:
 
 
 def shared_modules(model: nn.Module) -> list[list[str]]:
-    """For every module with several names, all its names in order."""
+    """All names of every module that has several, in order."""
     names: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(id(module), []).append(name)

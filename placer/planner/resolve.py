@@ -1,4 +1,4 @@
-"""Applies a spec to a captured model: resolves its layers to nodes, and its "auto" to numbers."""
+"""Applies a spec to a captured model: resolves layers to nodes, and "auto" to numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from placer.spec import PlacementSpec, resolve_layers, resolve_patterns
 from placer.spec.check import Problem
 from placer.spec.layers import match_paths
 
-_MICROBATCHES = (1, 2, 4, 8, 16, 32)  # tried for "auto"
+_MICROBATCHES = (1, 2, 4, 8, 16, 32)  # the numbers tried for "auto"
 
 
 def check_supported(spec: PlacementSpec) -> None:
@@ -35,9 +35,9 @@ def check_supported(spec: PlacementSpec) -> None:
 def wanted_devices(program: Program, spec: PlacementSpec) -> dict[str, str]:
     """The device of every node whose layer the spec places.
 
-    If the spec places all layers on one device, nodes between layers are on it too; otherwise the
-    compiler places them. A module that cannot be split is on the device of the layers inside it.
-    Raises ``SpecError`` for layers that do not exist, and for such a module on several devices.
+    If the spec places all layers on one device, the nodes between layers are on it too; otherwise the
+    compiler places those. A module that cannot be split goes to the device of the layers inside it. Raises
+    ``SpecError`` for layers that do not exist, and if the layers inside such a module are on several devices.
     """
     placed, problems = resolve_layers(spec.layers, layer_paths(program))
     for layer, reason in _one_node_modules(program).items():
@@ -62,7 +62,7 @@ def wanted_devices(program: Program, spec: PlacementSpec) -> dict[str, str]:
 
 
 def _one_node_modules(program: Program) -> dict[str, str]:
-    """Modules that must be on one device with everything inside them, each with the reason."""
+    """Modules that must be on one device with everything inside them, with the reason for each."""
     targets = {str(node.target) for node in program.graph.nodes if node.op == "call_module"}
     found = {
         layer: "it is one operation of torch.nn"
@@ -73,7 +73,7 @@ def _one_node_modules(program: Program) -> dict[str, str]:
 
 
 def _module_around(path: str, whole: Mapping[str, str]) -> str | None:
-    """The outermost of the ``whole`` modules that contains the module at ``path``; None if none does."""
+    """The outermost module in ``whole`` that contains the module at ``path``; None if none does."""
     outer = (layer for layer in whole if layer != path and _is_part(path, layer))
     return min(outer, key=len, default=None)
 
@@ -86,7 +86,7 @@ def _is_part(path: str, layer: str) -> bool:
 def _on_two_devices(
     spec: PlacementSpec, layer: str, reason: str, inside: Mapping[str, str]
 ) -> Problem:
-    """The problem that the spec places parts of ``layer``, which cannot be split, on several devices."""
+    """The error for a spec that places parts of ``layer``, which cannot be split, on several devices."""
     (first, device), *others = inside.items()
     path, other = next((p, d) for p, d in others if d != device)
     pattern = next(p for p in reversed(spec.layers) if match_paths(p, [path]))
@@ -100,9 +100,9 @@ def _on_two_devices(
 
 
 def wanted_regions(program: Program, spec: PlacementSpec) -> tuple[RegionKey | None, ...]:
-    """For each node the region that the spec's patterns put it into, or None; all None for inference.
+    """The region of each node by the spec's patterns, None if it has none; for inference all are None.
 
-    Raises ``SpecError`` for patterns that match no layer, or only layers inside a single node.
+    Raises ``SpecError`` for patterns that match no layer, or only layers inside a module that stays whole.
     """
     paths = layer_paths(program)
     whole = _one_node_modules(program)
@@ -139,7 +139,7 @@ def policies_of(spec: PlacementSpec) -> tuple[Policy, ...]:
 
 
 def count_replicas(spec: PlacementSpec) -> int:
-    """The number of replicas: as the spec says, or as many as this machine has devices for."""
+    """The number of replicas: the spec's, or for "auto" as many as this machine has devices for."""
     if spec.replicas != "auto":
         return int(spec.replicas)
     if spec.replica_devices:
@@ -150,7 +150,7 @@ def count_replicas(spec: PlacementSpec) -> int:
 
 
 def microbatch_choices(spec: PlacementSpec, program: Program, replicas: int) -> list[int]:
-    """The numbers of micro-batches to try: the spec's, or powers of two up to the number of rows."""
+    """The numbers of micro-batches to try: the spec's, or for "auto" powers of two up to the rows."""
     if spec.microbatches != "auto":
         return [int(spec.microbatches)]
     rows = -(-(program.call.batch_size or 1) // replicas)
@@ -160,7 +160,7 @@ def microbatch_choices(spec: PlacementSpec, program: Program, replicas: int) -> 
 def microbatch_rows(
     program: Program, inputs: Sequence[Tensor], replicas: int, microbatches: int
 ) -> tuple[int, ...]:
-    """The rows of each micro-batch of the first replica; ``(1,)`` if no input is batched."""
+    """The number of rows of each micro-batch of the first replica; ``(1,)`` if no input is batched."""
     sizes = (t.size(0) for t, b in zip(inputs, program.call.batched, strict=True) if b)
     return split_batch(next(sizes, 1), replicas, microbatches)[0]
 

@@ -25,7 +25,7 @@ from placer.profiling.clocks import Clock, clock_for, time_call
 from placer.profiling.samples import Call, Samples
 from placer.rates import HEAVY, Key, Peaks, Rate, Rates, complete_rates, with_launch
 
-_SECONDS = 0.15  # for every sample; there are two in each of some 40 classes
+_SECONDS = 0.15  # per sample; there are two for each of some 40 classes
 _MOST_RUNS = 50
 _CPU_SCALE, _GPU_SCALE = 1, 64  # larger samples for a GPU
 _GPU_TILE = 128  # columns, as on an H100
@@ -43,7 +43,7 @@ class Sample(NamedTuple):
     """One class of operations in one data type, and the calls to time."""
 
     key: Key
-    make: Callable[[bool], Call]  # is it to be large? -> the call
+    make: Callable[[bool], Call]  # whether it is the large one -> the call
 
 
 def calibrate(
@@ -90,7 +90,7 @@ def _check_there(place: torch.device, device: str) -> None:
 
 
 def _samples(place: torch.device) -> list[Sample]:
-    """The samples to time. Those that only read and write memory come first."""
+    """The samples to time; those that only read and write memory come first."""
     scale = _GPU_SCALE if place.type == "cuda" else _CPU_SCALE
     found = []
     for dtype in ("float32", "half"):
@@ -178,7 +178,7 @@ def _rate(timer: _Timer, sample: Sample, bandwidth: float) -> Rate | None:
 
 
 def _is_tiled(key: Key, ran: list[Operation]) -> bool:
-    """Does the class have tiles of columns? Convolutions do on GPUs, whose samples fill a tile."""
+    """Does the class have tiles of columns? On GPUs, convolutions do; their samples fill a tile."""
     return "convolution" in key[0] and any(o.width == _GPU_TILE for o in ran)
 
 
@@ -208,7 +208,7 @@ def _optimizer(timer: _Timer, place: torch.device) -> Rate:
 
 
 def _peaks(measured: dict[Key, Rate]) -> Peaks:
-    """The measured rates, to be used instead of the peak rates of a data sheet."""
+    """The measured rates, which replace the peak rates of a data sheet."""
     product = measured["product", "float32"].flops
     half = measured.get(("product", "half"), Rate(flops=product)).flops
     double = measured.get(("product", "float64"), Rate(flops=product / 2)).flops
@@ -262,7 +262,7 @@ def _make_kind(name: str, place: torch.device, rates: Rates, bandwidth: float) -
 
 
 def _context(place: torch.device) -> int:
-    """Bytes of the CUDA context: those that are neither free nor held by torch's allocator.
+    """Bytes of the CUDA context: those that are neither free nor reserved by torch's allocator.
 
     Memory of other processes is counted too, so the device should be idle.
     """

@@ -1,4 +1,4 @@
-"""Clocks that measure the seconds between two points in the work of a device."""
+"""Clocks that measure the seconds between two points of a device's work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class Clock(Protocol):
-    """Takes marks while a device works. The time between two is known after `wait`."""
+    """Records marks while a device works. The time between two marks is known after `wait`."""
 
     def mark(self) -> Any:
         """A mark after all work that was submitted so far."""
@@ -29,7 +29,7 @@ class HostClock:
         self._now = now
 
     def mark(self) -> float:
-        """The present time."""
+        """The current time."""
         return self._now()
 
     def wait(self) -> None:

@@ -1,4 +1,4 @@
-"""Profile a model, and write measurements to a file, together with the device that was measured."""
+"""Profile a model, and write the measurements to a file, with a description of the measured device."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ def profile(
 ) -> Measured:
     """Run steps of ``model`` on a device, and measure the seconds of every node, forward and backward.
 
-    The result is written to ``output``, a file that specs can name as the ``kind`` of a device.
-    ``device`` is by default the first CUDA device, or the CPU if there is none. ``kind`` is its device
-    kind, for everything that is not measured. ``args`` and ``kwargs`` are the arguments of forward.
-    The model is not changed. Raises ``PlacerError``.
+    The result is written to ``output``, a file that specs can name as the ``kind`` of a device. ``device``
+    is by default the first CUDA device, or the CPU if there is none. ``kind`` is its device kind, used for
+    everything that is not measured. ``args`` and ``kwargs`` are the arguments of forward. The model is not
+    changed. Raises ``PlacerError`` if the device or the kind does not exist, the model does not run, or the
+    file cannot be written.
     """
     path = None if output is None else Path(output)
     check_output(path)
@@ -80,12 +81,12 @@ def device_here(name: str) -> str:
 
 
 def known_kind(device: str, kind: str | None) -> DeviceKind:
-    """The device kind to complete with measurements. Raises ``ValueError`` for an unknown ``kind``."""
+    """The device kind that measurements are added to. Raises ``ValueError`` for an unknown ``kind``."""
     return device_kind(device, None if kind is None else device_kind_name(kind))
 
 
 def file_values(kind: DeviceKind, device: str, *, inputs: Sequence[Tensor] = ()) -> dict[str, Any]:
-    """The JSON values of the file for ``kind``, which was measured on ``device`` now."""
+    """The JSON values of the file for ``kind``, which has just been measured on ``device``."""
     place = torch.device(device)
     called = (
         torch.cuda.get_device_name(place)

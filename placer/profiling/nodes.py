@@ -2,8 +2,8 @@
 
 In forward, the nodes run one after the other between marks of a clock. In backward, hooks on autograd
 nodes report whose backward begins; the time until the next one begins is attributed to it. Marks and
-hooks take time themselves. So steps of the captured graph and of the placed model run without them
-in between, and the seconds of the nodes are scaled to add up to those of such a step.
+hooks take time themselves. So some steps of the captured graph and of the placed model run without them, and
+the seconds of the nodes are scaled to add up to those of such a step.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def measure_nodes(
 
 
 def _scaled(rounds: Sequence[Mapping[str, float]], total: float) -> dict[str, float]:
-    """The median seconds of every node, scaled to add up to ``total``."""
+    """The median seconds of every node, scaled so that they add up to ``total``."""
     found = {name: median(r.get(name, 0.0) for r in rounds) for name in rounds[0]}
     scale = total / (sum(found.values()) or 1.0)
     return {name: seconds * scale for name, seconds in found.items()}
@@ -164,7 +164,7 @@ class _Run:
     def _forward(
         self, leaves: Sequence[Tensor], between: Callable[[str, Callable[[], Any]], Any]
     ) -> Tensor:
-        """Run all nodes, each by ``between(name, run)``. Returns a stand-in loss of the results."""
+        """Run all nodes, each through ``between(name, run)``. Returns a stand-in loss of the results."""
         values: dict[str, Any] = {}
         rest = iter(leaves)
         for node in self._program.graph.nodes:
@@ -194,7 +194,7 @@ class _BackwardMarks:
         self._hooks: list[Any] = []
 
     def claim(self, result: Any, name: str) -> None:
-        """Attribute the autograd nodes behind ``result`` to ``name``, up to those claimed before."""
+        """Attribute the autograd nodes behind ``result`` to ``name``, except those attributed before."""
         for node in nodes_behind(nodes_of(result), stops=self._claimed):
             self._claimed.add(node)
             self._hooks.append(node.register_prehook(partial(self._begin, name)))

@@ -1,4 +1,4 @@
-"""Make a device kind with the measured seconds of a model's nodes."""
+"""Make a device kind that has the measured seconds of a model's nodes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from placer.spec import PlacementSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """A profile: the device kind that holds it, the measured times, and the estimated costs."""
+    """A profile: the device kind with it, the measured times, and the estimated costs."""
 
     kind: DeviceKind
     times: NodeTimes
@@ -98,7 +98,7 @@ def profile_model(
 def _placed(
     program: Program, model: nn.Module, inputs: Sequence[Tensor], device: str, precision: str
 ) -> PlacedModule:
-    """``model`` as a placed module with all of it on ``device``."""
+    """``model`` as a placed module, all on ``device``."""
     spec = PlacementSpec.model_validate({"devices": [device], "precision": precision})
     plan = build_plan(program, spec, inputs)
     return place_model(model, program, plan, map_devices(plan))

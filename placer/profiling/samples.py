@@ -57,7 +57,7 @@ class Samples:
         return lambda: F.conv2d(x, w, padding=1, groups=64)
 
     def product(self, *, large: bool, uneven: bool = False) -> Call:
-        """A product of square matrices; with ``uneven``, their size is no multiple of 8."""
+        """A product of square matrices; with ``uneven``, their size is not a multiple of 8."""
         size = (round(512 * self.scale ** (1 / 3)) if large else 16) + uneven
         a, b = self._x(size, size), self._x(size, size)
         return lambda: a @ b

@@ -1,4 +1,4 @@
-"""Capture: run a model once on fake tensors and write down its operations as an ``fx`` graph.
+"""Capture: run a model once on fake tensors and record its operations as an ``fx`` graph.
 
 Start reading at `capture`, which records the model and checks the graph.
 
@@ -11,16 +11,16 @@ fake, fake_mode, shapes,   fake tensors; kernels and shape rules that are faster
 packed                     (`packed`: packed sequences)
 constants                  values that the model's code may read although its tensors are fake
 caches, reachable          keep results of earlier calls (caches, global variables) out of the run
-earlier_calls              leave out what forward itself left in the model in earlier calls
+earlier_calls              remove what earlier calls of forward left in the model
 alias                      find nodes that share memory, write to state or draw random numbers
 call, result               flatten arguments and results to lists of tensors, and rebuild them
 guards                     attributes that forward read; the graph is valid while they are unchanged
 moves                      devices that the model's own code names
 targets                    callables of graph nodes for which torch has no function
-fingerprint, validity      compare graphs; is a graph valid for other sizes and modes?
-restore, copying,          leave the model as it was; names of its parameters and buffers
-state
-python_random, failure     random numbers that are not torch's; why recording failed, and where
+fingerprint, validity      identify a graph; check whether it is valid for other sizes and modes
+restore, copying           leave the model as it was
+state                      names of parameters and buffers
+python_random, failure     random numbers that are not torch's; why and where recording failed
 =========================  =======================================================================
 """
 

@@ -1,4 +1,4 @@
-"""Find the nodes that share memory or draw random numbers, by one run of the graph on fake tensors."""
+"""Find the nodes that share memory or draw random numbers, by running the graph once on fake tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from placer.program.fake import FakeConverter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aliasing:
-    """What nodes write and share, by name; the fields are those of `placer.program.Program`."""
+    """What nodes write and share, by name. The fields are those of `placer.program.Program`."""
 
     mutated_state_of: dict[str, tuple[str, ...]]
     mutated_inputs: tuple[str, ...]
@@ -53,9 +53,9 @@ def analyze_aliasing(
         y.relu_()          writes S  -> {conv, v, s, relu_} must be on one stage
         t = y.mean()       reads S after the last write: may be on another stage
 
-    If an input, a parameter or a buffer is written, all nodes that use its storage must be on one
-    stage, later ones too, because each stage has its own copy of those. Raises ``NodeFailure`` when a
-    node does not run.
+    If an input, a parameter or a buffer is written, all nodes that use its storage must be on one stage,
+    including later ones, because each stage has its own copy of the tensor. Raises ``NodeFailure`` if a node
+    does not run.
     """
     converter = FakeConverter()
     fake_model = converter.module(model)
@@ -86,7 +86,7 @@ def analyze_aliasing(
 
 
 class _WriteLog(DispatchMode):
-    """Collects the storages that operators write, by their schemas, and notes random draws."""
+    """Records which storages operators write, by their schemas, and which operators draw random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class _WriteLog(DispatchMode):
 
 @functools.cache
 def _effects(func: Any) -> tuple[bool, tuple[tuple[int, str], ...]]:
-    """Does the operator draw random numbers; position and name of each argument that it writes."""
+    """Whether the operator draws random numbers, and position and name of each argument that it writes."""
     arguments = list(enumerate(func._schema.arguments))
     written = [(i, a.name) for i, a in arguments if a.alias_info and a.alias_info.is_write]
     if func._schema.name in _BATCH_NORMS:
@@ -124,12 +124,12 @@ class _AliasInterpreter(fx.Interpreter):
     """Runs the graph and notes which storages each node uses, and which of them it writes."""
 
     def __init__(self, model: nn.Module, graph: fx.Graph, constants: Mapping[str, Tensor]) -> None:
-        # All values stay alive, because storages are known by address and addresses are reused.
+        # All values stay alive, because storages are identified by address and addresses are reused.
         super().__init__(model, garbage_collect_values=False, graph=graph)
         self.constants = constants
         self.writes = _WriteLog()
         self.touched: dict[str, set[int]] = {}  # node -> storages that it reads or returns
-        self.written: dict[str, set[int]] = {}  # node -> storages made before it that it writes
+        self.written: dict[str, set[int]] = {}  # node -> earlier storages that it writes
         self.rng_nodes: list[str] = []
         self.known: set[int] = set()  # storages so far
         self.given: set[int] = set()  # storages of inputs and constants

@@ -1,9 +1,9 @@
 """Isolate runs on fake tensors from caches and global variables of the model's code.
 
-A ``functools.lru_cache`` keeps results of earlier calls. In a recording, a cached size would be a
-plain number and a cached tensor a constant; and the model must not find fake tensors in the cache
-later. So while a model runs on fake tensors, cached functions are replaced by wrappers, and
-afterwards global variables and containers that got tensors or sizes of the run are restored.
+A ``functools.lru_cache`` keeps results of earlier calls. In a recording, a cached size would be a plain
+number and a cached tensor a constant, and later the model must not find fake tensors in the cache. So cached
+functions are replaced by wrappers while a model runs on fake tensors. Afterwards, global variables and
+containers that got tensors or sizes of the run are restored.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from placer.program.sizes import SizeFloat, SizeInt, plain
 
 @contextmanager
 def isolated_caches(reachable: ReachableState) -> Iterator[None]:
-    """In this block and thread, nothing of what runs stays in cached functions and global variables.
+    """Run this block without leaving results in functools caches or global variables (this thread only).
 
-    Calls of a cached function whose arguments hold recorded sizes bypass its cache. Other calls use
-    it unless the result holds a tensor; such results are kept for this block only, and the cache
-    that got one is cleared.
+    Calls of a cached function with recorded sizes in their arguments bypass its cache. Other calls use the
+    cache, unless the result contains a tensor: such a result is kept for this block only, and the cache that
+    got it is cleared.
     """
-    wrappers: dict[int, Any] = {}  # id of a cached function -> what replaces it in this block
+    wrappers: dict[int, Any] = {}  # id of a cached function -> its wrapper in this block
     replaced: list[tuple[Slot, Any]] = []
-    containers: list[tuple[Any, Any]] = []  # with shallow copies
-    variables: list[tuple[Slot, Any]] = []  # with their values
+    containers: list[tuple[Any, Any]] = []  # (container, shallow copy)
+    variables: list[tuple[Slot, Any]] = []  # (slot, value)
     try:
         for slot in reachable.cached:
             if slot.read() is slot.value:
@@ -41,8 +41,8 @@ def isolated_caches(reachable: ReachableState) -> Iterator[None]:
                 wrapper = wrappers[id(slot.value)]
                 slot.write(wrapper)
                 replaced.append((slot, wrapper))
-        # Most containers are a module's tables of hooks, which are empty and need no copy.
-        containers += [(held, held.copy() if held else ()) for held in reachable.containers]
+        # Most containers are empty hook tables of modules, which need no copy.
+        containers += [(found, found.copy() if found else ()) for found in reachable.containers]
         variables += [(slot, slot.read()) for slot in reachable.variables]
         yield
     finally:
@@ -68,7 +68,7 @@ def _restore(container: Any, before: Any) -> None:
 
 
 def _items(container: Any) -> list[Any]:
-    """The ids of the items, because ``==`` of tensors gives no bool."""
+    """The ids of the items, because ``==`` on tensors does not return a bool."""
     values = [*container.keys(), *container.values()] if isinstance(container, dict) else container
     return [id(value) for value in values]
 
@@ -80,7 +80,7 @@ def _restore_variable(slot: Slot, before: Any) -> None:
 
 
 def _is_of_a_run(value: Any) -> bool:
-    """Does ``value`` hold tensors, or sizes of a recording?"""
+    """Does ``value`` contain tensors, or sizes of a recording?"""
     leaves = [*value] if isinstance(value, set) else list(tree_iter(value))
     if isinstance(value, dict):
         leaves += [leaf for key in value for leaf in tree_iter(key)]
@@ -88,10 +88,10 @@ def _is_of_a_run(value: Any) -> bool:
 
 
 def _wrapper(cached: Any) -> Callable[..., Any]:
-    """A function to call instead of ``cached``, which is one of ``functools.lru_cache``."""
+    """A function that replaces ``cached``, a function with a ``functools.lru_cache``."""
     thread = threading.get_ident()
     function = cached.__wrapped__
-    computed: list[Any] = []  # a result that the call in progress has computed already
+    computed: list[Any] = []  # a result that the current call has already computed
 
     def compute(*args: Any, **kwargs: Any) -> Any:
         return computed.pop() if computed else function(*args, **kwargs)
@@ -105,7 +105,7 @@ def _wrapper(cached: Any) -> Callable[..., Any]:
         if threading.get_ident() != thread:
             return cached(*args, **kwargs)
         if any(isinstance(leaf, SizeInt | SizeFloat) for leaf in tree_iter((args, kwargs))):
-            if depth:  # it calls itself, which without a cache could take exponential time
+            if depth:  # it is recursive, which could take exponential time without a cache
                 args, kwargs = tree_map(plain, (args, kwargs))
                 return kept(*args, **kwargs)
             depth += 1

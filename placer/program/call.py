@@ -43,9 +43,9 @@ class BoundCall:
 def bind_call(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
 ) -> BoundCall:
-    """Bind the arguments to ``model.forward``, defaults applied, and flatten them with pytree.
+    """Bind the arguments to ``model.forward``, apply defaults, and flatten them with pytree.
 
-    Raises ``CaptureError`` when they do not fit the signature.
+    Raises ``CaptureError`` if they do not fit the signature.
     """
     try:
         return bind_arguments(inspect.signature(model.forward), args, kwargs or {})
@@ -63,7 +63,7 @@ def describe_shapes(inputs: Sequence[Tensor | torch.Size]) -> str:
 
 
 def placeholder_names(call: BoundCall | CallFormat) -> list[str]:
-    """A readable name per tensor input, such as ``x`` or ``batch.0``."""
+    """A readable name for each tensor input, such as ``x`` or ``batch.0``."""
     return [n for n, c in zip(call.leaf_names, call.constants, strict=True) if c is TENSOR]
 
 
@@ -72,8 +72,8 @@ def rebuild_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The ``(args, kwargs)`` whose flattened leaves are ``leaves``.
 
-    Arguments that the caller passed by keyword are keywords again, and defaults are left out, because
-    a decorator of ``forward`` may look at that.
+    Arguments that the caller passed by keyword are passed by keyword again, and defaults are left out,
+    because a decorator of ``forward`` may depend on that.
     """
     arguments = tree_unflatten(list(leaves), call.in_spec)
     args: list[Any] = []
@@ -92,7 +92,7 @@ def rebuild_arguments(
 
 
 def make_call_format(bound: BoundCall, result: ResultFormat) -> CallFormat:
-    """The format of calls with the arguments of ``bound`` and a result of the format ``result``."""
+    """The format of calls with arguments like ``bound`` and results of the format ``result``."""
     tensors = bound.tensors
     sizes = [tensor.size(0) for tensor in tensors if tensor.dim() > 0]
     batch_size = sizes[0] if sizes else None
@@ -112,8 +112,8 @@ def make_call_format(bound: BoundCall, result: ResultFormat) -> CallFormat:
 def flatten_call(call: CallFormat, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensor leaves of a call, in the order of the graph's placeholders.
 
-    Raises ``CaptureError`` naming the argument when the call differs from the captured one
-    (`call_difference`), or when a tensor has another number of dimensions.
+    Raises ``CaptureError``, which names the argument, if the call differs from the captured one
+    (`call_difference`) or a tensor has another number of dimensions.
     """
     bound = bind_arguments(call.signature, args, kwargs)
     if (difference := call_difference(call, bound)) is not None:
@@ -141,10 +141,10 @@ def call_tensors(call: CallFormat, bound: BoundCall) -> list[Tensor]:
 
 
 def call_difference(call: CallFormat, bound: BoundCall) -> CaptureError | None:
-    """An error about the first argument of ``bound`` that differs from the captured call's, or None.
+    """An error for the first argument of ``bound`` that differs from the captured call, or None.
 
-    An argument differs if it is missing, unknown or of another structure, if it is a tensor where a
-    constant was captured or the other way round, or if it is another constant.
+    An argument differs if it is missing, unknown or of another structure, if it is a tensor where a constant
+    was captured or vice versa, or if it is another constant.
     """
     given = dict(zip(bound.leaf_names, bound.leaves, strict=True))
     if missing := [name for name in call.leaf_names if name not in given]:
@@ -191,7 +191,7 @@ def bind_arguments(
 ) -> BoundCall:
     """Bind arguments to ``signature``, apply defaults, and flatten them with pytree.
 
-    Raises ``CaptureError`` when they do not fit.
+    Raises ``CaptureError`` if they do not fit.
     """
     try:
         bound = signature.bind(*args, **kwargs)
@@ -212,7 +212,7 @@ def bind_arguments(
 def _mismatch(
     signature: inspect.Signature, kwargs: Mapping[str, Any], error: TypeError
 ) -> CaptureError:
-    """The error for arguments that do not fit; an unknown keyword is named, with the nearest valid one."""
+    """The error for arguments that do not fit; it names an unknown keyword and the nearest valid one."""
     parameters = signature.parameters.values()
     unknown = [name for name in kwargs if name not in signature.parameters]
     if not unknown or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
@@ -229,7 +229,7 @@ def _readable(path: Sequence[Any]) -> str:
 
 
 def _spell(value: Any) -> str:
-    """``repr(value)`` for a message; only its type where that is long, such as for an array."""
+    """``repr(value)`` for a message; only the type if the repr is long, as for an array."""
     text = repr(value)
     return text if len(text) <= 60 and "\n" not in text else f"a {type(value).__qualname__}"
 
@@ -239,5 +239,5 @@ def _same_constant(value: Any, constant: Any) -> bool:
         return True
     try:
         return type(value) is type(constant) and bool(value == constant)
-    except Exception:  # == gives no bool, such as for an array
+    except Exception:  # == does not return a bool, as for an array
         return False

@@ -1,6 +1,6 @@
 """Constants: tensors whose values a model's code may read while it runs on fake tensors.
 
-Their values depend on no input: they are computed from plain attributes, numpy arrays and sizes.
+Their values do not depend on inputs: they are computed from plain attributes, numpy arrays and sizes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _OPERATIONS = _words("""
     floordiv truediv mod
 """)
 _PURE = frozenset((*_MAKERS, *_OPERATIONS, *(f"__{name}__" for name in _OPERATIONS)))
-_LARGEST = 1000  # operations; a value that takes more is not computed
+_LARGEST = 1000  # operations; a value that needs more is not computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +55,11 @@ class KnownValue:
 def find_value(
     node: fx.Node, constants: Mapping[str, Tensor], numbers: Mapping[fx.Node, Any]
 ) -> KnownValue | None:
-    """The value of ``node`` if it is computed from constants and numbers only, else None.
+    """The value of ``node``, computed on the CPU, if it depends only on constants and numbers; else None.
 
-    Constants are tensors that are neither parameters nor buffers nor inputs: plain attributes, and
-    the results of ``torch.arange`` and similar functions. ``numbers`` are the sizes in this run, which
-    then are fixed in the program. The result is also None if any of these tensors was written to. It
-    is computed on the CPU.
+    Constants are tensors that are not parameters, buffers or inputs: plain attributes, and the results of
+    ``torch.arange`` and similar functions. ``numbers`` are the sizes in this run; using one fixes it in the
+    program. The result is also None if any of these tensors was written to.
     """
     order = _unwritten_ancestors(node, constants, numbers)
     if order is None:
@@ -75,7 +74,7 @@ def find_value(
 def is_constant(
     node: fx.Node, constants: Mapping[str, Tensor], numbers: Mapping[fx.Node, Any]
 ) -> bool:
-    """Would `find_value` find a value? Computes nothing."""
+    """Would `find_value` find a value? This computes nothing."""
     return _unwritten_ancestors(node, constants, numbers) is not None
 
 
@@ -89,11 +88,11 @@ def _unwritten_ancestors(
 def _ancestors(
     node: fx.Node, constants: Mapping[str, Tensor], numbers: Mapping[fx.Node, Any]
 ) -> list[fx.Node] | None:
-    """``node`` and all that it is computed from, in topological order; None if not all are constants."""
+    """``node`` and all nodes that it is computed from, in topological order; None if not all are constant."""
     order: dict[fx.Node, None] = {}
-    waiting = [(node, False)]
-    while waiting:
-        current, done = waiting.pop()
+    stack = [(node, False)]
+    while stack:
+        current, done = stack.pop()
         if done or current in order:
             order.setdefault(current)
             continue
@@ -110,8 +109,8 @@ def _ancestors(
         sources = current.all_input_nodes
         if name not in _PURE or not (sources or name in _MAKERS) or len(order) > _LARGEST:
             return None
-        waiting.append((current, True))
-        waiting += [(source, False) for source in sources]
+        stack.append((current, True))
+        stack += [(source, False) for source in sources]
     return list(order)
 
 
@@ -178,7 +177,7 @@ def replace_numpy_indices(index: Any, make_constant: Callable[[Tensor], Tensor])
 
 
 def is_written(constant: fx.Node) -> bool:
-    """Does a node write to ``constant``, or to a result computed from it alone, which may be a view?"""
+    """Does a node write to ``constant``, or to a result computed only from it, which may be a view of it?"""
     views = [constant]
     for view in views:
         for user in view.users:

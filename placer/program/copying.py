@@ -1,4 +1,4 @@
-"""Deep copies of modules, also where an earlier forward left tensors in attributes."""
+"""Deep copies of modules, even if an earlier forward left tensors in attributes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from placer.operands import tensors_of_tree
 
 
 def copy_module(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
-    """A deep copy of ``model``; ``memo`` maps ids of its tensors to what replaces them in the copy.
+    """A deep copy of ``model``; ``memo`` maps ids of its tensors to their replacements in the copy.
 
-    ``copy.deepcopy`` refuses tensors that a forward computed (the older ``torch.nn.utils.weight_norm``
-    keeps such a weight) and reads the data of fake ones. The copy gets clones of both. It also leaves
-    functions as they are; a hook that holds a part of ``model`` in its closure gets the copy's part here.
+    ``copy.deepcopy`` refuses tensors that a forward computed (the older ``torch.nn.utils.weight_norm`` keeps
+    such a weight), and reads the data of fake tensors. This copy has clones of both. ``copy.deepcopy`` also
+    leaves functions as they are; here, a hook with a part of ``model`` in its closure gets that part of the
+    copy.
     """
     known = dict(memo or {}) | _empty_containers(model)
     for tensor in tensors_of(model):
@@ -36,22 +37,22 @@ def copy_module(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modu
 
 
 class _Rebinding:
-    """Makes functions whose closures and defaults hold copies; ``memo`` has the copy of each object by id."""
+    """Makes functions whose closures and defaults refer to copies; ``memo`` maps ids of objects to copies."""
 
     def __init__(self, memo: Mapping[int, Any]) -> None:
         self._memo = memo
         self._cells: dict[int, CellType] = {}  # several functions may share a cell
 
     def __call__(self, value: Any) -> Any:
-        """The copy of ``value``, or ``value`` itself if it was not copied and holds nothing that was."""
+        """The copy of ``value``, or ``value`` itself if neither it nor anything inside it was copied."""
         if not isinstance(value, FunctionType):
             return self._memo.get(id(value), value)
         cells = tuple(map(self._cell, value.__closure__ or ()))
         defaults = tuple(map(self, value.__defaults__ or ()))
         keywords = {name: self(default) for name, default in (value.__kwdefaults__ or {}).items()}
         before = value.__closure__ or (), value.__defaults__ or (), value.__kwdefaults__ or {}
-        held = *before[0], *before[1], *before[2].values()
-        if all(a is b for a, b in zip((*cells, *defaults, *keywords.values()), held, strict=True)):
+        old = *before[0], *before[1], *before[2].values()
+        if all(a is b for a, b in zip((*cells, *defaults, *keywords.values()), old, strict=True)):
             return value
         made = FunctionType(value.__code__, value.__globals__, value.__name__, defaults, cells)
         made.__kwdefaults__ = keywords or None
@@ -61,7 +62,7 @@ class _Rebinding:
 
     def _cell(self, cell: CellType) -> CellType:
         if id(cell) not in self._cells:
-            self._cells[id(cell)] = cell  # for a function that holds itself
+            self._cells[id(cell)] = cell  # for a function that refers to itself
             try:
                 content = cell.cell_contents
             except ValueError:  # it is empty
@@ -86,7 +87,7 @@ def _empty_containers(model: nn.Module) -> dict[int, Any]:
 
 
 def tensors_of(model: nn.Module) -> Iterator[Tensor]:
-    """Every tensor that a module of ``model`` holds: parameters, buffers, attributes, lists of them."""
+    """Every tensor in a module of ``model``: parameters, buffers, attributes, and lists of tensors."""
     for module in model.modules():
         for name, value in module.__dict__.items():
             if name in ("_parameters", "_buffers"):

@@ -1,15 +1,15 @@
-"""Remove from the fake copy of a model what its own forward left there in earlier calls.
+"""Remove from the fake copy of a model whatever its own forward left there in earlier calls.
 
-Some models keep something of a call for the next ones: a grid of positions, a bias for the longest
-sequence so far, hooks on their layers. A capture after a call must find the program that a capture
-before it finds. So we take such an attribute away and record a call::
+Some models store something for later calls: a grid of positions, a bias for the longest sequence so far,
+hooks on their layers. A capture after a call must find the same program as a capture before it. So we
+remove such an attribute and record a call::
 
-    grid = None ──► forward sets grid ──► equal to what it was?  yes: it stays away
-                                                                 no, or forward fails: it comes back
+    grid = None ──► forward sets grid ──► equal to the old value?  yes: it stays removed
+                                                                   no, or forward fails: it is put back
 
-Tensors count as equal only if they are computed from constants and sizes alone, and we compute them
-for real. The model is then as its first call leaves it, so the program of a model that was never
-called is right for it, too.
+Tensors count as equal only if they are computed from constants and sizes alone; their values are then
+computed and compared. The model is then in the state that its first call leaves, so the program of a model
+that was never called is valid for it too.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ _HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always
 _TABLES = ("_parameters", "_buffers", "_modules")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
-# Records a call with modules at the given paths as single nodes, and with twice the batch if True.
+# Records a call with the modules at these paths as single nodes; if True, with twice the batch.
 Run = Callable[[Collection[str], bool], Recorder | None]
 
 
 class Forgotten(NamedTuple):
-    """What was removed from the fake copy of a model. The model still has it."""
+    """What was removed from the fake copy of a model. The model itself still has it."""
 
-    tensors: tuple[Tensor, ...] = ()  # the model's, not the copy's
-    hooks: bool = False  # whether hooks were removed, too
+    tensors: tuple[Tensor, ...] = ()  # of the model, not of its copy
+    hooks: bool = False  # whether hooks were removed as well
 
 
 @dataclass(frozen=True, slots=True)
 class _Attribute:
-    """An attribute of the module at ``path``, and the value that stands for "not there yet".
+    """An attribute of the module at ``path``, and the value that it has before the first call.
 
-    Or, with ``code``, the module's forward hooks that have this code.
+    With ``code``, it stands for the module's forward hooks that run this code instead.
     """
 
     path: str
@@ -73,11 +73,13 @@ class _Attribute:
                 for table in _HOOKS:
                     getattr(module, table).pop(key, None)
             return
-        held: dict[str, Any] = module.__dict__ if self.name in module.__dict__ else module._buffers
+        values: dict[str, Any] = (
+            module.__dict__ if self.name in module.__dict__ else module._buffers
+        )
         if self.missing is _ABSENT:
-            held.pop(self.name, None)
+            values.pop(self.name, None)
         else:
-            held[self.name] = self.missing
+            values[self.name] = self.missing
 
 
 def forget_earlier_calls(
@@ -90,11 +92,11 @@ def forget_earlier_calls(
     guess: int = 1,
     ignore_device_moves: bool = False,
 ) -> Forgotten:
-    """Remove from ``fake_model``, the fake copy of ``model``, what forward makes again, to the same value.
+    """Remove from ``fake_model``, the fake copy of ``model``, what forward recreates with equal values.
 
-    Nothing is recorded if there is no candidate: an attribute that holds a tensor, but no parameter and
-    no buffer that is saved, or forward hooks, if code that the model can reach sets it after
-    ``__init__``. The arguments are those of `record_model`.
+    A candidate is an attribute with a tensor (not a parameter, nor a persistent buffer), or a forward hook,
+    that code reachable from the model sets after ``__init__``. Without candidates, nothing is recorded. The
+    arguments are those of `record_model`.
     """
 
     def run(whole: Collection[str], doubled: bool) -> Recorder | None:
@@ -106,16 +108,16 @@ def forget_earlier_calls(
         return run_once(make, converter, bound, called, locate_draws=False)[0]
 
     removed: dict[_Attribute, None] = {}
-    waiting = [*_tensors(model, converter.reachable), *_hooks(model, converter.reachable)]
-    again = bool(waiting)
-    while again:  # one may be made again only if another was removed before
+    pending = [*_tensors(model, converter.reachable), *_hooks(model, converter.reachable)]
+    again = bool(pending)
+    while again:  # one may be recreated only if another was removed before
         again = False
-        for ways in list(waiting):
+        for ways in list(pending):
             found = (_forget(way, model, fake_model, run) for way in ways)
             if gone := next(filter(None, found), None):
                 removed.update(dict.fromkeys(gone))
-                waiting.remove(ways)
-                again = bool(waiting)
+                pending.remove(ways)
+                again = bool(pending)
     values = [_value(model.get_submodule(x.path), x.name) for x in removed if x.code is None]
     return Forgotten(
         tensors=tuple(tensor for value in values for tensor in tensors_of_tree(value)),
@@ -123,11 +125,11 @@ def forget_earlier_calls(
     )
 
 
-# -- candidates: of each kind, several ways to remove them -----------------------------------------
+# -- candidates: for each kind, several ways to remove them ----------------------------------------
 
 
 def _tensors(model: nn.Module, reachable: ReachableState) -> Iterator[list[list[_Attribute]]]:
-    """Attributes that hold tensors; those of one name in modules of one class are one kind."""
+    """Attributes with tensors. Attributes of one name in modules of one class are one kind."""
     paths: dict[tuple[type, str], list[str]] = {}
     for path, module in model.named_modules():
         if is_torch_leaf(module):
@@ -151,7 +153,7 @@ def _tensors(model: nn.Module, reachable: ReachableState) -> Iterator[list[list[
 
 
 def _hooks(model: nn.Module, reachable: ReachableState) -> Iterator[list[list[_Attribute]]]:
-    """Hooks that the model's own code defines: alone, or with a flag that says that they are there."""
+    """Hooks that the model's own code defines, alone or with a flag that says that they are installed."""
     kinds: dict[CodeType, list[_Attribute]] = {}
     for path, module in model.named_modules():
         for code in {_code(hook) for hook in module._forward_hooks.values()} - {None}:
@@ -173,7 +175,7 @@ def _code(hook: Any) -> Any:
     return getattr(hook, "__code__", None)
 
 
-# -- does forward make them again? -----------------------------------------------------------------
+# -- does forward recreate them? -------------------------------------------------------------------
 
 
 def _forget(
@@ -182,7 +184,7 @@ def _forget(
     fake_model: nn.Module,
     run: Run,
 ) -> Sequence[_Attribute]:
-    """Remove those of ``way`` that forward makes again, to the same values; returns them."""
+    """Remove the candidates in ``way`` that forward recreates with equal values. Returns those removed."""
     present = Snapshot(fake_model)
     while way:
         for attribute in way:
@@ -249,7 +251,7 @@ def _compare(
 
 
 class _Comparison:
-    """Compares what a recording left in the fake copy with what the model has."""
+    """Compares what a recording left in the fake copy with the attributes of the model."""
 
     def __init__(self, model: nn.Module, recorder: Recorder) -> None:
         self._writer = recorder.writer
@@ -267,7 +269,7 @@ class _Comparison:
         self._constants = ChainMap(recorder.writer.constants, buffers)
 
     def same(self, now: Any, then: Any) -> bool:
-        """Is ``now``, a value in the fake copy, what ``then`` is in the model?"""
+        """Is ``now``, a value in the fake copy, equal to ``then``, the value in the model?"""
         if isinstance(now, SizeInt | SizeFloat):
             now = plain(now)
         if isinstance(now, Tensor):

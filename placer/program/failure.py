@@ -1,4 +1,4 @@
-"""Exceptions that say why recording a model failed: in which module, for what reason, at which line."""
+"""Exceptions that say why recording a model failed: in which module, why, and at which line."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep  # noqa: PTH120
 
 
 def end_frames(failure: Exception) -> None:
-    """Clear the frames of ``failure``, so that contexts which they entered end.
+    """Clear the frames of ``failure``, so that the contexts that they entered end.
 
-    ``torch.utils.checkpoint`` enters saved-tensor hooks in a generator that it does not close when the
-    function fails (torch 2.11 and 2.12). While the exception keeps the generator alive, the hooks
-    stay in force, and the next recording ran under them.
+    ``torch.utils.checkpoint`` enters saved-tensor hooks in a generator that it does not close if the
+    function fails (torch 2.11 and 2.12). The exception would keep the generator alive, and the next
+    recording would run under these hooks.
     """
     for cause in causes(failure, implicit=True):
         traceback.clear_frames(cause.__traceback__)
 
 
 class TraceFailure(Exception):
-    """The module ``layer`` (a path) cannot be recorded; the exception, if any, is ``__cause__``."""
+    """The module ``layer`` (a path) cannot be recorded; ``__cause__`` is the exception, if there was one."""
 
     def __init__(self, layer: str, reason: str, location: str) -> None:
         super().__init__(layer, reason, location)
@@ -41,7 +41,7 @@ class TraceFailure(Exception):
 
 
 class Untraceable(Exception):
-    """Forward does something that a graph cannot express. The text says what: "it ..."."""
+    """Forward does something that a graph cannot express. The text begins with "it" and says what."""
 
 
 class ForwardFailure(Exception):
@@ -56,7 +56,7 @@ class ForwardFailure(Exception):
         )
 
     def as_error(self, situation: str, remedy: str) -> CaptureError:
-        """The error for the user, "forward fails ``situation``", with the line of their code."""
+        """The error for the user: "forward fails ``situation``", with the line of the user's code."""
         where = f" ({self.location})" if self.location else ""
         text = first_line(self.__cause__)
         if isinstance(self.__cause__, Untraceable):
@@ -99,7 +99,7 @@ def locate(error: BaseException) -> str:
 
 
 def locate_function(function: object) -> str:
-    """``file.py:line`` where ``function`` begins; ``""`` for code of torch, or that is not Python."""
+    """``file.py:line`` where ``function`` begins; ``""`` for code of torch and code that is not Python."""
     if isinstance(function, partial):
         function = function.func
     code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
@@ -109,9 +109,9 @@ def locate_function(function: object) -> str:
 
 
 def locate_caller() -> str:
-    """``file.py:line`` of the innermost frame of the model's own code that runs now, or ``""``.
+    """``file.py:line`` of the innermost running frame of the model's own code, or ``""``.
 
-    Frames of torch and placer do not count, nor those that called placer: a model that is all of torch's
+    Frames of torch and placer do not count, nor do those that called placer: a model made only of torch's
     layers has no code of its own.
     """
     frame: FrameType | None = sys._getframe(1)

@@ -1,4 +1,4 @@
-"""Fake copies of tensors and modules: shapes without data, so that a model can run without memory.
+"""Fake copies of tensors and modules: shapes without data, so that a model runs without using memory.
 
 A fake copy of a module is a deep copy whose tensors are fake CPU tensors. Tied parameters and views
 of one storage share memory in the copy too.
@@ -40,19 +40,21 @@ _CPU = torch.device("cpu")
 
 
 class FakeConverter:
-    """Makes fake copies of tensors and modules, always the same one for the same tensor.
+    """Makes fake copies of tensors and modules; a tensor always gets the same copy.
 
-    All are on the CPU, whatever device (``meta`` included) the original is on, and belong to one
-    ``FakeTensorMode``. Tensors of a module that share a storage get fake tensors that share one.
+    All copies are on the CPU, whatever the device of the original (even ``meta``), and belong to one
+    ``FakeTensorMode``. If tensors of a module share a storage, so do their copies.
     """
 
     def __init__(self) -> None:
         self.mode = FakeMode(allow_non_fake_inputs=True)
         self._fakes: dict[int, Tensor] = {}
-        self._originals: dict[int, Tensor] = {}  # by the fake's id; keeps the ids in _fakes valid
+        self._originals: dict[
+            int, Tensor
+        ] = {}  # id of a fake tensor -> original; keeps the ids in _fakes valid
         self._bases: dict[tuple[int, torch.dtype], Tensor] = {}  # a fake of each shared storage
         self._sharing: dict[int, set[int]] = {}  # storage -> ids of the tensors that share it
-        self.reachable = ReachableState()  # what the code of the modules reaches
+        self.reachable = ReachableState()  # what the modules' code can reach
 
     def tensor(self, original: Tensor) -> Tensor:
         """The fake copy of ``original``: same shape, strides, dtype and ``requires_grad``."""
@@ -64,17 +66,17 @@ class FakeConverter:
         return fake
 
     def register(self, fake: Tensor, original: Tensor) -> None:
-        """Make ``fake``, which a run has computed, the fake copy of ``original``."""
+        """Register ``fake``, which a run computed, as the fake copy of ``original``."""
         self._fakes[id(original)] = fake
         self._originals[id(fake)] = original
 
     def original(self, fake: Tensor) -> Tensor | None:
-        """The tensor that ``fake`` is the copy of, or None if this converter did not make it."""
+        """The tensor that ``fake`` is a copy of, or None if this converter did not make it."""
         return self._originals.get(id(fake))
 
     @contextmanager
     def running(self, guess: int = 1) -> Iterator[None]:
-        """In this block, code runs on fake tensors and reads ``guess`` as their values (`GuessData`)."""
+        """In this block, code runs on fake tensors and gets ``guess`` where it reads values (`GuessData`)."""
         with self.mode, GuessData(self.mode, guess), fake_execution(), self.isolated_caches():
             yield
 
@@ -89,7 +91,7 @@ class FakeConverter:
     def module(self, model: nn.Module) -> nn.Module:
         """A deep copy of ``model`` whose parameters, buffers and other tensors are fake.
 
-        Raises ``CaptureError`` when the model cannot be copied.
+        Raises ``CaptureError`` if the model cannot be copied.
         """
         tensors = list(tensors_of(model))
         for tensor in tensors:
@@ -147,9 +149,9 @@ class FakeConverter:
 def fake_execution() -> Iterator[None]:
     """In this block, code may run on fake tensors.
 
-    Silences torch's log of each failure on them, since errors are reported once by exceptions. Lets
-    ``module.to(dtype)`` pass if all tensors have that type already; fake modules cannot be converted in
-    place. Restores the random number generators at the end.
+    Failures on fake tensors are not logged by torch, because exceptions report them. ``module.to(dtype)`` is
+    allowed if all tensors already have that type; fake modules cannot be converted in place. The random
+    number generators are restored at the end.
     """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
@@ -177,11 +179,11 @@ def _convert_fakes(
 class GuessData:
     """In this context, code that reads values of fake tensors of ``mode`` gets guesses.
 
-    A scalar is ``value``: 1 or 0 (True or False). A loop that waits for another value would never end,
-    so too many reads in one run are an error. Operators that select elements select as many as
-    possible; an array for numpy is filled with ``value``. Packed sequences all have the full length,
-    and what is computed from their lengths is then known. ``guessed`` tells whether any guess was
-    made: then the run is one of several possible ones.
+    A scalar is ``value``: 1 or 0 (True or False). A loop that waits for another value would never end, so
+    too many reads in one run are an error. Operators that select elements select as many as possible; numpy
+    arrays are filled with ``value``. All packed sequences have the full length, so values computed from
+    their lengths are known. ``guessed`` says whether any guess was made; if so, the run is one of several
+    possible runs.
     """
 
     def __init__(self, mode: FakeMode, value: int = 1) -> None:
@@ -227,7 +229,7 @@ class GuessData:
         return fake
 
     def answer(self, func: Any, args: Any, kwargs: Any, refused: Exception) -> Any:
-        """A possible result of ``func``, which raised ``refused`` on fake tensors; or raises it again."""
+        """A possible result of ``func``, which raised ``refused`` on fake tensors; or raises ``refused``."""
         self.guessed = True
         if isinstance(refused, DynamicOutputShapeException):
             if (largest := _LARGEST_RESULT.get(func.name())) is not None:
@@ -256,10 +258,10 @@ _WATCHED = {*_READ_AS_VALUES, *(f.__name__ for f in _EMBEDDINGS), *PACKING, *REC
 
 
 class _GuessReads(TorchFunctionMode):
-    """Answers reads that reach no operator: conversions to arrays, lists and text.
+    """Answers reads that do not reach an operator: conversions to arrays, lists and text.
 
-    Also runs recurrent layers on packed sequences, which read the lengths of the sequences. Embeddings
-    get dense gradients, because the bytes of a sparse one depend on values.
+    It also runs recurrent layers on packed sequences, which read the lengths of the sequences. Embeddings get
+    dense gradients, because the bytes of a sparse gradient depend on values.
     """
 
     def __init__(self, guess: GuessData) -> None:
@@ -324,8 +326,8 @@ def _ctc_loss(func: Any, scores: Tensor, targets: Tensor, *args: Any) -> tuple[T
     return scores.new_empty(batch), scores.new_empty(batch, steps, 2 * labels + 1)
 
 
-# Operator -> its largest result: all elements are selected, different or kept, or repeated once; the
-# bins are those that were asked for. The last operator is torchvision's; by name, since torchvision may
+# Operator -> its largest result: all elements are selected, distinct or kept, or repeated once; histograms
+# have the requested bins. The last operator is torchvision's; it is looked up by name, since torchvision may
 # not be installed.
 _LARGEST_RESULT: dict[str, Callable[..., Any]] = {
     "aten::nonzero": lambda func, x: _indices(x.numel(), x.dim()),

@@ -1,7 +1,7 @@
-"""A faster ``FakeTensorMode``: it remembers the shapes that operators produced.
+"""A faster ``FakeTensorMode``, which caches the result shapes of operators.
 
-A model's layers repeat, and placer runs a model on fake tensors several times. A hit in torch's own
-cache of fake results takes 130 us, and a miss runs a Python kernel of 1 to 10 ms.
+The layers of a model repeat, and placer runs a model on fake tensors several times. A hit in torch's own
+cache of fake results takes 130 us, and a miss runs a Python kernel, which takes 1 to 10 ms.
 
 ::
 
@@ -36,7 +36,7 @@ from placer.program.shapes import LIST_RULES, SHAPE_RULES, NewTensor, Recipe
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _OPERATOR = type(torch.ops.aten.clone.default)
 
-# Views, which C++ computes on meta tensors in some microseconds.
+# Views, which C++ computes on meta tensors in a few microseconds
 CPP_VIEWS = {
     getattr(getattr(torch.ops.aten, name), overload)
     for name, overload in (
@@ -59,11 +59,11 @@ CPP_VIEWS = {
     )
 }
 
-# Operators that are no views whose kernels for meta tensors are in C++, used where there is no recipe.
+# Other operators whose kernels for meta tensors are in C++, used where there is no recipe
 CPP_KERNELS = {getattr(torch.ops.aten, name).default for name in ("clone", "bmm", "mm", "_softmax")}
 
-# Recipes for the results of operators so far. Results depend on the key alone, so one cache serves
-# the whole process (as torch's own): capture, costs and dry runs ask for the same.
+# Recipes for the results of operators. Results depend on the key alone, so there is one cache for the whole
+# process, as in torch: capture, costs and dry runs need the same results.
 _known: dict[Hashable, Recipe] = {}
 
 
@@ -72,19 +72,19 @@ class _NotKnownByShape(Exception):
 
 
 class Guess(Protocol):
-    """Gives results where an operator's result depends on the values of fake tensors."""
+    """Gives possible results of operators that depend on the values of fake tensors."""
 
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of ``func`` on values that are known; ``NotImplemented`` where one is not."""
 
     def answer(self, func: Any, args: Any, kwargs: Any, refused: Exception) -> Any:
-        """A possible result of ``func``, which raised ``refused`` on fake tensors; or raises it again."""
+        """A possible result of ``func``, which raised ``refused`` on fake tensors; or raises ``refused``."""
 
 
 class FakeMode(FakeTensorMode):
-    """A ``FakeTensorMode`` for CPU tensors that remembers the shapes that operators produced.
+    """A ``FakeTensorMode`` for CPU tensors that caches the result shapes of operators.
 
-    Where an operator needs the values of tensors, ``guess``, if set, gives the result. As with
+    If an operator needs the values of tensors and ``guess`` is set, ``guess`` gives the result. As with
     `placer._torch.DispatchMode`, ``torch.compile`` may trace code that runs under this mode.
     """
 
@@ -124,7 +124,7 @@ class FakeMode(FakeTensorMode):
             self.guess = guess
 
     def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator in one of the ways that the file's opening shows."""
+        """Run an operator in one of the ways shown in this module's docstring."""
         if func in CPP_VIEWS and all(map(self._is_plain, args)):
             return self._run_in_cpp(func, args, kwargs)
         if func is _READS_NUMBER and type(args[0]) is FakeTensor:
@@ -178,7 +178,7 @@ class FakeMode(FakeTensorMode):
         return fake
 
     def _is_plain(self, argument: Any) -> bool:
-        """Is it no tensor, or a fake CPU tensor of this mode whose value is not known?"""
+        """Is it not a tensor, or a fake CPU tensor of this mode whose value is not known?"""
         if type(argument) is FakeTensor:
             return (
                 argument.fake_mode is self
@@ -188,7 +188,7 @@ class FakeMode(FakeTensorMode):
         return not isinstance(argument, Tensor)
 
     def _key_of(self, argument: Any) -> Hashable:
-        """What a result can depend on; numbers come with their types, since ``1 == 1.0 == True``.
+        """Everything that a result can depend on; numbers with their types, since ``1 == 1.0 == True``.
 
         Raises ``_NotKnownByShape`` for an argument of another kind.
         """
@@ -232,7 +232,7 @@ class FakeMode(FakeTensorMode):
         return result
 
     def _describe(self, result: Any, args: Any, storages: list[Any]) -> Any:
-        """How to make ``result`` again; `_UNKNOWN` if it shares memory or is no plain fake tensor."""
+        """How to make ``result`` again; `_UNKNOWN` if it shares memory or is not a plain fake tensor."""
         if result is None:
             return None
         for position, argument in enumerate(args):
@@ -274,12 +274,12 @@ _READS_NUMBER = torch.ops.aten._local_scalar_dense.default
 
 
 def _is_number(tensor: Tensor) -> bool:
-    """Is it a CPU tensor of no dimensions that requires no gradient?"""
+    """Is it a zero-dimensional CPU tensor that does not require a gradient?"""
     return not tensor.dim() and tensor.device == _CPU and not tensor.requires_grad
 
 
 def _read_number(tensor: FakeTensor) -> Any:
-    """``tensor.item()``. Raises ``DataDependentOutputException``, as torch, if the value is not known."""
+    """``tensor.item()``. Raises ``DataDependentOutputException``, as torch does, if the value is unknown."""
     if tensor.constant is None:
         raise DataDependentOutputException(_READS_NUMBER)
     with without_modes():
@@ -303,7 +303,7 @@ _PLAIN = {
 
 @functools.cache
 def _depends_on_shapes(func: Any) -> bool:
-    """Do the results of ``func`` depend on shapes and plain values alone, and share no memory?"""
+    """Do the results of ``func`` depend only on shapes and plain values, and share no memory?"""
     if type(func) is not _OPERATOR or func.namespace not in ("aten", "prims"):
         return False
     if func.is_view or "lift" in func.name():
@@ -315,7 +315,7 @@ def _depends_on_shapes(func: Any) -> bool:
 
 
 def detach_fake(tensor: Tensor) -> Tensor:
-    """``tensor.detach()`` without calling any dispatch mode; for a fake tensor ten times as fast."""
+    """``tensor.detach()`` without calling any dispatch mode, which is ten times as fast for a fake tensor."""
     mode = tensor.fake_mode if isinstance(tensor, FakeTensor) else None
     if isinstance(mode, FakeMode):
         with without_torch_function():

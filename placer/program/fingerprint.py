@@ -11,10 +11,10 @@ from torch import Tensor, fx, nn
 
 
 def fingerprint_graph(model: nn.Module, graph: fx.Graph, left_out: Collection[Tensor] = ()) -> str:
-    """SHA-256 as hexadecimal digits, the same in every process.
+    """The SHA-256 of the graph in hexadecimal digits, which is the same in every process.
 
-    It changes when an operation, an argument, or a name, shape or dtype of a parameter or buffer does.
-    Buffers in ``left_out`` do not count.
+    It changes with every operation and argument, and with the names, shapes and dtypes of parameters and
+    buffers, except those in ``left_out``.
     """
     digest = hashlib.sha256("\n".join(graph_lines(graph)).encode())
     ignored = set(map(id, left_out))
@@ -38,7 +38,7 @@ def graph_lines(graph: fx.Graph) -> list[str]:
 def varying_lines(
     graph: fx.Graph, results: Sequence[Any], labels: Mapping[fx.Node, str]
 ) -> list[str]:
-    """As `graph_lines`, and a line for the results; nodes with a label have no line of their own."""
+    """Like `graph_lines`, with a line for the results; nodes with a label get no line of their own."""
     varying = [node for node in graph.nodes if node not in labels]
     number = {node: f"%{index}" for index, node in enumerate(varying)} | dict(labels)
     return [*(_line(node, number) for node in varying), _spell(results, number)]
@@ -71,6 +71,6 @@ def _spell(value: Any, labels: Mapping[fx.Node, str]) -> str:
         return repr(value)
     if callable(value):
         return _target_name(value)
-    # The default repr holds an address, which differs from process to process.
+    # The default repr contains an address, which differs between processes.
     text = repr(value)
     return type(value).__qualname__ if " at 0x" in text else text

@@ -28,7 +28,7 @@ HOOK_TABLES = (  # attributes of a module that hold its hooks
 
 
 def is_torch_leaf(module: nn.Module) -> bool:
-    """Is ``module`` a layer of ``torch.nn``, which is one node of the graph?"""
+    """Is ``module`` a layer of ``torch.nn`` that becomes one node of the graph?"""
     return type(module).__module__.startswith(("torch.nn", "torch.ao.nn")) and not isinstance(
         module, _CONTAINERS
     )
@@ -65,7 +65,7 @@ def without_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def find_whole_modules(model: nn.Module) -> list[WholeModule]:
-    """Submodules that must be a single node, each with the reason and the line of its hook or forward."""
+    """Submodules that must be a single node, with the reason and the line of the hook or forward of each."""
     whole = []
     for path, module in model.named_modules():
         if not path or is_torch_leaf(module) or not must_stay_whole(module):

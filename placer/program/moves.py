@@ -1,4 +1,4 @@
-"""Devices that a model's own code names, such as in a model that was split by hand."""
+"""Handles devices that a model's own code names, as in a model that was split by hand."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _CPU = torch.device("cpu")
 def replace_device(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], torch.device | None]:
-    """Replace the accelerator that the arguments of the torch function ``name`` name by the CPU.
+    """Replace an accelerator in the arguments of the torch function ``name`` by the CPU.
 
-    Returns the arguments and that device, which is None if they name none. ``x.cuda()`` names one
-    without an argument.
+    Returns the arguments, and the accelerator or None if there is none. ``x.cuda()`` names one without an
+    argument.
     """
     place: int | str | None = None
     if kwargs.get("device") is not None:
@@ -38,7 +38,7 @@ def replace_device(
 
 
 def _accelerator(value: Any) -> torch.device | None:
-    """The device that ``value`` names, or None if it names none, or the CPU or ``meta``."""
+    """The accelerator that ``value`` names; None if it names no device, the CPU or ``meta``."""
     if isinstance(value, int) and not isinstance(value, bool):
         return torch.device("cuda", value)
     if isinstance(value, str):
@@ -52,7 +52,7 @@ def _accelerator(value: Any) -> torch.device | None:
 
 
 class NamedDevices:
-    """The devices that forward names, and at which lines. Two with indices mean a split by hand."""
+    """The devices that forward names, with the lines. Two with an index mean a split by hand."""
 
     def __init__(self, *, ignored: bool) -> None:
         self.ignored = ignored
@@ -62,7 +62,7 @@ class NamedDevices:
     def note(self, device: torch.device, layer: str, line: str) -> None:
         """Note that the code of ``layer`` names ``device`` at ``line``.
 
-        Raises ``CaptureError`` at the second device with an index, unless moves are ignored.
+        Raises ``CaptureError`` for the second device with an index, unless moves are ignored.
         """
         if self.ignored or device.index is None:
             return
@@ -80,7 +80,7 @@ class NamedDevices:
 
 
 class IgnoreDeviceMoves(TorchFunctionMode):
-    """In this context, moves to an accelerator do nothing, and new tensors are on the present device."""
+    """In this context, moves to an accelerator do nothing; new tensors are made on the current device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")

@@ -1,7 +1,7 @@
 """Put the operands of products and sums of sizes in the order of the graph.
 
-Python code may multiply sizes in the order of a set of names, as einops does. That order differs from process
-to process, and every process must record the same graph.
+Python code may multiply sizes in the order of a set of names, as einops does. That order differs between
+processes, but every process must record the same graph.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ def sort_operands(
 ) -> None:
     """Rewrite each chain of integer products, or sums, of one layer: numbers first, then nodes in order.
 
-    ``numbers`` has the nodes of sizes, and their values. The nodes of a chain stay where they are. O(nodes).
+    ``numbers`` maps the nodes of sizes to their values. The nodes of a chain keep their places. Takes
+    O(nodes) time.
     """
     index = {node: i for i, node in enumerate(graph.nodes)}
     absorbed: set[fx.Node] = set()

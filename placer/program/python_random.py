@@ -1,4 +1,4 @@
-"""Random numbers of Python and numpy in a forward. A graph cannot draw them; a single-node module can."""
+"""Random numbers of Python and numpy in forward: a graph cannot draw them, a single-node module can."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from placer.program.failure import Untraceable
 
 
 class PythonRandomDraw(Untraceable):
-    """Forward draws from ``random`` or ``numpy.random``; recorded, it would be the same in every run."""
+    """Forward draws from ``random`` or ``numpy.random``; a recorded draw would be the same in every run."""
 
 
 @contextmanager
 def forbid_python_random() -> Iterator[None]:
-    """Raise ``PythonRandomDraw`` at the end if the block drew random numbers that are not torch's."""
+    """Raise ``PythonRandomDraw`` at the end if the block drew random numbers from Python or numpy."""
     before = _python_state()
     yield
     if _python_state() != before:

@@ -1,7 +1,7 @@
 """Find the cached functions, global variables and containers that the code of a model can reach.
 
-The search follows the names that the model's functions use, in their modules, classes and closures,
-and continues from the functions that it finds. It skips code of torch and of the standard library.
+The search follows the names that the model's functions use, in their modules, classes and closures, and
+continues from the functions that it finds. It skips code of torch and of the standard library.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _itself(function: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a value is stored: a key of a dict or list, a closure's cell, or an attribute of a class."""
+    """Where a value is stored: a key of a dict or list, a cell of a closure, or an attribute of a class."""
 
     holder: Any
     key: Any
@@ -52,7 +52,7 @@ class Slot:
     wrap: Callable[[Any], Any] = _itself  # staticmethod or classmethod, for an attribute of a class
 
     def read(self) -> Any:
-        """The value that is there now, or None."""
+        """The current value, or None."""
         try:
             if isinstance(self.holder, CellType):
                 return self.holder.cell_contents
@@ -64,7 +64,7 @@ class Slot:
             return None
 
     def write(self, value: Any) -> None:
-        """Put ``value`` there."""
+        """Store ``value``."""
         if isinstance(self.holder, CellType):
             self.holder.cell_contents = value
         elif isinstance(self.holder, type):
@@ -75,7 +75,7 @@ class Slot:
 
 @dataclass(slots=True)
 class ReachableState:
-    """What the code of modules can reach.
+    """The state that the code of modules can reach.
 
     ``cached`` are the slots of ``functools.lru_cache`` functions, ``variables`` those of global and
     closure variables that are None or tensors, ``containers`` dicts, lists and sets, ``codes`` the
@@ -88,14 +88,14 @@ class ReachableState:
     codes: list[CodeType] = field(default_factory=list)
 
     def extend(self, other: ReachableState) -> None:
-        """Add what ``other`` has."""
+        """Add everything in ``other``."""
         self.cached += other.cached
         self.variables += other.variables
         self.containers += other.containers
         self.codes += other.codes
 
     def assigned(self, names: Collection[str]) -> set[str]:
-        """Those of ``names`` that the code may assign to attributes, outside of ``__init__``."""
+        """The ``names`` of attributes that the code may assign to outside of ``__init__``."""
         wanted, found = set(names), set()
         for code in self._later_code():
             if wanted & set(code.co_names):
@@ -105,12 +105,12 @@ class ReachableState:
         return wanted & found
 
     def asks_for(self, name: str) -> bool:
-        """May the code ask whether there is an attribute ``name``, as by ``hasattr(self, name)``?"""
+        """May the code check whether an attribute ``name`` exists, as ``hasattr(self, name)`` does?"""
         asking = (x for x in self._later_code() if _ASKING.intersection(x.co_names))
         return any(name in _strings(code) for code in asking)
 
     def defines(self, code: CodeType) -> bool:
-        """Does the code define a function with this ``code``, outside of ``__init__``?"""
+        """Does the code define a function with this ``code`` outside of ``__init__``?"""
         return any(code in outer.co_consts for outer in self._later_code())
 
     def _later_code(self) -> Iterator[CodeType]:
@@ -148,7 +148,7 @@ class _Search:
             self._waiting.append(value)
 
     def look(self, holder: Any, key: Any, value: Any, wrap: Callable[[Any], Any] = _itself) -> None:
-        """Examine ``value``, which ``holder`` has at ``key``; without a holder it cannot be replaced."""
+        """Examine ``value``, which ``holder`` stores at ``key``. Without a holder, it cannot be replaced."""
         if type(value) is CACHED:
             wrapped = getattr(value, "__wrapped__", None)
             if hasattr(wrapped, "__code__") and _is_foreign(wrapped):
@@ -210,7 +210,9 @@ class _Search:
             except ValueError:  # it is empty
                 continue
         space = function.__globals__
-        if self._is_new(space):  # cached functions may be read in other ways, as by globals()[name]
+        if self._is_new(
+            space
+        ):  # cached functions may also be read in other ways, such as globals()[name]
             for name, value in list(space.items()):
                 if type(value) is CACHED:
                     self.look(space, name, value)

@@ -1,4 +1,4 @@
-"""Record what a model computes: run it once on fake tensors and write down every torch call.
+"""Record what a model computes: run it once on fake tensors and record every torch call.
 
 `placer.program.recorder` intercepts the calls, and `placer.program.writer` writes the graph. This file
 prepares the run, restores the modules afterwards, and attributes failures to the innermost module.
@@ -37,15 +37,17 @@ class RecordedProgram:
     location_of: dict[str, str]
     constants: dict[str, Tensor]
     result: ResultFormat
-    side_effects: tuple[tuple[str, str], ...]  # (module path, attribute) that forward changes
+    side_effects: tuple[tuple[str, str], ...]  # (module path, attribute) pairs that forward changes
     guards: tuple[AttributeGuard, ...]  # the plain attributes that forward read
     checkpointed: dict[str, str]  # path of a module under activation checkpointing -> source line
-    grad: bool | None  # whether gradients were said to be enabled; None: forward did not ask
+    grad: (
+        bool | None
+    )  # the answer given to ``torch.is_grad_enabled()``; None if forward never asked
     sizes: SizeLog
 
 
 class UnlocatedRandomDraw(TraceFailure):
-    """Forward drew random numbers that are not torch's; the run did not find out in which module."""
+    """Forward drew random numbers from Python or numpy; the run did not find out in which module."""
 
 
 def record_model(
@@ -62,15 +64,15 @@ def record_model(
     named: bool = True,
     forgotten: Sequence[Tensor] = (),
 ) -> RecordedProgram:
-    """Run ``fake_model``, the fake copy of ``model``, on fake ``inputs`` and write down what it does.
+    """Run ``fake_model``, the fake copy of ``model``, on fake ``inputs`` and record what it does.
 
-    Modules whose paths are in ``whole`` become single nodes, and so do the layers of ``torch.nn``;
-    where these read values of tensors, they get ``guess``. Code that asks whether gradients are enabled
-    gets ``grad``. With ``named``, equal graphs have equal
-    node names; a graph that is only compared does not need that. ``forgotten`` are tensors of ``model``
-    that were removed from ``fake_model``, which is restored afterwards. Raises ``TraceFailure`` naming
-    the innermost module that cannot be recorded, ``ForwardFailure`` when the model itself fails, and
-    ``CaptureError`` when it moves tensors to several devices, unless ``ignore_device_moves``.
+    Modules whose paths are in ``whole`` become single nodes, as do the layers of ``torch.nn``; where they
+    read values of tensors, they get ``guess``. ``torch.is_grad_enabled()`` returns ``grad`` to the model's
+    code. With ``named``, equal graphs have equal node names, which a graph that is only compared does not
+    need. ``forgotten`` are tensors of ``model`` that were removed from ``fake_model``, which is restored
+    afterwards. Raises ``TraceFailure``, which names the innermost module that cannot be recorded;
+    ``ForwardFailure`` if the model itself fails; and ``CaptureError`` if it moves tensors to several
+    devices, unless ``ignore_device_moves``.
     """
     snapshot = Snapshot(fake_model)
     make = partial(Recorder, ignore_device_moves=ignore_device_moves, grad=grad)
@@ -176,8 +178,8 @@ def _replace_buffers(
 ) -> list[tuple[str, str]]:
     """Record each buffer that forward replaced by another tensor as a copy into the buffer.
 
-    ``changes`` are (module path, attribute). Returns those that are no such replacements: also
-    buffers in ``forgotten``, which the model did not have before its first call.
+    ``changes`` are pairs (module path, attribute). Returns all other changes, among them buffers in
+    ``forgotten``, which the model did not have before its first call.
     """
     others = []
     for path, attribute in changes:
@@ -198,7 +200,7 @@ def _replace_buffers(
 
 @contextmanager
 def recording_modes(converter: FakeConverter) -> Iterator[None]:
-    """The modes of a recording: gradients on, also inside ``torch.no_grad``, and fake CPU tensors."""
+    """The modes of a recording: gradients on, even inside ``torch.no_grad``, and fake CPU tensors."""
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())

@@ -1,6 +1,6 @@
 """Intercept everything that a model computes while it runs on fake tensors.
 
-The model's Python code runs as usual, so control flow, containers and attributes need no care. Three
+The model's Python code runs as usual, so control flow, containers and attributes just work. Three
 things are intercepted: torch functions and methods (by a ``TorchFunctionMode``), calls of modules (a
 layer of ``torch.nn``, or a module that must stay whole, becomes one node), and arithmetic on sizes
 (`placer.program.size_recorder`).
@@ -154,12 +154,12 @@ class Recorder(TorchFunctionMode):
             yield
 
     def read_attribute(self, path: str, name: str) -> None:
-        """The module at ``path`` read an attribute. A single node reads its own again in every run."""
+        """The module at ``path`` read an attribute. A single-node module reads its own again in every run."""
         if not self.paused:
             self.attributes.add((path, name))
 
     def guards(self, compared: Sequence[Tensor] = ()) -> tuple[AttributeGuard, ...]:
-        """The attributes of the model that were read, with their values, also those of ``compared``."""
+        """The attributes of the model that were read, with their values, including those in ``compared``."""
         return make_guards(self.model, self.attributes, [*self.tensors_read, *compared])
 
     def run(self, bound: BoundCall, inputs: Sequence[Tensor]) -> list[Any]:
@@ -199,7 +199,7 @@ class Recorder(TorchFunctionMode):
             self.inside = before
 
     def run_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Record an operator that ran outside of any torch function, as of ``torch.from_numpy``."""
+        """Record an operator that ran outside of any torch function, as from ``torch.from_numpy``."""
         if self.paused or self.inside:
             return func(*args, **kwargs)
         with self.refusing(), without_torch_function():
@@ -227,7 +227,7 @@ class Recorder(TorchFunctionMode):
     def run_function(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a torch function or method on fake tensors, and record it.
 
-        Raises ``Untraceable`` for one that a graph cannot express.
+        Raises ``Untraceable`` if a graph cannot express it.
         """
         name = getattr(func, "__name__", "")
         if name == "__get__":
@@ -273,7 +273,7 @@ class Recorder(TorchFunctionMode):
     def record(
         self, op: str, target: Any, args: Any, kwargs: Any, value: Any, *, layer: str | None = None
     ) -> None:
-        """Write the node that made ``value``, under the present modes (gradients, autocast)."""
+        """Write the node that made ``value``, under the current modes (gradients, autocast)."""
         if not isinstance(target, Checkpointed):
             self.check_saving()
         modes = Modes.current()
@@ -285,7 +285,7 @@ class Recorder(TorchFunctionMode):
         self.writer.bind(value, self.writer.node(op, target, args, kwargs, layer=layer))
 
     def checkpointing(self) -> Checkpointed | None:
-        """How the model's code checkpoints activations here, or None."""
+        """How the model's code checkpoints activations at this point, or None if it does not."""
         if self.reentrant is not None:
             return Checkpointed(use_reentrant=True)
         if saved_tensor_hooks() != self.saved_hooks and is_checkpointing(saved_tensor_hooks()):
@@ -293,7 +293,7 @@ class Recorder(TorchFunctionMode):
         return None
 
     def check_saving(self) -> None:
-        """Refuse an operation under saved-tensor hooks of the model's own, which a node cannot have."""
+        """Refuse an operation under the model's own saved-tensor hooks, which a node cannot have."""
         if self.checkpointing() is not None:
             if self.writer.layer:
                 raise Untraceable("it checkpoints activations of its own code")
@@ -426,7 +426,7 @@ class Recorder(TorchFunctionMode):
             return self.read_constant(func, args, kwargs, error)
 
     def read_constant(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
-        """Call such a method on the value of a constant. Raises ``Untraceable`` for other tensors."""
+        """Call such a method on the value of a constant. Raises ``Untraceable`` for any other tensor."""
         node, constants = self.writer.node_of(args[0]), self.writer.constants
         known = find_value(node, constants, self.sizes.values)
         if known is None:
@@ -452,8 +452,8 @@ class Recorder(TorchFunctionMode):
     def keep_cached(self, value: Any) -> bool:
         """Does ``value``, an attribute that forward has set, cache constants?
 
-        It does if its tensors are computed from constants and sizes alone, such as a grid of
-        positions. Then the next run may read them; the program computes them anew in every call.
+        It does if its tensors are computed from constants and sizes alone, as a grid of positions is. Then
+        the next run may read them; the program computes them anew in every call.
         """
         writer = self.writer
         made = [t for t in tree_iter(value) if isinstance(t, Tensor) and writer.makes(t)]
@@ -465,7 +465,7 @@ class Recorder(TorchFunctionMode):
         return bool(made)
 
     def lines(self, results: Sequence[Any], *, constants: bool) -> list[str]:
-        """What is recorded, as text; without ``constants`` all constants look alike."""
+        """The recorded graph as text; without ``constants``, all constants look alike."""
         graph, sizes = self.writer.graph, self.sizes.values
         labels: dict[fx.Node, str] = {}
         if not constants:
@@ -478,14 +478,14 @@ class Recorder(TorchFunctionMode):
         return varying_lines(graph, results, labels)
 
     def check_constants(self) -> None:
-        """Refuse a forward that reads values of a constant and writes to it: the next run differs."""
+        """Refuse a forward that reads values of a constant and writes to it, since the next run differs."""
         for constant, (layer, location) in self.values_read.items():
             if is_written(constant):
                 raise TraceFailure(layer, _READS_VALUES, location)
 
 
 class _OperatorMode(DispatchMode):
-    """Reports operators to the recorder, which ignores those of torch functions that it intercepted."""
+    """Reports operators to the recorder, which ignores operators of torch functions that it intercepted."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()

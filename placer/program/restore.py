@@ -1,4 +1,4 @@
-"""Snapshots of modules' attributes, to find what a forward changed and to restore it."""
+"""Snapshots of the attributes of modules, to find and undo what a forward changed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _CONTAINERS = (dict, list, set)
 class Snapshot:
     """The ``__dict__`` of every module of ``model``, one level of containers deep.
 
-    Covers attributes set, deleted or replaced, and the contents of the dicts, lists and sets that
-    are attributes (``_parameters``, ``_buffers``, ``_modules`` and the hooks are such dicts).
-    Tensors count by identity; their data is not kept.
+    It covers attributes that are set, deleted or replaced, and the contents of dicts, lists and sets in
+    attributes (``_parameters``, ``_buffers``, ``_modules`` and the hook tables are such dicts). Tensors are
+    compared by identity; their data is not copied.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -30,7 +30,7 @@ class Snapshot:
         }
 
     def changes(self) -> Iterator[tuple[str, str]]:
-        """``(module path, attribute)`` of everything that has changed since, in module order."""
+        """The ``(module path, attribute)`` pairs that have changed since, in module order."""
         for path, module, before in self._modules:
             now = module.__dict__
             for name in [*before, *(name for name in now if name not in before)]:

@@ -1,4 +1,4 @@
-"""Flatten what ``forward`` returns to a list of leaves, and rebuild it, whatever Python object it is."""
+"""Flatten the result of ``forward``, which may be any Python object, to a list of leaves, and rebuild it."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ PLAIN = (  # types whose values may be arguments of a node as they are
 class PackedObject:
     """An object that pytree does not flatten, such as a key-value cache, pickled without its tensors.
 
-    Its tensors and sizes are leaves of the flat list. ``classes`` are those that pickle cannot find by
-    name, because they are defined inside functions. ``seen_by_loss`` says whether we assume that a
-    loss reads its tensors: we do for a dataclass, and for other objects if the result has no
-    floating-point tensor outside of objects.
+    Its tensors and sizes are leaves of the flat list. ``classes`` are classes that pickle cannot find by
+    name, because they are defined inside functions. ``seen_by_loss`` says whether a loss is assumed to read
+    its tensors: it is for a dataclass, and for other objects if the result has no floating-point tensor
+    outside of objects.
     """
 
     data: bytes  # the pickle
-    leaves: int  # how many of the leaves are its
+    leaves: int  # how many leaves belong to it
     seen_by_loss: bool
     classes: tuple[type, ...] = ()
 
@@ -54,7 +54,7 @@ class ResultFormat:
     objects: tuple[PackedObject | None, ...]  # per leaf of ``spec``: an object, or None: itself
 
     def visible(self, leaves: Sequence[Any]) -> list[Any]:
-        """The leaves that we assume a loss reads: all but those of objects such as caches."""
+        """The leaves that a loss is assumed to read: all except those of objects such as caches."""
         found, rest = [], list(leaves)
         for packed in self.objects:
             count = 1 if packed is None else packed.leaves
@@ -63,7 +63,7 @@ class ResultFormat:
         return found
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
-        """What ``forward`` returned, with these leaves."""
+        """The result of ``forward`` with these leaves."""
         values, rest = [], list(leaves)
         for packed in self.objects:
             count = 1 if packed is None else packed.leaves
@@ -77,8 +77,8 @@ def flatten_result(
 ) -> tuple[list[Any], ResultFormat]:
     """The leaves of ``result``, and the format to rebuild it from them.
 
-    Inside objects that pytree does not flatten, leaves are the tensors and what ``is_leaf`` accepts.
-    Raises ``Untraceable`` for an object that cannot be pickled.
+    Inside objects that pytree does not flatten, the leaves are tensors and everything that ``is_leaf``
+    accepts. Raises ``Untraceable`` for an object that cannot be pickled.
     """
     found, spec = tree_flatten(result)
     only_objects = not any(isinstance(x, Tensor) and x.is_floating_point() for x in found)
@@ -110,7 +110,7 @@ def flatten_result(
 
 
 def result_tensors(result: Any) -> list[Tensor]:
-    """The tensors in what a model returned that we assume a loss reads, in order."""
+    """The tensors in a model's result that a loss is assumed to read, in order."""
     leaves, form = flatten_result(result)
     return [leaf for leaf in form.visible(leaves) if isinstance(leaf, Tensor)]
 

@@ -1,7 +1,7 @@
 """Result shapes of common operators, computed without torch's fake kernels, which take 1 to 15 ms.
 
-A rule returns None, and torch's fake kernel runs, unless all tensors are of one floating-point type;
-most rules are for contiguous tensors only. `tests/program/test_fake_mode.py` compares every rule with
+Unless all tensors have the same floating-point type, a rule returns None and torch's fake kernel runs. Most
+rules are for contiguous tensors only. `tests/program/test_fake_mode.py` compares every rule with
 torch's kernel.
 """
 
@@ -33,7 +33,7 @@ class NewTensor:
 
 
 Recipe = tuple[bool, tuple[NewTensor | int | None, ...]]
-"""How to make an operator's results: whether they are a tuple; per result the tensor to make, the
+"""How to make an operator's results: whether they are a tuple, and for each result the tensor to make, the
 position of the argument that it is, or None."""
 
 _FLOATS = (torch.float32, torch.float64)
@@ -65,7 +65,7 @@ def _are_dense(*tensors: Tensor) -> bool:
 
 
 def _elementwise(*args: Any, **kwargs: Any) -> Recipe | None:
-    """Element by element of tensors that broadcast to the shape of one of them, and real numbers."""
+    """An elementwise operator on tensors that broadcast to the shape of one of them, and real numbers."""
     tensors = [x for x in args if isinstance(x, Tensor)]
     if any(isinstance(x, complex) for x in args) or not _are_dense(*tensors):
         return None
@@ -84,7 +84,7 @@ def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
 
 
 def _written(x: Tensor, *args: Any, **kwargs: Any) -> Recipe | None:
-    """Write to ``x``, element by element, from tensors that broadcast to its shape and real numbers."""
+    """An elementwise operator that writes to ``x`` from tensors that broadcast to its shape, and numbers."""
     tensors = [value for value in args if isinstance(value, Tensor)]
     overlaps = any(step == 0 and n > 1 for n, step in zip(x.shape, x.stride(), strict=True))
     if overlaps or any(isinstance(value, complex) for value in args):
@@ -117,7 +117,7 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Recipe | None:
 
 
 def _is_contiguous_format(x: Tensor) -> bool:
-    """Would a new tensor like ``x`` be contiguous? In one with channels last, they have the least stride."""
+    """Would a new tensor like ``x`` be contiguous, not channels-last (the channels with the least stride)?"""
     return _are_dense(x) or (
         x.dtype in _FLOATS
         and 0 not in x.shape
@@ -155,14 +155,14 @@ def _sum(
 
 
 def _slice_backward(grad: Tensor, sizes: Sequence[int], *args: Any) -> Recipe | None:
-    """The gradient of a tensor of shape ``sizes`` of which a part was taken."""
+    """The gradient of a sliced tensor, which had the shape ``sizes``."""
     return _single(_new(sizes, grad.dtype)) if grad.dtype in _FLOATS else None
 
 
 def _layer_norm(
     x: Tensor, normalized: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Recipe | None:
-    """The result, and per row the mean and the reciprocal standard deviation."""
+    """The result, and the mean and the reciprocal standard deviation of each row."""
     given = [tensor for tensor in (x, weight, bias) if tensor is not None]
     split = x.dim() - len(normalized)
     if not _are_dense(*given) or split < 0 or x.shape[split:] != tuple(normalized):
@@ -243,7 +243,7 @@ def _batch_norm(
     momentum: float,
     eps: float,
 ) -> Recipe | None:
-    """In training: the result, and per channel the mean and the reciprocal standard deviation."""
+    """In training: the result, and the mean and the reciprocal standard deviation of each channel."""
     given = [tensor for tensor in (weight, bias, mean, variance) if tensor is not None]
     if not training or not _are_dense(x, *given) or x.dim() < 3 or not _is_not_channels_last(x):
         return None
@@ -268,7 +268,7 @@ def _cudnn_batch_norm_backward(
 
 
 def _matching_lists(*args: Any, alpha: float = 1.0) -> Sequence[Tensor] | None:
-    """The first list of tensors, if the others have tensors of the same shapes, or numbers, there."""
+    """The first list of tensors, if the other lists have tensors of the same shapes, or numbers."""
     lists = [x for x in args if isinstance(x, list)]
     numbers = [alpha, *(x for x in args if not isinstance(x, list))]
     if len({len(x) for x in lists}) != 1:
@@ -341,7 +341,7 @@ SHAPE_RULES: dict[Any, Callable[..., Recipe | None]] = {
         _elementwise(grad, output) if dtype == grad.dtype else None
     ),
 }
-# Operators that optimizers call on all parameters at once. Keys for such lists would be slower than this.
+# Operators that optimizers call on all parameters at once; cache keys for such lists would be slower.
 LIST_RULES: dict[Any, Callable[..., Recipe | None]] = {
     **dict.fromkeys(
         (

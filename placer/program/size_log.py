@@ -1,8 +1,8 @@
-"""What a recording did with sizes, to find out whether it holds for every batch size.
+"""A log of what Python code did with sizes, to find out whether a recording is valid for every batch size.
 
-Capture records a model with its batch and with twice as many rows. If both graphs are the same, the graph is
-taken to hold for every batch size, unless Python code looked at sizes that depend on it: for a third batch
-size, ``if x.size(0) == 1`` may come out in another way.
+Capture records a model with its batch and with twice as many rows. If the graphs are equal, the graph is
+assumed to be valid for every batch size, unless Python code read sizes that depend on it: for a third batch
+size, ``if x.size(0) == 1`` may take the other branch.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """Python code compares sizes, or turns one into a plain number.
+    """Python code compared sizes, or turned one into a plain number.
 
-    ``operands`` are the numbers of the sizes, None for plain numbers. ``outcome`` is that of a comparison.
+    ``operands`` are the numbers of the sizes in the log, None for plain numbers. ``outcome`` is the result of
+    a comparison.
     """
 
     name: str  # of the method, such as "lt" or "int"
@@ -27,7 +28,7 @@ class Reading:
 class SizeLog:
     """The sizes of a recording, numbered in the order in which they were read or computed.
 
-    ``sources`` has for each size the numbers of those that it is computed from.
+    For each size, ``sources`` has the numbers of the sizes that it is computed from.
     """
 
     values: tuple[int | float, ...] = ()
@@ -36,10 +37,10 @@ class SizeLog:
 
 
 def reads_rows(log: SizeLog, doubled: SizeLog) -> bool:
-    """Whether Python code reads sizes that depend on the batch size: for a third one, it may do other things.
+    """Whether Python code reads sizes that depend on the batch size, and so may differ for a third one.
 
-    ``doubled`` is the log of a recording with twice the batch. Two sizes that are equal in both are taken
-    to be equal for every batch size.
+    ``doubled`` is the log of a recording with twice the batch. Two sizes that are equal in both recordings
+    are assumed to be equal for every batch size.
     """
     if len(log.values) != len(doubled.values) or len(log.readings) != len(doubled.readings):
         return True

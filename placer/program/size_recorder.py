@@ -14,7 +14,7 @@ from placer.program.writer import GraphWriter, executable
 
 
 class SizeRecorder:
-    """Writes nodes for sizes. ``values`` has the value of each such node in this run."""
+    """Writes nodes for sizes. ``values`` maps each such node to its value in this run."""
 
     def __init__(self, writer: GraphWriter, is_paused: Callable[[], bool]) -> None:
         self.values: dict[fx.Node, Any] = {}
@@ -32,7 +32,7 @@ class SizeRecorder:
         """The result of a method such as ``size`` or ``numel``, with recorded sizes."""
         tensor = args[0]
         value = func(*executable(args), **executable(kwargs))
-        if name == "__len__":  # Python makes a plain number of it
+        if name == "__len__":  # Python turns it into a plain number
             self.note_reading("int", (self._dimension(tensor, "size", 0, value),), None)
             return value
         if isinstance(value, torch.Size):
@@ -56,7 +56,7 @@ class SizeRecorder:
             self._readings.append((name, self._writer.layer, nodes, outcome))
 
     def log(self) -> SizeLog:
-        """All sizes so far, and what Python code has read of them."""
+        """All sizes so far, and which of them Python code has read."""
         number = {node: i for i, node in enumerate(self.values)}
         return SizeLog(
             values=tuple(self.values.values()),
@@ -76,7 +76,7 @@ class SizeRecorder:
         )
 
     def _dimension(self, tensor: Tensor, name: str, dim: Any, value: int) -> int:
-        """``value`` as a number that knows the node which computes it from ``tensor``."""
+        """``value`` as a number that refers to the node that computes it from ``tensor``."""
         source = self._writer.node_of(tensor)
         if source.op == "get_attr":  # the shape of a parameter is the same in every run
             return value
@@ -88,7 +88,7 @@ class SizeRecorder:
         return size
 
     def _number(self, node: fx.Node, value: Any) -> Any:
-        """``value`` as a number that knows that ``node`` computes it."""
+        """``value`` as a number that refers to ``node``, which computes it."""
         number: Any = SizeInt(value) if isinstance(value, int) else SizeFloat(value)
         number.node, number.recorder = node, self
         self.values[node] = value

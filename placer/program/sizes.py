@@ -1,10 +1,10 @@
 """Integers and floats that know which node of the graph computes them.
 
-``x.shape`` of a recorded tensor gives ``SizeInt``. For Python and torch these are ordinary integers,
-so control flow over sizes just runs, but arithmetic on them is recorded. A size that the code turns
-into a plain number (``range(n)``, ``int(n)``, a comparison) is fixed in the graph. Capture records
-with two batch sizes to find out whether that happened to the batch size. Comparisons are noted, because
-for a third batch size they may come out in another way (`placer.program.size_log`).
+``x.shape`` of a recorded tensor consists of ``SizeInt``. For Python and torch these are ordinary integers, so
+control flow over sizes just runs, but arithmetic on them is recorded. A size that the code turns into a plain
+number (``range(n)``, ``int(n)``, a comparison) is fixed in the graph. Capture records with two batch sizes to
+find out whether that happened to the batch size. Comparisons are logged, because they may give another result
+for a third batch size (`placer.program.size_log`).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class NumberRecorder(Protocol):
     """Makes the nodes for arithmetic on sizes."""
 
     def record_number(self, function: Callable[..., Any], args: tuple[Any, ...], value: Any) -> Any:
-        """Make a node for ``function(*args)``, and return its ``value`` as a number that knows the node."""
+        """Make a node for ``function(*args)``; returns its ``value`` as a number that refers to the node."""
 
     def note_reading(self, name: str, args: tuple[Any, ...], outcome: bool | None) -> None:
         """Note that Python code compares the numbers ``args``, or turns one into a plain number.
 
-        ``name`` is that of the method without underscores, such as "lt" or "int".
+        ``name`` is the name of the method without underscores, such as "lt" or "int".
         """
 
 

@@ -1,4 +1,4 @@
-"""Callables that are targets of graph nodes where torch has no function for what the model does."""
+"""Targets of graph nodes for operations of a model that torch has no function for."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from placer.program.result import flatten_result
 
 
 class Modes(NamedTuple):
-    """The modes of a thread that a ``with`` block in forward may switch."""
+    """The modes of a thread that a ``with`` block in forward may change."""
 
     grad: bool
     inference: bool
@@ -43,8 +43,8 @@ class Modes(NamedTuple):
 class UnderModes:
     """Calls ``function`` with gradients and autocast as they were at that point of forward.
 
-    A region ``torch.autocast(x.device.type)`` is recorded on the CPU but must act on the device of the
-    stage. So what forward switched for the CPU alone is switched for CUDA too.
+    A block ``torch.autocast(x.device.type)`` is recorded on the CPU, but must affect the device of the stage.
+    So a setting that forward changed only for the CPU is changed for CUDA too.
     """
 
     def __init__(self, function: Callable[..., Any], inside: Modes, outside: Modes) -> None:
@@ -93,7 +93,7 @@ class CallMethod:
 
 
 def call_module(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    """``module(*args, **kwargs)``, for a node that gets the module as an argument."""
+    """Call ``module(*args, **kwargs)``, for a node that gets the module as an argument."""
     return module(*args, **kwargs)
 
 
@@ -103,16 +103,16 @@ def get_field(value: Any, name: str) -> Any:
 
 
 SELECTS: tuple[Callable[..., Any], ...] = (operator.getitem, get_field)
-"""Targets of nodes that take one value out of several. A stage passes on what they take, never the whole."""
+"""Targets of nodes that select one of several values. A stage passes on only the selected value."""
 
 
 class Checkpointed:
     """Calls a module under ``torch.utils.checkpoint``, as the model's code did.
 
-    ``differentiated``: the model's code passed the reentrant checkpoint another input that requires a
-    gradient, often a dummy parameter, so that the module's parameters get gradients even if none of
-    the module's inputs requires one. As reentrant checkpointing cannot do that without such an input,
-    the call is then non-reentrant.
+    ``differentiated``: the model's code passed the reentrant checkpoint an extra input that requires a
+    gradient, often a dummy parameter, so that the module's parameters get gradients even if none of the
+    module's own inputs requires one. Reentrant checkpointing cannot do that without such an input, so the
+    call is non-reentrant instead.
     """
 
     def __init__(self, *, use_reentrant: bool, differentiated: bool = False) -> None:
@@ -138,7 +138,7 @@ def _requires_grad(value: Any) -> bool:
 
 
 class ApplyFunction:
-    """Calls ``apply`` of a custom ``torch.autograd.Function``, which is one node with its own backward."""
+    """Calls ``apply`` of a custom ``torch.autograd.Function``, which is a node with its own backward."""
 
     def __init__(self, function: type[torch.autograd.Function]) -> None:
         self.function = function
@@ -168,7 +168,7 @@ class BuildTree:
 
 
 class WholeRoot:
-    """Calls the whole model, for one whose own ``forward`` cannot be recorded.
+    """Calls the whole model, if its own ``forward`` cannot be recorded.
 
     The arguments are the parameters and buffers ``names``, in this order, and then the inputs.
     ``skeleton`` is the model with its tensors on ``meta``; writes to buffers go to the arguments.

@@ -35,69 +35,74 @@ class CallFormat:
 
     signature: inspect.Signature
     in_spec: TreeSpec  # of the dict {parameter name: value}
-    positional: Mapping[str, bool]  # per parameter that the caller passed: was it positional?
+    positional: Mapping[str, bool]  # parameter that the caller passed -> was it positional?
     leaf_names: tuple[str, ...]  # a readable path per flattened leaf, such as "x" or "batch.0"
     constants: tuple[Any, ...]  # per flattened leaf: the non-tensor value, or TENSOR
     example_shapes: tuple[torch.Size, ...]  # per tensor leaf
     batch_size: int | None  # size(0) of the first tensor input that has a dimension
     batched: tuple[bool, ...]  # per tensor leaf: is its dimension 0 the batch?
-    result: ResultFormat  # how the flat list of leaves becomes what forward returned
+    result: ResultFormat  # how to rebuild forward's result from the flat list of leaves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """The conditions of a capture. Under other ones, the model may run other operations."""
+    """The conditions of a capture. Under other conditions, the model may run other operations."""
 
     modes: tuple[bool, ...]  # the training flag of every module, in the order of ``modules()``
     shapes: tuple[torch.Size, ...]  # per tensor input
     dtypes: tuple[torch.dtype, ...]
     any_batch_size: bool  # is the graph the same for twice the batch?
-    reads_rows: bool  # might it be another one for a third batch size?
-    readings: tuple[Reading, ...]  # what Python code read of sizes
+    reads_rows: bool  # might the graph differ for a third batch size?
+    readings: tuple[Reading, ...]  # where Python code read sizes
     whole: frozenset[str]  # paths of the modules that are a single node
-    guess: int  # 0 or 1: what those modules get where they read values of fake tensors
+    guess: int  # 0 or 1: the value that these modules get where they read values of fake tensors
     lines: tuple[str, ...]  # the graph as text, a line per node
-    locations: tuple[str, ...]  # the source line of each of these: "file.py:123", or ""
+    locations: tuple[str, ...]  # the source line of each line of the graph: "file.py:123", or ""
     guards: tuple[AttributeGuard, ...]  # the plain attributes that the program's Python code read
     ignore_device_moves: bool = False  # was the model's own choice of devices ignored?
-    grad: bool | None = None  # were gradients said to be enabled? None: forward did not ask
-    hooked_by_forward: bool = False  # did the model have hooks that forward itself installs?
+    grad: bool | None = (
+        None  # the answer to ``torch.is_grad_enabled()``; None if forward never asked
+    )
+    hooked_by_forward: bool = False  # had forward itself installed hooks on the model?
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
     """A model as an ``fx`` graph. It owns no weights: ``model`` is the caller's module.
 
-    The graph's output node returns the flat list of leaves of ``forward``'s result. A
-    ``torch.device`` among a node's arguments is always ``cpu``: it stands for the device of the
-    stage that runs the node, also where the model's code names an accelerator
-    (`placer.program.moves`). A ``get_attr`` node may give a whole submodule to a ``call_function``
-    node that calls it under ``torch.no_grad`` or ``torch.autocast``; the two are then in one
-    ``colocated`` group. Sizes are nodes of their own, and stages may pass them on as integers.
-    Tables per node are keyed by node name.
+    The graph's output node returns the flat list of leaves of ``forward``'s result. A ``torch.device``
+    among a node's arguments is always ``cpu``: it stands for the device of the stage that runs the node,
+    even if the model's code names an accelerator (`placer.program.moves`). A ``get_attr`` node may pass a
+    whole submodule to a ``call_function`` node that calls it under ``torch.no_grad`` or ``torch.autocast``;
+    the two are then in one ``colocated`` group. Sizes are nodes of their own, which stages may pass on as
+    integers. Tables of nodes are keyed by node name.
     """
 
     model: nn.Module
     graph: fx.Graph  # never changed after capture
     order: tuple[str, ...]  # all nodes but placeholders and output, in the order in which they ran
-    # Node -> path of the module whose code ran it ("": the model itself).
+    # Node -> path of the module whose code ran it ("": the model itself)
     layer_of: Mapping[str, str]
     state_of: Mapping[str, tuple[str, ...]]  # node -> names of the parameters and buffers it reads
-    mutated_state_of: Mapping[str, tuple[str, ...]]  # node -> names of those it writes in forward
+    mutated_state_of: Mapping[
+        str, tuple[str, ...]
+    ]  # node -> names of the state that it writes in forward
     mutated_inputs: tuple[str, ...]  # names of the tensor inputs that forward changes in place
     colocated: tuple[tuple[str, ...], ...]  # groups of nodes that must share a stage
     rng_nodes: tuple[str, ...]  # nodes that draw random numbers, in program order
-    constants: Mapping[str, torch.Tensor]  # get_attr node -> tensor that is no parameter or buffer
+    constants: Mapping[
+        str, torch.Tensor
+    ]  # get_attr node -> tensor that is not a parameter or buffer
     call: CallFormat
     whole_modules: tuple[WholeModule, ...]
     fingerprint: str  # changes when the graph, or a name, shape or dtype of the state does
     conditions: Conditions
-    training: bool  # ``model.training`` at capture; the graph is of that mode
+    training: bool  # ``model.training`` at capture; the graph is for that mode
     fixed_batch_reason: str = ""  # why only the captured batch size works; "" when every size does
     # Constants in attributes.
     constant_paths: Mapping[str, TensorPath] = field(default_factory=dict)
     location_of: Mapping[str, str] = field(default_factory=dict)  # node -> "file.py:123" or ""
-    notes: tuple[str, ...] = ()  # sentences for the user on what the graph leaves out
+    notes: tuple[str, ...] = ()  # sentences that tell the user what the graph leaves out
 
 
 def training_flags(model: nn.Module) -> tuple[bool, ...]:

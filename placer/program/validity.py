@@ -1,4 +1,4 @@
-"""Find out whether a captured graph is also right for other sizes, dtypes or modes of the model."""
+"""Find out whether a captured graph is also valid for other sizes, dtypes or modes of the model."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SameProgram:
-    """The model's operations are those of the captured graph; the fields are of this recording."""
+    """The model's operations are those of the captured graph. The fields describe the new recording."""
 
     guards: tuple[AttributeGuard, ...]
     grad: bool | None  # as in `Conditions`
-    any_rows: bool  # are they for every batch size?
+    any_rows: bool  # are the operations the same for every batch size?
 
 
 def condition_key(call: CallFormat, modes: tuple[bool, ...], tensors: Sequence[Tensor]) -> Hashable:
@@ -50,7 +50,7 @@ def condition_key(call: CallFormat, modes: tuple[bool, ...], tensors: Sequence[T
 
 
 def row_counts(call: CallFormat, tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """The batch size of a call, for each of its ``tensors`` that has one."""
+    """The batch size of a call: size(0) of each of its ``tensors`` that has a batch dimension."""
     pairs = zip(tensors, call.batched, strict=True)
     return tuple(tensor.size(0) for tensor, batched in pairs if batched)
 
@@ -66,11 +66,10 @@ def find_difference(
 ) -> Difference | SameProgram:
     """Record ``model`` called with these arguments, and compare with the graph in ``conditions``.
 
-    What forward returns must have the captured ``result`` format too: the same graph may end in a dict
-    with other keys. One forward on fake tensors; nothing is allocated. A model that is a single node is
-    never the same, because the node holds a copy of its attributes and modes. ``grad`` is as for
-    `capture_model`. Raises ``CaptureError``
-    when the model itself fails.
+    The result must have the captured ``result`` format too, since the same graph may end in a dict with
+    other keys. This takes one forward on fake tensors; nothing is allocated. A model that is a single node
+    always differs, because the node has a copy of its attributes and modes. ``grad`` is as in
+    `capture_model`. Raises ``CaptureError`` if the model itself fails.
     """
     if "" in conditions.whole:
         return Difference(location="", operation="")

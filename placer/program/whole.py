@@ -37,7 +37,7 @@ def record_whole(
 ) -> RecordedProgram:
     """A graph that calls all of ``model`` in one node, a function of its parameters, buffers and inputs.
 
-    Raises ``ForwardFailure`` when the model itself fails.
+    Raises ``ForwardFailure`` if the model itself fails.
     """
     snapshot = Snapshot(fake_model)
     guesses = GuessData(converter.mode, guess)

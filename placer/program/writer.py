@@ -1,6 +1,6 @@
-"""Write the graph of a recording, and know which node made which tensor, number or container.
+"""Write the graph of a recording, and track which node made which tensor, number or container.
 
-Each tensor, by identity, has the node that made it. A tensor that no node made is a parameter, a
+Every tensor, by identity, belongs to the node that made it. A tensor that no node made is a parameter, a
 buffer or a constant, and gets a ``get_attr`` node when it is first used.
 """
 
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 class GraphWriter:
-    """The graph so far, with each node's module path, source line and constant, by node name.
+    """The graph so far, with the module path, source line and constant of each node, by node name.
 
     ``layer`` is the path of the module whose code is running.
     """
@@ -76,7 +76,7 @@ class GraphWriter:
         pure: bool = False,
         layer: str | None = None,
     ) -> fx.Node:
-        """Add a node; a ``pure`` one, or a ``get_attr``, is erased at the end if nothing uses it."""
+        """Add a node. A ``pure`` node or a ``get_attr`` is erased at the end if nothing uses it."""
         node_args, node_kwargs = self.argument(tuple(args)), self.argument(dict(kwargs or {}))
         # Temporary names, because torch takes long to derive one from the target; see `finish`.
         node = self.graph.create_node(op, target, node_args, node_kwargs, f"_{len(self.layer_of)}")
@@ -89,7 +89,7 @@ class GraphWriter:
     def replace_buffer(self, name: str, value: Tensor, layer: str) -> None:
         """Record that forward replaced the buffer ``name`` by ``value``: copy the value into the buffer.
 
-        Nodes that read the buffer read a copy of it instead, so that backward has the old values.
+        Nodes that read the buffer now read a copy of it, so that backward has the old values.
         """
         for read in self.graph.find_nodes(op="get_attr", target=name):
             with self.graph.inserting_after(read):
@@ -106,8 +106,8 @@ class GraphWriter:
     ) -> fx.Graph:
         """The finished graph, with ``leaves`` as its result and without unused pure nodes.
 
-        ``numbers`` has the nodes of sizes, and their values. With ``named``, equal graphs have equal node
-        names. A graph that is only compared needs none.
+        ``numbers`` maps the nodes of sizes to their values. With ``named``, equal graphs have equal node
+        names, which a graph that is only compared does not need.
         """
         self.graph.output(leaves)
         for node in reversed(self.graph.nodes):
@@ -126,7 +126,7 @@ class GraphWriter:
     # -- which node made what --------------------------------------------------------------------
 
     def bind(self, value: Any, node: fx.Node) -> None:
-        """Note that ``node`` made every tensor in ``value``; of two places of a tensor the first counts."""
+        """Note that ``node`` made every tensor in ``value``. If one occurs twice, the first place counts."""
         self._bind(value, node, set())
 
     def _bind(self, value: Any, node: fx.Node, bound: set[int]) -> None:
@@ -241,10 +241,10 @@ def executable(value: Any) -> Any:
 
 
 def _named_anew(graph: fx.Graph) -> tuple[fx.Graph, dict[str, str]]:
-    """A copy of the graph with fx's names, and old name -> new name.
+    """A copy of the graph with fx's names, and a map old name -> new name.
 
-    Names hold numbers. They must not count erased nodes, whose number differs from run to run (einops
-    parses a pattern once per process), so that the same graph always has the same names.
+    Names contain numbers. These must not count erased nodes, so that equal graphs always have equal names:
+    how many nodes are erased differs between runs, since einops parses a pattern only once per process.
     """
     fresh = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}

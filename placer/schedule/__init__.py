@@ -2,7 +2,7 @@
 
 Nothing here imports torch. `make_schedule` returns the actions of each rank, `linearize` puts the actions
 of all ranks into one order, `find_messages` finds the messages between ranks, and `in_flight_by_stage`
-counts the micro-batches that each stage keeps activations of.
+counts the micro-batches whose activations each stage keeps.
 """
 
 from placer.schedule.batch import split_batch

@@ -13,7 +13,7 @@ def split_batch(total: int, replicas: int, microbatches: int) -> tuple[tuple[int
 
 
 def _chunk_sizes(total: int, chunks: int) -> tuple[int, ...]:
-    """The sizes that ``torch.chunk`` gives: at most ``chunks`` of them, none zero unless ``total`` is.
+    """The chunk sizes of ``torch.chunk``: at most ``chunks`` of them, none zero unless ``total`` is zero.
 
     >>> _chunk_sizes(30, 8), _chunk_sizes(10, 8), _chunk_sizes(10, 3)
     ((4, 4, 4, 4, 4, 4, 4, 2), (2, 2, 2, 2, 2), (4, 4, 2))

@@ -47,7 +47,7 @@ def make_schedule(
 
 
 def ranks_of(devices: Sequence[str]) -> tuple[int, ...]:
-    """For each stage the number of its device; devices are numbered in the order of their first stage.
+    """The number of each stage's device; devices are numbered in the order of their first stage.
 
     >>> ranks_of(["cuda:1", "cuda:0", "cuda:1"])
     (0, 1, 0)
@@ -60,7 +60,7 @@ def schedule_on(name: str, rank_of: Sequence[int], num_microbatches: int) -> Sch
     """The schedule ``name`` with stage ``s`` on rank ``rank_of[s]``.
 
     If stages are on ranks in turn, and micro-batches divide evenly into rounds, the order is that of
-    `make_schedule`. The papers have no order for other cases. There each rank runs its actions in the
+    `make_schedule`. The papers have no order for other cases. In those, each rank runs its actions in the
     order in which one process would run the schedule with one rank per stage. That order respects all
     dependencies, so there is no deadlock.
 
@@ -146,8 +146,8 @@ def _alternate(
 ) -> list[Action]:
     """Warm-up forwards, then alternately one forward and one backward, then the remaining backwards.
 
-    A rank's warm-up has ``hop`` forwards for every rank after it. With ``delay`` each backward is split
-    in two halves, and the one for weights runs ``delay`` backwards after the one for inputs.
+    A rank's warm-up has ``hop`` forwards for every rank after it. With ``delay``, each backward is split into
+    two halves, and the half for weights runs ``delay`` backwards after the half for inputs.
     """
     per_rank = num_stages // num_ranks
     rounds = max(1, num_microbatches // num_ranks)

@@ -1,4 +1,4 @@
-"""Counts the micro-batches of which a stage keeps activations or gradients while it runs another one."""
+"""Counts the micro-batches whose activations or gradients a stage keeps while it runs another one."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class InFlight:
     ``first_backward`` others are in flight. Only moments that no other moment exceeds are kept.
 
     ``pending_at_forwards`` and ``pending_at_backwards`` count gradients that the stage has computed for
-    earlier stages, and that these have not used yet. Each entry is a moment; it has for every earlier
-    stage the number of micro-batches.
+    earlier stages and that those have not used yet. Each entry is a moment, with a number of micro-batches
+    for every earlier stage.
     """
 
     microbatches: int = 1

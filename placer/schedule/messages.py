@@ -3,7 +3,7 @@
 Messages are ordered by the action that makes the value, in the order of `linearize`. Each rank handles
 its messages in that order: it starts a receive only after it has sent every earlier message of the same
 pair of ranks. So no wait is circular, even if a message leaves its sender only when the receiver is ready
-for it. The reason: the first message that has not arrived depends only on actions that come before it.
+for it: the first message that has not arrived depends only on actions that come before it.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def _is_ready(action: Action, done: set[tuple[int, str, int]], schedule: Schedul
 
 
 def _needs(action: Action, schedule: Schedule) -> Iterator[tuple[int, str, int]]:
-    """Keys of the actions on which ``action`` depends, in its own and a neighbouring stage."""
+    """Keys of the actions that ``action`` depends on, in its own and in a neighbouring stage."""
     stage, microbatch = action.stage_index, action.microbatch_index
     if action.kind == "F":
         if stage > 0:
@@ -85,5 +85,5 @@ def _needs(action: Action, schedule: Schedule) -> Iterator[tuple[int, str, int]]
 
 
 def _key(action: Action) -> tuple[int, str, int]:
-    """A key of the action; I and B have the same, as both compute the gradients of the stage's inputs."""
+    """A key of the action. I and B share one, because both compute the gradients of the stage's inputs."""
     return action.stage_index, "B" if action.kind == "I" else action.kind, action.microbatch_index

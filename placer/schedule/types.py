@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """One stage's forward or backward of one micro-batch; ``str`` gives torch's notation.
+    """The forward or backward of one micro-batch on one stage; ``str`` gives torch's notation.
 
     Kinds: ``F`` forward, ``B`` whole backward, ``I`` its half for inputs, ``W`` its half for weights.
 

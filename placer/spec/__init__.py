@@ -1,4 +1,4 @@
-"""The placement spec: read a JSON file and check it, without importing torch."""
+"""The placement spec: reads a JSON file and checks it, without importing torch."""
 
 from placer.spec.layers import match_paths, resolve_layers, resolve_patterns
 from placer.spec.load import load_spec

@@ -1,4 +1,4 @@
-"""Checks across fields of a spec: device names and counts that must agree."""
+"""Checks that fields of a spec agree with each other: names of devices, and counts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Problem = tuple[str, str, str]
 
 
 def cross_problems(data: Any) -> list[Problem]:
-    """Problems between fields of an unvalidated spec; values of a wrong type are skipped here."""
+    """Contradictions between fields of an unvalidated spec. Values of a wrong type are skipped here."""
     if not isinstance(data, Mapping):
         return []
     names = _names(data.get("devices"))
@@ -72,7 +72,7 @@ def _unknown_targets(layers: Any, names: list[str | None]) -> list[Problem]:
 
 
 def _rows(data: Mapping[str, Any], names: list[str | None]) -> list[Problem]:
-    """Problems of ``replica_devices``, or of the devices that are derived if it is not given."""
+    """Problems with ``replica_devices`` or, if it is not given, with the devices derived instead."""
     rows = data.get("replica_devices") or ()
     replicas = data.get("replicas", 1)
     first = [name for name in names if name]
@@ -99,7 +99,7 @@ def _wrong_count(rows: int, replicas: int) -> list[Problem]:
 
 
 def _wrong_rows(rows: list[list[str | None]], first: list[str]) -> list[Problem]:
-    """Rows whose length differs from the first replica's, and devices that are listed twice."""
+    """Problems: rows whose length differs from the first replica's, and devices listed twice."""
     problems = [
         (
             f"/replica_devices/{i}",
@@ -113,7 +113,7 @@ def _wrong_rows(rows: list[list[str | None]], first: list[str]) -> list[Problem]
     for i, row in enumerate(rows):
         for j, name in enumerate(row):
             if name is not None and _torch_name(name) in seen:
-                problem = f"{name!r} is used for something else already"
+                problem = f"{name!r} is already used for something else"
                 remedy = "name a different device for every stage of every replica"
                 problems.append((f"/replica_devices/{i}/{j}", problem, remedy))
             seen |= {_torch_name(name)} if name else set()

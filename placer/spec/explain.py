@@ -1,4 +1,4 @@
-"""Translate pydantic's errors to problems, each with a JSON pointer into the user's file."""
+"""Translate pydantic's errors into problems, each with a JSON pointer into the user's file."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _EXAMPLES = {
 
 
 def explain_errors(error: ValidationError, data: Any, keys: Sequence[str]) -> list[Problem]:
-    """Every error in ``error`` as (JSON pointer, problem, remedy); ``keys`` are those of a spec."""
+    """Every error in ``error`` as (JSON pointer, problem, remedy); ``keys`` are the valid keys of a spec."""
     details = error.errors(include_url=False)
     return [_explain(detail, data, keys) for detail in details if not _is_echo(detail)]
 
 
 def _is_echo(detail: ErrorDetails) -> bool:
-    """Is it pydantic's "too short" for a list whose entries are not valid? Their errors suffice."""
+    """Is it pydantic's "too short" for a list with invalid entries? The errors of the entries suffice."""
     return detail["type"] == "too_short" and bool(detail["input"])
 
 

@@ -1,4 +1,4 @@
-"""Types of a spec's fields: how each is read from JSON, checked and described in the schema."""
+"""The types of a spec's fields: how each is read from JSON, checked, and described in the schema."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEVICE_TYPES = ("cuda", "cpu", "xpu", "mps", "hpu")
 _DEVICE = re.compile(r"([a-z]+)(?::(0|[1-9]\d{0,3}))?")
 _MISSPELT_DEVICE = re.compile(r"\s*([a-z]+)[^a-z0-9]*(\d{0,4})\s*", re.IGNORECASE)
 _ALIASES = {"gpu": "cuda", "nvidia": "cuda", "hip": "cuda", "rocm": "cuda"}
-MOST = 2**16  # replicas or micro-batches; a larger number must be a typing error
+MOST = 2**16  # replicas or micro-batches; a larger number must be a typo
 _LEAST_MEMORY = 512  # bytes of a device; a smaller number was meant in GiB
 
 
@@ -42,7 +42,7 @@ def device_name(value: Any) -> str:
 
 
 def _nearest_device(name: str) -> str | None:
-    """The device that was probably meant: ``cuda:0`` for ``GPU:0`` or ``cuda0``, or None."""
+    """The device that was probably meant, such as ``cuda:0`` for ``GPU:0`` or ``cuda0``; or None."""
     match = _MISSPELT_DEVICE.fullmatch(name)
     if match is None:
         return None
@@ -60,12 +60,12 @@ def device_kind_name(value: Any) -> str:
     ('h100', 'my-gpu.json')
     """
     if isinstance(value, str) and is_kind_file(value):
-        return value  # read when a plan is made
+        return value  # the file is read when a plan is made
     if not isinstance(value, str) or value.lower() not in CATALOGUE:
         near = nearest(value.lower(), CATALOGUE) if isinstance(value, str) else None
         hint = f"did you mean {near!r}? " if near else ""
         raise ValueError(
-            f"{value!r} is no kind of device in the catalogue; {hint}it has {', '.join(CATALOGUE)}; "
+            f"{value!r} is not a device kind in the catalogue; {hint}it has {', '.join(CATALOGUE)}; "
             "or name a file that 'placer calibrate' wrote, or leave the kind out and give the memory"
         )
     return value.lower()
@@ -110,7 +110,7 @@ def _patterns(value: Any) -> tuple[str, ...] | str:
 
 
 def _schedule(value: Any) -> Any:
-    """The name of the schedule as torch spells it; case does not matter."""
+    """The name of the schedule in torch's spelling; the case of ``value`` does not matter."""
     known = {name.lower(): name for name in SCHEDULES}
     return known.get(value.lower(), value) if isinstance(value, str) else value
 

@@ -1,4 +1,4 @@
-"""Match the layer patterns of a spec with the module paths of a model."""
+"""Match the layer patterns of a spec against the module paths of a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from placer.spec.check import Problem
 def resolve_layers(
     layers: Mapping[str, str], paths: Iterable[str]
 ) -> tuple[dict[str, str], list[Problem]]:
-    """Path -> device for every path that a pattern covers, and a problem per pattern without a match.
+    """Path -> device for every path that a pattern covers, and a problem for each pattern without a match.
 
     A pattern covers the subtree of every path that it matches; later patterns win. Takes
     O(paths x patterns).
@@ -36,7 +36,7 @@ def resolve_layers(
 def resolve_patterns(
     field: str, patterns: Iterable[str], paths: Iterable[str]
 ) -> tuple[set[str], list[Problem]]:
-    """All paths that any of ``patterns`` covers, and a problem for each that matches nothing."""
+    """All paths that any of ``patterns`` covers, and a problem for each pattern that matches nothing."""
     known = [path for path in paths if path]
     covered = {pattern: match_paths(pattern, known) for pattern in patterns}
     missing = [pattern for pattern, found in covered.items() if not found]
@@ -45,7 +45,7 @@ def resolve_patterns(
 
 
 def match_paths(pattern: str, paths: Iterable[str]) -> list[str]:
-    """Those of ``paths`` that ``pattern`` covers: it matches the path or one of its ancestors.
+    """The ``paths`` that ``pattern`` covers: it matches the path or one of its ancestors.
 
     >>> match_paths("**.conv*", ["stem", "block.0.conv1", "block.0.conv1.weight", "conv"])
     ['block.0.conv1', 'block.0.conv1.weight', 'conv']

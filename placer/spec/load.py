@@ -26,7 +26,7 @@ def load_spec(source: str | Path | Mapping[str, Any]) -> PlacementSpec:
 
 
 def read_spec_text(path: Path) -> str:
-    """The text of the file. Raises ``SpecError`` when it cannot be read."""
+    """The text of the file. Raises ``SpecError`` if it cannot be read."""
     try:
         return read_text(path)
     except JSONError as error:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def shifted_rows(names: Sequence[str], replicas: int) -> list[list[str]]:
-    """``names`` for replica 0; for each further replica, indices shifted by the devices of that type.
+    """``names`` for replica 0. For further replicas, indices are shifted by the number of devices per type.
 
     >>> shifted_rows(["cuda:0", "cuda:1"], 2)
     [['cuda:0', 'cuda:1'], ['cuda:2', 'cuda:3']]

@@ -9,7 +9,7 @@ from placer.spec.types import PlacementSpec
 
 
 def spec_schema() -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) that `specs/placement.schema.json` holds."""
+    """The JSON Schema (draft 2020-12) in `specs/placement.schema.json`."""
     schema = PlacementSpec.model_json_schema(by_alias=True)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 

@@ -44,12 +44,12 @@ from placer.spec.fields import (
 )
 from placer.spec.rows import shifted_rows
 
-_SHOWN = 6  # layers or devices shown in a `repr`
+_SHOWN = 6  # how many layers or devices a `repr` shows
 _MODEL = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
 
 class DeviceSpec(BaseModel):
-    """A device of a replica: its name alone, or with its memory and kind."""
+    """A device of a replica: its name, and optionally its memory and kind."""
 
     model_config = _MODEL
 
@@ -187,7 +187,7 @@ class PlacementSpec(BaseModel):
     )
     microbatches: Count = Field(
         default=1,
-        description="Number of micro-batches into which a replica's batch is cut, or 'auto'.",
+        description="Number of micro-batches that a replica's batch is split into, or 'auto'.",
     )
     schedule: ScheduleField = Field(
         default="GPipe", description="Order of micro-batch forwards and backwards, by torch's name."
@@ -211,7 +211,7 @@ class PlacementSpec(BaseModel):
     batch_norm: BatchNormMode = Field(
         default="per_microbatch",
         description="per_microbatch: batch statistics of each micro-batch; deferred: running statistics "
-        "are updated once per step, as if the batch had not been cut; sync: statistics over replicas.",
+        "are updated once per step, as if the batch had not been split; sync: statistics over replicas.",
     )
     optimizer: Optimizer = Field(
         default="adam", description="The optimizer whose state the memory estimate counts."
@@ -269,7 +269,7 @@ class PlacementSpec(BaseModel):
         return [field.alias or name for name, field in cls.model_fields.items()]
 
     def __repr__(self) -> str:
-        """The fields that are not at their defaults; of many layers the first few."""
+        """The fields that differ from their defaults; of many layers, only the first few."""
         given = [
             f"{name}={_shortened(getattr(self, name))}"
             for name, field in type(self).model_fields.items()
@@ -280,7 +280,7 @@ class PlacementSpec(BaseModel):
     __str__ = __repr__
 
     def device_rows(self, replicas: int) -> list[list[str]]:
-        """Device names per replica; row 0 is ``devices``.
+        """The device names of each replica; row 0 is ``devices``.
 
         Raises ``SpecError`` if two replicas would share a device.
         """
@@ -300,7 +300,7 @@ class PlacementSpec(BaseModel):
         return self.model_copy(update={"layers": dict(layers)})
 
     def to_json(self) -> str:
-        """The spec as JSON text without the fields that are at their defaults."""
+        """The spec as JSON text, without fields that have their default values."""
         # pydantic's exclude_defaults does not leave out fields that have a serializer.
         given = {
             name for name, f in type(self).model_fields.items() if getattr(self, name) != f.default

@@ -1,4 +1,4 @@
-"""What happens on devices during a training step: memory that is allocated and freed, and time.
+"""The timeline of a training step on its devices: memory that is allocated and freed, and time.
 
 `Timeline` has the blocks of memory that each device allocates and frees, in order. Sweeps over it find
 the peak (`Timeline.peaks`), what torch's allocator reserves (`placer.timeline.allocator`), and the host

@@ -1,7 +1,7 @@
 """Models torch's CUDA caching allocator, to find how many bytes it reserves for a timeline.
 
-The allocator gets segments from the driver, gives out blocks of them, and keeps freed blocks for later.
-So a process has more memory than its tensors: because of rounding, and of holes that nothing fits into.
+The allocator gets segments from the driver, hands out blocks of them, and keeps freed blocks for later.
+So a process takes more memory than its tensors, because of rounding and of holes that nothing fits into.
 The rules are those of torch 2.11's ``c10/cuda/CUDACachingAllocator.cpp``, for one stream and default
 settings::
 
@@ -10,8 +10,8 @@ settings::
     up to 10 MiB         the same                       20 MiB          (the large pool)
     more                 the same                       multiples of 2 MiB
 
-The allocator takes the smallest free block that is large enough; of two equal ones, that at the lower
-address. It splits off the rest if that has at least 512 B (small pool) or more than 1 MiB (large pool).
+The allocator takes the smallest free block that is large enough; of two equal ones, it takes the one at the
+lower address. It splits off the rest if that has at least 512 B (small pool) or more than 1 MiB (large pool).
 Free neighbours are merged. The driver gives each new segment a lower address than all before (as seen on
 an H100). When the driver has no more memory, all segments without a live block are returned to it, and
 the request is repeated.
@@ -42,7 +42,7 @@ _ADDRESSES = _MIDDLE_SEGMENT_NBYTES * 2**24
 
 
 class OutOfMemory(Exception):
-    """The driver has no more memory: ``asked`` bytes were requested, ``reserved`` are in use."""
+    """The driver has no more memory: ``asked`` bytes were requested, ``reserved`` bytes are reserved."""
 
     def __init__(self, asked: int, reserved: int) -> None:
         super().__init__(asked, reserved)
@@ -173,7 +173,7 @@ class CachingAllocator:
         self._segments = 0
 
     def allocate(self, nbytes: int) -> _Piece:
-        """A piece for ``nbytes``. Raises ``OutOfMemory``."""
+        """A piece of at least ``nbytes``. Raises ``OutOfMemory`` if the driver has no more memory."""
         size = max(_BLOCK_NBYTES, -(-nbytes // _BLOCK_NBYTES) * _BLOCK_NBYTES)
         pool = self._pools[size <= _SMALL_NBYTES]
         piece = pool.take(size) or self._new_piece(size, pool)
@@ -277,7 +277,7 @@ def _page(pool: _Pool) -> int:
 
 
 def _start(gap: _Piece, size: int) -> _Piece | None:
-    """The piece at which ``size`` free bytes begin: ``gap``, or a free piece before it; None if fewer."""
+    """Where ``size`` free bytes begin: ``gap`` or a free piece before it; None if there are fewer."""
     first = gap.before if gap.before is not None and gap.before.free else gap
     have = 0
     piece: _Piece | None = first
@@ -289,10 +289,10 @@ def _start(gap: _Piece, size: int) -> _Piece | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """The memory that the events of a device took: ``reserved`` is the most bytes from the driver.
+    """The memory that a device's events took: ``reserved`` is the most bytes taken from the driver.
 
-    ``starved`` counts elastic workspaces that found no room, ``flushes`` how often the cache was returned
-    to the driver. ``failed`` is the index of the event at which memory ran out, or None.
+    ``starved`` counts elastic workspaces that there was no room for, ``flushes`` how often the cache was
+    returned to the driver. ``failed`` is the index of the event at which memory ran out, or None.
     """
 
     reserved: int

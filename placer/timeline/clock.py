@@ -1,4 +1,4 @@
-"""Finds when work runs on devices and links: each piece as early as its inputs and devices allow."""
+"""Finds when work runs on devices and links: as early as its inputs and its devices allow."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ class Where:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """Memory that is allocated for a storage or a workspace; ``nbytes`` is the size that was requested.
+    """Memory allocated for a storage or a workspace; ``nbytes`` is the size requested.
 
     ``operation`` is the ATen operation that allocated it, at the point ``where`` of the step. A
     "workspace" is memory that a kernel needs while it runs. If there is no room for an ``elastic`` one, a
@@ -41,8 +41,8 @@ class Block:
 class Event(NamedTuple):
     """A block is allocated, freed, or read by a backward for which forward saved it.
 
-    ``block`` is its index in `Timeline.blocks`. Only a recording of a model's nodes, from which their costs
-    are derived, has the reads.
+    ``block`` is its index in `Timeline.blocks`. Reads are only in recordings of a captured model's nodes,
+    which the costs of the nodes are derived from.
     """
 
     kind: Literal["allocate", "free", "read"]
@@ -75,7 +75,7 @@ class Timeline:
         return Timeline(blocks=self.blocks, events=tuple(self.on(device)))
 
     def peaks(self, *, workspaces: bool = False) -> Mapping[str, Moment]:
-        """For each device the first moment at which it has the most bytes; O(events).
+        """The first moment at which each device has the most bytes; O(events) time.
 
         Counts tensors, and with ``workspaces`` also workspaces.
         """
@@ -97,13 +97,13 @@ class Timeline:
 
     def live(self, device: str, moment: Moment) -> list[Block]:
         """The tensors that are alive on ``device`` at ``moment``, the largest first."""
-        held: dict[int, None] = {}
+        live: dict[int, None] = {}
         for event in self.events[: moment.events]:
             if event.kind == "free":
-                held.pop(event.block, None)
+                live.pop(event.block, None)
             elif event.kind == "allocate":
-                held[event.block] = None
-        blocks = (self.blocks[i] for i in held)
+                live[event.block] = None
+        blocks = (self.blocks[i] for i in live)
         found = [b for b in blocks if b.device == device and b.kind != "workspace"]
         return sorted(found, key=lambda block: -block.nbytes)
 

@@ -26,7 +26,7 @@ CASES = [
     (("plan", "net.py:ready", "fits.json", *X, "-m", "width=2"), "takes no --model-arg"),
     (("plan", "broken.py:f", "fits.json", *X), "importing broken.py raised RuntimeError: no lic"),
     (("plan", "broken.py:f", "fits.json", *X), "broken.py:2"),
-    (("plan", "broken.py:f", "fits.json", *X), "your own code: mend it there (broken.py:f)"),
+    (("plan", "broken.py:f", "fits.json", *X), "your own code: fix it there (broken.py:f)"),
     (("plan", "typo.py:f", "fits.json", *X), "typo.py:1: is not Python"),
     (("plan", "typo.py:f", "fits.json", *X), "mend that line (typo.py:f)"),
     (("plan", "lacks.py:f", "fits.json", *X), "install 'nosuchpackage' for "),

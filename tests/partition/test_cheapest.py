@@ -33,7 +33,7 @@ def _partial(seconds: int, kept: int, backward_peak: int, hosted: int = 0) -> Pa
 def test_a_partial_policy_is_kept_if_no_other_is_as_good(
     partials: list[PartialPolicy], budget: int
 ) -> None:
-    limits = StageLimits(static=0.0, budget=budget, held=2, all_gradients=False)
+    limits = StageLimits(static=0.0, budget=budget, in_flight=2, all_gradients=False)
     found = cheapest._within_budget(partials, 0, limits=limits)
     fitting = [one for one in partials if limits.peak(one) <= budget]
     assert all(one in fitting for one in found)
@@ -55,7 +55,7 @@ def test_what_waits_on_the_host_is_one_of_the_sums(
 ) -> None:
     """In steps of a share of the budget: nothing is dropped for what takes a step more."""
     limits = StageLimits(
-        static=0.0, budget=12, held=2, all_gradients=False, host_budget=host_budget
+        static=0.0, budget=12, in_flight=2, all_gradients=False, host_budget=host_budget
     )
     found = cheapest._within_both(partials, 0, limits=limits)
     assert all(one.hosted <= host_budget and limits.peak(one) <= 12 for one in found)
@@ -71,7 +71,7 @@ def test_what_waits_on_the_host_is_one_of_the_sums(
 
 
 def test_the_least_peak_of_a_stage_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However often its limit is corrected, and whatever limit it is held to."""
+    """However often its limit is corrected, and whatever limit it is in_flight to."""
     searched: list[tuple[PolicySearch, object]] = []
     search = PolicySearch.search
 

@@ -74,14 +74,17 @@ def test_bound_optimum_and_answer(most: int, monkeypatch: pytest.MonkeyPatch) ->
     for seed in range(40):
         draw = random.Random(seed)
         costs = _costs(draw, 6)
-        choices, held = CHOICES[seed % 3], draw.choice([1, 3])
+        choices, in_flight = CHOICES[seed % 3], draw.choice([1, 3])
         nodes = range(6)
         stage = PolicySearch(costs, nodes, (), EVERYWHERE, {}, KIND, all_gradients=False)
         ways = stage.search(choices, lambda labels, _: labels)
-        free = StageLimits(static=0, budget=float("inf"), held=held, all_gradients=False)
+        free = StageLimits(static=0, budget=float("inf"), in_flight=in_flight, all_gradients=False)
         plain = max(free.peak(way) for way in ways if not way.seconds)
         limits = StageLimits(
-            static=0, budget=plain * draw.uniform(0.5, 0.95), held=held, all_gradients=False
+            static=0,
+            budget=plain * draw.uniform(0.5, 0.95),
+            in_flight=in_flight,
+            all_gradients=False,
         )
         fitting = [way.seconds for way in ways if limits.peak(way) <= limits.budget]
         found = cheapest.choose_stage_policy(stage, choices, limits)
@@ -107,7 +110,7 @@ def test_within_the_host_s_memory_the_best_of_all_is_found_as_a_rule() -> None:
         costs, choices, nodes = _costs(draw, 6), CHOICES[2], range(6)
         stage = PolicySearch(costs, nodes, (), EVERYWHERE, {}, KIND, all_gradients=False)
         ways = stage.search(choices, lambda labels, _: labels)
-        free = StageLimits(static=0, budget=float("inf"), held=1, all_gradients=False)
+        free = StageLimits(static=0, budget=float("inf"), in_flight=1, all_gradients=False)
         limits = replace(free, budget=0.6 * max(free.peak(way) for way in ways if not way.seconds))
         fitting = [way for way in ways if limits.fits(way)]
         unlimited = cheapest.choose_stage_policy(stage, choices, limits)

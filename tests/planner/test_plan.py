@@ -330,11 +330,11 @@ def test_a_module_of_two_names(layers: dict[str, str], device: str, note: str | 
 def test_what_a_cut_of_the_batch_means_is_noted(fields: dict[str, Any], told: bool) -> None:
     spec = {"devices": ["cpu:0"], "replica_devices": [], **fields}
     notes = placer.make_plan(nn.GRU(4, 4), spec, torch.ones(6, 2, 4)).notes
-    assert any("cut along dim 0 of input." in note for note in notes) is told
+    assert any("split along dim 0 of input." in note for note in notes) is told
 
 
 def test_a_batch_of_fewer_rows_than_cuts_is_noted() -> None:
     spec = {"devices": ["cpu:0"], "replicas": 3, "microbatches": 2}
     notes = placer.make_plan(nn.Linear(4, 4), spec, torch.ones(2, 4)).notes
-    assert "A batch of 2 rows gives work to 2 of 3 replicas." in notes
-    assert "The 1 rows of a replica make 1 micro-batches, not 2." in notes
+    assert "A batch of 2 rows gives work to only 2 of 3 replicas." in notes
+    assert "A replica's 1 row can fill only 1 micro-batch, not 2." in notes

@@ -222,7 +222,7 @@ def test_the_choice_is_the_best_of_all(share: float) -> None:
     budget = share * plain
     best = min((seconds for peak, seconds in ways if peak <= budget), default=None)
     static = float(sum(tensor.nbytes for tensor in costs.state))
-    limits = StageLimits(static=static, budget=budget, held=1, all_gradients=False)
+    limits = StageLimits(static=static, budget=budget, in_flight=1, all_gradients=False)
     stage = PolicySearch(costs, range(n), (), _everywhere(n), {}, kind, all_gradients=False)
     found = choose_stage_policy(stage, [recompute], limits)
     least = least_extra_seconds(stage, [recompute], limits)

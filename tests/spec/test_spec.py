@@ -55,7 +55,7 @@ def test_kinds_of_devices_are_those_of_the_catalogue() -> None:
     assert spec.devices[0].kind == "h100"
     found = _problems({"devices": ["cuda:0", {"name": "cuda:1", "kind": "h10"}], "replicas": 0})
     assert [where for where, *_ in found] == ["/devices/1/kind", "/replicas"]
-    assert "'h10' is no kind of device in the catalogue; did you mean 'h100'? it has" in found[0][1]
+    assert "'h10' is not a device kind in the catalogue; did you mean 'h100'? it has" in found[0][1]
 
 
 def test_every_problem_at_once_with_its_place_and_the_nearest_choice() -> None:

@@ -1,17 +1,17 @@
-"""Chooses the nodes of one stage to recompute or offload, so that it fits at the least extra time.
+"""Chooses which nodes of one stage to recompute or offload, so that it fits at the least extra time.
 
 A policy is built block by block (`placer.partition.policy.search`): a block is kept or offloaded, or
-several are recomputed together. A first search finds the least peak. It drops a partial policy if
-another one at the same boundary leads to no higher peak, whatever follows. If that peak is within the
-limits, a second search finds less time. It drops a partial policy if another one has no larger sums.
-If the host's memory is limited too, the bytes that a policy offloads are one of its sums, rounded up to
-one of `_HOST_LEVELS` levels.
+several blocks are recomputed together. A first search finds the least peak. It drops a partial policy if
+another one at the same boundary leads to a peak at most as high, whatever follows. If the least peak is
+within the limits, a second search minimizes the time. It drops a partial policy if none of another one's
+sums is larger. If host memory is limited too, the offloaded bytes are one of the sums, rounded up to one of
+`_HOST_LEVELS` levels.
 
 There are O(blocks^2 * partial policies) extensions, and at most `_MAX_PARTIAL` partial policies per
-boundary. This is a heuristic because of that limit, because of the choice of blocks, and because the
-second search compares only sums. `placer.partition.policy.least` has a lower bound on the time of any
-policy. For dynamic programs on chains see Griewank and Walther, "Revolve", ACM TOMS 2000; Beaumont et al.,
-"Efficient Combination of Rematerialization and Offloading for Training DNNs", NeurIPS 2021.
+boundary. The result is heuristic because of that limit, because of the choice of blocks, and because the
+second search compares only sums. `placer.partition.policy.least` has a lower bound on the time of every
+policy. For dynamic programs on chains, see Griewank and Walther, "Revolve", ACM TOMS 2000, and Beaumont et
+al., "Efficient Combination of Rematerialization and Offloading for Training DNNs", NeurIPS 2021.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ _HOST_LEVELS = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePolicy:
-    """A policy of a stage: runs of nodes with the policy of each, extra seconds, and peak bytes.
+    """A policy for a whole stage, with its extra seconds and its peak bytes.
 
-    ``hosted`` is the number of bytes of host memory that it takes per micro-batch.
+    ``runs`` are the runs of consecutive nodes that are not kept, each with its policy. ``hosted`` is the host
+    memory that the policy takes, in bytes per micro-batch.
     """
 
     runs: tuple[tuple[tuple[int, ...], Policy], ...]
@@ -52,9 +53,9 @@ class StagePolicy:
 def choose_stage_policy(
     stage: PolicySearch, choices: Collection[Policy], limits: StageLimits
 ) -> StagePolicy:
-    """The policy of ``stage`` within ``limits`` that takes the least time, otherwise that of least peak.
+    """The fastest policy of ``stage`` within ``limits``; if none is found, the one with the least peak.
 
-    ``choices`` are the policies allowed for blocks, besides keeping.
+    ``choices`` are the policies that a block may have, besides `KEEP`. The search is a heuristic.
     """
     within_host = math.isfinite(limits.host_budget)
     lightest = _least_peaks(stage, choices, limits.host_budget)
@@ -96,9 +97,9 @@ def choose_stage_policy(
 def least_host_bytes(
     stage: PolicySearch, choices: Collection[Policy], limits: StageLimits
 ) -> float:
-    """The least host memory, in bytes per micro-batch, of any policy within the device's budget.
+    """The least host memory, in bytes per micro-batch, of the policies found within the device's budget.
 
-    0 if no policy is within it.
+    Returns 0 if no policy is within that budget.
     """
     return min((found.hosted for found in _least_hosted(stage, choices, limits)), default=0.0)
 
@@ -106,7 +107,7 @@ def least_host_bytes(
 def _least_hosted(
     stage: PolicySearch, choices: Collection[Policy], limits: StageLimits
 ) -> list[PartialPolicy]:
-    """Policies within the device's budget, including the one that takes the least host memory."""
+    """Policies within the device's budget, among them the one that takes the least host memory."""
     return stage.search(
         choices,
         partial(_within_budget, limits=limits, cost=lambda found: (found.hosted, found.seconds)),
@@ -116,7 +117,7 @@ def _least_hosted(
 def _least_peaks(
     stage: PolicySearch, choices: Collection[Policy], host_budget: float
 ) -> list[PartialPolicy]:
-    """Policies of the whole stage, including the one with the least peak, whatever the device's limit."""
+    """Policies of the whole stage, among them the one with the least peak, whatever the device's budget."""
     key = frozenset(choices), host_budget
     if key not in stage.least_peaks:
         select = partial(_not_dominated, stage=stage, host_budget=host_budget)
@@ -127,10 +128,10 @@ def _least_peaks(
 def _not_dominated(
     partials: list[PartialPolicy], boundary: int, *, stage: PolicySearch, host_budget: float
 ) -> list[PartialPolicy]:
-    """The partial policies within the host's budget that may lead to the least peak, whatever follows.
+    """The partial policies within the host's budget that may lead to the least peak.
 
-    The blocks that follow add more to one partial policy than to another by at most the bytes of those
-    values that are needed later and that only the other one has on the device.
+    Let a value be needed later, and let only policy B have it on the device. Then the following blocks add at
+    most its bytes more to a policy A than to B. A dominates B if it needs no more than B even so.
     """
     later = stage.needed_from(boundary)
     kept: list[PartialPolicy] = []
@@ -156,7 +157,7 @@ def _within_budget(
     limits: StageLimits,
     cost: Callable[[PartialPolicy], Any] = lambda found: found.seconds,
 ) -> list[PartialPolicy]:
-    """The partial policies within the device's budget that no other one dominates in sums and ``cost``."""
+    """The partial policies within the device's budget that no other one dominates in bytes and ``cost``."""
     kept: list[PartialPolicy] = []
     least = _Staircase()
     for candidate in sorted(partials, key=lambda x: (cost(x), x.kept, x.backward_peak)):
@@ -169,7 +170,7 @@ def _within_budget(
 def _within_both(
     partials: list[PartialPolicy], boundary: int, *, limits: StageLimits
 ) -> list[PartialPolicy]:
-    """The same within both budgets; offloaded bytes are one of the sums."""
+    """Like `_within_budget`, within both budgets; offloaded bytes are compared too."""
     kept: list[PartialPolicy] = []
     levels = [_Staircase() for _ in range(_HOST_LEVELS + 1)]
     step = limits.host_budget / _HOST_LEVELS
@@ -184,19 +185,19 @@ def _within_both(
 
 
 class _Staircase:
-    """A Pareto front of ``kept`` and ``backward_peak``, for tests of dominance in logarithmic time."""
+    """A Pareto front of ``kept`` and ``backward_peak`` that tests dominance in logarithmic time."""
 
     def __init__(self) -> None:
         self._kept: list[float] = []
         self._backward_peak: list[float] = []
 
     def has_below(self, candidate: PartialPolicy) -> bool:
-        """Whether an entry has a ``kept`` and a ``backward_peak`` that are no larger than the candidate's."""
+        """Whether some entry is no larger than the candidate in both ``kept`` and ``backward_peak``."""
         at = bisect.bisect_right(self._kept, candidate.kept)
         return bool(at) and self._backward_peak[at - 1] <= candidate.backward_peak
 
     def add(self, candidate: PartialPolicy) -> None:
-        """Add a candidate that no entry dominates."""
+        """Add a candidate that no entry dominates, and remove those that it dominates."""
         at = end = bisect.bisect_right(self._kept, candidate.kept)
         peaks = self._backward_peak
         while end < len(peaks) and peaks[end] >= candidate.backward_peak:
@@ -215,10 +216,10 @@ def _capped(partials: list[PartialPolicy]) -> list[PartialPolicy]:
 def keys_of(
     layer_of: Sequence[str], runs: Sequence[tuple[tuple[int, ...], Policy]]
 ) -> dict[int, RegionKey]:
-    """The region key of each node in the ``runs`` of a stage's policy, labelled with the layers they span.
+    """The region key of each node in the ``runs`` of a stage's policy; its label names the layers it spans.
 
-    Neighbouring runs that are offloaded and not recomputed are one region, so a value that several of them
-    save is copied once.
+    Neighbouring runs that are offloaded but not recomputed form one region, so that a value that several of
+    them save is copied only once.
     """
     keys: dict[int, RegionKey] = {}
     before = ""

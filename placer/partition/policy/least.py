@@ -1,15 +1,15 @@
-"""Computes a lower bound on the extra time of any policy of a stage within its memory limits.
+"""Computes a lower bound on the extra time of every policy of a stage within its memory limits.
 
 It is the larger of two bounds:
 
-`_relaxed` is the search of `placer.partition.policy.cheapest` with partial policies merged instead of
-dropped. A merged one has the least seconds and bytes of its parts, and all values that any of them has
-on the device, so the blocks that follow add no more to it than to any of its parts. Partial policies that
-take longer than a known policy are left out. If none had to be merged, the bound is the optimum. It holds
-for regions that begin and end at the boundaries of blocks.
+`_relaxed` is the search of `placer.partition.policy.cheapest`, except that partial policies are merged
+instead of dropped. A merged one has the least seconds and the fewest bytes of those merged, and every value
+that any of them has on the device, so the following blocks add no more to it than to any of them. Partial
+policies that take longer than a known policy are left out. If none had to be merged, the bound is the
+optimum. It holds for regions that begin and end at boundaries of blocks.
 
-`_knapsack`: at each moment of backward, values beyond the limit cannot be on the device, so each was
-offloaded, or the node that made it runs again. Taking the cheapest bytes first (the fractional knapsack
+`_knapsack`: at each moment of backward, the values beyond the limit cannot be on the device, so each of them
+was offloaded, or the node that made it runs again. Taking the cheapest bytes first (a fractional knapsack
 problem) gives a lower bound on the time, wherever regions begin and end.
 """
 
@@ -26,7 +26,9 @@ from placer.partition.policy.types import (
 )
 
 _MOST_PARTIAL = 400
-_MAX_COMPARED = 1000  # up to so many are also compared by their values on the device
+_MAX_COMPARED = (
+    1000  # if there are more, they are compared by sums only, not by values on the device
+)
 
 
 def least_extra_seconds(
@@ -38,8 +40,8 @@ def least_extra_seconds(
 ) -> float:
     """A lower bound on the extra seconds of every policy of ``stage`` within ``limits``.
 
-    ``answer`` is the extra time of a known policy, and the most that is returned. The other arguments are
-    as for `placer.partition.policy.cheapest.choose_stage_policy`. O(blocks^2 * partial policies).
+    ``answer`` is the extra time of a known policy; the bound is never larger. The other arguments are those
+    of `placer.partition.policy.cheapest.choose_stage_policy`. Takes O(blocks^2 * partial policies) time.
     """
     least = min(answer, _knapsack(stage, choices, limits))
     return max(least, _relaxed(stage, choices, limits, answer))
@@ -56,9 +58,9 @@ def _relaxed(
 
 
 def _merged(partials: list[PartialPolicy], later: int) -> list[PartialPolicy]:
-    """At most `_MOST_PARTIAL` partial policies, with one at least as good for each of ``partials``.
+    """At most `_MOST_PARTIAL` partial policies, among them one at least as good as each of ``partials``.
 
-    ``later`` is the set of values that are needed from here on, with a bit for each.
+    ``later`` is the set of values that are needed from here on, with one bit per value.
     """
     exact = len(partials) <= _MAX_COMPARED
     kept: list[PartialPolicy] = []
@@ -76,7 +78,7 @@ def _merged(partials: list[PartialPolicy], later: int) -> list[PartialPolicy]:
             kept.append(candidate)
     if len(kept) <= _MOST_PARTIAL:
         return kept
-    # Join neighbours whose seconds differ the least.
+    # Merge neighbours whose seconds differ the least.
     gaps = sorted(range(1, len(kept)), key=lambda i: kept[i].seconds - kept[i - 1].seconds)
     joined = set(gaps[: len(kept) - _MOST_PARTIAL])
     merged: list[PartialPolicy] = []
@@ -106,17 +108,16 @@ def _knapsack(stage: PolicySearch, choices: Collection[Policy], limits: StageLim
     offload = any(choice.offload for choice in choices)
     room = limits.budget - limits.static - limits.others
     least = 0.0
-    held = 0.0
     live: dict[int, float] = {}
     for t in range(len(stage.nodes)):
         for value in stage.saved_at[t]:
             live.setdefault(value, stage.nbytes[value])
-        held = sum(live.values())
+        live_bytes = sum(live.values())
         own = sum(stage.nbytes[v] for v in stage.saved_at[t] if stage.single[v])
-        excess = held * limits.held - own + stage.backward_bytes[t] - room
+        excess = live_bytes * limits.in_flight - own + stage.backward_bytes[t] - room
         if excess <= 0:
             continue
-        # The policy is the same for all micro-batches in flight, so each value counts for all of them.
+        # All micro-batches in flight have the same policy, so each value counts once for each of them.
         offers: dict[tuple[str, int], list[float]] = {}
         for value, nbytes in live.items():
             producer = stage.producer[value]
@@ -124,9 +125,9 @@ def _knapsack(stage: PolicySearch, choices: Collection[Policy], limits: StageLim
             away = 2 * nbytes / stage.kind.host_bandwidth if offload else None
             if again is not None and (away is None or again <= away):
                 entry = offers.setdefault(("node", producer), [again, 0.0])
-                entry[1] += nbytes * limits.held
+                entry[1] += nbytes * limits.in_flight
             elif away is not None:
-                offers["value", value] = [away, nbytes * limits.held]
+                offers["value", value] = [away, nbytes * limits.in_flight]
         least = max(least, _fractional(offers.values(), excess))
     return least
 

@@ -1,8 +1,8 @@
-"""Searches over the policies of one stage, by extending a policy for the first blocks by further blocks.
+"""Enumerates policies of one stage: a policy for the first blocks is extended by one block or more at a time.
 
-All sums are those of `placer.partition.stage_cost.score`. The searches rely on two facts: extending a
-policy never makes its sums smaller, and the fewer values are on the device already, the more it adds.
-(Label-setting algorithms for shortest paths with resource constraints work in the same way.)
+This is a label-setting search, as for shortest paths with resource constraints. Bytes are counted as in
+`placer.partition.stage_cost.score`. Searches rely on two facts: extending a policy never makes a sum smaller,
+and an extension adds more the fewer values are already on the device.
 """
 
 from __future__ import annotations
@@ -38,19 +38,20 @@ _NO_BLOCKS = PartialPolicy(
 class _Recomputed:
     """The cost of recomputing some blocks together, whatever the policy of the blocks before them."""
 
-    enters: tuple[int, ...]  # values from earlier blocks that they need
+    enters: tuple[int, ...]  # the values from earlier blocks that they need
     seconds: float
-    backward_peak: float  # bytes besides those that are kept, and those of ``enters``
-    saving: bool  # whether they save anything; otherwise there is no reason to recompute them
+    backward_peak: float  # bytes, without those that are kept and those of ``enters``
+    saving: bool  # whether they save anything; if not, there is no reason to recompute them
 
 
 @dataclass(eq=False)
 class PolicySearch:
-    """The nodes of a stage by index (the loss last, if it is computed there), and searches over policies.
+    """Searches over the policies of one stage.
 
-    ``nodes`` are in program order; ``before`` are those of earlier stages. Nodes in ``given`` have their
-    policy already; ``boundaries`` says where regions may begin and end. ``all_gradients`` is as in
-    `StageLimits`. With ``pinned``, offloaded values are kept in pinned memory.
+    ``nodes`` are the stage's nodes in program order, by index; the loss is added if the stage computes it.
+    ``before`` are the nodes of earlier stages. The policy of nodes in ``given`` is fixed. ``boundaries`` says
+    where regions may begin and end. ``all_gradients`` is as in `StageLimits`. With ``pinned``, offloaded
+    values are kept in pinned host memory.
     """
 
     costs: CostTable
@@ -63,7 +64,7 @@ class PolicySearch:
     pinned: bool = field(kw_only=True, default=False)
 
     def __post_init__(self) -> None:
-        # A cache for `cheapest`: by choices and host budget, policies that include the one of least peak.
+        # A cache for `cheapest`: (choices, host budget) -> policies, among them the one with the least peak
         self.least_peaks: dict[tuple[frozenset[Policy], float], list[PartialPolicy]] = {}
         costs = self.costs
         self.nodes = list(self.nodes)
@@ -87,7 +88,7 @@ class PolicySearch:
                 if node in local:
                     self.used_at[local[node]].append(index)
                     self.last_use[index] = max(self.last_use[index], local[node])
-        self.backward_bytes = [  # of each node's backward, without what is saved for it
+        self.backward_bytes = [  # in the backward of each node, without the values saved for it
             costs.nodes[node].backward_transient + pending
             for node, pending in zip(self.nodes, self._pending(), strict=True)
         ]
@@ -99,7 +100,7 @@ class PolicySearch:
         return [float(seconds[node]) for node in self.nodes]
 
     def _pending(self) -> list[float]:
-        """The bytes of pending gradients (of activations and of parameters) in each node's backward."""
+        """Bytes of pending gradients, of activations and of parameters, in each node's backward."""
         costs, nodes = self.costs, self.nodes
         steps = [0.0] * (len(nodes) + 1)
         start, end = len(self.before), len(self.before) + len(nodes)
@@ -127,7 +128,7 @@ class PolicySearch:
 
     @cached_property
     def blocks(self) -> list[list[int]]:
-        """Runs of nodes (indices): about `_MAX_BLOCKS` at most, chosen so that few bytes enter each."""
+        """Runs of consecutive nodes (indices), about `_MAX_BLOCKS` at most, so that few bytes enter each."""
         given = [self.given.get(node) for node in self.nodes]
         ending = self.boundaries.ending
         starts = [
@@ -158,19 +159,19 @@ class PolicySearch:
         return [list(range(a, b)) for a, b in pairwise(boundaries) if a < b]
 
     def _shares(self, starts: Sequence[int]) -> list[float]:
-        """For each start the share of the stage before it: half by number of nodes, half by saved bytes."""
+        """The fraction of the stage before each start: half by number of nodes, half by saved bytes."""
         saved = (sum(self.nbytes[value] for value in values) for values in self.saved_at)
         sums = list(accumulate(saved, initial=0.0))
         count, total = len(self.nodes), sums[-1] or 1.0
         return [0.5 * t / count + 0.5 * sums[t] / total for t in starts]
 
     def needed_from(self, boundary: int) -> int:
-        """The set of values that nodes after ``boundary`` use, with a bit for each."""
+        """The set of values that nodes after ``boundary`` use, with one bit per value."""
         start = self.blocks[boundary][0] if boundary < len(self.blocks) else len(self.nodes)
         return sum(1 << value for value, last in enumerate(self.last_use) if last >= start)
 
     def bytes_of(self, values: int) -> float:
-        """The bytes of a set of values, given with a bit for each."""
+        """The bytes of a set of values, which has one bit per value."""
         total = 0.0
         while values:
             value = values.bit_length() - 1
@@ -183,10 +184,10 @@ class PolicySearch:
         choices: Collection[Policy],
         select: Callable[[list[PartialPolicy], int], list[PartialPolicy]],
     ) -> list[PartialPolicy]:
-        """Policies of the whole stage: at every boundary, those that ``select`` returns are extended.
+        """Policies of the whole stage, of those that ``select`` lets through at every boundary.
 
-        ``select(found, boundary)`` gets all partial policies up to a boundary, and in the end the policies
-        of the whole stage.
+        ``select(found, boundary)`` gets the partial policies that end at a boundary and returns those to
+        extend. At the last boundary, it gets policies of the whole stage and returns the result.
         """
         at: list[list[PartialPolicy]] = [[_NO_BLOCKS], *([] for _ in self.blocks)]
         for boundary in range(len(self.blocks)):
@@ -202,16 +203,16 @@ class PolicySearch:
         boundary: int,
         select: Callable[[list[PartialPolicy], int], list[PartialPolicy]],
     ) -> list[PartialPolicy]:
-        """What ``select`` returns, called separately for partial policies with different continuations."""
+        """The selected policies; ``select`` is called separately for each constraint on the next block."""
         by_policy: dict[Policy | None, list[PartialPolicy]] = {}
         for partial in partials:
             by_policy.setdefault(self._must_go_on(partial, boundary), []).append(partial)
         return [chosen for group in by_policy.values() for chosen in select(group, boundary)]
 
     def _must_go_on(self, partial: PartialPolicy, boundary: int) -> Policy | None:
-        """The policy that the block after ``boundary`` must have, like the one before it; None for any.
+        """The policy that the block after ``boundary`` must have; None if it may have any.
 
-        Nodes that share memory which is written must have the same policy, unless the first of them are
+        Nodes that share memory that is written must have the same policy, unless the first of them are
         recomputed; see `placer.regions.keys.whole_groups`.
         """
         first = self.nodes[self.blocks[boundary][0]]
@@ -226,7 +227,7 @@ class PolicySearch:
     def extend(
         self, partial: PartialPolicy, boundary: int, choices: Collection[Policy]
     ) -> Iterator[tuple[int, PartialPolicy]]:
-        """All ways to extend ``partial`` by the blocks from ``boundary`` on, and where each ends."""
+        """Yields (end, policy) for every way to extend ``partial`` by blocks from ``boundary`` on."""
         given = self._given_policy(boundary)
         allowed = self._must_go_on(partial, boundary) if given is None else given
         if allowed in (None, KEEP):
@@ -251,7 +252,7 @@ class PolicySearch:
                     yield end, self._recompute(partial, boundary, end, again, choice)
 
     def _given_policy(self, block: int) -> Policy | None:
-        """The policy that a block has already; the loss is kept."""
+        """The fixed policy of a block, None if there is none. The loss is always kept."""
         node = self.nodes[self.blocks[block][0]]
         return KEEP if node == len(self.costs.names) else self.given.get(node)
 
@@ -284,7 +285,7 @@ class PolicySearch:
         here: set[int] = set()
         for t in block:
             for value in self.saved_at[t]:
-                if not on_host >> value & 1:  # even if it is on the device for another block
+                if not on_host >> value & 1:  # also if another block keeps it on the device
                     on_host |= 1 << value
                     moved += self.nbytes[value]
                     hosted += self.host_nbytes[value]
@@ -342,15 +343,15 @@ class PolicySearch:
         """The cost of recomputing neighbouring nodes (indices) as one region."""
         first = inside[0]
         enters = (v for t in inside for v in self.used_at[t] if self.producer[v] < first)
-        held, backward_peak, forward = 0.0, 0.0, 0.0
+        recomputed, backward_peak, forward = 0.0, 0.0, 0.0
         seen: set[int] = set()
         for t in inside:
             made_here = {v for v in self.saved_at[t] if self.producer[v] >= first}
-            held += sum(self.nbytes[value] for value in made_here - seen)
+            recomputed += sum(self.nbytes[value] for value in made_here - seen)
             seen |= made_here
             own = sum(self.nbytes[value] for value in self.saved_at[t] if self.single[value])
-            backward_peak = max(backward_peak, held - own + self.backward_bytes[t])
-            forward = max(forward, held + self.costs.nodes[self.nodes[t]].forward_transient)
+            backward_peak = max(backward_peak, recomputed - own + self.backward_bytes[t])
+            forward = max(forward, recomputed + self.costs.nodes[self.nodes[t]].forward_transient)
         seconds = 0.0
         saving = [t for t in inside if self.saved_at[t]]
         if saving:

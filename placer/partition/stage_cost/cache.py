@@ -1,4 +1,4 @@
-"""Caches interval tables for later searches, as they do not depend on devices."""
+"""Caches interval tables between searches; they depend neither on devices nor on budgets."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from placer.partition.stage_cost.order_bytes import OrderBytes, find_order_bytes
 from placer.partition.stage_cost.tables import IntervalTables, build_tables
 
 _MOST_BYTES = 256 * 2**20
-_MOST_ORDERS = 4  # orders whose bytes are kept, for tables with other cuts
+_MOST_ORDERS = 4  # orders whose bytes are kept, to build tables for other cuts
 
 
 class TableCache:
-    """A cache of the tables that were used last, of up to 256 MiB.
+    """A cache of up to 256 MiB for the most recently used tables.
 
-    Useful because searches with other devices or budgets try the same orders of the same nodes.
+    It helps because searches with other devices or budgets try the same orders of the same nodes.
     """
 
     def __init__(self) -> None:
@@ -35,18 +35,18 @@ class TableCache:
         """The result of `build_tables` for these arguments."""
         key = id(costs), tuple(order), tuple(cuts), later
         known = self._known.pop(key, None)
-        if known is None:  # stored with its costs, so that no other object gets their id
+        if known is None:  # stored with the costs, so that their id is not reused
             along = self._along(costs, order)
             known = costs, build_tables(costs, order, cuts, later=later, known=along)
             self._nbytes += known[1].nbytes
-        self._known[key] = known  # the last key is the one used last
+        self._known[key] = known  # moved to the end: the most recently used
         while self._nbytes > _MOST_BYTES and len(self._known) > 1:
             _, oldest = self._known.pop(next(iter(self._known)))
             self._nbytes -= oldest.nbytes
         return known[1]
 
     def _along(self, costs: CostTable, order: Sequence[int]) -> OrderBytes | None:
-        """The bytes along an order; None if they depend on its cuts, too."""
+        """The bytes along an order; None if they depend on the cuts too, as with regions."""
         if costs.keys:
             return None
         key = id(costs), tuple(order)

@@ -1,4 +1,4 @@
-"""Finds the values that a stage keeps on its device for later stages, there or on other devices."""
+"""Finds the values that a stage keeps on its device for later stages, on the same or on other devices."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from numpy.typing import NDArray
 
 from placer.cost import CostTable
 
-Span = tuple[int, int]  # a stage, from one cut (index) to another
+Span = tuple[int, int]  # a stage, as the indices of the cuts where it begins and ends
 Flags = NDArray[np.bool_]
 
 
 class LiveThrough:
-    """The results that later stages read, and the storages of which they are views.
+    """The results that later stages read, and the storages that they are views of.
 
-    A result keeps its whole storage alive. ``cell_of`` has for each node the index of the last cut before
+    A result keeps its whole storage alive. For each node, ``cell_of`` has the index of the last cut before
     it.
     """
 
     def __init__(self, costs: CostTable, cell_of: NDArray[np.int64]) -> None:
         made: list[int] = []
-        reads: list[tuple[int, int]] = []  # result, cell in which it is read
-        # Result, its storage, the bytes of the storage that a copy has
+        reads: list[tuple[int, int]] = []  # (result, cell in which it is read)
+        # (result, its storage, bytes of the storage that a copy of the result takes)
         views: list[tuple[int, int, float]] = []
         numbers: dict[int, int] = {}
-        for node, held in enumerate(costs.results):
+        for node, stored_in in enumerate(costs.results):
             cells = {int(cell) for cell in cell_of[list(costs.readers[node])]}
             later = [(len(made), cell) for cell in cells if cell > cell_of[node]]
             if not later:
                 continue
             reads += later
-            for value in held:
-                nbytes = costs.nodes[node].output_nbytes if len(held) == 1 else 0
+            for value in stored_in:
+                nbytes = costs.nodes[node].output_nbytes if len(stored_in) == 1 else 0
                 views.append((len(made), numbers.setdefault(value, len(numbers)), nbytes))
             made.append(int(cell_of[node]))
         savers = [(i, int(cell_of[s])) for v, i in numbers.items() for s in costs.values[v].savers]
@@ -44,26 +44,26 @@ class LiveThrough:
         self._copied = columns[2]
         self._savers = np.array(savers, dtype=np.int64).reshape(-1, 2).T
         self._nbytes = np.array([costs.values[value].nbytes for value in numbers], dtype=float)
-        # A search asks for the same stages again and again.
+        # Caches, because a search asks for the same stages many times.
         self._unsaved_at: dict[tuple[Span, int], float] = {}
         self._saved_in: dict[Span, Flags] = {}
         self._made_in: dict[Span, Flags] = {}
         self._read_in: dict[tuple[int, int | None], Flags] = {}
 
     def unsaved(self, home: Span, later: int) -> float:
-        """The bytes that stage ``home`` does not save, but keeps for readers from cut ``later`` on."""
+        """Bytes that stage ``home`` does not save, but keeps for readers from cut ``later`` on."""
         known = self._unsaved_at.get((home, later))
         if known is None:
-            held = self._storages(self._read([home], later, None)) & ~self._saved(home)
-            known = self._unsaved_at[home, later] = float(self._nbytes[held].sum())
+            kept = self._storages(self._read([home], later, None)) & ~self._saved(home)
+            known = self._unsaved_at[home, later] = float(self._nbytes[kept].sum())
         return known
 
     def beside_parts(self, before: Sequence[Span], stage: Span) -> tuple[float, float]:
-        """Bytes of storages of the stages ``before`` that ``stage`` keeps beyond the results it reads.
+        """Bytes that ``stage`` keeps of the storages of ``before``, beyond the results that it reads.
 
-        All stages are on one device. A stage's costs assume that the results it reads are copies of their
-        own size; but on the same device they are views, which keep their whole storages alive. The first
-        number is for the forward of ``stage``, the second for the values that it saves until its backward.
+        All stages are on one device. The costs of a stage assume that the results it reads are copies of
+        their own size, but on the same device they are views that keep their whole storages alive. Returns
+        the bytes during the forward of ``stage``, and the bytes that it saves until its backward.
         """
         read = self._read(before, *stage)
         at = read[self._result]
@@ -79,7 +79,7 @@ class LiveThrough:
         return float(rest.sum()), float(rest[self._saved(stage)].sum())
 
     def _read(self, homes: Sequence[Span], begin: int, end: int | None) -> Flags:
-        """The results of the stages ``homes`` that are read between the cuts ``begin`` and ``end``."""
+        """The results of the stages ``homes`` that are read between cuts ``begin`` and ``end``."""
         found = np.zeros(len(self._made), dtype=bool)
         for home in homes:
             found |= self._made_by(home)

@@ -1,4 +1,4 @@
-"""What an optimizer needs on a device: bytes for its state and during its step, and the seconds of a step."""
+"""The memory of an optimizer's state and of its step on a device, and the seconds of a step."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from placer.catalogue import DeviceKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerMemory:
-    """Bytes that an optimizer needs: ``state`` always, the others during its step.
+    """Memory of an optimizer as ratios: ``state`` throughout, the others only during its step.
 
-    ``state`` is per byte of parameter. ``each`` is per byte of `StageState.updating`, if parameters
-    are updated one after the other; ``together`` per byte of all parameters that the device trains, if
-    they are updated at once (``foreach``).
+    ``state`` is in bytes per byte of parameter. ``each`` is per byte of `StageState.updating`, if
+    parameters are updated one after the other. ``together`` is per byte of all parameters that the device
+    trains, if they are updated at once (``foreach``).
     """
 
     state: float
@@ -30,10 +30,10 @@ def optimizer_bytes(
 ) -> OptimizerMemory:
     """The memory of the optimizer that a spec names, per byte of (float32) parameter.
 
-    ``together`` means that it updates all parameters of a device at once (``foreach``), as torch's
-    optimizers do by default if all parameters are on CUDA devices. Adam's ``torch._foreach_sqrt`` then
-    allocates the square roots of all of them (torch/optim/adam.py of 2.15, ``_multi_tensor_adam``); SGD
-    allocates nothing in either case. For an optimizer given by the size of its state, only that is counted.
+    ``together``: all parameters of a device are updated at once (``foreach``), as torch's optimizers do by
+    default if all parameters are on CUDA devices. Adam's ``torch._foreach_sqrt`` then allocates the square
+    roots of all of them (torch/optim/adam.py of 2.15, ``_multi_tensor_adam``). SGD allocates nothing in
+    either case. If the optimizer is given by the size of its state, only the state is counted.
     """
     if not isinstance(optimizer, str):
         return OptimizerMemory(state=optimizer["bytes_per_parameter"] / 4)
@@ -43,8 +43,8 @@ def optimizer_bytes(
 
 
 # Bytes that an optimizer reads and writes, per byte of parameter, counted in torch/optim of 2.15.
-# Adam's lerp_, mul_, addcmul_, sqrt, div_, add_ and addcdiv_ are 19 passes, and AdamW has another mul_.
-# SGD has an add_ (3 passes), with momentum another mul_ and add_.
+# Adam's lerp_, mul_, addcmul_, sqrt, div_, add_ and addcdiv_ make 19 passes; AdamW adds a mul_.
+# SGD has an add_ (3 passes), and with momentum also a mul_ and another add_.
 _PASSES = {"sgd": 3, "sgd_momentum": 8, "adam": 19, "adamw": 21}
 
 
@@ -59,6 +59,6 @@ def optimizer_passes(optimizer: str | Mapping[str, int]) -> float:
 
 
 def optimizer_seconds(nbytes: float, optimizer: str | Mapping[str, int], kind: DeviceKind) -> float:
-    """The seconds that the optimizer's step takes for ``nbytes`` of parameters on a device."""
+    """Seconds of the optimizer's step for ``nbytes`` of parameters on a device of this kind."""
     rate = kind.rates["optimizer", "float32"]
     return rate.seconds(0, optimizer_passes(optimizer) * nbytes) if nbytes else 0.0

@@ -1,7 +1,8 @@
-"""Finds the bytes of stages along one order of nodes, for all positions where stages may begin and end.
+"""Counts the bytes of every possible stage along one order of the nodes, as sums of rectangles.
 
-Each kind of bytes is a sum of rectangles, because "some user of v is in [a, i]" is true exactly for a in
-(previous user, user] and i >= user. `placer.partition.stage_cost.tables` sums them for given cuts.
+A stage from position a on is a row, and the node that runs, at position i, is a column. Every kind of bytes
+is a sum of constants on rectangles of this table, because "some user of v is in [a, i]" holds exactly for a
+in (previous user, user] and i >= user. `placer.partition.stage_cost.tables` sums them for given cuts.
 """
 
 from __future__ import annotations
@@ -23,27 +24,27 @@ LOSS_NBYTES = 4  # a float32, which is alive during backward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldValues:
-    """Bytes of values that no region needs.
+class RetainedValues:
+    """Bytes of values that are neither recomputed nor offloaded.
 
-    ``saved`` are alive between forward and backward (``saved_fixed`` is the part that does not depend on
-    the number of rows), ``waiting`` during backward, ``forward`` during forward. ``waiting`` also has
-    pending gradients of skip connections, for stages that compute all gradients that they pass on;
-    ``pending`` corrects it for other stages.
+    ``saved`` counts what is alive between forward and backward (``saved_fixed`` is the part that does not
+    depend on the number of rows), ``backward`` what is alive during backward, and ``forward`` what is alive
+    during forward. ``backward`` includes pending gradients of skip connections. It assumes that a stage
+    computes every gradient that it passes on; ``pending`` has the corrections for other stages.
     """
 
     saved: Rectangles
     saved_fixed: Rectangles
-    waiting: Rectangles
+    backward: Rectangles
     forward: Rectangles
     pending: tuple[IntervalCorrection, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossingValues:
-    """Bytes of values that cross boundaries of stages.
+    """Bytes of values that cross stage boundaries.
 
-    ``released`` has corrections for copies that are freed before their stage's forward ends.
+    ``released`` has corrections for copies that are freed before the forward of their stage ends.
     """
 
     received: Rectangles
@@ -55,13 +56,13 @@ class CrossingValues:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderBytes:
-    """The bytes that `build_tables` sums for the cuts of an order; the last stage computes the loss.
+    """The bytes along an order that `build_tables` sums for given cuts. The last stage computes the loss.
 
-    Transient bytes, which are alive only while a node runs, are given for each position.
+    Transient bytes are those alive only while a node runs; there is one entry for each position.
     """
 
     place: NDArray[np.int64]  # the position of each node
-    held: HeldValues
+    retained: RetainedValues
     crossing: CrossingValues
     state: StateRectangles
     forward_transient: Table
@@ -69,7 +70,7 @@ class OrderBytes:
 
 
 def positions_of(order: Sequence[int]) -> NDArray[np.int64]:
-    """The position of each node along ``order``; the loss is last."""
+    """The position of each node in ``order``; the loss comes last."""
     n = len(order)
     place = np.empty(n + 1, dtype=np.int64)
     place[np.asarray(order, dtype=np.int64)] = np.arange(n)
@@ -80,15 +81,15 @@ def positions_of(order: Sequence[int]) -> NDArray[np.int64]:
 def find_order_bytes(
     costs: CostTable, place: NDArray[np.int64], regions: RegionLiveness | None = None
 ) -> OrderBytes:
-    """The bytes of stages along the order in which ``place`` has the position of each node.
+    """The bytes of stages along an order; ``place`` maps each node to its position.
 
-    Values that ``regions`` counts are left out; if it is given, the result is for its cuts only.
+    Values counted by ``regions`` are left out. With ``regions``, the result is valid for its cuts only.
     """
     count = len(place)
     forwards, backwards = zip(*(node_transients(costs, i) for i in range(count)), strict=True)
     return OrderBytes(
         place=place,
-        held=_held_values(costs, place, regions),
+        retained=_retained_values(costs, place, regions),
         crossing=_crossing_values(costs, place),
         state=state_rectangles(costs, place),
         forward_transient=by_position(place, forwards),
@@ -96,10 +97,10 @@ def find_order_bytes(
     )
 
 
-def _held_values(
+def _retained_values(
     costs: CostTable, place: NDArray[np.int64], regions: RegionLiveness | None
-) -> HeldValues:
-    saved, saved_fixed, waiting, forward = (Rectangles() for _ in range(4))
+) -> RetainedValues:
+    saved, saved_fixed, backward, forward = (Rectangles() for _ in range(4))
     loss = len(place) - 1
     for number, v in enumerate(costs.values):
         if regions is not None and regions.take(number):
@@ -110,25 +111,25 @@ def _held_values(
         if v.fixed:
             saved_fixed.some(savers, v.nbytes)
         if len(savers) == 1:
-            waiting.add(0, savers[0], savers[0] + 1, v.nbytes)
+            backward.add(0, savers[0], savers[0] + 1, v.nbytes)
         else:
-            waiting.some(savers, v.nbytes)
+            backward.some(savers, v.nbytes)
         if producer >= 0:
             last = loss + 1 if savers else max(users, default=producer) + 1
             forward.add(0, producer, producer + 1, v.nbytes, until=last)
     pending = pending_gradients(
         costs,
         place,
-        lambda x, y, i, j, nbytes: waiting.add(x, y, i, nbytes, until=j),
-        held_from=None if regions is None else regions.held_from,
+        lambda x, y, i, j, nbytes: backward.add(x, y, i, nbytes, until=j),
+        live_from=None if regions is None else regions.live_from,
     )
-    # The loss is alive during the whole backward of its stage, and is added to the tables of stages that
-    # end with it. So it is subtracted here, where it has been counted already.
-    waiting.add(0, loss, loss, -LOSS_NBYTES)
-    return HeldValues(
+    # The loss is alive during the whole backward of its stage, and `build_tables` adds it for stages that end
+    # with it. It has been counted above too, so it is subtracted here.
+    backward.add(0, loss, loss, -LOSS_NBYTES)
+    return RetainedValues(
         saved=saved,
         saved_fixed=saved_fixed,
-        waiting=waiting,
+        backward=backward,
         forward=forward,
         pending=tuple(pending),
     )
@@ -167,7 +168,7 @@ def _crossing_values(costs: CostTable, place: NDArray[np.int64]) -> CrossingValu
 
 
 def node_transients(costs: CostTable, node: int) -> tuple[int, int]:
-    """The bytes that are alive only while the node's forward runs, and only while its backward does."""
+    """The bytes alive only while the node's forward runs, and those alive only while its backward runs."""
     key = costs.keys[node] if node < len(costs.keys) else None
     cost = costs.nodes[node]
     if key is not None and key.offload and not key.recompute:
@@ -176,12 +177,12 @@ def node_transients(costs: CostTable, node: int) -> tuple[int, int]:
 
 
 def by_position(place: NDArray[np.int64], values: Sequence[float]) -> Table:
-    """``values`` of nodes, ordered by position."""
+    """``values``, which has an entry for each node, rearranged by position."""
     table = np.zeros(len(values))
     table[place] = values
     return table
 
 
 def _at(place: NDArray[np.int64], nodes: Iterable[int]) -> list[int]:
-    """The positions of ``nodes``, each once, in order."""
+    """The distinct positions of ``nodes``, ascending."""
     return sorted({int(place[i]) for i in nodes})

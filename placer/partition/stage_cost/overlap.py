@@ -1,7 +1,7 @@
-"""Estimates the seconds of a pass whose copies to and from the host overlap with its computations.
+"""Estimates the seconds of a pass whose copies to and from the host overlap with computation.
 
-Models `placer.executor.offload`, which makes one copy at a time. In forward a copy starts when the one
-before it has ended, and computation waits for that too. In backward one tensor is fetched in advance.
+This models `placer.executor.offload`, which makes one copy at a time. In forward, a copy starts when the
+previous one has ended, and computation waits for that too. In backward, one tensor is fetched in advance.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 def overlapped_forward(compute: Sequence[float], copies: Sequence[float]) -> float:
     """Seconds until the last node has been computed and the last copy has ended.
 
-    ``compute`` has the seconds of each node, in the order in which they run, and ``copies`` the seconds of
-    the copy that follows each (0: no copy).
+    ``compute`` has the seconds of each node, in execution order, and ``copies`` the seconds of the copy that
+    follows the node (0: no copy).
 
     >>> overlapped_forward([1, 1, 1], [0.5, 2, 0])  # the second copy runs from 2 to 4
     4.0
@@ -30,19 +30,19 @@ def overlapped_forward(compute: Sequence[float], copies: Sequence[float]) -> flo
 def overlapped_backward(compute: Sequence[float], copies: Sequence[float]) -> float:
     """Seconds of a backward in which each node waits for the copy that it needs.
 
-    ``compute`` has the seconds of each node's backward, in the order of forward, and ``copies`` the
-    seconds of the copy that each needs (0: none). A copy starts when a node has received the one before.
+    ``compute`` has the seconds of each node's backward, in the order of forward, and ``copies`` the seconds
+    of the copy that the node needs (0: no copy). A copy starts as soon as the previous one has been received.
 
     >>> overlapped_backward([1, 3, 1], [0.5, 2, 0])  # 1 computed, 2 copied, 3 beside a copy, 1
     7.0
     """
     now = 0.0
     ahead: float | None = None  # when the copy that was started in advance ends
-    waiting = [copy for copy in copies if copy]
+    unfetched = [copy for copy in copies if copy]
     for seconds, copy in zip(reversed(compute), reversed(copies), strict=True):
         if copy:
-            waiting.pop()
+            unfetched.pop()
             now = now + copy if ahead is None else max(now, ahead)
-            ahead = now + waiting[-1] if waiting else None
+            ahead = now + unfetched[-1] if unfetched else None
         now += seconds
     return now

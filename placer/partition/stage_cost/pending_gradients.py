@@ -1,9 +1,9 @@
-"""Counts pending gradients: those of skip connections that have been computed and not used yet.
+"""Counts pending gradients: gradients of skip connections that have been computed but not used yet.
 
-For a gradient, ``source`` is the node whose backward computes it, and ``sender`` the node that passes it
-on (``source``, or a node that splits the gradient of a concatenation). ``home`` is the node of whose result
-it is the gradient, and ``target`` the last node that adds to it (``home``, or another reader of its
-result). Tables have a row for each start of a stage and a column for each node whose backward runs:
+``home`` is the node whose result the gradient belongs to. ``source`` is the node whose backward computes it,
+and ``sender`` the node that passes it on: ``source``, or a node that splits the gradient of a concatenation.
+``target`` is the last node that adds to it: ``home``, or another reader of the result. Tables have a row
+for each start of a stage and a column for each node whose backward runs:
 
     stage with target and sender   pending in columns target + 1 … source - 1
     stage with sender, no target   a copy of the needed part, from the sender's column to the start
@@ -11,7 +11,7 @@ result). Tables have a row for each start of a stage and a column for each node 
 
 This models `placer.executor.transfer.PendingGradients`.
 
-Whether a stage has a sender depends on its end. The tables are for stages that have all senders; an
+Whether a stage has a sender depends on where the stage ends. The tables assume that it has all senders; an
 `IntervalCorrection` is the difference for stages that end before a sender.
 """
 
@@ -30,14 +30,15 @@ from placer.cost import AddedGradient, CostTable, PendingGradient
 
 _BLOCK = 64  # columns in a block; 16 to 128 were about equally fast for 2,600 columns
 
-Add = Callable[[int, int, int, int, float], None]  # first start, last start, column, until, bytes
-HeldFrom = Callable[[int, int], Iterable[tuple[int, int]]]
+Add = Callable[[int, int, int, int, float], None]  # (first start, last start, column, until, bytes)
+LiveFrom = Callable[[int, int], Iterable[tuple[int, int]]]
 
 
 class IntervalCorrection(NamedTuple):
-    """A correction for stages that end at or before ``sender`` and start at ``first`` … ``last``.
+    """Correction for intervals that exclude ``sender``: they end at or before it.
 
-    ``nbytes`` (which may be negative) is added to their columns ``begin`` … ``until`` - 1.
+    ``nbytes`` (may be negative) is added to columns ``begin`` … ``until`` - 1 of the intervals that start at
+    ``first`` … ``last``.
     """
 
     first: int
@@ -53,28 +54,29 @@ def pending_gradients(
     place: NDArray[np.int64],
     add: Add,
     *,
-    held_from: HeldFrom | None = None,
+    live_from: LiveFrom | None = None,
 ) -> list[IntervalCorrection]:
-    """Fill a table, with ``add``, for stages that have all senders; returns corrections for other stages.
+    """Fill a table for stages that have all senders; return the corrections for other stages.
 
-    ``place`` has the position of each node. ``held_from(value, column)`` returns the first and last starts
-    of stages that keep a value for a region from this column on. O(parts of gradients).
+    ``add(first start, last start, column, until, nbytes)`` adds to the table. ``place`` has the position of
+    each node. ``live_from(value, column)`` yields the (first, last) starts of stages that keep a value for a
+    region from this column on. Takes O(parts of gradients) time.
     """
     filling = _Filling(costs, place, add)
-    # for (node, home), the first sender of a gradient that is added at the node
+    # (node, home) -> the first sender of a gradient that is added at the node
     sender_of: dict[tuple[int, int], int] = {}
-    # the last source of such a gradient, if in this order all sources come before the node
+    # (node, home) -> the last source of such a gradient, if all sources come before the node in this order
     source_of: dict[tuple[int, int], int] = {}
     for gradient in costs.gradients:
         sum_at = gradient.target, gradient.home
         source = int(place[gradient.source])
         if place[gradient.target] < source:
-            filling.wait(gradient)
+            filling.count(gradient)
             sender = int(place[gradient.sender])
             sender_of[sum_at] = min(sender, sender_of.get(sum_at, sender))
         else:
             source_of[sum_at] = max(source, source_of.get(sum_at, source))
-    # For each node, values that others save as well
+    # node -> values that other nodes save as well
     shared: dict[int, list[int]] = defaultdict(list)
     for index, value in enumerate(costs.values):
         for saver in value.savers if len(value.savers) > 1 else ():
@@ -87,7 +89,7 @@ def pending_gradients(
         sender = sender_of.get(sum_at, node)
         # A stage that starts after the sources has nothing to add to the node's gradient.
         last_start = node if sum_at in sender_of else source_of.get(sum_at, node)
-        for first, last, nbytes in _beside_sum(sum_, shared[sum_.node], costs, place, held_from):
+        for first, last, nbytes in _beside_sum(sum_, shared[sum_.node], costs, place, live_from):
             last = min(last, last_start)
             if first <= last:
                 add(first, last, node, node + 1, nbytes)
@@ -96,14 +98,14 @@ def pending_gradients(
 
 
 class _Filling:
-    """Adds pending gradients to a table, for stages with all senders, and collects corrections for others."""
+    """Adds pending gradients to a table for stages with all senders; collects corrections for the others."""
 
     def __init__(self, costs: CostTable, place: NDArray[np.int64], add: Add) -> None:
         self._costs = costs
         self._place = place
         self._add = add
         self.corrections: list[IntervalCorrection] = []
-        # For each node, bytes that no other node saves
+        # node -> bytes that only this node saves
         self._saved_alone: dict[int, int] = defaultdict(int)
         for value in costs.values:
             if len(value.savers) == 1:
@@ -112,7 +114,7 @@ class _Filling:
     def change(
         self, first: int, last: int, begin: int, until: int, sender: int, nbytes: float
     ) -> None:
-        """Add a correction for stages without the sender; arguments are as in `IntervalCorrection`."""
+        """Record an `IntervalCorrection` with these fields, unless it would apply to nothing."""
         if nbytes and first <= last and begin < until:
             self.corrections.append(
                 IntervalCorrection(
@@ -120,8 +122,8 @@ class _Filling:
                 )
             )
 
-    def wait(self, gradient: PendingGradient) -> None:
-        """Count a gradient by the rules in the docstring of this module."""
+    def count(self, gradient: PendingGradient) -> None:
+        """Count a gradient by the rules in this module's docstring."""
         source, sender = int(self._place[gradient.source]), int(self._place[gradient.sender])
         target, home = int(self._place[gradient.target]), int(self._place[gradient.home])
         whole, needed = gradient.nbytes, gradient.nbytes - gradient.surplus
@@ -131,7 +133,7 @@ class _Filling:
         self.change(0, target, target + 1, source, sender, -whole)
         if home == target:
             self.change(0, home, target, target + 1, sender, -gradient.surplus)
-        else:  # it is received at home, not at the target, next to the sum of the readers in the stage
+        else:  # received at home, not at the target, beside the sum over the readers in the stage
             self.change(0, home, target, target + 1, sender, -whole)
             cost = self._costs.nodes[gradient.home]
             saved = self._saved_alone[gradient.home]
@@ -139,7 +141,7 @@ class _Filling:
             self.change(0, home, home, home + 1, sender, max(0, needed - room))
 
         if gradient.of_weight:
-            return  # in a stage without the target, it is the gradient of the stage's own parameter
+            return  # a stage without the target has a copy of the weight, and this is the copy's own gradient
 
         # The stage has the sender, but not the target: a copy, made while the whole is still alive.
         def pass_on(to: int, nbytes: float) -> None:
@@ -155,9 +157,9 @@ class _Filling:
         ):
             self.change(0, to, to, to + 1, sender, nbytes)  # without the sender, a copy is received
             if to < target:  # the nodes are in another order than in the recorded run
-                self.stay(0, to, to, until, sender, whole)
+                self.count_with_sender(0, to, to, until, sender, whole)
                 if not gradient.surplus:
-                    self.stay(to + 1, until, 0, until, sender, whole)
+                    self.count_with_sender(to + 1, until, 0, until, sender, whole)
                 until = to
             if not gradient.surplus:
                 continue  # with the sender, one tensor is pending for all
@@ -171,10 +173,10 @@ class _Filling:
             self._add(target + 1, last, last, source, whole)
             self.change(target + 1, last, last, source, sender, -whole)
 
-    def stay(
+    def count_with_sender(
         self, first: int, last: int, begin: int, until: int, sender: int, nbytes: float
     ) -> None:
-        """Count it in these columns of stages that start at first … last and have the sender."""
+        """Count ``nbytes`` in these columns of stages that start at first … last and have the sender."""
         if first <= last:
             self._add(first, last, begin, until, nbytes)
             self.change(first, last, begin, until, sender, -nbytes)
@@ -185,26 +187,26 @@ def _beside_sum(
     shared: Sequence[int],
     costs: CostTable,
     place: NDArray[np.int64],
-    held_from: HeldFrom | None,
+    live_from: LiveFrom | None,
 ) -> Iterator[tuple[int, int, float]]:
-    """The bytes that a sum of gradients adds, as (first start, last start, bytes) of stages.
+    """Yields the bytes that a sum of gradients adds, as (first start, last start, bytes).
 
-    Values that the node has saved, and that no earlier node of the stage needs, are freed before gradients
-    are added. ``shared`` are the values that both the node and others save.
+    Values that the node has saved and that no earlier node of the stage needs are freed before gradients are
+    added. ``shared`` are the values that both this node and others save.
     """
     node = int(place[added.node])
     key_of = lambda i: costs.keys[i] if i < len(costs.keys) else None  # noqa: E731
-    # For a start of a stage, the change of the bytes that are freed
+    # start of a stage -> change of the freed bytes, compared with the previous start
     steps: dict[int, float] = defaultdict(float)
     for index in shared:
         value = costs.values[index]
         own, *keys = (key_of(saver) for saver in (added.node, *value.savers))
         if any(key is not None and key.recompute for key in (own, *keys)):
-            for first, last in held_from(index, node) if held_from is not None else ():
+            for first, last in live_from(index, node) if live_from is not None else ():
                 steps[first] += value.nbytes
                 steps[last + 1] -= value.nbytes
             continue
-        # What an offloaded region brings back is a copy of its own, which only its savers need.
+        # An offloaded region fetches its own copy, which only its savers need.
         savers = zip(value.savers, keys, strict=True)
         positions = (int(place[s]) for s, key in savers if key == own)
         steps[max((p for p in positions if p < node), default=-1) + 1] += value.nbytes
@@ -213,7 +215,7 @@ def _beside_sum(
     nbytes = float(added.nbytes)
     for first, following in pairwise([*starts, node + 1]):
         released += steps.get(first, 0.0)
-        yield first, following - 1, max(added.waiting, nbytes - released)
+        yield first, following - 1, max(added.before_sum, nbytes - released)
 
 
 def largest_up_to(
@@ -222,12 +224,12 @@ def largest_up_to(
     ends: Sequence[int],
     corrections: Sequence[IntervalCorrection],
 ) -> NDArray[np.float64]:
-    """For each start and end the largest value in columns start … end - 1, after ``corrections``.
+    """The largest value in columns start … end - 1 after ``corrections``, for each start and end.
 
-    ``starts`` and ``ends`` must ascend. From one end to the next, the corrections of senders between them
-    no longer apply, and most of these are for columns nearby. So the maxima of blocks of columns are kept,
-    and only those of changed blocks are computed again. Takes O(starts * (columns + sum over ends of
-    (blocks + columns in changed blocks))) time.
+    ``starts`` and ``ends`` must be ascending. Corrections whose sender is between one end and the next stop
+    applying there, and most of them concern nearby columns. So the maxima of blocks of columns are stored,
+    and only those of changed blocks are recomputed. Takes O(starts * (columns + sum over ends of (blocks +
+    columns in changed blocks))) time.
     """
     first, width = np.asarray(starts), table.shape[1]
     # Transposed, so that a block is contiguous in memory.

@@ -1,4 +1,4 @@
-"""Finds how long a stage needs copies of received values: until backward, or only until their readers."""
+"""Finds how long a stage keeps a received value: until backward, or only until its last reader."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from placer.partition.stage_cost.rectangles import NEVER
 class Need:
     """The nodes that need a result, as sorted positions.
 
-    ``kept`` are the nodes that save it for backward, ``used`` all that use it. ``lent`` has the results in
-    the same storage, each with its last reader.
+    ``kept`` are the nodes that save it for backward, ``used`` all nodes that use it. ``lent`` lists the
+    results that share its storage, as (position of the result, position of its last reader).
     """
 
     kept: tuple[int, ...]
@@ -32,35 +32,34 @@ class Need:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """The needs of every node's result, and of every input of the model."""
+    """The `Need` of each node's result and of each input of the model."""
 
     nodes: tuple[Need, ...]
     inputs: tuple[Need, ...]
 
 
 def find_needs(costs: CostTable, place: NDArray[np.int64]) -> Needs:
-    """The needs of all results, including needs of views. ``place`` has the position of each node."""
+    """The needs of all results, including those of their views. ``place`` has the position of each node."""
     lent: list[list[tuple[int, int]]] = [[] for _ in costs.values]
-    for node, held in enumerate(costs.results):
+    for node, stored_in in enumerate(costs.results):
         if costs.readers[node]:
             last = max(int(place[reader]) for reader in costs.readers[node])
-            for value in held:
+            for value in stored_in:
                 lent[value].append((int(place[node]), last))
     needs = [_need(costs, v, place, results) for v, results in zip(costs.values, lent, strict=True)]
     inputs = [need for value, need in zip(costs.values, needs, strict=True) if value.producer < 0]
     if len(inputs) != len(costs.input_readers):  # some share a storage
         inputs = [_joined(inputs)] * len(costs.input_readers)
-    nodes = (_joined([needs[value] for value in held]) for held in costs.results)
+    nodes = (_joined([needs[v] for v in stored_in]) for stored_in in costs.results)
     return Needs(nodes=tuple(nodes), inputs=tuple(inputs))
 
 
 def smaller_copies(
     costs: CostTable, place: NDArray[np.int64], starts: Sequence[int]
 ) -> Iterator[tuple[int, int, int]]:
-    """Cases in which a stage receives and saves only parts of a storage.
+    """Yields the stages that receive and save only parts of a storage.
 
-    Each is the start of the stage, its first node that saves a part, and the bytes that it does not
-    receive.
+    Yields (start of the stage, its first node that saves a part, bytes that it does not receive).
     """
     for index, start, nbytes in copied_parts(costs, place, starts):
         value = costs.values[index]
@@ -75,12 +74,12 @@ def smaller_copies(
 def copied_parts(
     costs: CostTable, place: NDArray[np.int64], starts: Sequence[int]
 ) -> Iterator[tuple[int, int, int]]:
-    """Values of which a stage receives only parts: the value, the stage's start, the bytes of the parts."""
+    """Yields (value, start of a stage, bytes of the parts) where a stage receives only parts of a value."""
     views: dict[int, list[tuple[int, int, int]]] = defaultdict(list)  # node, last reader, bytes
-    for node, held in enumerate(costs.results):
-        if len(held) == 1 and costs.readers[node]:
+    for node, stored_in in enumerate(costs.results):
+        if len(stored_in) == 1 and costs.readers[node]:
             last = max(int(place[reader]) for reader in costs.readers[node])
-            views[held[0]].append((int(place[node]), last, costs.nodes[node].output_nbytes))
+            views[stored_in[0]].append((int(place[node]), last, costs.nodes[node].output_nbytes))
     whole_until = _whole_until(costs, place)
     for index, parts in views.items():
         value = costs.values[index]
@@ -95,7 +94,7 @@ def copied_parts(
 
 
 def _whole_until(costs: CostTable, place: NDArray[np.int64]) -> list[float]:
-    """For each storage the last node that makes or reads all of it.
+    """The last node that makes or reads all of a storage, for each storage.
 
     Stages that start at or before that node have the whole storage.
     """
@@ -112,15 +111,15 @@ def releases(
 ) -> Iterator[IntervalCorrection]:
     """Corrections for stages that free their copy of a result before their forward ends.
 
-    A copy is freed after its last use in the stage, by a reader or through a reader's view, unless the
-    stage's backward or a view for a later stage needs it. Each correction is for the stages that end
-    between one use and the next.
+    A copy is freed after its last use in the stage, by a reader or through a reader's view, unless it is
+    needed by the stage's backward or by a view that a later stage reads. Each correction covers the stages
+    that end between one use and the next.
     """
     kept = need.kept
     if set(readers).issubset(kept):  # every reader saves it for backward, as with most values
         return
     uses = sorted({*readers, *need.used[bisect_right(need.used, producer) :]})
-    last = -1  # the last reader, through whose view the value may be used
+    last = -1  # the last reader so far; the value may be used through a view that it returned
     for use, following in pairwise([*uses, NEVER]):
         last = use if use in readers else last
         count = bisect_right(kept, use)

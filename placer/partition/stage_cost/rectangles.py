@@ -1,4 +1,4 @@
-"""Sums of constants over rectangles of a table whose axes are starts of stages and positions of nodes."""
+"""Sums of constants over rectangles of a table; rows are starts of stages, columns positions of nodes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ NEVER = 2**40  # a position after all others
 
 
 class Rectangles:
-    """A sum of constants, each of which applies to a range of starts and a range of columns."""
+    """A sum of constants, each on a range of starts and a range of columns."""
 
     def __init__(self) -> None:
         self._added: list[tuple[int, int, int, int, float]] = []
 
     def add(self, first: int, last: int, column: int, value: float, *, until: int = NEVER) -> None:
-        """Add ``value`` for stages that start at first … last, in columns column … until - 1."""
+        """Add ``value`` to columns column … until - 1 of stages that start at first … last."""
         self._added.append((first, last, column, until, value))
 
     def some(self, positions: Sequence[int], value: float, *, after: int = -1) -> None:
@@ -31,16 +31,16 @@ class Rectangles:
                 previous = position
 
     def with_more(self, other: Rectangles) -> Rectangles:
-        """The sum of both."""
+        """The sum of both; neither is changed."""
         found = Rectangles()
         found._added = self._added + other._added
         return found
 
     def steps(self, row_of: NDArray[np.int64], column_of: NDArray[np.int64]) -> Table:
-        """The table's difference array: a cumulative sum over rows and columns gives the table.
+        """The difference array of the table; its cumulative sum over rows and columns is the table.
 
-        ``row_of`` has for each position the number of rows whose start is before it, ``column_of`` the
-        first column that includes it. The last row and the last column are outside the table.
+        For each position, ``row_of`` has the number of starts before it, and ``column_of`` the first column
+        that includes it. The last row and the last column are outside the table.
         """
         rows, columns = int(row_of[-1]) + 1, int(column_of[-1]) + 1
         if not self._added:

@@ -1,22 +1,23 @@
-"""Finds which values recomputed and offloaded regions keep alive, and when.
+"""Liveness of the values that recomputed and offloaded regions need: which are alive during which backward.
 
-Tables have a row for each start of a stage and a column for each node whose backward runs. A value is
-alive in these columns, in addition to those in which a node outside all regions needs it:
+A region is a group of neighbouring nodes that are recomputed or offloaded together. Tables have a row for
+each start of a stage and a column for each node whose backward runs. In addition to the columns in which a
+node outside all regions needs a value, it is alive in these:
 
     recompute   a value that enters the region    from the region's first saver (node that saves) on
                 a value that is made in it        from the value's first saver to the region's last saver
     offload     a value that nodes in it save     from the value's first saver to its last
     both        a value that enters the region    from the first to the last saver
 
-The first kind is kept for every micro-batch in flight. The others are copies, recomputed or fetched, which
-are alive only during the region's own backward, beside those that other nodes keep. Before that backward,
-the region's forward runs again; then entering values, received gradients, and the memory of the forward
-are alive together.
+The first kind is kept for every micro-batch in flight. The others are recomputed or fetched copies. They are
+alive only during the region's own backward, beside any copies that other nodes keep. The region's forward
+runs again before that backward; at that time the entering values, the received gradients and the memory of
+the forward are alive together.
 
-A region may be split between two stages, and the values that enter it depend on where the stage starts.
-If a stage ends inside a region, its backward begins with nodes that save nothing, and values for the
-first saver have not been recomputed or fetched yet; `not_yet` has corrections for such stages. Takes
-O(values in regions * starts) time.
+A region may be split between two stages, and which values enter it depends on where the stage starts. If a
+stage ends inside a region, its backward may begin with nodes that save nothing. While these run, the values
+for the first saver have not been recomputed or fetched yet; `overcounts` corrects the tables for such
+stages. Takes O(values in regions * starts) time.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ Columns = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """A region, as positions of nodes; ``first_saver`` has for each start the first saver after it."""
+    """A region, given by positions of nodes. For each start, ``first_saver`` has the first saver after it."""
 
     key: RegionKey
     first: int
@@ -49,18 +50,18 @@ class _Run:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Held:
-    """A value that regions need, and when it is alive; nodes are given as positions.
+class _LiveValue:
+    """A value that regions need, and when it is alive. Nodes are given by position.
 
-    For each start of a stage, ``nbytes`` has its bytes, and ``always`` the column from which on it is
-    alive. ``passing`` has columns in which it is alive during a region's own backward: the name of a
-    table, the first columns, and the column after the last.
+    For each start of a stage, ``nbytes`` has the bytes of the value, and ``always`` the column from which it
+    is alive. ``passing`` lists when it is alive during a region's own backward: the name of a table, the
+    first column for each start, and the column after the last.
     """
 
     producer: int
     users: list[int]
     savers: list[int]
-    parts: dict[int, int]  # for savers of only a part, its bytes
+    parts: dict[int, int]  # saver of only a part -> bytes of the part
     nbytes: Table
     always: Columns
     passing: list[tuple[str, Columns, int]]
@@ -69,10 +70,10 @@ class _Held:
 
 
 class RegionLiveness:
-    """Tables of bytes, with a row for each of ``starts`` and a column for each of ``width`` positions.
+    """Bytes of the values that regions need, in tables with a row per start and a column per position.
 
-    Stages end at ``ends``. The tables are ``saved`` (between forward and backward), ``waiting`` (during
-    backward) and ``forward`` (during forward).
+    Stages start at ``starts`` and end at ``ends``; there are ``width`` positions. The tables are ``saved``
+    (alive between forward and backward), ``backward`` (during backward) and ``forward`` (during forward).
     """
 
     def __init__(
@@ -90,16 +91,16 @@ class RegionLiveness:
         self._place = place
         names = ("kept", "fetched", "inside", "saved", "forward")
         self._steps = {name: self._empty() for name in names}
-        # For each value, the rows in which only parts of it are received
+        # value -> the rows in which only parts of it are received, with their bytes
         self._parts: dict[int, list[tuple[int, int]]] = {}
         row_of = {start: row for row, start in enumerate(starts)}
         for index, start, nbytes in copied_parts(costs, place, starts):
             self._parts.setdefault(index, []).append((row_of[start], nbytes))
-        # For each value, and each reason to keep it, the first column of every row
+        # value -> for each reason to keep it, the first column of every row
         self._since: dict[int, list[Columns]] = {}
-        # Savers of a value in a region; for each row its first column, the column after the last, bytes.
+        # Savers of a value in a region; for each row, the first column, the column after the last, and bytes
         self._offloaded: list[tuple[Sequence[int], Columns, Columns, Table]] = []
-        self._again = self._empty()  # alive while the forward runs again
+        self._again = self._empty()  # alive while the forward is recomputed
         self._private = np.zeros((len(starts), width))
         keys: list[RegionKey | None] = [None] * width
         for node, key in enumerate(costs.keys):
@@ -128,7 +129,7 @@ class RegionLiveness:
         )
 
     def take(self, index: int) -> bool:
-        """Count the value with this index if a region needs it; False if none does."""
+        """Count the value with this index if some region needs it. Returns whether one does."""
         value = self._costs.values[index]
         place, starts = self._place, self._starts
         users = sorted({int(place[i]) for i in (*value.users, *value.savers)})
@@ -143,7 +144,7 @@ class RegionLiveness:
         always = np.full(len(starts), self._width)
         for s in reversed(outside):
             always[starts <= s] = s
-        held = _Held(
+        live = _LiveValue(
             producer=int(place[value.producer]) if value.producer >= 0 else -1,
             users=users,
             savers=savers,
@@ -156,106 +157,108 @@ class RegionLiveness:
         )
         for number in sorted(needed):
             if self._runs[number].key.recompute:
-                self._recompute(held, number)
+                self._recompute(live, number)
             else:
-                self._offload(held, number)
-        self._since[index] = [held.always, *(since for _, since, _ in held.passing)]
-        self._count(held)
+                self._offload(live, number)
+        self._since[index] = [live.always, *(since for _, since, _ in live.passing)]
+        self._count(live)
         return True
 
-    def _recompute(self, held: _Held, number: int) -> None:
+    def _recompute(self, live: _LiveValue, number: int) -> None:
         """Record when the value is alive for the recomputed region with this number."""
         run, starts, none = self._runs[number], self._starts, self._width
-        inside = [p for p in held.users if self._run_of[p] == number]
-        saving = [s for s in held.savers if self._run_of[s] == number]
-        enters = (held.producer < np.maximum(starts, run.first)) & (starts <= inside[-1])
+        inside = [p for p in live.users if self._run_of[p] == number]
+        saving = [s for s in live.savers if self._run_of[s] == number]
+        enters = (live.producer < np.maximum(starts, run.first)) & (starts <= inside[-1])
         since = np.where(enters, run.first_saver, none)
         if run.key.offload:
-            held.passing.append(("fetched", since, max(run.savers, default=-1) + 1))
+            live.passing.append(("fetched", since, max(run.savers, default=-1) + 1))
         else:
-            held.always = np.minimum(held.always, since)
-            held.stays |= held.producer < run.first
-        if held.producer < run.first:
-            held.last_use = max(held.last_use, run.last + 1)
-        elif saving or inside[-1] > held.producer:
-            made = ~enters & (starts <= held.producer)
+            live.always = np.minimum(live.always, since)
+            live.stays |= live.producer < run.first
+        if live.producer < run.first:
+            live.last_use = max(live.last_use, run.last + 1)
+        elif saving or inside[-1] > live.producer:
+            made = ~enters & (starts <= live.producer)
             if saving:
                 since = np.where(made, saving[0], none)
-                held.passing.append(("inside", since, run.savers[-1] + 1))
+                live.passing.append(("inside", since, run.savers[-1] + 1))
             until = run.last + 1 if saving else inside[-1] + 1
-            begin = np.where(made, held.producer + 1, none)
-            _fill(self._again, begin, np.full(len(starts), until), held.nbytes)
+            begin = np.where(made, live.producer + 1, none)
+            _fill(self._again, begin, np.full(len(starts), until), live.nbytes)
 
-    def _offload(self, held: _Held, number: int) -> None:
+    def _offload(self, live: _LiveValue, number: int) -> None:
         """Record when the value is on the device for the offloaded region with this number."""
         starts, none = self._starts, self._width
-        saving = [s for s in held.savers if self._run_of[s] == number]
-        if len(held.savers) > 1:  # each part is fetched separately
-            for s in [s for s in saving if s in held.parts]:
+        saving = [s for s in live.savers if self._run_of[s] == number]
+        if len(live.savers) > 1:  # each part is fetched separately
+            for s in [s for s in saving if s in live.parts]:
                 since = np.where(starts <= s, s, none)
                 until = np.full(len(starts), s + 1)
-                part = np.full(len(starts), float(held.parts[s]))
+                part = np.full(len(starts), float(live.parts[s]))
                 _fill(self._steps["kept"], since, until, part)
-            saving = [s for s in saving if s not in held.parts]
+            saving = [s for s in saving if s not in live.parts]
         if saving:
             since = np.append(saving, none)[np.searchsorted(saving, starts)]
-            held.passing.append(("kept", since, saving[-1] + 1))
+            live.passing.append(("kept", since, saving[-1] + 1))
             if len(saving) > 1:
                 until = np.full(len(starts), saving[-1] + 1)
-                self._offloaded.append((saving, since, until, held.nbytes))
+                self._offloaded.append((saving, since, until, live.nbytes))
 
-    def _count(self, held: _Held) -> None:
-        """Add the value to the tables, as recorded."""
+    def _count(self, live: _LiveValue) -> None:
+        """Add the value to the tables for the columns recorded in it."""
         starts, none = self._starts, self._width
         end = np.full(len(starts), none)
-        _fill(self._steps["saved"], held.always, end, held.nbytes)
-        self._wait("kept", held.always, end, held.nbytes, held.savers)
-        for name, since, last in held.passing:
+        _fill(self._steps["saved"], live.always, end, live.nbytes)
+        self._add_backward("kept", live.always, end, live.nbytes, live.savers)
+        for name, since, last in live.passing:
             until = np.full(len(starts), last)
-            self._wait(name, since, until, held.nbytes, held.savers)
-        if held.producer >= 0:
-            begin = np.where(starts <= held.producer, held.producer + 1, none)
-            last_use = none if held.stays else min(held.last_use, none)
-            _fill(self._steps["forward"], begin, np.full(len(starts), last_use), held.nbytes)
+            self._add_backward(name, since, until, live.nbytes, live.savers)
+        if live.producer >= 0:
+            begin = np.where(starts <= live.producer, live.producer + 1, none)
+            last_use = none if live.stays else min(live.last_use, none)
+            _fill(self._steps["forward"], begin, np.full(len(starts), last_use), live.nbytes)
 
     def table(self, name: str) -> Table:
-        """The table with this name: ``saved``, ``waiting`` or ``forward``."""
-        if name == "waiting":
+        """The table with this name: ``saved``, ``backward`` or ``forward``."""
+        if name == "backward":
             return self._sum(self._steps["kept"]) + self._passing()
         return self._sum(self._steps[name])
 
     def _passing(self) -> Table:
-        """The bytes that are alive only during a recomputed region's own backward."""
+        """Bytes that are alive only during the backward of their own recomputed region."""
         return self._sum(self._steps["fetched"]) + self._sum(self._steps["inside"])
 
-    def held_from(self, index: int, column: int) -> Iterator[tuple[int, int]]:
-        """First and last starts of stages in which a copy of the value is alive from ``column`` on."""
+    def live_from(self, index: int, column: int) -> Iterator[tuple[int, int]]:
+        """Yields (first, last) starts of stages in which a copy of the value is alive from ``column`` on."""
         copies = self._since.get(index, [np.full(len(self._starts), self._width)])
         for row in np.flatnonzero(np.any([since == column for since in copies], axis=0)):
             yield int(self._starts[row]), int(self._starts[row])
 
-    def not_yet(self) -> Iterator[IntervalCorrection]:
-        """Corrections of the table ``waiting`` for stages that end inside a region."""
+    def overcounts(self) -> Iterator[IntervalCorrection]:
+        """Corrections of overcounts in the table ``backward``, for stages that end inside a region."""
         passing = self._passing()
         for run in self._runs:
             if not run.key.recompute:
                 continue
             for saver, following in self._split_gaps(run.savers):
                 amounts = passing[:, saver + 1]
-                yield from self._less(saver, following, amounts)
+                yield from self._overcount(saver, following, amounts)
         for savers, since, until, nbytes in self._offloaded:
             for saver, following in self._split_gaps(savers):
                 there = (since <= saver) & (until > saver + 1)
-                yield from self._less(saver, following, np.where(there, nbytes, 0.0))
+                yield from self._overcount(saver, following, np.where(there, nbytes, 0.0))
 
     def _split_gaps(self, savers: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Pairs of neighbouring ``savers`` that have other nodes between them, at which a stage may end."""
+        """Pairs of consecutive ``savers`` between which a stage may end."""
         for saver, following in pairwise(savers):
             if any(saver + 1 < end <= following for end in self._ends):
                 yield saver, following
 
-    def _less(self, saver: int, following: int, amounts: Table) -> Iterator[IntervalCorrection]:
-        """Corrections that subtract ``amounts`` (one per row) for stages that end between the two savers."""
+    def _overcount(
+        self, saver: int, following: int, amounts: Table
+    ) -> Iterator[IntervalCorrection]:
+        """Corrections that subtract ``amounts`` (one per row) from stages that end between the two savers."""
         rows = range(int(np.searchsorted(self._starts, saver, side="right")))
         for nbytes, group in groupby(rows, key=lambda row: float(amounts[row])):
             same = list(group)
@@ -269,15 +272,15 @@ class RegionLiveness:
                     nbytes=-nbytes,
                 )
 
-    def recomputing(self, waiting: Table, incoming: Table, forward_transient: Table) -> Table:
-        """The bytes alive while a region's forward runs again, in the columns of the region's savers.
+    def recomputing(self, backward: Table, incoming: Table, forward_transient: Table) -> Table:
+        """The bytes alive while a region is recomputed, in the columns of the region's savers.
 
-        ``waiting`` has the bytes that no region needs; ``incoming`` and ``forward_transient`` have a number
-        for each position.
+        ``backward`` has the bytes of values outside regions. ``incoming`` and ``forward_transient`` have one
+        entry per position.
         """
         found = np.zeros((len(self._starts), self._width))
         there = self._sum(self._steps["kept"]) + self._sum(self._steps["fetched"])
-        base = waiting + there + self._private + incoming
+        base = backward + there + self._private + incoming
         again = self._sum(self._again)
         ends_early = self._stops_before_it_runs()
         for run in self._runs:
@@ -291,21 +294,22 @@ class RegionLiveness:
             before = np.concatenate([np.full((len(most), 1), -np.inf), most[:, :-1]], axis=1)
             for p in run.savers:
                 i = p - run.first
-                held = np.maximum(before[:, i], alone[:, i]) if p in ends_early else most[:, i]
-                found[:, p] = np.where(inside[:, i], base[:, p] + held, 0.0)
+                peak = np.maximum(before[:, i], alone[:, i]) if p in ends_early else most[:, i]
+                found[:, p] = np.where(inside[:, i], base[:, p] + peak, 0.0)
         return found
 
     def _stops_before_it_runs(self) -> set[int]:
-        """The nodes that save none of their own results, which a second forward need not run at its end."""
+        """Nodes that save no result of their own; a recomputation may stop before them."""
         saves_own = {v.producer for v in self._costs.values if v.producer in v.savers}
         return {int(self._place[i]) for i in range(len(self._costs.names)) if i not in saves_own}
 
-    def _wait(
+    def _add_backward(
         self, name: str, since: Columns, until: Columns, nbytes: Table, savers: Sequence[int]
     ) -> None:
-        """Count a value in columns since … until - 1.
+        """Add a value to the backward table ``name``, in columns since … until - 1.
 
-        If it has a single saver, its column is left out, because the saver's transient bytes include it.
+        If the value has a single saver, that saver's column is left out, because its transient bytes include
+        the value.
         """
         steps = self._steps[name]
         if len(savers) != 1:
@@ -328,7 +332,7 @@ class RegionLiveness:
 
 
 def _fill(steps: Table, since: Columns, until: Columns, nbytes: Table) -> None:
-    """Add ``nbytes`` to columns since … until - 1; all three have an entry for each row."""
+    """Add ``nbytes`` to columns since … until - 1 of a difference array. All three have one entry per row."""
     rows = np.flatnonzero(since < until)
     steps[rows, since[rows]] += nbytes[rows]
     steps[rows, until[rows]] -= nbytes[rows]

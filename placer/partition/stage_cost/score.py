@@ -1,15 +1,15 @@
 """Estimates what a stage costs: its peak memory, its seconds, and the bytes that cross its boundaries.
 
-A stage is an interval ``[a, b)`` of positions in one topological order of the nodes. Backward runs in the
+A stage is an interval ``[a, b)`` of positions in a topological order of the nodes. Backward runs in
 reverse order. While the backward of node ``i`` runs, the live bytes of one micro-batch are
 
     saved(a, i)      storages that the backward of some node in [a, i] still needs
-  + pending(a, i)    activation gradients that have been computed here and not been used yet
+  + pending(a, i)    activation gradients that have been computed here but not used yet
   + transient(i)     bytes that are alive only while the backward of i runs
-  + gradients(i, b)  gradients of the parameters whose backward has ended
+  + gradients(i, b)  gradients of parameters whose backward has ended
 
-and the peak of the step is, with ``c`` micro-batches in flight at the stage (a smaller last one counts as
-its share of rows) at its first backward and ``c'`` later,
+Let ``c`` micro-batches be in flight at the stage during its first backward, and ``c'`` during later ones (a
+smaller last micro-batch counts by its share of the rows). Then the peak of the step is
 
     parameters + buffers + optimizer
       + max( (c - 1) * saved(a, b) + max_i live(i),    first backward: gradients accumulate
@@ -18,7 +18,7 @@ its share of rows) at its first backward and ``c'`` later,
              (c'- 1) * saved(a, b) + forward(a, b) + gradients,    under 1F1B
              gradients + the optimizer's own transient (`OptimizerMemory`) )
 
-`placer.partition.stage_cost.tables` has all terms for all stages of an order, so each peak takes O(1).
+`placer.partition.stage_cost.tables` has every term for all stages of an order, so each peak takes O(1).
 """
 
 from __future__ import annotations
@@ -46,11 +46,10 @@ def peak_bytes(
     training: bool,
     received_from: Sequence[float] | None = None,
 ) -> Table:
-    """Peak bytes of every interval over a step, at a position with ``in_flight`` micro-batches.
+    """Peak bytes of every interval over a step, at a pipeline position with ``in_flight`` micro-batches.
 
-    ``received_from`` has the bytes of the values that the stage reads from the first, second, … stage. If
-    None, all values are assumed to come from the stage with the most pending gradients, which gives an
-    upper bound.
+    ``received_from`` has the bytes that the stage reads from the first, second, … stage. If it is None, all
+    values are assumed to come from the stage with the most pending gradients, which gives an upper bound.
     """
     static = tables.state.kept(optimizer)
     if not training:
@@ -70,7 +69,7 @@ def peak_bytes(
         # Losses of finished micro-batches are kept. The largest peaks are before a smaller last one.
         begun = in_flight.microbatches - (in_flight.last_share < 1)
 
-        def waiting(others: float, share: float) -> Table:
+        def saved_beside(others: float, share: float) -> Table:
             saved = saved_bytes(tables, others)
             saved[:, -1] += LOSS_NBYTES * (begun - max(1, int(others + share)))
             return saved
@@ -80,19 +79,19 @@ def peak_bytes(
             grown = tables.backward_live_grown - tables.state.trained
             backward = tables.state.trained + _of_share(grown, tables, share)
             backward = backward + pending(in_flight.pending_at_backwards)
-            peak = np.maximum(peak, waiting(others, share) + backward)
+            peak = np.maximum(peak, saved_beside(others, share) + backward)
         for others, share in in_flight.later_forwards:
             forward = (
                 tables.state.owned
                 + _running(tables, share)
                 + pending(in_flight.pending_at_forwards)
             )
-            peak = np.maximum(peak, waiting(others, share) + forward)
+            peak = np.maximum(peak, saved_beside(others, share) + forward)
     return np.maximum(static + peak, tables.state.while_updating(optimizer))
 
 
 def saved_bytes(tables: IntervalTables, count: float) -> Table:
-    """Bytes that ``count`` micro-batches keep from forward to backward; a fraction means a smaller one."""
+    """Bytes that ``count`` micro-batches keep from forward to backward; a fraction is a smaller one."""
     return count * tables.saved + (math.ceil(count) - count) * tables.saved_fixed
 
 
@@ -111,7 +110,7 @@ def _of_share(live: Table, tables: IntervalTables, share: float) -> Table:
 def _pending_gradients(
     tables: IntervalTables, received_from: Sequence[float] | None, counts: Counts
 ) -> Table | float:
-    """The most bytes, over all moments, of gradients for earlier stages that these have not used yet."""
+    """The most bytes, at any moment, of gradients for earlier stages that those stages have not used yet."""
     if not counts:
         return 0.0
     if received_from is None:
@@ -126,11 +125,11 @@ def replica_peak_bytes(
     training: bool,
     received_from: Sequence[float] | None = None,
 ) -> Table:
-    """Peak bytes like `peak_bytes`, in a replica other than the first, which has no optimizer state.
+    """Peak bytes of every interval, like `peak_bytes`, in a replica other than the first.
 
-    Its gradients are sent to the first replica after each backward. Autograd does that last, because
-    parameters were copied before the stages ran. So the parameter gradients of a micro-batch stay in the
-    replica until its backward ends.
+    Such a replica has no optimizer state. Its gradients are sent to the first replica after each backward:
+    autograd does so last, because the parameters were copied before the stages ran. Until then, the replica
+    keeps the parameter gradients of the micro-batch.
     """
     static = tables.state.kept(None)
     if not training:
@@ -149,13 +148,13 @@ def stage_seconds(
     own_host: bool = False,
     overlapped: bool = False,
 ) -> tuple[Table, Table]:
-    """Forward and backward seconds of every interval on a device, without transfers.
+    """Forward and backward seconds of every interval on a device, without transfers between stages.
 
-    Offloaded values are copied to the host in forward and back in backward, before or after computations.
-    If copies are ``overlapped`` with computation, a pass takes at least as long as its copies. With
-    ``own_host`` each stage has a process, and takes at least as long as the process takes to launch its
-    operations. Otherwise one process launches those of all stages, which takes the same time wherever
-    stages end.
+    Offloaded values are copied to the host in forward and back in backward. Copies add to the seconds of
+    computation; if they are ``overlapped`` with it, a pass takes at least as long as its copies. With
+    ``own_host``, each stage has its own process and takes at least as long as that process needs to launch
+    the operations. Otherwise one process launches the operations of all stages, which takes the same time
+    wherever stages end.
     """
     moved = tables.hosted / kind.host_bandwidth
     seconds = tables.work.seconds(kind)
@@ -172,7 +171,7 @@ def stage_seconds(
 
 
 def launch_seconds(tables: IntervalTables, kind: DeviceKind) -> tuple[Table, Table]:
-    """The seconds that a process takes to launch every interval's operations, forward and backward."""
+    """Seconds that a process takes to launch the operations of every interval, in forward and in backward."""
     seconds = tables.work.seconds(kind)
     return (
         _intervals(tables, seconds.forward.host[tables.nodes]),
@@ -188,10 +187,10 @@ def unit_seconds(
     own_host: bool = False,
     overlapped: bool = False,
 ) -> Table:
-    """Seconds of every node (the loss last) on a device, forward and, in training, backward.
+    """Seconds of every node (the loss last) on a device: its forward and, in training, its backward.
 
-    Their sum over a stage is its `stage_seconds`. With ``own_host`` the sum is at most that, and equal if
-    all nodes are limited by the device, or all by the host. ``overlapped`` copies are left out.
+    The sum over a stage is its `stage_seconds`. With ``own_host``, the sum is a lower bound, which is exact
+    if all nodes are limited by the device or all by the host. ``overlapped`` copies are left out.
     """
     seconds = costs.work.seconds(kind)
     moved = np.array([c.host_nbytes for c in costs.nodes]) / kind.host_bandwidth
@@ -205,12 +204,12 @@ def unit_seconds(
 
 
 def transfer_seconds(tables: IntervalTables, kind: DeviceKind, *, training: bool) -> Table:
-    """Seconds to receive and send the values, and gradients, that cross the boundaries of every interval."""
+    """Seconds to receive and send the values and gradients that cross the boundaries of every interval."""
     return (tables.received + tables.sent) * (2 if training else 1) / kind.link_bandwidth
 
 
 def _intervals(tables: IntervalTables, of_nodes: Table) -> Table:
-    """For all intervals, the sum of ``of_nodes`` over their nodes."""
+    """The sum of ``of_nodes`` over the nodes of each interval."""
     ends = [*tables.cuts[1:-1], len(tables.hosted)]
     prefix = np.concatenate([[0.0], np.cumsum(of_nodes)])[[0, *ends]]
     found: Table = prefix[None, 1:] - prefix[:-1, None]

@@ -1,10 +1,10 @@
 """Estimates the peak memory of a device with several stages that are not neighbours, for one micro-batch.
 
-Its stages run forward one after the other, and backward in reverse order. While one of them runs, earlier
-ones keep what they have saved and, during forward, values that later stages on any device have not read
-yet. During backward, later ones have left the gradients of their parameters and pending gradients of skip
-connections from earlier stages (for the gradient of a concatenation, a copy of each part). The sum is an
-upper bound if several copies could be one tensor.
+The stages run forward one after the other, and backward in reverse order. While one of them runs, earlier
+stages keep what they have saved and, during forward, the values that later stages on any device have not
+read yet. During backward, the stages after it have left behind the gradients of their parameters and pending
+gradients of skip connections from earlier stages (a copy of each part, for the gradient of a concatenation).
+The estimate is an upper bound, because several of these copies may be one tensor.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ Table = NDArray[np.float64]
 class SharedPeaks:
     """Peaks, in bytes, of devices with several stages of one order; one micro-batch in training.
 
-    For the stage from cut x to cut y, ``running[x, y - 1]`` is the most bytes while it runs, ``held`` its
-    bytes while a later stage runs, and ``left`` its bytes after its backward. Without ``optimizer`` they
-    are for a replica other than the first, which has no optimizer state, and no gradients after a backward.
+    For the stage from cut x to cut y, ``running[x, y - 1]`` is the most bytes while it runs,
+    ``retained[x, y - 1]`` its bytes while a later stage runs, and ``left[x, y - 1]`` its bytes after its
+    backward. Without ``optimizer``, they are for a replica other than the first, which has no optimizer state
+    and no gradients after a backward.
     """
 
     def __init__(
@@ -46,15 +47,15 @@ class SharedPeaks:
         self._owned, self._updating = tables.state.owned, tables.state.updating
         self._backward = static + tables.backward_live_growing
         self.running = np.maximum(self._forward, self._backward)
-        self.held = static + tables.saved
+        self.retained = static + tables.saved
         self.left = static + kept
         self.left[:, -1] += LOSS_NBYTES
         cell_of = _cells(tables.cuts, nodes)
         count = len(tables.cuts)
         self.needed = np.zeros((count, count))
         for gradient in costs.gradients:
-            # The parts of a gradient that is split are pending as copies. A gradient that is needed as a
-            # whole is one tensor for all its readers.
+            # If a gradient is split, its parts are pending as copies. If it is needed whole, it is one tensor
+            # for all its readers.
             own = (gradient.home, gradient.nbytes - gradient.surplus)
             others = gradient.earlier if gradient.surplus else ()
             for home, nbytes in (own, *others):
@@ -66,34 +67,34 @@ class SharedPeaks:
         self._live_through = LiveThrough(costs, cell_of)
 
     def peak(self, spans: Sequence[Span]) -> float:
-        """The peak of a device with the stages ``spans``, in order. O(stages ** 3)."""
-        most, held = 0.0, 0.0
+        """Peak bytes of a device with the stages ``spans``, in order. Takes O(stages ** 3) time."""
+        most, retained = 0.0, 0.0
         for i, (x, y) in enumerate(spans):
             before, after = spans[:i], spans[i + 1 :]
             passing, whole, kept_whole = 0.0, 0.0, 0.0
             if before:
                 passing = sum(self._live_through.unsaved(span, y) for span in before)
                 whole, kept_whole = self._live_through.beside_parts(before, (x, y))
-            forward = float(self._forward[x, y - 1]) + held + passing + whole
-            backward = float(self._backward[x, y - 1]) + held + kept_whole
+            forward = float(self._forward[x, y - 1]) + retained + passing + whole
+            backward = float(self._backward[x, y - 1]) + retained + kept_whole
             if after:
                 forward += sum(float(self._static[a, b - 1]) for a, b in after)
                 left = sum(float(self.left[a, b - 1]) for a, b in after)
                 backward += left + sum(_between(self.needed, (0, y), later) for later in after)
             most = max(most, forward, backward)
-            held += float(self.held[x, y - 1]) + kept_whole
+            retained += float(self.retained[x, y - 1]) + kept_whole
         if self._optimizer is None:
             return most
         return max(most, self._in_optimizer(spans, self._optimizer))
 
     def at_least(self, spans: Sequence[Span]) -> float:
-        """A lower bound on `peak` that is faster: it leaves out values and gradients for other stages."""
-        most, held = 0.0, 0.0
+        """A cheap lower bound on `peak`: ignores values and pending gradients for other stages."""
+        most, retained = 0.0, 0.0
         left = [float(self.left[x, y - 1]) for x, y in spans]
         for i, (x, y) in enumerate(spans):
-            backward = float(self._backward[x, y - 1]) + held + sum(left[i + 1 :])
-            most = max(most, float(self._forward[x, y - 1]) + held, backward)
-            held += float(self.held[x, y - 1])
+            backward = float(self._backward[x, y - 1]) + retained + sum(left[i + 1 :])
+            most = max(most, float(self._forward[x, y - 1]) + retained, backward)
+            retained += float(self.retained[x, y - 1])
         return most
 
     def _in_optimizer(self, spans: Sequence[Span], optimizer: OptimizerMemory) -> float:
@@ -104,13 +105,13 @@ class SharedPeaks:
 
 
 def _between(table: Table, home: Span, sender: Span) -> float:
-    """The sum in ``table`` of pairs with the home in one stage and the sender in the other."""
+    """The sum of ``table`` over the pairs whose home is in one stage and whose sender is in the other."""
     (a, b), (x, y) = home, sender
     return float(table[b, y] - table[a, y] - table[b, x] + table[a, x])
 
 
 def _cells(cuts: Sequence[int], nodes: Sequence[int]) -> NDArray[np.int64]:
-    """For each node and the loss, the index of the last cut before it."""
+    """The index of the last cut before each node and before the loss."""
     cell_of = np.empty(len(nodes) + 1, dtype=np.int64)
     cell_of[list(nodes)] = np.searchsorted(cuts, np.arange(len(nodes)), side="right") - 1
     cell_of[-1] = len(cuts) - 2

@@ -1,7 +1,7 @@
 """Sums the bytes of parameters, buffers and optimizer state, for stages and for units of a model.
 
 A stage has a copy of each parameter and buffer that its nodes read. The first stage that reads a trained
-parameter owns it: gradients from copies are sent there, and the optimizer's state is there.
+parameter owns it: it receives the gradients of all copies and has the optimizer's state.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from placer.partition.stage_cost.rectangles import Rectangles, Table
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageState:
-    """Bytes of state of all stages along an order, in tables as those of `IntervalTables`."""
+    """Bytes of the state of all stages along an order, in tables like those of `IntervalTables`."""
 
     parameters: Table
     buffers: Table
-    trained: Table  # parameters that have a gradient here
-    owned: Table  # the part of them whose gradient and optimizer state are kept here
+    trained: Table  # parameters that get a gradient here
+    owned: Table  # the trained parameters whose gradient and optimizer state are kept here
     updating: Table  # temporary tensors of Adam's loop over the parameters
 
     def kept(self, optimizer: OptimizerMemory | None) -> Table:
-        """Bytes of parameters, buffers and the optimizer's state, which always exist.
+        """Bytes of parameters, buffers and optimizer state, which exist throughout the step.
 
-        Without ``optimizer``, those of a replica other than the first.
+        Without ``optimizer``: of a replica other than the first, which has no optimizer state.
         """
         copies = self.parameters + self.buffers
         return copies if optimizer is None else copies + optimizer.state * self.owned
@@ -45,8 +45,8 @@ class StageState:
 class StateRectangles:
     """Bytes of parameters and buffers along an order.
 
-    ``sent_home`` are gradients received from later stages' copies of parameters. ``trained_at`` has the
-    first use and the bytes of each trained parameter, in order.
+    ``sent_home`` are gradients received from the copies of parameters on later stages. ``trained_at`` lists
+    (position of the first use, bytes) of each trained parameter, in the order of `CostTable.state`.
     """
 
     parameters: Rectangles
@@ -59,21 +59,21 @@ class StateRectangles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitState:
-    """For each unit of a model bytes of parameters, buffers and optimizer state."""
+    """Bytes of parameters, buffers and optimizer state of each unit of a model."""
 
-    copies: Table  # of everything that the unit reads
+    copies: Table  # everything that the unit reads, and the optimizer state of parameters that only it reads
     static: Table  # the same, but each tensor counts only for the first unit that reads it
-    gradients: Table  # of parameters that no other unit reads
-    own: list[list[tuple[int, int]]]  # for each of these parameters, its first reader and its bytes
+    gradients: Table  # gradients of the parameters that no other unit reads
+    own: list[list[tuple[int, int]]]  # (first reader, bytes) of each of these parameters
 
 
 def state_rectangles(costs: CostTable, place: NDArray[np.int64]) -> StateRectangles:
-    """The state of stages along the order in which ``place`` has the position of each node."""
+    """The state of stages along an order; ``place`` maps each node to its position."""
     parameters, buffers, trained, owned, sent_home = (Rectangles() for _ in range(5))
     trained_at: list[tuple[int, int]] = []
     for tensor, uses in _uses(costs, place):
         copies = buffers if tensor.is_buffer else parameters
-        if not uses:  # then it is on the first stage
+        if not uses:  # the first stage has it
             copies.add(0, 0, 0, tensor.nbytes)
             continue
         copies.some(uses, tensor.nbytes)
@@ -98,8 +98,8 @@ def unit_state(
 ) -> UnitState:
     """The state of ``count`` units of a model; ``unit_of`` has the unit of each node.
 
-    The optimizer's state of a parameter that several units read may be on the device of any of them, so it
-    counts for none. O(uses of parameters and buffers).
+    If several units read a parameter, its optimizer state may be on the device of any of them, so it is
+    counted for none. Takes O(uses of parameters and buffers) time.
     """
     copies, static, gradients = np.zeros(count), np.zeros(count), np.zeros(count)
     own: list[list[tuple[int, int]]] = [[] for _ in range(count)]
@@ -117,6 +117,6 @@ def unit_state(
 
 
 def _uses(costs: CostTable, place: NDArray[np.int64]) -> Iterator[tuple[StateTensor, list[int]]]:
-    """Every parameter and buffer, and the positions in ``place`` of the nodes that read it, in order."""
+    """Every parameter and buffer with the distinct positions (or units) of its readers, ascending."""
     for tensor in costs.state:
         yield tensor, sorted({int(place[node]) for node in tensor.readers})

@@ -1,7 +1,7 @@
 """Builds tables of bytes for all stages along one order at once, with one entry for each pair of cuts.
 
-Tables are sums of rectangles (`placer.partition.stage_cost.order_bytes`), so a two-dimensional prefix sum
-gives each. Building takes O(C * n + users) time and memory for C cuts and n nodes; each query takes O(1).
+Tables are sums of rectangles (`placer.partition.stage_cost.order_bytes`), so each is a two-dimensional
+prefix sum. Building them takes O(C * n + users) time and memory for C cuts and n nodes; a lookup takes O(1).
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from placer.partition.stage_cost.state import StageState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntervalTables:
-    """Bytes of all stages along an order; ``[x, y]`` is the stage from cut x to cut y + 1."""
+    """Bytes of all stages along an order; entry ``[x, y]`` is for the stage from cut x to cut y + 1."""
 
     cuts: tuple[int, ...]  # positions where a stage may begin or end; first 0, last n
     state: StageState
     saved: Table
-    saved_fixed: Table  # the part of it that does not depend on the rows of a micro-batch
-    received: Table  # values from other stages, and inputs of the model
-    computed: Table  # the part of them from other stages
+    saved_fixed: Table  # the part of ``saved`` that does not depend on the rows of a micro-batch
+    received: Table  # values from other stages and inputs of the model
+    computed: Table  # the part of ``received`` that comes from other stages
     sent: Table
     forward_live: Table
     backward_live_growing: Table  # in the first backward, with gradients
-    backward_live_grown: Table | None  # the same in a later backward; None if there is none
-    work: Work  # of every node, for its seconds
-    nodes: NDArray[np.int64]  # in the order, with the loss last
+    backward_live_grown: Table | None  # the same in later backwards; None if there are none
+    work: Work  # the work of every node, to compute its seconds
+    nodes: NDArray[np.int64]  # the order itself, with the loss last
     hosted: Table  # offloaded bytes of every node along the order
     results: Table  # results of the model
 
@@ -65,9 +65,8 @@ def build_tables(
 ) -> IntervalTables:
     """The tables for all stages between ``cuts`` (positions in ``order``).
 
-    The last stage computes the loss. ``later`` says whether a stage has later backwards after its first
-    one, which is so with several micro-batches. ``known`` has the bytes along this order, if they are
-    known.
+    The last stage computes the loss. ``later``: stages have further backwards after the first one, as they do
+    with several micro-batches. ``known`` has the bytes along this order, if they have been computed before.
     """
     width = len(order) + 1
     build = _Builder(width, cuts)
@@ -76,21 +75,21 @@ def build_tables(
     if costs.keys:
         regions = RegionLiveness(costs, place, build.starts, build.ends, width)
     along = known or find_order_bytes(costs, place, regions)
-    held, crossing, state = along.held, along.crossing, along.state
-    parts = Rectangles()  # parts of storages that are not received
+    retained, crossing, state = along.retained, along.crossing, along.state
+    parts = Rectangles()  # the parts of storages that are not received
     for start, first_saver, nbytes in smaller_copies(costs, place, build.starts):
         parts.add(start, start, first_saver, -nbytes)
-    saved = build.at_ends(held.saved.with_more(parts))
-    waiting = build.everywhere(held.waiting.with_more(parts))
-    forward = build.everywhere(held.forward)
-    corrections = list(held.pending)
-    live = waiting + along.backward_transient
+    saved = build.at_ends(retained.saved.with_more(parts))
+    backward = build.everywhere(retained.backward.with_more(parts))
+    forward = build.everywhere(retained.forward)
+    corrections = list(retained.pending)
+    live = backward + along.backward_transient
     if regions is not None:
-        live += regions.table("waiting")
+        live += regions.table("backward")
         incoming = by_position(place, [c.backward_incoming for c in costs.nodes])
-        again = regions.recomputing(waiting, incoming, along.forward_transient)
+        again = regions.recomputing(backward, incoming, along.forward_transient)
         live = np.maximum(live, again)
-        corrections += regions.not_yet()
+        corrections += regions.overcounts()
         saved = saved + build.pick_ends(regions.table("saved"))
         forward = forward + regions.table("forward")
     used, owned = build.everywhere(state.trained), build.everywhere(state.owned)
@@ -113,7 +112,7 @@ def build_tables(
             updating=build.running_max(_updating(state.trained_at, build)),
         ),
         saved=saved,
-        saved_fixed=build.at_ends(held.saved_fixed),
+        saved_fixed=build.at_ends(retained.saved_fixed),
         received=received,
         computed=build.at_ends(crossing.computed),
         sent=build.at_ends(crossing.sent),
@@ -136,17 +135,18 @@ def _backward_live(
     *,
     later: bool,
 ) -> tuple[Table, Table | None]:
-    """The most bytes in the first backward, with gradients, and in a later one.
+    """The most bytes in the first backward, including gradients, and in a later one.
 
-    ``used`` has the bytes of trained parameters up to each position, ``owned`` those that are kept here.
+    ``used`` has the bytes of the trained parameters up to each position, ``owned`` those whose gradients stay
+    on the stage.
     """
-    # gradients(i, b) are those of the stage's trained parameters that are not used in [a, i].
+    # gradients(i, b) are the gradients of the stage's trained parameters that are not used in [a, i].
     trained = build.pick_ends(used)
     growing = build.running_max(live - used, corrections=corrections) + trained
     if not later:
         return growing, None
-    # In a later backward all gradients that are kept here exist; those of copied parameters have been
-    # sent to their stage, and start to accumulate again.
+    # In a later backward, all gradients that stay here exist. Those of copied parameters have been sent to
+    # the owning stage, and accumulate anew.
     grown = build.running_max(live - (used - owned), corrections=corrections) + trained
     return growing, grown
 
@@ -154,11 +154,11 @@ def _backward_live(
 def _updating(trained_at: Iterable[tuple[int, int]], build: _Builder) -> Table:
     """For each start and position, the temporary bytes of Adam's loop for a parameter first used there.
 
-    These are a square root and a quotient. The quotient of the parameter before is freed after both have
-    been computed.
+    They are a square root and a quotient. The quotient of the previous parameter is freed only after both
+    have been computed.
     """
     table = np.zeros((len(build.starts), build.width))
-    before: tuple[int, int] | None = None  # its position and bytes
+    before: tuple[int, int] | None = None  # position and bytes of the previous parameter
     for at, nbytes in trained_at:
         found = [(at, at, 2 * nbytes)]
         if before is not None:
@@ -171,7 +171,7 @@ def _updating(trained_at: Iterable[tuple[int, int]], build: _Builder) -> Table:
 
 
 class _Builder:
-    """Tables whose rows are the starts of stages and whose columns are positions of nodes."""
+    """Builds tables with a row for each start of a stage and a column for each position or end."""
 
     def __init__(self, width: int, cuts: Sequence[int]) -> None:
         self.width = width
@@ -183,7 +183,7 @@ class _Builder:
         self._valid = np.asarray(self.ends)[None, :] > np.asarray(self.starts)[:, None]
 
     def rows_up_to(self, position: int) -> int:
-        """The number of stages that start at or before this position."""
+        """The number of starts at or before this position."""
         return int(self._rows_before[position + 1])
 
     def everywhere(self, rectangles: Rectangles) -> Table:
@@ -192,7 +192,7 @@ class _Builder:
 
     def at_ends(self, rectangles: Rectangles) -> Table:
         """The sum of ``rectangles`` at the last position of each stage, with a column for each end."""
-        # A position is included from the column of the first end after it.
+        # A position counts from the column of the first end after it.
         return np.where(self._valid, self._sum(rectangles, self._end_of), 0.0)
 
     def _sum(self, rectangles: Rectangles, column_of: NDArray[np.int64]) -> Table:
@@ -202,7 +202,7 @@ class _Builder:
         return np.cumsum(sums, axis=1, out=sums)[:-1, :-1]
 
     def pick_ends(self, table: Table) -> Table:
-        """The columns of ``table`` at the last position of each stage; 0 if end <= start."""
+        """``table`` at the last position of each stage, with a column for each end; 0 if end <= start."""
         return np.where(self._valid, table[:, np.asarray(self.ends) - 1], 0.0)
 
     def running_max(self, table: Table, *, corrections: Sequence[IntervalCorrection] = ()) -> Table:
