@@ -9,6 +9,8 @@ from placer.program import Program, placeholder_names
 from placer.schedule import split_batch
 from placer.spec import PlacementSpec, resolve_layers
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
 
 def placement_notes(
     program: Program,
@@ -25,9 +27,7 @@ def placement_notes(
     """
     notes = [*_cut_notes(program, replicas, microbatches), *_shared_notes(program, spec)]
     cut = options.microbatches > 1 or replicas > 1
-    has_batch_norm = any(
-        isinstance(m, nn.modules.batchnorm._BatchNorm) for m in program.model.modules()
-    )
+    has_batch_norm = any(isinstance(m, _BATCH_NORMS) for m in program.model.modules())
     if cut and program.call.batch_size is not None:
         tensors = placeholder_names(program.call)
         batched = [n for n, b in zip(tensors, program.call.batched, strict=True) if b]
