@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from placer._torch import compile_graph
-from placer.emit.boxed import BoxedCodeGen
+from placer.emit.boxed import BoxedCodeGen, compile_graph
 from placer.emit.names import ReadPath, WithKeywords, is_plain, is_plain_path
 from placer.emit.results import find_batched_results
 from placer.emit.types import SegmentCode, StageCode, StagedModel
