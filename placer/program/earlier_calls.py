@@ -73,11 +73,13 @@ class _Attribute:
                 for table in _HOOKS:
                     getattr(module, table).pop(key, None)
             return
-        table: dict[str, Any] = module.__dict__ if self.name in module.__dict__ else module._buffers
+        values: dict[str, Any] = (
+            module.__dict__ if self.name in module.__dict__ else module._buffers
+        )
         if self.missing is _ABSENT:
-            table.pop(self.name, None)
+            values.pop(self.name, None)
         else:
-            table[self.name] = self.missing
+            values[self.name] = self.missing
 
 
 def forget_earlier_calls(

@@ -1,4 +1,4 @@
-"""The releases placer runs on, and what is said where torch cannot do what is asked."""
+"""The releases that placer runs on, and the errors if torch lacks a feature."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _model() -> tuple[nn.Module, torch.Tensor]:
 
 
 def _forget(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """Have torch lack ``names``, as another release does."""
+    """Delete ``names`` from torch, as if this were another release."""
     there = _torch._is_there
     monkeypatch.setattr(_torch, "_is_there", lambda name: name not in names and there(name))
     monkeypatch.setattr(versions, "found_release", lambda package: "2.99.0")
@@ -73,7 +73,7 @@ def test_a_job_is_refused_before_anything_is_done(
 
 
 def test_what_that_torch_can_do_goes_on_working(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One process needs nothing of the missing name, whatever number the release has."""
+    """One process does not need the missing name, whatever the release."""
     _forget(monkeypatch, PROCESSES)
     model, x = _model()
     spec = placer.PlacementSpec(devices=["cpu:0", "cpu:1"], layers={"0": "cpu:0", "1": "cpu:1"})
@@ -120,7 +120,7 @@ def test_this_torch_has_the_private_names_that_were_run_with_it() -> None:
 
 
 def test_private_names_are_listed_where_they_are_used() -> None:
-    """All of _torch.py; elsewhere only operators, names that torch's own docs use, and one patch."""
+    """All names in _torch.py; elsewhere only operators, names in torch's own docs, and one patch."""
     elsewhere = {
         "_subclasses",
         "_pytree",
