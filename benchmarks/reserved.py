@@ -89,7 +89,7 @@ def compare_runs(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def compare_fits(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """For every run under a cap of 16 GiB: whether the allocator's model says it trains, and whether it did."""
+    """For every run under a cap of 16 GiB: whether it trains by the allocator's model, and whether it did."""
     for row in rows:
         fields = [k for k in ("checkpoint", "offload", "precision") if k in row]
         usage = capped_usage(row)
